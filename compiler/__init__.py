@@ -1,0 +1,1 @@
+"""Compiles a declarative model spec into source code. Pure and quick: nothing here imports torch."""

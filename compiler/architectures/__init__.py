@@ -1,0 +1,1 @@
+"""Whole-model kinds: each composes blocks into programs."""

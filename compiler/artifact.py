@@ -1,0 +1,153 @@
+"""A generated folder on disk: compare it, write it, never lose what a person edited."""
+
+import difflib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from specc.compiler.errors import SpeccError
+
+MANIFEST = "manifest.json"
+NEXT = ".manifest.next.json"  # what a build in progress is about to write, so that one that was cut off can be told
+Files = Mapping[str, str]
+State = Literal["changed", "missing", "extra", "line endings"]
+
+
+class HandEdited(SpeccError):
+    """A generated file holds what no build wrote; exit code 1."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """One file that is not as the build would have it."""
+
+    path: str
+    state: State
+
+
+def digest(text: str) -> str:
+    """SHA-256 of the text in UTF-8, in hex."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def drift(folder: Path, files: Files) -> tuple[Drift, ...]:
+    """How `folder` differs from `files`; reads only."""
+    return tuple(_drift(folder, files))
+
+
+def _drift(folder: Path, files: Files) -> Iterator[Drift]:
+    present = _present(folder)
+    for name in sorted({*files, *present}):
+        if name not in files:
+            yield Drift(name, "extra")
+        elif name not in present:
+            yield Drift(name, "missing")
+        elif (content := (folder / name).read_bytes()) != files[name].encode():
+            same = content.replace(b"\r\n", b"\n") == files[name].encode()
+            yield Drift(name, "line endings" if same else "changed")
+
+
+def unified(folder: Path, files: Files, root: str) -> str:
+    """A unified diff from what is on disk to what the build would write."""
+    present = _present(folder)
+    old = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in present}
+    return diff_texts(old, files, f"a/{root}", f"b/{root}")
+
+
+def diff_texts(old: Files, new: Files, before: str, after: str) -> str:
+    """A unified diff of two file sets, in order of name."""
+    parts: list[str] = []
+    for name in sorted({*old, *new}):
+        left, right = old.get(name, "").splitlines(keepends=True), new.get(name, "").splitlines(keepends=True)
+        source = f"{before}/{name}" if name in old else "/dev/null"
+        target = f"{after}/{name}" if name in new else "/dev/null"
+        parts += difflib.unified_diff(left, right, source, target)
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in parts)
+
+
+def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, str], ...]:
+    """Makes `folder` hold `files`, each replaced at once and only where it differs, and removes what the last build left.
+
+    Returns (state, name) of what changed: `new`, `changed` or `removed`. Raises HandEdited, writing nothing, where a file
+    differs from what the last build wrote, unless `force`.
+    """
+    owned = _owned(folder)
+    edited = [] if force else sorted(_edited(folder, files, owned))
+    if edited:
+        raise HandEdited(
+            f"{folder / edited[0]} was edited by hand" + (f", and {len(edited) - 1} more" if len(edited) > 1 else ""),
+            "move the edit into the spec or a template; or delete the file; or build with --force to lose it",
+        )
+    stale = [name for name in owned if name not in files and (folder / name).exists()]
+    moved = [(drift.state, drift.path) for drift in drift(folder, files) if drift.state != "extra"]
+    if not moved and not stale:
+        return ()
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / NEXT, files[MANIFEST])
+    done = [("new" if state == "missing" else "changed", name) for state, name in moved]
+    for _, name in sorted(done, key=lambda entry: entry[1] == MANIFEST):
+        _replace(folder / name, files[name])
+    for name in stale:
+        (folder / name).unlink()
+        _prune(folder, (folder / name).parent)
+    (folder / NEXT).unlink(missing_ok=True)
+    return tuple(sorted([*done, *(("removed", name) for name in stale)], key=lambda entry: entry[1]))
+
+
+def _present(folder: Path) -> set[str]:
+    if not folder.is_dir():
+        return set()
+    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix() for path in found} - {NEXT}
+
+
+def _owned(folder: Path) -> dict[str, set[str]]:
+    """The files that builds wrote here, with each digest that one of them gave."""
+    owned: dict[str, set[str]] = {}
+    for name in (MANIFEST, NEXT):
+        try:
+            listed = json.loads((folder / name).read_text(encoding="utf-8"))["files"]
+            for file, sha in listed.items():
+                owned.setdefault(str(file), set()).add(str(sha))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            continue
+    inside = {name for name in owned if not name.startswith("/") and ".." not in name.split("/")}
+    return {name: owned[name] for name in inside}
+
+
+def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterator[str]:
+    """Files that would be replaced or removed, but hold neither what a build wrote nor what this one will write."""
+    for name in sorted({*files, *owned} & _present(folder) - {MANIFEST}):
+        content = (folder / name).read_bytes()
+        known = {*owned.get(name, ()), digest(files.get(name, ""))}
+        if hashlib.sha256(content.replace(b"\r\n", b"\n")).hexdigest() not in known:
+            yield name
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes through a temporary file beside it, so that a reader sees the old text or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _prune(root: Path, folder: Path) -> None:
+    while folder != root and not any(folder.iterdir()):
+        folder.rmdir()
+        folder = folder.parent

@@ -1,0 +1,1 @@
+"""One file a block kind: what a spec may say of it, and how it lowers."""

@@ -1,0 +1,25 @@
+"""From features to logits."""
+
+from specc.compiler.blocks.init import Init
+from specc.compiler.blocks.roles import Head, Shape
+from specc.compiler.ir import Builder
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.strict import PositiveFloat
+
+
+class LogitHead(Head):
+    """One matrix to the vocabulary, the token table itself where `tied` (Press and Wolf, 2017); logits are kept within
+    +-softcap by softcap * tanh(z / softcap)."""
+
+    tied: bool = True
+    softcap: PositiveFloat | None = None
+    init: Init | None = None
+
+    def lower(self, b: Builder, x: str, shape: Shape, embedding: str) -> str:
+        weight = embedding
+        if not self.tied:
+            weight = b.param("logits", shape.activation(shape.vocab, shape.dim), self.init or shape.matrix_init)
+        logits = b.add("logits", Linear(), (x, weight))
+        cap = f"{self.softcap!r} * tanh(z / {self.softcap!r})" if self.softcap is not None else "z"
+        return b.add("softcap" if self.softcap is not None else "logits.f32", Pointwise((cap,), ("z",), dtype="f32"), (logits,))

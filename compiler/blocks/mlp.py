@@ -1,0 +1,79 @@
+"""The dense feed-forward layer, with any activation of the pointwise language."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from specc.compiler.blocks.roles import Layer, Lowered, Shape, Surroundings
+from specc.compiler.expr import name_of, parse, variables
+from specc.compiler.ir import Builder
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.strict import Name, Positive, PositiveFloat, Problem, StrictModel
+
+OPERANDS = ("x", "gate")
+
+
+def _activation(text: str) -> str:
+    if "x" not in variables(parse(text, OPERANDS)):
+        raise ValueError("an activation must read x")
+    return text
+
+
+Expression = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_activation)]
+
+
+class NamedActivation(StrictModel):
+    """An activation with the name that its kernels carry, for two that would else be spelled alike."""
+
+    expr: Expression
+    name: Name
+
+
+class Mlp(Layer):
+    """down(act(up(x))), or down(act(up(x), gate(x))) where the activation reads `gate` (Shazeer, 2020).
+
+    The width is `hidden`, or `ratio` times the model's.
+    """
+
+    kind: Literal["mlp"]
+    ratio: PositiveFloat | None = None
+    hidden: Positive | None = None
+    act: Expression | NamedActivation
+
+    @property
+    def expression(self) -> str:
+        return self.act if isinstance(self.act, str) else self.act.expr
+
+    @property
+    def epilogue_name(self) -> str:
+        """What the kernels call the activation."""
+        return name_of(parse(self.expression)) if isinstance(self.act, str) else self.act.name
+
+    def width(self, dim: int) -> int:
+        return self.hidden or round(dim * (self.ratio or 0))
+
+    def problems_in(self, dim: int) -> Iterator[Problem]:
+        if (self.ratio is None) == (self.hidden is None):
+            yield Problem((), "S214", "mlp needs exactly one of ratio and hidden", "e.g. `ratio: 4`")
+        elif self.ratio is not None and dim * self.ratio != round(dim * self.ratio):
+            message = f"ratio {self.ratio:g} times dim {dim} is {dim * self.ratio:g}, which is no whole number"
+            yield Problem(("ratio",), "S215", message, "choose another ratio, or give the width as hidden")
+        elif self.width(dim) > 2**20:
+            yield Problem(("ratio",), "S215", f"a width of {self.width(dim)} is beyond 1,048,576", "choose a smaller ratio")
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        width = self.width(shape.dim)
+        read = variables(parse(self.expression))
+        operands = tuple(operand for operand in OPERANDS if operand in read)
+        sources = {"x": "up", "gate": "gate"}
+        values = []
+        for operand in operands:
+            name = sources[operand]
+            weight = b.param(name, shape.activation(width, shape.dim), shape.matrix_init)
+            values.append(b.add(name, Linear(), (x, weight)))
+        label = "" if isinstance(self.act, str) else self.act.name
+        act = b.add("act", Pointwise((self.expression,), operands, title=label), values)
+        weight = b.param("down", shape.activation(shape.dim, width), shape.output_init)
+        return Lowered(b.add("down", Linear(), (act, weight)))

@@ -1,0 +1,154 @@
+"""The parts a block can play in a model, and what each is asked. A new block picks a part and answers."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specc.compiler.blocks.init import Init, constant, formula, value_of
+from specc.compiler.expr import parse, variables
+from specc.compiler.ir import Builder, Op, TensorType
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.strict import Name, Problem, StrictModel
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a block may know of the model around it: features, layers, tokens of context, vocabulary, compute dtype."""
+
+    dim: int
+    layers: int
+    context: int
+    vocab: int
+    dtype: str
+    matrix_init: Init
+    output_init: Init
+
+    def activation(self, *dims: int | str) -> TensorType:
+        return TensorType(dims, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """The value that a layer made, and the new values of the state that it keeps between tokens."""
+
+    value: str
+    state: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Values that a layer can read besides its input. `cache` is empty in a program that sees whole sequences."""
+
+    positions: str
+    shared: Mapping[str, str]
+    cache: Mapping[str, str]
+
+
+LayerFormula = formula("layer", "layers")
+
+
+class Norm(StrictModel):
+    """Normalizes [..., D]. `scale` multiplies the result and may depend on the layer, counted from 0."""
+
+    scale: LayerFormula | None = None  # type: ignore[valid-type]
+
+    def lower(self, b: Builder, x: str, name: str, shape: Shape) -> str:
+        """Adds the norm of `x` under `name`."""
+        normed = self.normalize(b, x, name)
+        if self.scale is None:
+            return normed
+        return scaled(b, f"{name}.scaled", normed, self.scale, "norm_scale", shape)
+
+    def normalize(self, b: Builder, x: str, name: str) -> str:
+        raise TypeError(f"{type(self).__name__} does not say how it normalizes")
+
+    def scalars(self, layer: int, layers: int) -> Mapping[str, float]:
+        """The numbers that this norm wants bound in layer `layer`."""
+        return bound("norm_scale", self.scale, layer, layers)
+
+
+def scaled(b: Builder, name: str, x: str, factor: float | str, scalar: str, shape: Shape) -> str:
+    """x times a number: one fixed in the text where all layers share it, else a scalar of the function."""
+    if isinstance(factor, str) and "layer" in variables(parse(factor)):
+        return b.add(name, Pointwise(("x * scale",), ("x", "scale")), (x, b.scalar(scalar)))
+    value = value_of(factor, layers=float(shape.layers))
+    return b.add(name, Pointwise((f"x * {value!r}",), ("x",)), (x,))
+
+
+def bound(scalar: str, value: float | str | None, layer: int, layers: int) -> Mapping[str, float]:
+    if isinstance(value, str) and "layer" in variables(parse(value)):
+        return {scalar: value_of(value, layer=float(layer), layers=float(layers))}
+    return {}
+
+
+class Embed(StrictModel):
+    """One step from token ids to the first block's input."""
+
+    name: Name | None = None
+
+    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
+        """Adds the step; `x` is what the steps before made, None for the first."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+
+class Layer(StrictModel):
+    """One residual branch of a block: x + residual * f(norm(x)). `residual` is a factor or formula, or `learned`: one
+    number a feature, from 1."""
+
+    name: Name | None = None
+    residual: Literal["learned"] | LayerFormula | None = None  # type: ignore[valid-type]
+
+    @property
+    def title(self) -> str:
+        return self.name or str(getattr(self, "kind", ""))
+
+    def problems_in(self, dim: int) -> Iterator[Problem]:
+        """What is wrong with this layer in a model of `dim` features; paths are relative to the layer."""
+        yield from ()
+
+    def shared(self, dim: int) -> Mapping[str, Op]:
+        """Values computed once for all layers from the positions i64[T], by name. Equal ops are one value."""
+        return {}
+
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
+        """What the layer keeps between tokens; `S` is the number of positions kept."""
+        return {}
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        """Adds the branch itself, from normalized input x [B, T, D] to its value [B, T, D]."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+    def join(self, b: Builder, x: str, y: str, shape: Shape) -> str:
+        """Adds the branch's value to the residual stream."""
+        if self.residual == "learned":
+            scale = b.param("residual", TensorType((shape.dim,), shape.dtype), constant(1.0))
+            return b.add("x", Pointwise(("x + scale * branch",), ("x", "branch", "scale")), (x, y, scale))
+        if self.residual is None:
+            return b.add("x", Pointwise(("x + branch",), ("x", "branch")), (x, y))
+        y = scaled(b, "y.scaled", y, self.residual, f"{self.title}_residual", shape)
+        return b.add("x", Pointwise(("x + branch",), ("x", "branch")), (x, y))
+
+    def scalars(self, layer: int, layers: int) -> Mapping[str, float]:
+        """The numbers that this layer wants bound in layer `layer`."""
+        factor = None if self.residual == "learned" else self.residual
+        return bound(f"{self.title}_residual", factor, layer, layers)
+
+
+class Skips(StrictModel):
+    """Which block reads the output of which earlier block besides the one before it."""
+
+    def sources(self, layers: int) -> Mapping[int, int]:
+        """Block -> the earlier block whose output it reads."""
+        raise TypeError(f"{type(self).__name__} does not say what it connects")
+
+    def lower(self, b: Builder, x: str, skip: str, shape: Shape) -> str:
+        """Joins the earlier output to the stream, at the start of the block."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+
+class Head(StrictModel):
+    """From the last block's output to logits."""
+
+    def lower(self, b: Builder, x: str, shape: Shape, embedding: str) -> str:
+        """Adds the head; `embedding` is the token table's parameter. Returns logits f32[..., V]."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")

@@ -1,0 +1,54 @@
+"""From ids to features: the token table and what may follow it."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from specc.compiler.blocks.init import Init
+from specc.compiler.blocks.roles import Embed, Shape
+from specc.compiler.ir import Builder, TensorType
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.norm import RmsNorm
+from specc.compiler.ops.shape import Embedding
+from specc.compiler.strict import Positive, PositiveFloat, Problem
+
+
+class Token(Embed):
+    """A learned row of features for each id: table [V, D]. `dim` where it is not the model's."""
+
+    kind: Literal["token"]
+    dim: Positive | None = None
+    init: Init | None = None
+
+    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
+        table = TensorType((shape.vocab, self.dim or shape.dim), shape.dtype)
+        return b.add("token", Embedding(), (ids, b.param("token", table, self.init or shape.matrix_init)))
+
+
+class Project(Embed):
+    """A matrix from the features so far to the model's: with a narrow table, factorized embedding (Lan et al., 2020)."""
+
+    kind: Literal["project"]
+
+    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
+        assert x is not None
+        weight = TensorType((shape.dim, b.types[x].width), shape.dtype)
+        return b.add("project", Linear(), (x, b.param("project", weight, shape.matrix_init)))
+
+
+class EmbedNorm(Embed):
+    """RMSNorm, without a weight, of the features so far."""
+
+    kind: Literal["norm"]
+    eps: PositiveFloat = 1e-6
+
+    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
+        assert x is not None
+        return b.add("norm", RmsNorm(self.eps), (x,))
+
+
+def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
+    """The table comes first, and once."""
+    for i, step in enumerate(steps):
+        if isinstance(step, Token) != (i == 0):
+            message = f"embed starts with {step.__class__.__name__.lower()}" if i == 0 else "embed has two token tables"
+            yield Problem((i,), "S206", message, "put one `{kind: token}` first; other steps follow it")

@@ -1,0 +1,117 @@
+"""The one entry: a spec file becomes a plan a target, and the text of every generated file."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from specc.compiler import pipeline
+from specc.compiler.artifact import MANIFEST, digest, drift, write
+from specc.compiler.check import load, to_diagnostics
+from specc.compiler.errors import SpecError
+from specc.compiler.plan import Plan
+from specc.compiler.plan_page import plan_page
+from specc.compiler.programs import LoweringError, Programs
+from specc.compiler.render import plan_key, render
+from specc.compiler.source import Source
+from specc.compiler.spec import Spec
+from specc.compiler.strict import Problem
+from specc.compiler.torch_model import model_context
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A spec with its plans by target, and its files by path under generated/<name>/."""
+
+    spec: Spec
+    plans: Mapping[str, Plan]
+    files: Mapping[str, str]
+
+
+def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
+    """The whole of a spec file, or of some of its targets, in memory. Raises SpecError with everything that is wrong."""
+    spec, source = load(path, tuple(overrides))
+    return compile_loaded(spec, source, tuple(targets))
+
+
+def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()) -> Built:
+    """As `compile_spec`, for a spec that was read before. Raises SpecError, or LoweringError where there is no source."""
+    name = f"specs/{spec.name}.yaml"
+    plans: dict[str, Plan] = {}
+    problems: list[Problem] = []
+    for target in targets or spec.targets:
+        try:
+            plans[target] = pipeline.plan(spec, target, name)
+        except LoweringError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        if source is None:
+            raise LoweringError(tuple(problems))
+        raise SpecError(to_diagnostics(problems, source), source.texts)
+    return Built(spec, plans, _files(spec, plans))
+
+
+def validate(path: Path, overrides: Iterable[str] = ()) -> Spec:
+    """Checks a spec as far as a build does, writing nothing. Raises SpecError with everything that is wrong."""
+    return compile_spec(path, overrides).spec
+
+
+def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str], ...]:
+    """Writes generated/<name>/ under `into`; returns (state, file) of what changed. Raises SpecError, HandEdited."""
+    built = compile_spec(path)
+    return write(into / built.spec.name, built.files, force)
+
+
+def check(path: Path, into: Path) -> tuple[str, ...]:
+    """What in generated/<name>/ is not as a build would have it, a line each; nothing is written. Raises SpecError."""
+    built = compile_spec(path)
+    return tuple(f"{built.spec.name}/{found.path}: {found.state}" for found in drift(into / built.spec.name, built.files))
+
+
+def canonical(spec: Spec) -> str:
+    """The resolved spec as JSON: every default written out, keys sorted, one text for one spec."""
+    return json.dumps(spec.model_dump(mode="json"), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+
+
+def spec_of(text: str | bytes) -> Spec:
+    """The spec that `canonical` wrote. Raises pydantic.ValidationError where it is none."""
+    return Spec.model_validate_json(text)
+
+
+def interface_digest(programs: Programs, storage: Mapping[str, str]) -> bytes:
+    """SHA-256 of what binds an artifact to a model: parameter names, shapes and storage, in order."""
+    lines = [f"{param.name} {list(param.shape)} {storage[param.name]}" for param in programs.params]
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+def model_files(plan: Plan) -> Mapping[str, str]:
+    """The text of one target's files: model.py and its kernels."""
+    files: dict[str, str] = {}
+    for choice in plan.choices:
+        for name, (template, context) in choice.rendered.files.items():
+            files.setdefault(name, render(template, context, plan.source, plan_key(template, context)))
+    context = model_context(plan)
+    supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
+    context = replace(context, supports=supports)
+    files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
+    return files
+
+
+def _files(spec: Spec, plans: Mapping[str, Plan]) -> Mapping[str, str]:
+    files = {f"{target}/{name}": text for target, plan in plans.items() for name, text in model_files(plan).items()}
+    files["PLAN.md"] = plan_page(spec, plans)
+    manifest = {
+        "spec": digest(canonical(spec)),
+        "compiler": version("specc"),
+        "files": {name: digest(text) for name, text in sorted(files.items())},
+        "nodes": {target: _nodes(plan) for target, plan in sorted(plans.items())},
+    }
+    return {**files, MANIFEST: json.dumps(manifest, indent=2, sort_keys=True) + "\n"}
+
+
+def _nodes(plan: Plan) -> Mapping[str, str]:
+    """Node path -> the file that computes it."""
+    named = {c.site.label.split(" ")[0]: c.rendered for c in plan.choices if c.rendered.files}
+    return {node: max(rendered.files, key=lambda name: name.endswith(".cu")) for node, rendered in sorted(named.items())}

@@ -1,0 +1,131 @@
+"""Text -> Spec: everything that is wrong with a spec at once, each with a code, a place and a remedy."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path as FilePath
+
+from pydantic import ValidationError
+from specc.compiler.errors import Diagnostic, SpecError
+from specc.compiler.overrides import apply_overrides
+from specc.compiler.schema_errors import diagnostics_of
+from specc.compiler.shape import Model, keys_of, places
+from specc.compiler.source import Source, read
+from specc.compiler.spec import Spec
+from specc.compiler.strict import Path, Problem, StrictModel
+
+CODES: Mapping[str, str] = {
+    "S001": "the file cannot be read",
+    "S002": "the file is empty",
+    "S003": "the text is too large, or nested too deeply",
+    "S004": "the file is not UTF-8, or starts with a byte-order mark",
+    "S005": "a character that does not show on a screen",
+    "S006": "a tab in the indentation",
+    "S007": "the text is not YAML",
+    "S008": "a key stands twice in one mapping",
+    "S009": "an anchor, an alias or a merge key",
+    "S010": "a tag or a directive",
+    "S011": "more than one document",
+    "S012": "a key that is no word",
+    "S013": "a number with too many digits",
+    "S014": "an override (`--set`) that names nothing",
+    "S101": "an unknown key",
+    "S102": "a missing key",
+    "S103": "a value of the wrong type",
+    "S104": "a value out of range, or not one of the choices",
+    "S105": "an unknown kind",
+    "S106": "a value that its field refuses",
+    "S107": "an expression that cannot be read",
+    "S201": "a run that does not end by exactly one of steps and budget_seconds",
+    "S202": "a schedule that is longer than the run",
+    "S203": "a promotion without a count or a byte budget",
+    "S204": "a target that is listed twice",
+    "S205": "not exactly one way to start a parameter",
+    "S206": "embedding steps in an order that makes no sense",
+    "S207": "two layers of a block with one name",
+    "S210": "heads that do not divide the model's width",
+    "S211": "kv_heads that do not divide heads",
+    "S212": "RoPE over more dims than a head has",
+    "S213": "RoPE over an odd number of dims",
+    "S214": "not exactly one of ratio and hidden",
+    "S215": "a width that is no whole number, or too large",
+    "S301": "two parts of the model whose widths do not fit",
+    "S302": "a fusion point that matches nothing",
+    "S303": "a fusion point that covers only some of the blocks that share their code",
+    "S304": "a fusion point that cannot be fused",
+    "S305": "a quantization rule or promotion that matches no parameter",
+    "S306": "two quantization rules for one parameter",
+    "S307": "a parameter that its quantization scheme cannot take",
+    "S308": "an optimizer that no parameter is left for",
+    "S309": "an optimizer that cannot take a parameter",
+    "S310": "a parameter without an optimizer",
+    "S401": "a node that no kernel of a target takes",
+    "S402": "an epilogue that cannot be named",
+    "S403": "two epilogues with one name",
+}
+
+
+def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, Source]:
+    """The checked spec of a file (a path) or a text (a string), and where everything in it stands.
+
+    `overrides` are `path=value` texts laid over it first. Raises SpecError with all that is wrong.
+    """
+    source = apply_overrides(read(origin), overrides)
+    return check(source), source
+
+
+def check(source: Source) -> Spec:
+    """The spec that the data of a source is. Raises SpecError with all that is wrong (S1.. and S2..)."""
+    try:
+        spec = Spec.model_validate(source.data)
+    except ValidationError as error:
+        models = dict(places(Spec, source.data))
+        diagnostics, faulty = diagnostics_of(error, source, models, Spec)
+        problems = _problems_of_sound_parts(source, models, faulty)
+        raise SpecError((*diagnostics, *to_diagnostics(problems, source)), source.texts) from None
+    if found := to_diagnostics(problems_of(spec), source):
+        raise SpecError(found, source.texts)
+    return spec
+
+
+def to_diagnostics(problems: Iterable[Problem], source: Source) -> tuple[Diagnostic, ...]:
+    """The problems as diagnostics, placed where their paths lead in the source.
+
+    Related notes stand in the same file; one that is elsewhere, as an override is, is left out.
+    """
+    return tuple(_placed(problem, source) for problem in problems)
+
+
+def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
+    """What every model in `value` says is wrong across its fields, with paths from the root."""
+    if isinstance(value, StrictModel):
+        yield from (problem.under(*path) for problem in value.problems())
+        for key, name in zip(keys_of(type(value)), type(value).model_fields, strict=True):
+            yield from problems_of(getattr(value, name), (*path, key))
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from problems_of(item, (*path, i))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from problems_of(item, (*path, key))
+
+
+def _problems_of_sound_parts(
+    source: Source, models: Mapping[Path, Model], faulty: frozenset[Path]
+) -> Iterator[Problem]:
+    """What is wrong across fields inside those parts of a spec that have no error of their own."""
+    sound: list[Path] = []
+    for path, model in models.items():
+        broken = any(one[: len(path)] == path for one in faulty)
+        if broken or any(path[: len(outer)] == outer for outer in sound):
+            continue
+        sound.append(path)
+        data: object = source.data
+        for part in path:
+            data = data[part]  # type: ignore[index]
+        yield from problems_of(model.model_validate(data), path)
+
+
+def _placed(problem: Problem, source: Source) -> Diagnostic:
+    place = source.place(problem.path)
+    near = ((note, source.place(path)) for note, path in problem.related)
+    related = tuple((note, at.mark) for note, at in near if at.file == place.file)
+    return Diagnostic(problem.code, problem.message, problem.hint, place.file, place.mark, related)

@@ -1,0 +1,44 @@
+"""What a model costs: parameters, floating-point operations and bytes, a node or a token, from the graph."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from specc.compiler.ir import Graph
+from specc.compiler.ops.attention import Sdpa, SdpaCached
+from specc.compiler.ops.linear import Product
+from specc.compiler.programs import Programs, flatten
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """One node of a flattened program: operations, and the bytes it reads and writes once each."""
+
+    name: str
+    op: str
+    flops: int
+    bytes: int
+    matrix: bool
+
+
+def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
+    """The cost of every node of a program once its symbols have `sizes`. A multiply-add counts two operations."""
+    graph = flatten(programs, programs.program(program))
+    return tuple(_costs(graph, sizes))
+
+
+def _costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
+    types = graph.types
+    for node in graph.nodes:
+        inputs = [types[ref] for ref in node.inputs]
+        flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
+        moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
+        yield NodeCost(node.name, node.op.name, flops, moved, isinstance(node.op, Product | Sdpa | SdpaCached))
+
+
+def flops_per_token(programs: Programs, tokens: int) -> int:
+    """Operations of matrix products and attention in a forward pass over one window, divided by its tokens.
+
+    Training takes three times as many: each product has two gradients of its own cost.
+    """
+    costs = node_costs(programs, "train", {"B": 1, "T": tokens})
+    return sum(cost.flops for cost in costs if cost.matrix) // tokens

@@ -1,0 +1,240 @@
+"""What can go wrong, where, and what to do about it; how it is shown; the exit codes of the command line."""
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+EXIT_OK = 0
+EXIT_FINDINGS = 1
+EXIT_USAGE = 2
+EXIT_ENVIRONMENT = 3
+EXIT_RUN_FAILED = 4
+EXIT_INTEGRITY = 5
+EXIT_BUG = 70
+EXIT_PREEMPTED = 75
+EXIT_INTERRUPTED = 130
+
+Format = Literal["text", "json", "github"]
+
+SNIPPET_WIDTH = 100
+MESSAGE_WIDTH = 600
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mark:
+    """A place in a text; `line` and `column` count characters from 1."""
+
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One thing wrong, where it is, and what to do. `related` are (note, place) pairs of the same file."""
+
+    code: str
+    message: str
+    hint: str
+    file: str
+    mark: Mark
+    related: tuple[tuple[str, Mark], ...] = ()
+
+
+class SpeccError(Exception):
+    """An error that a user can act upon: shown without a traceback, ends the command with `exit_code`."""
+
+    exit_code: ClassVar[int] = EXIT_USAGE
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class EnvironmentProblem(SpeccError):
+    """This machine lacks something: a GPU, nvcc, a package, room on a disk."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+
+class RunFailed(SpeccError):
+    """A run ended without the result that was asked for."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
+class IntegrityProblem(SpeccError):
+    """Bytes are not what they were when they were written, or do not belong together."""
+
+    exit_code = EXIT_INTEGRITY
+
+
+class SpecError(SpeccError):
+    """Everything that is wrong with a spec. `texts` holds the text of each file that a diagnostic names."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
+        found = set(diagnostics)
+        self.diagnostics = tuple(sorted(found, key=lambda d: (d.file, d.mark, d.code, d.message)))
+        self.texts = dict(texts)
+        first = self.diagnostics[0]
+        super().__init__(
+            f"{first.file}:{first.mark.line}:{first.mark.column}: {first.code} {first.message}", first.hint
+        )
+
+    def __str__(self) -> str:
+        return render(self, "text")
+
+
+def quote(value: object, width: int = 60) -> str:
+    """A value as messages show it: in backquotes, on one line, without control characters, not too long."""
+    text = safe(value if isinstance(value, str) else _spell(value))
+    return f"`{text}`" if len(text) <= width else f"`{text[: width - 3]}...`"
+
+
+def one_of(words: Iterable[object], joint: str = "or") -> str:
+    """`a`, `b` or `c`."""
+    quoted = [quote(word) for word in words]
+    return (
+        quoted[0]
+        if len(quoted) == 1
+        else f"{', '.join(quoted[:-1])} {joint} {quoted[-1]}"
+        if quoted
+        else "nothing"
+    )
+
+
+def safe(text: str) -> str:
+    """`text` with every character that could move a cursor, hide or reorder spelled as an escape."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def render(error: SpeccError, format: Format = "text", color: bool = False) -> str:
+    """The error as text for people, as a JSON list, or as GitHub annotations; ends without a newline."""
+    if not isinstance(error, SpecError):
+        error = _without_place(error)
+    if format == "json":
+        return json.dumps([_as_json(diagnostic) for diagnostic in error.diagnostics], indent=2)
+    if format == "github":
+        return "\n".join(_as_annotation(diagnostic) for diagnostic in error.diagnostics)
+    texts = {file: text.replace("\r\n", "\n").split("\n") for file, text in error.texts.items()}
+    parts = [
+        _as_text(diagnostic, texts.get(diagnostic.file, []), _Ink(color)) for diagnostic in error.diagnostics
+    ]
+    if len(parts) > 1:
+        parts.append(f"{len(parts)} errors")
+    return "\n\n".join(parts)
+
+
+def _without_place(error: SpeccError) -> SpecError:
+    return SpecError([Diagnostic("", error.message, error.hint, "", Mark(1, 1))], {})
+
+
+def _spell(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_spell(item)}" for key, item in list(value.items())[:20]) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_spell(item) for item in value[:20]) + "]"
+    return str(value)
+
+
+def _escape(char: str) -> str:
+    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"
+
+
+def _cut(text: str) -> str:
+    text = safe(text)
+    return text if len(text) <= MESSAGE_WIDTH else f"{text[: MESSAGE_WIDTH - 3]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class _Ink:
+    on: bool
+
+    def red(self, text: str) -> str:
+        return f"\x1b[1;31m{text}\x1b[0m" if self.on else text
+
+    def blue(self, text: str) -> str:
+        return f"\x1b[1;34m{text}\x1b[0m" if self.on else text
+
+    def bold(self, text: str) -> str:
+        return f"\x1b[1m{text}\x1b[0m" if self.on else text
+
+
+def _as_text(diagnostic: Diagnostic, lines: list[str], ink: _Ink) -> str:
+    mark = diagnostic.mark
+    place = f"{safe(diagnostic.file)}:{mark.line}:{mark.column}: " if diagnostic.file else "error: "
+    code = f"{ink.red(diagnostic.code)} " if diagnostic.code else ""
+    shown = [ink.bold(place) + code + _cut(diagnostic.message)]
+    places = [("", mark), *diagnostic.related]
+    margin = max(len(str(at.line)) for _, at in places)
+    for number, (note, at) in enumerate(places):
+        if 1 <= at.line <= len(lines) and lines[at.line - 1].strip():
+            text, before, width = _window(lines[at.line - 1], at.column)
+            bar, caret = ink.blue("|"), (ink.red if number == 0 else ink.blue)("^" * width)
+            shown += [f"{'':{margin}} {bar}", f"{ink.blue(f'{at.line:{margin}}')} {bar} {text}"]
+            shown.append(f"{'':{margin}} {bar} {'':{before}}{caret} {_cut(note)}".rstrip())
+        elif note:
+            shown.append(f"{'':{margin}} {ink.blue('=')} note: {_cut(note)} (line {at.line})")
+    if diagnostic.hint:
+        shown.append(f"{'':{margin}} {ink.blue('=')} help: {_cut(diagnostic.hint)}")
+    return "\n".join(shown)
+
+
+def _window(line: str, column: int) -> tuple[str, int, int]:
+    """The part of a line around a column, made safe; the width before the caret; the width of the caret."""
+    start = 0 if len(line) <= SNIPPET_WIDTH else max(0, column - 1 - SNIPPET_WIDTH // 2)
+    end = min(len(line), start + SNIPPET_WIDTH)
+    head, tail = ("..." if start else ""), ("..." if end < len(line) else "")
+    word = re.match(r"\"[^\"]*\"|'[^']*'|[-+]?[\w.*]+", line[column - 1 : end])
+    until = min(end, column - 1 + (word.end() if word else 1))
+    before = len(head) + sum(_width(char) for char in line[start : column - 1])
+    caret = max(1, sum(_width(char) for char in line[column - 1 : until]))
+    return head + "".join(_visible(char) for char in line[start:end]) + tail, before, caret
+
+
+def _visible(char: str) -> str:
+    if char == "\t":
+        return " "
+    return char if char.isprintable() else "\N{REPLACEMENT CHARACTER}"
+
+
+def _width(char: str) -> int:
+    if not char.isprintable():
+        return 1
+    return 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def _as_json(diagnostic: Diagnostic) -> dict[str, object]:
+    place = {"file": diagnostic.file, "line": diagnostic.mark.line, "column": diagnostic.mark.column}
+    related = [{"message": note, "line": at.line, "column": at.column} for note, at in diagnostic.related]
+    return {
+        "code": diagnostic.code,
+        "message": diagnostic.message,
+        "hint": diagnostic.hint,
+        **place,
+        "related": related,
+    }
+
+
+def _as_annotation(diagnostic: Diagnostic) -> str:
+    mark = diagnostic.mark
+    place = (
+        f"file={_property(diagnostic.file)},line={mark.line},col={mark.column}," if diagnostic.file else ""
+    )
+    body = "\n".join(safe(text) for text in (diagnostic.message, diagnostic.hint) if text)
+    return f"::error {place}title={_property(diagnostic.code or 'specc')}::{_data(body)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

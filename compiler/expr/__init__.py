@@ -1,0 +1,49 @@
+"""The pointwise language: parse, simplify, derive, decide what the backward saves, print as Torch, Triton
+or CUDA C++."""
+
+from .backward import Backward, plan_backward
+from .derive import derive, homogeneous_degree
+from .evaluate import number, torch_value
+from .name import name_of
+from .parse import parse
+from .simplify import simplify
+from .spell import cuda_text, torch_text, triton_text
+from .values import (
+    FUNCTIONS,
+    Binary,
+    Call,
+    Compare,
+    Const,
+    Expr,
+    ExprError,
+    Neg,
+    Var,
+    substitute,
+    variables,
+)
+
+__all__ = [
+    "FUNCTIONS",
+    "Backward",
+    "Binary",
+    "Call",
+    "Compare",
+    "Const",
+    "Expr",
+    "ExprError",
+    "Neg",
+    "Var",
+    "cuda_text",
+    "derive",
+    "homogeneous_degree",
+    "name_of",
+    "number",
+    "parse",
+    "plan_backward",
+    "simplify",
+    "substitute",
+    "torch_text",
+    "torch_value",
+    "triton_text",
+    "variables",
+]

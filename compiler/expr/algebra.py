@@ -1,0 +1,206 @@
+"""Sums and products as data: a term is a rational coefficient times factors, a factor a base to a rational
+exponent.
+
+Rationals keep what floats lose: 30 * (x / 30) is x, 0.1 + 0.2 is 0.3. A float stands for the decimal that
+it prints as. Order is of first appearance, so that text reads as it was written; `key` is what ignores
+order.
+"""
+
+from collections.abc import Hashable, Iterable
+from fractions import Fraction
+from functools import lru_cache, reduce
+from operator import mul
+
+from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, children
+
+Factor = tuple[Expr, Fraction]  # base, exponent; the base is neither a product nor a number
+Factors = tuple[Factor, ...]
+Term = tuple[Fraction, Factors]
+
+LARGEST = 10**12  # numerators and denominators beyond it are rounded to a double
+HALF = Fraction(1, 2)
+
+
+def rational(value: float) -> Fraction:
+    """The decimal that `value` prints as."""
+    return Fraction(repr(value))
+
+
+def settle(value: Fraction) -> Fraction:
+    """Rounds a fraction that has grown long to a double. ExprError on overflow."""
+    if max(abs(value.numerator), value.denominator) <= LARGEST:
+        return value
+    try:
+        return rational(float(value))
+    except (OverflowError, ValueError):
+        raise ExprError("a constant of the expression overflows") from None
+
+
+def exponent_of(value: float) -> Fraction:
+    """An exponent as a fraction: 0.3333333333333333 is meant as 1/3."""
+    exact = rational(value)
+    near = exact.limit_denominator(64)
+    return near if abs(near - exact) < Fraction(1, 10**12) else exact
+
+
+def const(value: Fraction) -> Const:
+    return Const(float(value))
+
+
+def is_sum(expr: Expr) -> bool:
+    return isinstance(expr, Binary) and expr.op in ("+", "-")
+
+
+def split(expr: Expr) -> Term:
+    """`expr` as coefficient * base ** exponent * ...; bases may repeat."""
+    match expr:
+        case Const(value):
+            return rational(value), ()
+        case Neg(a):
+            coefficient, factors = split(a)
+            return -coefficient, factors
+        case Binary("*", a, b):
+            (left, some), (right, more) = split(a), split(b)
+            return settle(left * right), some + more
+        case Binary("/", a, b):
+            (left, some), (right, more) = split(a), split(b)
+            if not right:
+                raise ExprError(f"{expr} divides by zero")
+            return settle(left / right), some + tuple((base, -exponent) for base, exponent in more)
+        case Binary("**", a, Const(value)) if not isinstance(a, Const):
+            return Fraction(1), ((a, exponent_of(value)),)
+        case Call("sqrt", (a,)) if not isinstance(a, Const):
+            return Fraction(1), ((a, HALF),)
+    return Fraction(1), ((expr, Fraction(1)),)
+
+
+def addends(expr: Expr, scale: Fraction = Fraction(1)) -> list[Term]:
+    """scale * expr as terms; sums nested in it, also times a number, are opened."""
+    match expr:
+        case Binary("+", a, b):
+            return addends(a, scale) + addends(b, scale)
+        case Binary("-", a, b):
+            return addends(a, scale) + addends(b, -scale)
+    coefficient, factors = split(expr)
+    coefficient = settle(coefficient * scale)
+    if len(factors) == 1 and factors[0][1] == 1 and is_sum(factors[0][0]):
+        return addends(factors[0][0], coefficient)
+    return [(coefficient, factors)]
+
+
+def monomial_key(factors: Iterable[Factor]) -> Hashable:
+    return frozenset((key(base), exponent) for base, exponent in factors)
+
+
+@lru_cache(maxsize=1 << 14)
+def key(expr: Expr) -> Hashable:
+    """Equal for expressions that differ only in the order of terms, factors or the arguments of min and
+    max."""
+    if is_sum(expr):
+        return "sum", frozenset(
+            (monomial_key(factors), coefficient) for coefficient, factors in addends(expr)
+        )
+    match expr:
+        case Var() | Const():
+            return expr
+        case Call("sqrt", _) | Neg() | Binary():
+            coefficient, factors = split(expr)
+            if factors == ((expr, Fraction(1)),):  # a power of a number, not simplified
+                return "power", *(key(part) for part in children(expr))
+            return "product", coefficient, monomial_key(factors)
+        case Call(function, args):
+            keys = tuple(key(arg) for arg in args)
+            return function, frozenset(keys) if function in ("min", "max") else keys
+        case Compare(op, a, b):
+            return op, key(a), key(b)
+    raise TypeError(f"not an expression: {expr!r}")
+
+
+def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
+    """Numerator and denominator to print: 1/2 is 0.5, while 1/30, which no decimal meets, is a division by
+    30."""
+    if rational(float(value)) == value:
+        return value, Fraction(1)
+    return Fraction(value.numerator), Fraction(value.denominator)
+
+
+def rank(factor: Factor) -> int:
+    """Products read coefficient, operands, functions, sums; within a rank in order of appearance."""
+    base, _ = factor
+    return 0 if isinstance(base, Var) else 2 if is_sum(base) else 1
+
+
+def raised(base: Expr, exponent: Fraction) -> Expr:
+    if exponent == 1:
+        return base
+    if exponent == HALF:
+        return Call("sqrt", (base,))
+    return Binary("**", base, const(exponent))
+
+
+def product_of(coefficient: Fraction, factors: Iterable[Factor]) -> Expr:
+    """The expression of a term: coefficient first, one division at the end."""
+    if not coefficient:
+        return ZERO
+    ordered = sorted(factors, key=rank)
+    if coefficient == -1 and len(ordered) == 1 and ordered[0][1] == 1 and is_sum(ordered[0][0]):
+        return sum_of(addends(ordered[0][0], coefficient))
+    top, bottom = numeral(coefficient)
+    over: list[Expr] = [raised(base, exponent) for base, exponent in ordered if exponent > 0]
+    under: list[Expr] = [raised(base, -exponent) for base, exponent in ordered if exponent < 0]
+    if top == -1 and over:
+        over[0] = -over[0]
+    elif top != 1 or not over:
+        over.insert(0, const(top))
+    if bottom != 1:
+        under.insert(0, const(bottom))
+    return reduce(mul, over) / reduce(mul, under) if under else reduce(mul, over)
+
+
+def sum_of(terms: Iterable[Term]) -> Expr:
+    """The expression of a sum; begins with its first positive term, so that it reads 1 - x rather than -x +
+    1."""
+    left = list(terms)
+    if not left:
+        return ZERO
+    first = next((index for index, (coefficient, _) in enumerate(left) if coefficient > 0), 0)
+    result = product_of(*left.pop(first))
+    for coefficient, factors in left:
+        part = product_of(abs(coefficient), factors)
+        result = Binary("+" if coefficient > 0 else "-", result, part)
+    return result
+
+
+def nonnegative(expr: Expr) -> bool:
+    """Whether `expr` is provably >= 0 wherever it is defined."""
+    match expr:
+        case Const(value):
+            return value >= 0
+        case Call("exp" | "sigmoid" | "relu" | "abs" | "sqrt", _):
+            return True
+        case Call("where", (_, a, b)) | Call("min", (a, b)):
+            return nonnegative(a) and nonnegative(b)
+        case Call("max", (a, b)):
+            return nonnegative(a) or nonnegative(b)
+        case Binary("+", a, b):
+            return nonnegative(a) and nonnegative(b)
+        case Binary("*" | "/" | "**", _, _):
+            coefficient, factors = split(expr)
+            return coefficient >= 0 and all(even(e) or nonnegative(base) for base, e in factors)
+    return False
+
+
+def positive(expr: Expr) -> bool:
+    """Whether `expr` is provably > 0 wherever it is defined, up to underflow."""
+    match expr:
+        case Const(value):
+            return value > 0
+        case Call("exp" | "sigmoid", _):
+            return True
+        case Binary("+", a, b):
+            return nonnegative(expr) and (positive(a) or positive(b))
+    return False
+
+
+def even(exponent: Fraction) -> bool:
+    return exponent.denominator == 1 and exponent.numerator % 2 == 0

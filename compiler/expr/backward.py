@@ -1,0 +1,223 @@
+"""What the forward saves so that the backward of a pointwise tail is cheap.
+
+In order of preference:
+
+linear      the derivative reads constants and operands only; nothing is saved.
+output      the derivative is a function g(y) of the output, which is in memory anyway. f is read as a chain
+            of invertible maps (times a constant, to a power where the base is >= 0) around one function
+            whose derivative is a function of its own value. y may be rounded to bf16, so g must be
+            homogeneous: a relative error of y then arrives in the gradient multiplied by g's degree, which
+            may be at most 2, and no rounding changes the sign of y. exp, relu, relu ** n, sqrt and positive
+            leaky_relu pass. sigmoid and tanh do not: y (1 - y) and 1 - y ** 2 lose every digit where y
+            rounds to 1.
+derivative  the derivatives are saved as extra outputs, so the backward is one multiply without a branch. A
+            function homogeneous of degree k is then computed as slope * x / k where that is cheaper.
+inputs      as derivative, but what is saved turns out to be the inputs themselves (x * gate).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .algebra import const, key, monomial_key, nonnegative, split
+from .derive import derive, homogeneous_degree
+from .evaluate import number
+from .simplify import simplify
+from .values import (
+    ONE,
+    ZERO,
+    Binary,
+    Call,
+    Compare,
+    Const,
+    Expr,
+    ExprError,
+    Neg,
+    Var,
+    children,
+    rebuild,
+    substitute,
+    variables,
+)
+
+STEEPEST = 2.0  # how much the relative error of y may grow on its way into the gradient
+
+# Rough instruction counts of one element, to compare ways of writing a value.
+COSTS = {
+    "relu": 1, "leaky_relu": 2, "abs": 1, "min": 1, "max": 1, "where": 1, "sqrt": 4, "exp": 4, "log": 4,
+    "sigmoid": 8, "tanh": 8, "silu": 9, "erf": 12, "gelu": 15, "gelu_tanh": 14,
+}  # fmt: skip
+
+
+Named = tuple[tuple[str, Expr], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """How a pointwise y = f(...) is computed and differentiated.
+
+    `saves` are extra outputs of the forward: name -> expression over f's variables. `value` is y over f's
+    variables and the saved names. `grads` maps each variable that wants a gradient to it, over `d` (the
+    gradient of y), `y`, the saved names and `needs`: the operands of f that the backward reads and that
+    must be kept for it. `strategy` is one of linear, output, derivative, inputs.
+    """
+
+    saves: tuple[tuple[str, Expr], ...]
+    value: Expr
+    grads: tuple[tuple[str, Expr], ...]
+    needs: tuple[str, ...]
+    strategy: str
+
+
+def plan_backward(expr: Expr, wrt: tuple[str, ...]) -> Backward:
+    """Plans the backward of `expr` for the variables `wrt`, which are not in memory (accumulators); the
+    others are.
+
+    Raises ExprError if `expr` uses the names d, y or those of the saves, or if `wrt` repeats a name.
+    """
+    if len(set(wrt)) < len(wrt):
+        raise ExprError(f"{', '.join(wrt)} repeats a name")
+    names = {name: "slope" if len(wrt) == 1 else f"slope_{name}" for name in wrt}
+    for name in variables(expr):
+        if name in ("d", "y", *names.values()):
+            raise ExprError(f"{name} is a name of the backward", hint="rename the operand")
+    slopes = {name: derive(expr, name) for name in wrt}
+    value = min(expr, simplify(expr), key=lambda one: _cost((one,)))
+    if not any(set(variables(slope)) & set(wrt) for slope in slopes.values()):
+        return _plan((), value, {name: _times_d(slope) for name, slope in slopes.items()}, "linear")
+    from_output = _from_output(expr, wrt)
+    if from_output is not None:
+        return _plan((), value, from_output, "output")
+    saves: dict[str, Expr] = {}
+    grads: dict[str, Expr] = {}
+    for name, slope in slopes.items():
+        if not set(variables(slope)) & set(wrt):
+            grads[name] = _times_d(slope)
+            continue
+        same = next((saved for saved, other in saves.items() if key(other) == key(slope)), names[name])
+        saves.setdefault(same, slope)
+        grads[name] = Var("d") * Var(same)
+    strategy = "inputs" if all(isinstance(slope, Var) for slope in saves.values()) else "derivative"
+    return _plan(tuple(saves.items()), _cheapest(expr, wrt, saves, grads), grads, strategy)
+
+
+def _plan(saves: Named, value: Expr, grads: dict[str, Expr], strategy: str) -> Backward:
+    made = {"d", "y", *(name for name, _ in saves)}
+    read = dict.fromkeys(name for grad in grads.values() for name in variables(grad))
+    needs = tuple(name for name in read if name not in made)
+    return Backward(saves, value, tuple(grads.items()), needs, strategy)
+
+
+def _times_d(slope: Expr) -> Expr:
+    return simplify(Var("d") * slope)
+
+
+def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
+    """The gradients as functions of y, or None if there are none that survive a rounded y."""
+    coefficient, factors = split(_with_leaky_relu(simplify(expr)))
+    if len(factors) != 1:
+        return None
+    base, exponent = factors[0]  # f is coefficient * base ** exponent
+    root = exponent.denominator != 1  # defined only for base >= 0
+    if exponent < 0 or not (exponent == 1 or root or nonnegative(base)):
+        return None
+    u = Var("u")
+    if isinstance(base, Call):
+        inner, rate = base.args[0], _rate(base, u)
+    else:
+        inner, rate = base, ONE if root else None
+    through = {name: derive(inner, name) for name in wrt}
+    if rate is None or any(set(variables(slope)) & set(wrt) for slope in through.values()):
+        return None
+    total = simplify(derive(const(coefficient) * u ** const(exponent), "u") * rate)
+    y, nonneg = Var("y"), root or nonnegative(base)
+    if nonneg:
+        total = _knowing_sign(total, u, True)
+    total = simplify(substitute(total, {"u": (y / const(coefficient)) ** const(1 / exponent)}))
+    if nonneg:
+        total = simplify(_knowing_sign(total, y, coefficient > 0))
+    degree = homogeneous_degree(total, "y")
+    if degree is None or abs(degree) > STEEPEST:
+        return None
+    return {name: _times_d(total * slope) for name, slope in through.items()}
+
+
+def _rate(atom: Call, u: Var) -> Expr | None:
+    """The derivative of a function of one argument in terms of its own value u; None if it is no function
+    of u."""
+    if not all(isinstance(arg, Const) for arg in atom.args[1:]):
+        return None
+    t = Var("t")
+    itself = Call(atom.function, (t, *atom.args[1:]))
+    keeps_sign = atom.function == "relu" or (atom.function == "leaky_relu" and nonnegative(atom.args[1]))
+
+    def read_off(expr: Expr) -> Expr:
+        if expr == itself:
+            return u
+        if expr == Compare(">", t, ZERO) and keeps_sign:
+            return Compare(">", u, ZERO)
+        return rebuild(expr, read_off)
+
+    rate = read_off(derive(itself, "t"))
+    return None if "t" in variables(rate) else rate
+
+
+def _with_leaky_relu(expr: Expr) -> Expr:
+    """where(u > 0, c * u, s * u) with c > 0 as c * leaky_relu(u, s / c), which is invertible as it stands."""
+    match expr:
+        case Call("where", (Compare(">", u, Const(0.0)), a, b)):
+            (c, some), (s, more) = split(a), split(b)
+            if c > 0 and monomial_key(some) == monomial_key(more) == monomial_key(split(u)[1]):
+                return const(c) * Call("leaky_relu", (u, const(s / c)))
+    return expr
+
+
+def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
+    """`expr` for name >= 0, or for name <= 0."""
+    if expr == Call("relu", (name,)):
+        return name if positive else ZERO
+    if expr == Call("abs", (name,)):
+        return name if positive else -name
+    return rebuild(expr, lambda part: _knowing_sign(part, name, positive))
+
+
+def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: dict[str, Expr]) -> Expr:
+    """The cheapest way to write f beside its saves, which share subexpressions with it."""
+    by_key = {key(slope): Var(name) for name, slope in saves.items() if not isinstance(slope, Var)}
+
+    def reuse(part: Expr) -> Expr:
+        return by_key.get(key(part)) or rebuild(part, reuse)
+
+    candidates = [reuse(simplify(expr)), reuse(expr)]
+    for name in wrt:
+        degree = homogeneous_degree(expr, name)
+        saved = [other for other in saves if other in variables(grads[name])]
+        if degree is not None and degree >= 1 and saved:  # below 1 the slope is infinite at 0
+            candidates.append(simplify(Var(saved[0]) * Var(name) / degree))
+    candidates += [simplify(expr), expr]
+    return min(candidates, key=lambda one: (_cost((one, *saves.values())), _cost((one,))))
+
+
+def _cost(exprs: Iterable[Expr]) -> int:
+    """Instructions for all of `exprs` together; equal subexpressions are computed once."""
+    seen: set[Expr] = set()
+    waiting = list(exprs)
+    while waiting:
+        expr = waiting.pop()
+        if expr not in seen:
+            seen.add(expr)
+            waiting += children(expr)
+    return sum(map(_own_cost, seen))
+
+
+def _own_cost(expr: Expr) -> int:
+    match expr:
+        case Call(function, _):
+            return COSTS[function]
+        case Binary("**", _, b):
+            exponent = number(b)
+            return int(exponent).bit_length() if exponent > 0 and exponent.is_integer() else 8
+        case Binary("/", _, _):
+            return 4
+        case Binary() | Neg() | Compare():
+            return 1
+    return 0

@@ -1,0 +1,185 @@
+"""Derivatives, equality by cases, and homogeneity."""
+
+from collections.abc import Hashable, Mapping
+from fractions import Fraction
+
+from .algebra import addends, is_sum, key, settle
+from .evaluate import number
+from .parse import parse
+from .simplify import assume, compare, simplify
+from .values import (
+    ONE,
+    ZERO,
+    Binary,
+    Call,
+    Compare,
+    Expr,
+    ExprError,
+    Neg,
+    Var,
+    children,
+    rebuild,
+    substitute,
+    variables,
+)
+
+# d f(x) / dx in the language itself. At a kink these are Torch's subgradients.
+DERIVATIVES: Mapping[str, Expr] = {
+    name: parse(text)
+    for name, text in {
+        "relu": "where(x > 0, 1, 0)",
+        "gelu": "0.5 * (1 + erf(0.7071067811865476 * x)) + 0.3989422804014327 * x * exp(-0.5 * x ** 2)",
+        # gelu_tanh is x * sigmoid(2 * c * (x + 0.044715 * x ** 3)) with c = sqrt(2 / pi)
+        "gelu_tanh": "sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x ** 2))"
+        " * (1 + 1.5957691216057308 * x * (1 + 0.134145 * x ** 2)"
+        " * sigmoid(-1.5957691216057308 * x * (1 + 0.044715 * x ** 2)))",
+        "silu": "sigmoid(x) * (1 + x * (1 - sigmoid(x)))",
+        "sigmoid": "sigmoid(x) * (1 - sigmoid(x))",
+        "tanh": "1 - tanh(x) ** 2",
+        "exp": "exp(x)",
+        "log": "1 / x",
+        "sqrt": "0.5 / sqrt(x)",
+        "erf": "1.1283791670955126 * exp(-(x ** 2))",
+        "abs": "where(x > 0, 1, where(x < 0, -1, 0))",
+    }.items()
+}
+
+CASES = 64  # case distinctions tried before giving up
+TERMS = 64  # and terms of a product that is multiplied out
+
+
+def derive(expr: Expr, var: str) -> Expr:
+    """The simplified derivative by `var`. Ties of min and max split the gradient in halves; where takes its
+    arm's."""
+    return simplify(_derive(expr, var))
+
+
+def _derive(expr: Expr, var: str) -> Expr:
+    if var not in variables(expr):
+        return ZERO
+    match expr:
+        case Var():
+            return ONE
+        case Neg(a):
+            return -_derive(a, var)
+        case Binary("+" | "-" as op, a, b):
+            return Binary(op, _derive(a, var), _derive(b, var))
+        case Binary("*", a, b):
+            return _derive(a, var) * b + a * _derive(b, var)
+        case Binary("/", a, b):
+            return _derive(a, var) / b - a * _derive(b, var) / b**2
+        case Binary("**", a, b):
+            exponent = number(b)
+            return exponent * a ** (exponent - 1) * _derive(a, var) if exponent else ZERO
+        case Call("leaky_relu", (a, slope)):
+            return Call("where", (Compare(">", a, ZERO), ONE, slope)) * _derive(a, var)
+        case Call("where", (condition, a, b)):
+            return Call("where", (condition, _derive(a, var), _derive(b, var)))
+        case Call("min" | "max" as name, (a, b)):
+            one, two = _derive(a, var), _derive(b, var)
+            return _extremum(name, a, b, one, two)
+        case Call(name, (a,)):
+            return substitute(DERIVATIVES[name], {"x": a}) * _derive(a, var)
+    return ZERO
+
+
+def _extremum(name: str, a: Expr, b: Expr, one: Expr, two: Expr) -> Expr:
+    """`one` where min or max is `a`, `two` where it is `b`, and their mean where a == b."""
+    first, second = (">", "<") if name == "max" else ("<", ">")
+    tie = Call("where", (Compare(second, a, b), two, 0.5 * one + 0.5 * two))
+    return Call("where", (Compare(first, a, b), one, tie))
+
+
+def homogeneous_degree(expr: Expr, var: str) -> float | None:
+    """k with x f'(x) == k f(x) for every x (Euler), or None if there is none or the cases are too many to
+    decide.
+
+    f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so that f(x) = f'(x) x / 2. A zero function gives 0.
+    """
+    degree: Fraction | None = None
+    try:
+        cases = _cases((_as_where(expr), _as_where(Var(var) * derive(expr, var))))
+    except ExprError:  # a case divides by zero
+        return None
+    for value, slope in cases:
+        have, want = polynomial(value), polynomial(slope)
+        if not have and not want:
+            continue
+        if not have:
+            return None
+        monomial, coefficient = next(iter(have.items()))
+        k = settle(want.get(monomial, Fraction(0)) / coefficient)
+        if (degree is not None and k != degree) or {m: settle(c * k) for m, c in have.items() if k} != want:
+            return None
+        degree = k
+    return float(degree or 0)
+
+
+def _as_where(expr: Expr) -> Expr:
+    """abs, min and max as where; relu and leaky_relu stay, as `assume` knows them."""
+    expr = rebuild(expr, _as_where)
+    match expr:
+        case Call("abs", (u,)):
+            return _extremum("max", u, ZERO, u, -u)
+        case Call("min" | "max" as name, (a, b)):
+            return _extremum(name, a, b, a, b)
+    return expr
+
+
+def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
+    """`exprs` in every combination of the conditions in them, free of conditions (unless there are too
+    many)."""
+    done: list[tuple[Expr, ...]] = []
+    waiting = [tuple(simplify(expr) for expr in exprs)]
+    while waiting:
+        case = waiting.pop()
+        condition = next((found for expr in case for found in [_condition(expr)] if found), None)
+        if condition is None or len(done) + len(waiting) >= CASES:
+            done.append(case)
+        else:
+            waiting += [tuple(assume(expr, condition, truth) for expr in case) for truth in (True, False)]
+    return done
+
+
+def _condition(expr: Expr) -> Compare | None:
+    """The first condition that decides between pieces of `expr`, in its simplified form."""
+    match expr:
+        case Call("where", (Compare() as condition, _, _)):
+            return condition
+        case Call("relu" | "leaky_relu", (u, *_)):
+            return compare(">", u, ZERO)
+    return next((found for part in children(expr) for found in [_condition(part)] if found), None)
+
+
+Powers = frozenset[tuple[Hashable, Fraction]]
+
+
+def polynomial(expr: Expr) -> dict[Powers, Fraction]:
+    """A simplified expression multiplied out: monomial -> coefficient. Equal polynomials are equal
+    expressions."""
+    total: dict[Powers, Fraction] = {}
+    for coefficient, factors in addends(expr):
+        terms: dict[Powers, Fraction] = {frozenset(): coefficient}
+        for base, exponent in factors:
+            times = int(exponent) if is_sum(base) and exponent in (1, 2, 3) else 0
+            inner = polynomial(base) if times else {}
+            if times and len(terms) * len(inner) ** times <= TERMS:
+                for _ in range(times):
+                    terms = _times(terms, inner)
+            else:
+                terms = _times(terms, {frozenset({(key(base), exponent)}): Fraction(1)})
+        for monomial, scale in terms.items():
+            total[monomial] = settle(total.get(monomial, Fraction(0)) + scale)
+    return {monomial: coefficient for monomial, coefficient in total.items() if coefficient}
+
+
+def _times(a: dict[Powers, Fraction], b: dict[Powers, Fraction]) -> dict[Powers, Fraction]:
+    result: dict[Powers, Fraction] = {}
+    for one, x in a.items():
+        for two, y in b.items():
+            exponents: dict[Hashable, Fraction] = {}
+            for base, exponent in (*one, *two):
+                exponents[base] = exponents.get(base, Fraction(0)) + exponent
+            monomial = frozenset((base, exponent) for base, exponent in exponents.items() if exponent)
+            result[monomial] = settle(result.get(monomial, Fraction(0)) + settle(x * y))
+    return result

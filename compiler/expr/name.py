@@ -1,0 +1,46 @@
+"""The name of an epilogue, as it appears in file and kernel names."""
+
+from .evaluate import number
+from .values import Binary, Call, Expr, ExprError, Var, children, plain, variables
+
+LONGEST = 48
+OPERATORS = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
+POWERS = {2.0: "square", 3.0: "cube", 0.5: "sqrt"}
+
+
+def name_of(expr: Expr) -> str:
+    """The functions and operators of `expr` in reading order, joined by `_`; "" for the identity.
+
+    A small power of a function is its digit (relu2); of anything else a word: square, cube, pow4, pow1p5,
+    powm1. Operands do not show, nor do signs, nor a constant times or under something: 30 * tanh(x / 30) is
+    tanh, acc * slope is mul, silu(gate) * x is silu_mul, 1 / x is div, x + 1 is add. ExprError over 48
+    characters.
+    """
+    name = "_".join(_words(expr))
+    if len(name) > LONGEST:
+        raise ExprError(
+            f"the name {name} has {len(name)} characters; at most {LONGEST}", hint="give it one with name:"
+        )
+    return name
+
+
+def _words(expr: Expr) -> list[str]:
+    match expr:
+        case Call(function, _) if variables(expr):
+            return [function, *_parts(expr)]
+        case Binary("**", Call(function, _) as base, b) if number(b) in range(2, 10) and variables(base):
+            return [f"{function}{plain(number(b))}", *_parts(base)]
+        case Binary("**", base, b) if variables(base):
+            exponent = number(b)
+            word = POWERS.get(exponent) or "pow" + plain(exponent).replace(".", "p").replace("-", "m")
+            return [*_words(base), *([word] if exponent != 1 else [])]
+        case Binary(op, a, b) if variables(expr):
+            silent = (op == "*" and not (variables(a) and variables(b))) or (op == "/" and not variables(b))
+            return [*_words(a), *([] if silent else [OPERATORS[op]]), *_words(b)]
+    return _parts(expr)
+
+
+def _parts(expr: Expr) -> list[str]:
+    if isinstance(expr, Var) or not variables(expr):
+        return []
+    return [word for part in children(expr) for word in _words(part)]

@@ -1,0 +1,202 @@
+"""Text to expression: Python's own grammar (`ast`), white-listed node by node. Nothing is ever evaluated by
+Python."""
+
+import ast
+import warnings
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import NoReturn
+
+from .evaluate import apply
+from .values import FUNCTIONS, Binary, Call, Compare, Const, Expr, ExprError, Var
+
+LONGEST = 500  # characters
+DEEPEST = 64  # levels of nesting
+LARGEST_EXPONENT = 64.0
+
+OPERATORS: Mapping[type[ast.operator], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.Pow: "**",
+}  # fmt: skip
+COMPARISONS: Mapping[type[ast.cmpop], str] = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+}  # fmt: skip
+
+# Names that people bring from elsewhere, and what this language calls them.
+ELSEWHERE = {
+    "swish": "write silu(x)", "maximum": "write max(a, b)", "minimum": "write min(a, b)",
+    "pow": "write x ** n",
+    "square": "write x ** 2", "softcap": "write c * tanh(x / c)",
+    "swiglu": "write silu(gate) * x", "geglu": "write gelu(gate) * x",
+    "clamp": "write min(max(x, low), high)",
+}  # fmt: skip
+SIGNATURES = {
+    "leaky_relu": "leaky_relu(x, 0.01)", "where": "where(x > 0, a, b)", "min": "min(a, b)",
+    "max": "max(a, b)",
+}  # fmt: skip
+
+
+def parse(text: str, variables: Collection[str] | None = None) -> Expr:
+    """Parses one expression.
+
+    `variables` are the names it may read; None allows any identifier that is not a function's name. Raises
+    ExprError, with the column and a hint, for anything outside the language, and for text that is over
+    long, too deeply nested, or holds a constant that is not finite.
+    """
+    if len(text) > LONGEST:
+        raise ExprError(f"the expression has {len(text)} characters; at most {LONGEST}", LONGEST, "split it")
+    text = text.translate({ord(space): " " for space in "\t\r\n"})
+    _scan(text)
+    try:
+        with warnings.catch_warnings():
+            # Python warns about `1if`, which the white list refuses. The parentheses allow leading blanks.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(f"({text})", mode="eval")
+    except SyntaxError as error:
+        column = min(max((error.offset or 2) - 2, 0), len(text))
+        raise ExprError(f"not an expression: {error.msg}", column) from None
+    except (ValueError, MemoryError, RecursionError):
+        raise ExprError("not an expression that Python can read") from None
+    return _Reader(variables).read(tree.body, 1)[0]
+
+
+def _scan(text: str) -> None:
+    """Refuses what Python's tokenizer would normalise, drop or nest without end."""
+    if not text.strip():
+        raise ExprError("the expression is empty", hint="write x for the identity")
+    opened: list[int] = []
+    for column, character in enumerate(text):
+        if not " " <= character <= "~" or character in "#\\":
+            raise ExprError(
+                f"the character {character!a} is not part of the language", column, "write it in ASCII"
+            )
+        if character == "(":
+            opened.append(column)
+        if character == ")" and not opened:
+            raise ExprError("this parenthesis closes nothing", column)
+        if character == ")":
+            opened.pop()
+        if len(opened) > DEEPEST:
+            raise ExprError(f"nested more than {DEEPEST} deep", column, "split the expression")
+    if opened:
+        raise ExprError("this parenthesis is never closed", opened[-1])
+
+
+class _Reader:
+    """Reads `ast` nodes; beside each expression, its value if it has no variables."""
+
+    def __init__(self, variables: Collection[str] | None) -> None:
+        self.variables = variables
+
+    def read(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:
+        if depth > DEEPEST:
+            fail(f"nested more than {DEEPEST} deep", node, "split the expression")
+        match node:
+            case ast.Constant(value=bool() | str() | bytes() | complex() | None):
+                fail(f"{node.value!r} is not a number", node)
+            case ast.Constant(value=int() | float() as literal):
+                try:
+                    constant = Const(float(literal))
+                except (OverflowError, ExprError):
+                    fail("the constant is not finite", node)
+                return constant, constant.value
+            case ast.Name(id=name):
+                return self.name(name, node), None
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return self.read(operand, depth + 1)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                inner, value = self.read(operand, depth + 1)
+                return -inner, None if value is None else -value
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                a, b = self.read(left, depth + 1), self.read(right, depth + 1)
+                symbol = OPERATORS[type(op)]
+                if symbol == "**":
+                    self.check_exponent(b[1], right)
+                return Binary(symbol, a[0], b[0]), fold(symbol, (a[1], b[1]), node)
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
+                return self.call(name, args, keywords, node, depth)
+            case ast.Compare():
+                fail("a comparison stands only as the condition of where", node, "write where(x > 0, a, b)")
+            case ast.BoolOp() | ast.IfExp() | ast.UnaryOp(op=ast.Not()):
+                fail("and, or, not and if are not part of the language", node, "nest where(x > 0, a, b)")
+            case ast.Tuple():
+                fail("a comma stands only between the arguments of a function", node)
+        fail(
+            f"{describe(node)} is not part of the language",
+            node,
+            "it has numbers, names, + - * / ** and functions",
+        )
+
+    def name(self, name: str, node: ast.expr) -> Expr:
+        if name in FUNCTIONS:
+            fail(f"{name} is a function", node, f"write {SIGNATURES.get(name, f'{name}(x)')}")
+        if self.variables is not None and name not in self.variables:
+            known = sorted(self.variables)
+            fail(
+                f"unknown variable {name}",
+                node,
+                suggest(name, known) or f"known are {', '.join(known) or 'none'}",
+            )
+        return Var(name)
+
+    def call(
+        self, name: str, args: list[ast.expr], keywords: list[ast.keyword], node: ast.expr, depth: int
+    ) -> tuple[Expr, float | None]:
+        if name not in FUNCTIONS:
+            hint = (
+                ELSEWHERE.get(name) or suggest(name, FUNCTIONS) or f"known are {', '.join(sorted(FUNCTIONS))}"
+            )
+            fail(f"unknown function {name}", node, hint)
+        signature = f"write {SIGNATURES.get(name, f'{name}(x)')}"
+        if keywords:
+            fail(f"{name} takes no named arguments", keywords[0].value, signature)
+        if len(args) != FUNCTIONS[name]:
+            fail(f"{name} takes {FUNCTIONS[name]} arguments, not {len(args)}", node, signature)
+        first = self.condition(args[0], depth + 1) if name == "where" else self.read(args[0], depth + 1)
+        read = (first, *(self.read(arg, depth + 1) for arg in args[1:]))
+        if name == "leaky_relu" and read[1][1] is None:
+            fail("the slope of leaky_relu is a constant", args[1], "write where(x > 0, x, slope * x)")
+        return Call(name, tuple(arg for arg, _ in read)), fold(name, tuple(value for _, value in read), node)
+
+    def condition(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:
+        match node:
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
+                a, b = self.read(left, depth + 1), self.read(right, depth + 1)
+                symbol = COMPARISONS[type(op)]
+                return Compare(symbol, a[0], b[0]), fold(symbol, (a[1], b[1]), node)
+            case ast.Compare(ops=[_, _, *_]):
+                fail("comparisons do not chain", node, "nest where(x > 0, a, b)")
+        fail("the condition of where is one comparison", node, "write where(x > 0, a, b)")
+
+    def check_exponent(self, value: float | None, node: ast.expr) -> None:
+        if value is None:
+            fail("the exponent of ** is a constant", node, "write exp(n * log(x))")
+        if abs(value) > LARGEST_EXPONENT:
+            fail(f"an exponent is at most {LARGEST_EXPONENT:g}", node)
+
+
+def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:
+    """The value of an operation on constants, in floats: it cannot grow without end as Python's integers
+    do."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    try:
+        return apply(name, *known)
+    except ExprError as error:
+        fail(error.message, node)
+
+
+def suggest(name: str, known: Collection[str]) -> str:
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def describe(node: ast.expr) -> str:
+    names = {"Lambda": "lambda", "NamedExpr": ":=", "Attribute": "attribute access", "Subscript": "indexing"}
+    operators = {"Mod": "%", "FloorDiv": "//", "MatMult": "@"}
+    kind = type(node.op).__name__ if isinstance(node, ast.BinOp) else type(node).__name__
+    return names.get(kind) or operators.get(kind) or f"a Python {kind.lower()}"
+
+
+def fail(message: str, node: ast.expr, hint: str = "") -> NoReturn:
+    raise ExprError(message, max(node.col_offset - 1, 0), hint)

@@ -1,0 +1,310 @@
+"""The simplifier: one pass of rules from the leaves up, repeated until nothing changes.
+
+It works as one does on paper: on the domain where the input is defined (x / x is 1), in exact arithmetic,
+and it keeps Torch's subgradient at every kink (so max(x, 0) is not relu(x), whose derivative at 0 differs).
+Pieces merge: a product of relu, leaky_relu and where over one condition is one where, and a where that is a
+relu is written as one.
+"""
+
+from collections.abc import Hashable, Iterable
+from fractions import Fraction
+from functools import lru_cache
+
+from .algebra import (
+    Factor,
+    Factors,
+    Term,
+    addends,
+    even,
+    exponent_of,
+    is_sum,
+    key,
+    monomial_key,
+    nonnegative,
+    product_of,
+    rational,
+    settle,
+    split,
+    sum_of,
+)
+from .evaluate import apply, number
+from .pieces import FLIPPED, decided, has_zero_arm, implied, lone_where, may_be_infinite, risen
+from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, rebuild, variables
+
+PASSES = 20  # a few settle every expression seen; the bound is for one that would alternate
+
+
+def simplify(expr: Expr) -> Expr:
+    """The simplified expression; `simplify(simplify(e)) == simplify(e)`. ExprError if it divides by zero or
+    overflows."""
+    for _ in range(PASSES):
+        before, expr = expr, _once(expr)
+        if expr == before:
+            break
+    return expr
+
+
+@lru_cache(maxsize=1 << 14)
+def _once(expr: Expr) -> Expr:
+    match expr:
+        case Neg(a):
+            return product((Const(-1), _once(a)))
+        case Binary("+", a, b):
+            return add((_once(a), _once(b)))
+        case Binary("-", a, b):
+            return add((_once(a), product((Const(-1), _once(b)))))
+        case Binary("*", a, b):
+            return product((_once(a), _once(b)))
+        case Binary("/", a, b):
+            return product((_once(a) / _once(b),))
+        case Binary("**", a, b):
+            return power(_once(a), exponent_of(number(b)))
+        case Call("where", (Compare() as condition, a, b)):
+            return where(compare(condition.op, _once(condition.a), _once(condition.b)), _once(a), _once(b))
+        case Call(name, args):
+            return call(name, tuple(_once(arg) for arg in args))
+    return expr
+
+
+def add(parts: Iterable[Expr]) -> Expr:
+    """Sum with like terms collected, and the wheres of one condition in one where."""
+    total: dict[Hashable, Term] = {}
+    for part in parts:
+        for coefficient, factors in addends(part):
+            before, first = total.get(monomial_key(factors), (Fraction(0), factors))
+            total[monomial_key(factors)] = (settle(before + coefficient), first)
+    terms = [term for term in total.values() if term[0]]
+    for index, (coefficient, factors) in enumerate(terms):
+        one = lone_where(factors)
+        if one is None:
+            continue
+        for other, (scale, more) in enumerate(terms[index + 1 :], index + 1):
+            two = lone_where(more)
+            if two is not None and key(two.args[0]) == key(one.args[0]):
+                arms = (
+                    add((times(coefficient, one.args[arm]), times(scale, two.args[arm]))) for arm in (1, 2)
+                )
+                merged = where(one.args[0], *arms)
+                rest = [product_of(*term) for place, term in enumerate(terms) if place not in (index, other)]
+                return add((*rest[:index], merged, *rest[index:]))
+    return sum_of(terms)
+
+
+def times(coefficient: Fraction, expr: Expr) -> Expr:
+    own, factors = split(expr)
+    return _product(settle(coefficient * own), factors)
+
+
+def product(parts: Iterable[Expr]) -> Expr:
+    """Product with like factors collected, and piecewise factors of one condition in one where."""
+    coefficient = Fraction(1)
+    factors: Factors = ()
+    for part in parts:
+        own, more = split(part)
+        coefficient, factors = settle(coefficient * own), factors + more
+    return _product(coefficient, factors)
+
+
+def _product(coefficient: Fraction, factors: Factors) -> Expr:
+    if not coefficient:
+        return ZERO
+    collected: dict[Hashable, Factor] = {}
+    for base, exponent in factors:
+        first, before = collected.get(key(base), (base, Fraction(0)))
+        collected[key(base)] = (first, before + exponent)
+    own = tuple(factor for factor in collected.values() if factor[1])
+    plain = tuple((_under_even_power(base) if even(exponent) else base, exponent) for base, exponent in own)
+    if plain != own:
+        return _product(coefficient, plain)
+    sigmoids = _with_sigmoid(own)
+    if sigmoids != own:
+        return _product(coefficient, sigmoids)
+    return _merge_pieces(coefficient, own) or product_of(coefficient, own)
+
+
+def _with_sigmoid(factors: Factors) -> Factors:
+    """1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u): neither overflows."""
+    changed = list(factors)
+    for place, (base, exponent) in enumerate(changed):
+        u = risen(base) if exponent < 0 and exponent.denominator == 1 else None
+        if u is not None:
+            changed[place] = (call("sigmoid", (times(Fraction(-1), u),)), -exponent)
+    for place, (base, exponent) in enumerate(changed):
+        match base:
+            case Call("exp", (u,)) if exponent > 0 and exponent.denominator == 1:
+                mirror = call("sigmoid", (times(Fraction(-1), u),))
+                meets = next((e for other, e in changed if key(other) == key(mirror)), Fraction(0))
+                shared = min(exponent, meets)
+                if shared > 0 and shared.denominator == 1:
+                    changed[place] = (base, exponent - shared)
+                    return (*changed, (mirror, -shared), (call("sigmoid", (u,)), shared))
+    return tuple(changed)
+
+
+def _under_even_power(base: Expr) -> Expr:
+    match base:
+        case Call("abs", (inner,)):
+            return inner
+    return base
+
+
+def power(base: Expr, exponent: Fraction) -> Expr:
+    """base ** exponent, spread over the factors of base where that holds for every sign."""
+    coefficient, factors = split(base)
+    if not factors and exponent.denominator != 1:
+        return _constant("**", float(coefficient), float(exponent))
+    if not coefficient and exponent < 0:
+        raise ExprError(f"({base}) ** {exponent} divides by zero")
+    if exponent.denominator == 1:
+        scale = Fraction(_exact(coefficient, exponent.numerator))
+        return _product(settle(scale), tuple((inner, e * exponent) for inner, e in factors))
+    spread: list[Factor] = []
+    kept: list[Factor] = []
+    for inner, e in factors:
+        if even(e) and not nonnegative(inner):
+            spread.append((call("abs", (inner,)), e * exponent))
+        elif e.denominator != 1 or nonnegative(inner):  # a root is defined only where its base is >= 0
+            spread.append((inner, e * exponent))
+        else:
+            kept.append((inner, e))
+    sign = -1 if coefficient < 0 else 1
+    scale = rational(number(_constant("**", float(abs(coefficient)), float(exponent))))
+    if len(kept) == 1 and kept[0][1] == 1 and sign == 1:
+        spread.append((kept[0][0], exponent))
+    elif kept or sign < 0:
+        spread.append((product_of(Fraction(sign), kept), exponent))
+    return _product(scale, tuple(spread))
+
+
+def _exact(value: Fraction, exponent: int) -> Fraction:
+    """An integer power, through floats where the exact one would be long."""
+    if abs(exponent) <= 8:
+        return value**exponent
+    return rational(apply("**", float(value), float(exponent)))
+
+
+def _constant(name: str, *values: float) -> Const:
+    return Const(apply(name, *values))
+
+
+def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
+    """Takes into a where the factors that its condition decides; all of them if an arm is 0, so that
+    nothing is computed to be multiplied by 0. None if there is nothing to take in."""
+    for base, exponent in factors:
+        match base:
+            case Call("where", (Compare() as condition, a, b)):
+                if not decided((base, exponent), condition, short=True):
+                    continue
+                unsafe = any(may_be_infinite(factor) for factor in factors)
+                zero = ZERO in (a, b) or (unsafe and (has_zero_arm(a) or has_zero_arm(b)))
+                short = not is_sum(a) and not is_sum(b)
+                scale = coefficient if zero or short else Fraction(1)
+                taken = [factor for factor in factors if zero or decided(factor, condition, short)]
+                if len(taken) == 1 and scale == 1 and exponent == 1:
+                    continue
+                arms: list[Expr] = [ZERO, ZERO]
+                for place, (arm, truth) in enumerate(((a, True), (b, False))):
+                    if arm != ZERO:
+                        parts = (power(assume(inner, condition, truth), e) for inner, e in taken)
+                        arms[place] = times(scale, product(parts))
+                rest = product_of(coefficient / scale, [factor for factor in factors if factor not in taken])
+                return product((rest, where(condition, *arms)))
+    return None
+
+
+def call(name: str, args: tuple[Expr, ...]) -> Expr:
+    """A function of simplified arguments (all but where)."""
+    if not any(map(variables, args)):
+        return _constant(name, *map(number, args))
+    first = args[0]
+    if name == "leaky_relu":
+        args = (first, Const(number(args[1])))
+    if name == "sqrt":
+        return power(first, Fraction(1, 2))
+    coefficient, factors = split(first)
+    if name in ("relu", "leaky_relu", "abs") and coefficient != 1 and (coefficient > 0 or name == "abs"):
+        # The part of degree one moves out: leaky_relu(2 * x, s) is 2 * leaky_relu(x, s).
+        return times(abs(coefficient), call(name, (product_of(Fraction(1), factors), *args[1:])))
+    match name, args:
+        case "relu", (Call("relu" | "exp" | "sigmoid" | "abs", _),):
+            return first
+        case "abs", (Call("relu" | "exp" | "sigmoid" | "abs" | "sqrt", _),):
+            return first
+        case "leaky_relu", (_, Const(0.0)):
+            return call("relu", (first,))
+        case "leaky_relu", (_, Const(1.0)):
+            return first
+        case "exp", (Call("log", (inner,)),):
+            return inner
+        case "log", (Call("exp", (inner,)),):
+            return inner
+        case (("min" | "max"), (a, b)) if key(a) == key(b):
+            return a
+    return Call(name, args)
+
+
+def compare(op: str, a: Expr, b: Expr) -> Compare:
+    """The condition with its constant on the right, and as `u > 0` without u's coefficient where it is one
+    term."""
+    if variables(b) and not variables(a):
+        op, a, b = FLIPPED[op], b, a
+    if variables(a):
+        terms = addends(add((a, product((Const(-1), b)))))
+        if all(not factors for _, factors in terms):
+            return Compare(op, Const(float(sum(coefficient for coefficient, _ in terms))), ZERO)
+        if len(terms) == 1:
+            coefficient, factors = terms[0]
+            return Compare(op if coefficient > 0 else FLIPPED[op], product_of(Fraction(1), factors), ZERO)
+    return Compare(op, a, b)
+
+
+def where(condition: Expr, a: Expr, b: Expr) -> Expr:
+    """where of simplified parts: decided, equal arms, relu and leaky_relu recognised."""
+    assert isinstance(condition, Compare)
+    if not variables(condition):
+        return a if number(condition) else b
+    a, b = assume(a, condition, True), assume(b, condition, False)
+    if key(a) == key(b):
+        return a
+    match condition:
+        case Compare(">", u, Const(0.0)):
+            coefficient, factors = split(a)
+            _, own = split(u)
+            if b == ZERO and monomial_key(factors) == monomial_key(own):
+                return times(coefficient, call("relu", (u,)))
+            if b == ZERO and len(factors) == 1 and key(factors[0][0]) == key(u) and factors[0][1] > 0:
+                return _product(coefficient, ((call("relu", (u,)), factors[0][1]),))
+            slope, others = split(b)
+            if coefficient == 1 and monomial_key(factors) == monomial_key(own) == monomial_key(others):
+                return call("leaky_relu", (u, Const(float(slope))))
+    return Call("where", (condition, a, b))
+
+
+def assume(expr: Expr, condition: Compare, truth: bool) -> Expr:
+    """`expr`, simplified, where `condition` is known to hold or not."""
+    decided = _decide(expr, condition, truth)
+    return expr if decided == expr else simplify(decided)
+
+
+def _decide(expr: Expr, condition: Compare, truth: bool) -> Expr:
+    match expr, condition:
+        case Call("where", (question, a, b)), _:
+            answer = implied(question, condition, truth)
+            if answer is not None:
+                return _decide(a if answer else b, condition, truth)
+        case Call("relu", (u,)), Compare(">", v, Const(0.0)) if key(u) == key(v):
+            return u if truth else ZERO
+        case Call("leaky_relu", (u, slope)), Compare(">", v, Const(0.0)) if key(u) == key(v):
+            return u if truth else slope * u
+        case Call("abs", (u,)), Compare(">", v, Const(0.0)) if truth and key(u) == key(v):
+            return u
+        case Call("min" | "max" as name, (a, b)), _:
+            for op, larger, smaller in (
+                (">", a, b),
+                ("<", b, a),
+            ):  # a tie decides nothing: it splits gradients
+                if implied(compare(op, a, b), condition, truth):
+                    return _decide(larger if name == "max" else smaller, condition, truth)
+        case ((Const() | Var()), _):
+            return expr
+    return rebuild(expr, lambda part: _decide(part, condition, truth))

@@ -1,0 +1,222 @@
+"""Expressions as source text: Torch, Triton and CUDA C++."""
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+from .evaluate import number
+from .parse import parse
+from .values import (
+    ATOM,
+    CHOICE,
+    COMPARE,
+    POWER,
+    PRODUCT,
+    UNARY,
+    ZERO,
+    Binary,
+    Call,
+    Compare,
+    Const,
+    Expr,
+    ExprError,
+    Neg,
+    Printer,
+    plain,
+    rebuild,
+    substitute,
+    variables,
+)
+
+LONGEST_PRODUCT = 16  # integer powers up to here print as products where the language has no power
+LARGEST_FLOAT = 3.4028234663852886e38
+
+
+def torch_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
+    """Python source over `torch` and `F` (torch.nn.functional), e.g. `F.leaky_relu(x, 0.5) ** 2`.
+
+    `names` maps a variable to its source text, which gets parentheses if it needs them. The variables are
+    tensors that broadcast; the text keeps their dtype.
+    """
+    return _Torch(names or {}).text(_fold(expr))
+
+
+def triton_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
+    """Triton source over `tl`; the variables are fp32 tensors. Finite where the function is: tanh is 2
+    sigmoid(2 x) - 1, gelu_tanh a sigmoid. tl.maximum and tl.minimum drop a NaN operand. Raises ExprError if
+    the text grows too long, as an argument prints once for every time that its function's definition reads
+    it."""
+    return _Triton(names or {}).text(_fold(expr))
+
+
+def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
+    """A CUDA C++ device expression; the variables are `float`. fmaxf and fminf drop a NaN operand. Raises
+    ExprError for a constant outside float's range, and if the text grows too long."""
+    return _Cuda(names or {}).text(_fold(expr))
+
+
+def _fold(expr: Expr) -> Expr:
+    """Decides what has no variables: tensor functions take no plain numbers."""
+    expr = rebuild(expr, _fold)
+    match expr:
+        case Call("where", (condition, a, b)) if not variables(condition):
+            return a if number(condition) else b
+        case Call() | Binary("**", _, _) if not variables(expr):
+            return Const(number(expr))
+    return expr
+
+
+def is_primary(text: str) -> bool:
+    """Whether source text needs no parentheses in any place: names, members, calls, indexing, or already in
+    parentheses."""
+    depth = 0
+    for character in text:
+        if not depth and not re.match(r"[\w.(\[]", character):
+            return False
+        depth += (character in "([") - (character in ")]")
+    return True
+
+
+class _Target(Printer):
+    """What the three target languages share: floats look like floats, and what has no variables is one
+    number."""
+
+    functions: ClassVar[Mapping[str, str]] = {}
+    definitions: ClassVar[Mapping[str, Expr]] = {}  # what the language lacks, in terms of what it has
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def write(self, expr: Expr) -> tuple[str, int]:
+        match expr:
+            case Neg(Binary("*" | "/" as op, a, b)):
+                return self.write(Binary(op, -a, b))  # -2 * x rather than -(2 * x)
+            case Call(function, args) if function in self.definitions:
+                return self.write(substitute(self.definitions[function], dict(zip("xs", args, strict=False))))
+        return super().write(expr)
+
+    def constant(self, value: float) -> str:
+        return repr(value)
+
+    def variable(self, name: str) -> tuple[str, int]:
+        text = self.names.get(name, name)
+        return (text, ATOM) if is_primary(text) else (f"({text})", ATOM)
+
+    def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
+        return f"{self.functions[function]}({', '.join(self.text(arg) for arg in args)})", ATOM
+
+
+class _Torch(_Target):
+    functions: ClassVar = {
+        "relu": "F.relu", "leaky_relu": "F.leaky_relu", "gelu": "F.gelu", "gelu_tanh": "F.gelu",
+        "silu": "F.silu", "sigmoid": "torch.sigmoid", "tanh": "torch.tanh", "exp": "torch.exp",
+        "log": "torch.log", "sqrt": "torch.sqrt", "erf": "torch.erf", "abs": "torch.abs",
+        "min": "torch.minimum", "max": "torch.maximum", "where": "torch.where",
+    }  # fmt: skip
+
+    def side(self, expr: Expr) -> str:
+        return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
+
+    def power(self, base: Expr, exponent: Expr) -> tuple[str, int]:
+        return f"{self.text(base, ATOM)} ** {plain(number(exponent))}", POWER
+
+    def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
+        texts = [self.text(arg) for arg in args]
+        if function == "gelu_tanh":
+            texts.append("approximate='tanh'")
+        # torch.maximum takes no number (and torch.clamp has another gradient at a tie); of two numbers
+        # torch.where makes a tensor of the default dtype.
+        match function, args:
+            case (("min" | "max"), (a, b)) if not variables(b):
+                texts[1] = self.full(a, texts[1])
+            case (("min" | "max"), (a, b)) if not variables(a):
+                texts[0] = self.full(b, texts[0])
+            case "where", (condition, a, b) if not variables(a) and not variables(b):
+                texts[1] = self.full(condition, texts[1])
+        return f"{self.functions[function]}({', '.join(texts)})", ATOM
+
+    def full(self, like: Expr, text: str) -> str:
+        """A number as a tensor of the dtype of the first operand that `like` reads."""
+        return f"torch.full_like({self.variable(variables(like)[0])[0]}, {text})"
+
+
+class _Kernel(_Target):
+    """Triton and CUDA C++: fewer functions, and powers are products."""
+
+    def right(self, op: str, expr: Expr, strength: int) -> str:
+        if op == "*" and isinstance(expr, Binary) and expr.op == "**":
+            return self.text(expr, strength)  # a * x * x, without parentheses
+        return super().right(op, expr, strength)
+
+    def power(self, base: Expr, exponent: Expr) -> tuple[str, int]:
+        n = number(exponent)
+        if n < 0:
+            return self.write(1.0 / base**-n)
+        if n > LONGEST_PRODUCT or not (2 * n).is_integer():
+            return self.general_power(base, n)
+        match base:
+            case Call("leaky_relu", (u, slope)) if n in range(2, LONGEST_PRODUCT + 1):
+                return self.write(Call("where", (Compare(">", u, ZERO), u**n, number(slope) ** n * u**n)))
+        factors = [base] * int(n) + ([Call("sqrt", (base,))] if n % 1 else [])
+        if len(factors) > 1:
+            return " * ".join(self.text(factor, ATOM) for factor in factors), PRODUCT
+        return self.write(factors[0] if factors else Const(1.0))
+
+    def general_power(self, base: Expr, n: float) -> tuple[str, int]:
+        """base ** n through logarithms; n > 0."""
+        if n.is_integer():
+            size = Call("exp", ((n - n % 2) * Call("log", (Call("abs", (base,)),)),))
+            return self.write(base * size if n % 2 else size)
+        return self.write(Call("exp", (n * Call("log", (base,)),)))
+
+
+class _Triton(_Kernel):
+    functions: ClassVar = {
+        "exp": "tl.exp", "log": "tl.log", "sqrt": "tl.sqrt", "erf": "tl.erf", "abs": "tl.abs",
+        "sigmoid": "tl.sigmoid", "min": "tl.minimum", "max": "tl.maximum", "where": "tl.where",
+    }  # fmt: skip
+    definitions: ClassVar = {
+        "relu": parse("max(x, 0)"),
+        "leaky_relu": parse("where(x > 0, x, s * x)"),
+        "gelu": parse("0.5 * x * (1 + erf(0.7071067811865476 * x))"),
+        # 0.5 (1 + tanh(z)) is sigmoid(2 z), and 1.5957... is 2 sqrt(2 / pi)
+        "gelu_tanh": parse("x * sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x ** 2))"),
+        "silu": parse("x * sigmoid(x)"),
+        "tanh": parse("2 * sigmoid(2 * x) - 1"),
+    }
+
+    def side(self, expr: Expr) -> str:
+        return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
+
+
+class _Cuda(_Kernel):
+    functions: ClassVar = {
+        "exp": "expf", "log": "logf", "sqrt": "sqrtf", "erf": "erff", "abs": "fabsf", "tanh": "tanhf",
+        "min": "fminf", "max": "fmaxf",
+    }  # fmt: skip
+    definitions: ClassVar = {
+        **{name: _Triton.definitions[name] for name in ("relu", "leaky_relu", "gelu")},
+        "gelu_tanh": parse("x / (1 + exp(-1.5957691216057308 * x * (1 + 0.044715 * x ** 2)))"),
+        "silu": parse("x / (1 + exp(-x))"),
+        "sigmoid": parse("1 / (1 + exp(-x))"),
+    }
+
+    def write(self, expr: Expr) -> tuple[str, int]:
+        if isinstance(expr, Neg) and not (isinstance(expr.a, Binary) and expr.a.op in "*/"):
+            return "-" + self.text(expr.a, POWER), UNARY  # --x would be a decrement
+        return super().write(expr)
+
+    def constant(self, value: float) -> str:
+        if abs(value) > LARGEST_FLOAT:
+            raise ExprError(f"the constant {plain(value)} does not fit a float")
+        return f"{value!r}f"
+
+    def general_power(self, base: Expr, n: float) -> tuple[str, int]:
+        return f"powf({self.text(base)}, {self.constant(n)})", ATOM
+
+    def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
+        if function == "where":
+            condition, a, b = args
+            return f"{self.text(condition)} ? {self.text(a, COMPARE)} : {self.text(b)}", CHOICE
+        return super().call(function, args)

@@ -1,0 +1,302 @@
+"""The typed graph that every pass reads and writes, and the builder that types each node at its birth.
+
+A value is named by text: `mlp.up` is the first output of that node (or an input of the graph), `mlp.up:1` its second,
+`@mlp.up` a parameter and `$norm_scale` a number that the caller of a function fixes.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "i64": 8, "i32": 4, "i8": 1, "bool": 1}
+Dim = int | str
+Sizes = Mapping[str, int]
+
+
+class TypeRuleError(ValueError):
+    """An op was given inputs that it cannot take. `inputs` are the positions of those at fault."""
+
+    def __init__(self, message: str, inputs: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.inputs = inputs
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Shape and dtype of a value. A dim is a number or the name of a symbol (`B` rows, `T` tokens).
+
+    `storage` is how a deployed parameter is kept, e.g. `int5`; empty where it is kept as it is computed with.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    storage: str = ""
+
+    def __str__(self) -> str:
+        stored = f"{self.storage}:" if self.storage else ""
+        return f"{stored}{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def width(self) -> Dim:
+        """The last dim: features, for most values."""
+        return self.shape[-1]
+
+    def with_shape(self, *shape: Dim) -> "TensorType":
+        return replace(self, shape=shape)
+
+    def count(self, sizes: Sizes) -> int:
+        """Elements, once the symbols have `sizes`."""
+        total = 1
+        for dim in self.shape:
+            total *= sizes[dim] if isinstance(dim, str) else dim
+        return total
+
+    def bytes(self, sizes: Sizes) -> int:
+        return self.count(sizes) * BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One kind of node; its settings are its fields. Subclasses state their `name` and answer these questions."""
+
+    name: ClassVar[str] = ""
+    # Consumers may print this value inside their own line.
+    inline: ClassVar[bool] = True
+    # It computes a gradient, so code names its value for itself and not for what it follows.
+    gradient: ClassVar[bool] = False
+    # The features of the output are those of the first input, so an error about them is that input's.
+    keeps_features: ClassVar[bool] = False
+
+    @property
+    def arity(self) -> int:
+        """How many inputs are the op's own; those after them belong to its epilogue."""
+        raise TypeRuleError(f"{self.name} has no fixed arity")
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        """What code calls the outputs, where there are several."""
+        return ()
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        """The types of the outputs. Raises TypeRuleError."""
+        raise TypeRuleError(f"{self.name} has no type rule")
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        """Floating-point operations; a multiply-add counts two. Pointwise work counts one an element."""
+        return outputs[0].count(sizes)
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        """The function that the Torch spelling calls: its text is templates/torch/<support>.py.jinja. Empty for none."""
+        return ""
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        """The Python expression that computes it."""
+        raise TypeRuleError(f"{self.name} has no Torch spelling")
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        """The same in plain Torch, in whatever precision the inputs have; written apart from `torch`."""
+        raise TypeRuleError(f"{self.name} has no reference")
+
+    def derivative(self, inputs: Sequence[str], grad: str, emit: "Emit") -> tuple[str | None, ...] | None:
+        """Emits the nodes that compute the gradient of each input from `grad`; None where the op states no rule."""
+        return None
+
+    def settings(self) -> str:
+        """Its fields as text, those left at their default omitted."""
+        shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "{" + ", ".join(shown) + "}" if shown else ""
+
+
+Emit = Callable[[str, Op, Sequence[str]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation. `epilogue` is a pointwise tail that joined it, over its accumulators and the inputs after `op.arity`;
+    `members` are the spec paths of the nodes that the tail came from."""
+
+    name: str
+    op: Op
+    inputs: tuple[str, ...]
+    types: tuple[TensorType, ...]
+    epilogue: Op | None = None
+    members: tuple[str, ...] = ()
+
+    @property
+    def type(self) -> TensorType:
+        return self.types[0]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(output_ref(self.name, i) for i in range(len(self.types)))
+
+    def __str__(self) -> str:
+        tail = f" |> {self.epilogue.name}{self.epilogue.settings()}" if self.epilogue else ""
+        members = f" of ({', '.join(self.members)})" if self.members else ""
+        types = ", ".join(map(str, self.types))
+        return f"{self.name} = {self.op.name}({', '.join(self.inputs)}){self.op.settings()}{tail}{members} : {types}"
+
+
+Named = tuple[str, TensorType]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program or a function: typed inputs, numbers fixed by the caller, parameters, nodes in order, labelled outputs."""
+
+    name: str
+    inputs: tuple[Named, ...]
+    params: tuple[Named, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[tuple[str, str], ...]
+    scalars: tuple[str, ...] = ()
+
+    @cached_property
+    def types(self) -> Mapping[str, TensorType]:
+        """The type of every value that a node may name."""
+        found = dict(self.inputs)
+        found |= {f"@{name}": type for name, type in self.params}
+        found |= {f"${name}": TensorType((), "f32") for name in self.scalars}
+        for node in self.nodes:
+            found |= zip(node.outputs, node.types, strict=True)
+        return found
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[Node, ...]]:
+        """For each value, the nodes that read it, in order; a node that reads it twice stands twice."""
+        found: dict[str, list[Node]] = {ref: [] for ref in self.types}
+        for node in self.nodes:
+            for ref in node.inputs:
+                found[ref].append(node)
+        return {ref: tuple(nodes) for ref, nodes in found.items()}
+
+    def uses(self, ref: str) -> int:
+        """How often a value is read, by nodes or as an output of the graph."""
+        return len(self.consumers[ref]) + sum(ref == output for _, output in self.outputs)
+
+    def __str__(self) -> str:
+        inputs = ", ".join(f"{name}: {type}" for name, type in self.inputs)
+        scalars = "".join(f", ${name}" for name in self.scalars)
+        lines = [f"graph {self.name}({inputs}{scalars}) {{"]
+        lines += [f"  param {name} : {type}" for name, type in self.params]
+        lines += [f"  {node}" for node in self.nodes]
+        lines += [f"  return {', '.join(f'{label}={ref}' for label, ref in self.outputs)}", "}"]
+        return "\n".join(lines)
+
+
+def output_ref(node: str, index: int) -> str:
+    return node if index == 0 else f"{node}:{index}"
+
+
+def node_of(ref: str) -> str:
+    """The node (or graph input) that a value belongs to."""
+    return ref.partition(":")[0]
+
+
+@dataclass
+class Builder:
+    """Collects the nodes of one graph. `scope` is put before every name that is added."""
+
+    name: str
+    scope: str = ""
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[Named] = field(default_factory=list)
+    params: dict[str, TensorType] = field(default_factory=dict)
+    scalars: list[str] = field(default_factory=list)
+    types: dict[str, TensorType] = field(default_factory=dict)
+    inits: dict[str, object] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+
+    def input(self, name: str, type: TensorType) -> str:
+        """Declares an input of the graph."""
+        self.inputs.append((name, type))
+        self.types[name] = type
+        return name
+
+    def scalar(self, name: str) -> str:
+        """Declares a number that each caller fixes."""
+        if name not in self.scalars:
+            self.scalars.append(name)
+            self.types[f"${name}"] = TensorType((), "f32")
+        return f"${name}"
+
+    def param(self, name: str, type: TensorType, init: object) -> str:
+        """Declares a parameter under the scope, and how it starts; the same name twice is the same parameter."""
+        path = self.path(name)
+        self.inits.setdefault(path, init)
+        if self.params.setdefault(path, type) != type:
+            raise TypeRuleError(f"parameter {path} is both {self.params[path]} and {type}")
+        self.types[f"@{path}"] = type
+        return f"@{path}"
+
+    def path(self, name: str) -> str:
+        return f"{self.scope}.{name}" if self.scope else name
+
+    def add(self, name: str, op: Op, inputs: Sequence[str]) -> str:
+        """Adds a node and returns its first output. Raises TypeRuleError, naming the node, where the op's rule does."""
+        path = self.path(name)
+        if path in self.types:
+            raise TypeRuleError(f"two nodes are named {path}")
+        try:
+            types = op.infer([self.types[ref] for ref in inputs])
+        except TypeRuleError as error:
+            at_fault = inputs[error.inputs[0]] if error.inputs else ""
+            message = error.message.replace("{input}", self.origin(at_fault))
+            raise TypeRuleError(f"{path} {message}", error.inputs) from None
+        node = Node(path, op, tuple(inputs), types)
+        self.nodes.append(node)
+        self.types |= zip(node.outputs, types, strict=True)
+        return path
+
+    def origin(self, ref: str) -> str:
+        """The node that gave a value its features: back through norms, residuals and the call into this function."""
+        made = {node.name: node for node in self.nodes}
+        while (node := made.get(node_of(ref))) is not None and node.op.keeps_features:
+            ref = node.inputs[0]
+        return self.origins.get(ref, node_of(ref))
+
+    def build(self, outputs: Mapping[str, str]) -> Graph:
+        params = tuple(self.params.items())
+        return Graph(
+            self.name, tuple(self.inputs), params, tuple(self.nodes), tuple(outputs.items()), tuple(self.scalars)
+        )
+
+
+def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """The graph with some values replaced by others wherever they are read."""
+
+    def other(ref: str) -> str:
+        return names.get(ref, ref)
+
+    nodes = tuple(replace(node, inputs=tuple(map(other, node.inputs))) for node in graph.nodes)
+    return replace(graph, nodes=nodes, outputs=tuple((label, other(ref)) for label, ref in graph.outputs))
+
+
+def walk(graphs: Mapping[str, Graph], start: Graph) -> Iterator[Graph]:
+    """`start` and every function that it calls, each once, callers first."""
+    seen: list[str] = []
+    queue = [start]
+    while queue:
+        graph = queue.pop(0)
+        yield graph
+        for node in graph.nodes:
+            callee: Any = getattr(node.op, "callee", None)
+            if callee is not None and callee not in seen:
+                seen.append(callee)
+                queue.append(graphs[callee])
+
+
+def operand(text: str) -> str:
+    """Python text of a value, in parentheses where an attribute or an operator could not follow it."""
+    tree = ast.parse(text, mode="eval").body
+    return text if isinstance(tree, ast.Name | ast.Attribute | ast.Call | ast.Subscript) else f"({text})"

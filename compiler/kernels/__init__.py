@@ -1,0 +1,1 @@
+"""One file a kernel, paired by name with its template."""

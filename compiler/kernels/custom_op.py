@@ -1,0 +1,116 @@
+"""The Python side of a kernel, alike in every language: a custom op that checks, allocates and launches."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from specc.compiler.kernels.kernel import Site, symbol
+from specc.compiler.kernels.lines import flowed, listed, unbroken
+from specc.compiler.kernels.tail import Tail, Value
+from specc.compiler.ops.linear import Product
+
+DTYPES = {"bf16": "torch.bfloat16", "f16": "torch.float16", "f32": "torch.float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class CustomOp:
+    """What templates may know of the op around a kernel. Fields of code hold whole lines, indented as they stand.
+
+    `header` are comment lines; `formulas` what is computed, a line each; `x` the input whose rows and device the
+    others share; `wanted` the rows of the table of checks; `allocated` the lines that make the outputs.
+    """
+
+    header: str
+    summary: str
+    formulas: tuple[str, ...]
+    target: str
+    namespace: str
+    node: str
+    function: str
+    symbol: str
+    n: int
+    k: int
+    x: str
+    signature: str
+    promise: str
+    wanted: tuple[str, ...]
+    allocated: tuple[str, ...]
+    launch: str
+    launch_signature: str
+    result: str
+
+
+def custom_op(site: Site, tail: Tail) -> CustomOp:
+    """The op of a site: x [..., K] with any leading dims, weights, operands -> outputs [..., N]."""
+    op = site.node.op
+    assert isinstance(op, Product)
+    n, k = op.extent(site.inputs[1])
+    function, file = symbol(site)
+    tensors = [value.name for value in (*tail.inputs, *tail.outputs)]
+    returned = ["Tensor"] * len(tail.outputs)
+    annotation = returned[0] if len(returned) == 1 else f"tuple[{', '.join(returned)}]"
+    return CustomOp(
+        header=header(site, tail, "# "),
+        summary=_summary(site, tail),
+        formulas=tuple(flowed(line, "    ", "    ") for line in tail.formulas(op.layout)),
+        target=site.target.name,
+        namespace=f"specc_{site.module}",
+        node=site.label,
+        function=function,
+        symbol=file,
+        n=n,
+        k=k,
+        x=tail.x.name,
+        signature=listed(
+            f"def {function}(", [f"{value.name}: Tensor" for value in tail.inputs], f") -> {annotation}:"
+        ),
+        promise=_promise(tail, op, n, k),
+        wanted=tuple(_wanted(value, _shape(value, tail, op, "*rows", "N", "K")) for value in tail.inputs),
+        allocated=tuple(_allocated(value, tail.x) for value in tail.outputs),
+        launch=listed("launch(", tensors, ")", indent=12),
+        launch_signature=listed("def launch(", [f"{name}: Tensor" for name in tensors], ") -> None:"),
+        result=", ".join(value.name for value in tail.outputs),
+    )
+
+
+def header(site: Site, tail: Tail, mark: str) -> str:
+    """Label and types as comment lines that leave room for the plan key behind the last."""
+    label = unbroken(f"{site.label}    ")
+    return flowed(f"{label}{_joined(tail.inputs)} -> {_joined(tail.outputs)}", mark, "    ", 88)
+
+
+def _joined(values: Iterable[object]) -> str:
+    return ", ".join(unbroken(str(value)) for value in values)
+
+
+def _summary(site: Site, tail: Tail) -> str:
+    """The first line of the module's docstring; it stands behind three quotes."""
+    products = "product" if len(tail.weights) == 1 else f"{len(tail.weights)} products of one input"
+    outputs = "" if len(tail.outputs) == 1 else f" of {len(tail.outputs)} outputs"
+    return flowed(f'"""{site.label}: {products} and epilogue{outputs} in one kernel.')
+
+
+def _promise(tail: Tail, op: Product, n: int, k: int) -> str:
+    """The docstring of the op."""
+    shapes = {value.name: _shape(value, tail, op, "...", str(n), str(k)) for value in tail.inputs}
+    inputs = [f"{v.name} [{', '.join(shapes[v.name])}] {v.type.dtype}" for v in tail.inputs]
+    outputs = [f"{value.name} [..., {n}] {value.type.dtype}" for value in tail.outputs]
+    return flowed(f'"""{_joined(inputs)} -> {_joined(outputs)}.', "    ")
+
+
+def _shape(value: Value, tail: Tail, op: Product, rows: str, n: str, k: str) -> tuple[str, ...]:
+    """The dims of an input as text, with the words given for rows, N and K."""
+    if value is tail.x:
+        return rows, k
+    if value in tail.weights:
+        return (n, k) if op.layout == "nk" else (k, n)
+    return (n,) if value.column else (rows, n)
+
+
+def _wanted(value: Value, shape: tuple[str, ...]) -> str:
+    dims = ", ".join(shape) + ("," if len(shape) == 1 else "")
+    return f'("{value.name}", {value.name}, ({dims}), {DTYPES[value.type.dtype]}),'
+
+
+def _allocated(value: Value, like: Value) -> str:
+    dtype = "" if value.type.dtype == like.type.dtype else f", dtype={DTYPES[value.type.dtype]}"
+    return f"{value.name} = {like.name}.new_empty(*rows, N{dtype})"

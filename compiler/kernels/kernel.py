@@ -1,0 +1,97 @@
+"""What a kernel is asked: whether it takes a node, how well it suits, and the files that compute it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from specc.compiler.expr import name_of, parse
+from specc.compiler.ir import Node, TensorType
+from specc.compiler.ops.linear import Product
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.targets import Target
+
+Language = Literal["torch", "triton", "cutlass"]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node that wants a kernel: its types, its target, and the words that generated files tell of it.
+
+    `label` is the node's spec path as people write it, e.g. `blocks.*.mlp.up + act`; `module` the model's name.
+    """
+
+    node: Node
+    inputs: tuple[TensorType, ...]
+    target: Target
+    label: str
+    module: str
+
+    @property
+    def epilogue(self) -> Pointwise | None:
+        """The tail over the accumulators (its first variables, one a product) and further inputs of the node."""
+        tail = self.node.epilogue
+        return tail if isinstance(tail, Pointwise) else None
+
+    @property
+    def operands(self) -> tuple[tuple[str, TensorType], ...]:
+        """Variable and type of each epilogue operand that is read from memory."""
+        if self.epilogue is None:
+            return ()
+        types = self.inputs[self.node.op.arity :]
+        return tuple(zip(self.epilogue.variables[-len(types) :], types, strict=True)) if types else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The files of one kernel, template context included: file name -> (template, typed context).
+
+    `module` is the Python file (no ending) that defines `function`; `language`, `tile` and `note` are for the plan page.
+    """
+
+    function: str
+    module: str
+    files: Mapping[str, tuple[str, object]]
+    tile: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One way to compute some nodes. Subclasses answer; one module-level value of each is what the catalogue finds."""
+
+    name: str
+    language: Language
+    needs: frozenset[str]
+    generation: ClassVar[int] = 1
+
+    def rejects(self, site: Site) -> str | None:
+        """Why this kernel cannot take the node, in words that name numbers; None where it can. `needs`, the language and
+        the target's features are checked before."""
+        raise TypeError(f"{type(self).__name__} does not say what it takes")
+
+    def rank(self, site: Site) -> int:
+        """Of the kernels that do not reject, the lowest rank wins; 0 is for one written for just this case."""
+        raise TypeError(f"{type(self).__name__} does not say how well it suits")
+
+    def render(self, site: Site) -> Rendered:
+        """The files to write. Only asked where `rejects` gave None."""
+        raise TypeError(f"{type(self).__name__} does not say what to write")
+
+
+def missing(kernel: Kernel, target: Target) -> str | None:
+    """What the target lacks for this kernel, as a reason; None where it has all."""
+    if kernel.language not in target.languages:
+        return f"{target.name} has no {kernel.language}"
+    lacking = sorted(kernel.needs - target.features)
+    return f"{target.name} has no {', '.join(lacking)}" if lacking else None
+
+
+def symbol(site: Site) -> tuple[str, str]:
+    """Function and file name: `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
+    tail, op = site.epilogue, site.node.op
+    assert isinstance(op, Product)
+    words = [op.name]
+    if tail is not None:
+        words += [tail.title] if tail.title else [name_of(parse(output)) for output in tail.outputs]
+    function = "_".join(word for word in words if word)
+    n, k = op.extent(site.inputs[1])
+    return function, f"{function}__n{n}_k{k}"

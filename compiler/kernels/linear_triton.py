@@ -1,0 +1,211 @@
+"""A product and its pointwise tail as one Triton kernel: TMA in a persistent loop where the target has it, else pointers."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.expr import triton_text
+from specc.compiler.kernels.custom_op import CustomOp, custom_op
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.lines import assigned, listed
+from specc.compiler.kernels.tail import Tail, Value, refusal, tail_of
+from specc.compiler.kernels.tile import ACCUMULATORS, Tile, tile_of
+from specc.compiler.ops.linear import Product
+
+LARGEST_WEIGHT = 2**31  # elements; pointers into it are offset by 32 bits
+GROUP = 8  # tiles of rows that run side by side, so that they find their columns of the weights in L2
+DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class TmaContext:
+    """What templates/triton/linear_tma.py.jinja may know. `finish` and `kernel` are signatures, the rest body lines."""
+
+    TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
+    op: CustomOp
+    tile: Tile
+    accumulators: tuple[str, ...]
+    finish: str
+    epilogue: tuple[str, ...]
+    kernel: str
+    dots: tuple[str, ...]
+    halves: tuple[str, ...]
+    descriptors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PointerContext:
+    """What templates/triton/linear_pointer.py.jinja may know. `starts` are the lines before the loop over K, `dots` in it."""
+
+    TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
+    op: CustomOp
+    tile: Tile
+    group: int
+    accumulators: tuple[str, ...]
+    kernel: str
+    starts: tuple[str, ...]
+    dots: tuple[str, ...]
+    inside: str
+    epilogue: tuple[str, ...]
+    tensors: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTriton(Kernel):
+    """Takes one or two products of the same rows, any epilogue over them, any number of operands and outputs."""
+
+    def rejects(self, site: Site) -> str | None:
+        if reason := refusal(site):
+            return reason
+        if (count := site.node.op.arity - 1) > ACCUMULATORS:
+            return f"keeps at most {ACCUMULATORS} accumulators in registers; this node has {count}"
+        n, k = _extent(site)
+        if n * k >= LARGEST_WEIGHT:
+            return f"offsets weights by 32 bits; {n} x {k} elements need more"
+        return None
+
+    def rank(self, site: Site) -> int:
+        return 1
+
+    def render(self, site: Site) -> Rendered:
+        tail, op = tail_of(site), site.node.op
+        assert isinstance(op, Product)
+        tile = tile_of(site.target, tail, *_extent(site))
+        outside = custom_op(site, tail)
+        write = _tma if "tma" in site.target.features else _pointer
+        context = write(outside, tail, tile, op.layout)
+        return Rendered(outside.function, outside.symbol, {f"{outside.symbol}.py": (context.TEMPLATE, context)}, str(tile))
+
+
+LINEAR_TRITON = LinearTriton("linear_triton", "triton", frozenset({"mma"}))
+
+
+def _extent(site: Site) -> tuple[int, int]:
+    assert isinstance(site.node.op, Product)
+    return site.node.op.extent(site.inputs[1])
+
+
+def _tma(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> TmaContext:
+    tensors = [_handle(value) for value in (*tail.inputs, *tail.outputs)]
+    columns = [value for value in tail.operands if value.column]
+    ragged = ["N: tl.constexpr"] if columns and op.n % tile.n else []
+    ends = [_handle(value) for value in (*tail.operands, *tail.outputs)] + [word[0] for word in ragged]
+    sides = [[p.replace("p", side, 1) for p in tail.accumulators] for side in ("left", "right")]
+    starts = ("n", "n + BLOCK_N // 2")
+    sizes = [f"{name}: tl.constexpr" for name in ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PROGRAMS")]
+    return TmaContext(
+        op=op,
+        tile=tile,
+        accumulators=tail.accumulators,
+        finish=listed("def finish(", [*tail.accumulators, "m", "n", *ends[: len(ends) - len(ragged)], *ragged], "):"),
+        epilogue=(
+            *([f"columns = n + tl.arange(0, {tail.accumulators[0]}.shape[1])"] if columns else []),
+            *(_tma_read(value, bool(ragged)) for value in tail.operands),
+            *_steps(tail, "{name}_desc.store([m, n], {name}.to({dtype}))"),
+        ),
+        kernel=listed("def kernel(", [*tensors, "M", *sizes], "):"),
+        dots=(
+            f"{tail.x.name} = {tail.x.name}_desc.load([m, k])",
+            *(
+                f"{p} = tl.dot({tail.x.name}, {w.name}_desc.load({_WEIGHT_AT[layout]}, {p})"
+                for p, w in zip(tail.accumulators, tail.weights, strict=True)
+            ),
+        ),
+        halves=(
+            *(f"{left}, {right} = halves({p})" for p, left, right in zip(tail.accumulators, *sides, strict=True)),
+            *(
+                listed("finish(", [*side, "m", at, *ends], ")", indent=8).lstrip()
+                for side, at in zip(sides, starts, strict=True)
+            ),
+        ),
+        descriptors=tuple(_descriptor(value, tail, layout) for value in (*tail.inputs, *tail.outputs)),
+    )
+
+
+_WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
+
+
+def _handle(value: Value) -> str:
+    return f"{value.name}_ptr" if value.column else f"{value.name}_desc"
+
+
+def _tma_read(value: Value, ragged: bool) -> str:
+    if not value.column:
+        return f"{value.name} = {value.name}_desc.load([m, n]).to(tl.float32)"
+    mask = ", mask=columns < N, other=0.0" if ragged else ""
+    return f"{value.name} = tl.load({value.name}_ptr + columns{mask}).to(tl.float32)[None, :]"
+
+
+def _steps(tail: Tail, store: str) -> tuple[str, ...]:
+    """Each output in fp32 and, at once, its store, which rounds; indented as a body."""
+    return tuple(
+        line
+        for step in tail.steps
+        for line in (
+            assigned(step.value.name, triton_text(step.expr), 4).lstrip(),
+            store.format(name=step.value.name, dtype=DTYPES[step.value.type.dtype]),
+        )
+    )
+
+
+def _descriptor(value: Value, tail: Tail, layout: str) -> str:
+    """The host's argument for a tensor: a column is passed by its pointer."""
+    name = value.name
+    if value.column:
+        return f"{name},"
+    if value is tail.x:
+        shape, strides, block = "m, K", "K, 1", "BLOCK_M, BLOCK_K"
+    elif value in tail.weights and layout == "nk":
+        shape, strides, block = "N, K", "K, 1", "BLOCK_N, BLOCK_K"
+    elif value in tail.weights:
+        shape, strides, block = "K, N", "N, 1", "BLOCK_K, BLOCK_N"
+    else:
+        shape, strides, block = "m, N", "N, 1", "BLOCK_M, BLOCK_N // 2"
+    return f"TensorDescriptor({name}, [{shape}], [{strides}], [{block}]),"
+
+
+def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContext:
+    x = tail.x.name
+    tensors = [value.name for value in (*tail.inputs, *tail.outputs)]
+    sizes = [f"{name}: tl.constexpr" for name in ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP")]
+    ragged_n, ragged_k = op.n % tile.n > 0, op.k % tile.k > 0
+    weight = {"nk": "columns * K + ks[:, None]", "kn": "ks[:, None] * N + columns"}[layout]
+    step = {"nk": "k", "kn": "k * N"}[layout]
+    deep = ["ks[:, None] < K - k"] if ragged_k else []
+    across = ["columns < N"] if ragged_n else []
+    return PointerContext(
+        op=op,
+        tile=tile,
+        group=GROUP,
+        accumulators=tail.accumulators,
+        kernel=listed("def kernel(", [*(f"{name}_ptr" for name in tensors), "M", *sizes], "):"),
+        starts=(
+            f"{x}_tile = {x}_ptr + rows * K + ks[None, :]",
+            *(f"{w.name}_tile = {w.name}_ptr + {weight}" for w in tail.weights),
+        ),
+        dots=(
+            f"{x} = {_masked(f'{x}_tile + k', ['rows < M', *(['ks[None, :] < K - k'] if ragged_k else [])])}",
+            *(
+                f"{p} = tl.dot({x}, {_masked(f'{w.name}_tile + {step}', deep + across)}, {p})"
+                for p, w in zip(tail.accumulators, tail.weights, strict=True)
+            ),
+        ),
+        inside=_all(["rows < M", *across]),
+        epilogue=(
+            *(_pointer_read(value, across) for value in tail.operands),
+            *_steps(tail, "tl.store({name}_ptr + at, {name}.to({dtype}), mask=inside)"),
+        ),
+        tensors=listed("", tensors, ",", indent=8),
+    )
+
+
+def _pointer_read(value: Value, across: list[str]) -> str:
+    load = _masked(f"{value.name}_ptr + columns", across) if value.column else _masked(f"{value.name}_ptr + at", ["inside"])
+    return f"{value.name} = {load}.to(tl.float32)"
+
+
+def _masked(pointer: str, conditions: list[str]) -> str:
+    return f"tl.load({pointer}, mask={_all(conditions)}, other=0.0)" if conditions else f"tl.load({pointer})"
+
+
+def _all(conditions: list[str]) -> str:
+    return conditions[0] if len(conditions) == 1 else " & ".join(f"({condition})" for condition in conditions)

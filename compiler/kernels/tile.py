@@ -1,0 +1,77 @@
+"""How large a tile of a product each program computes: a rule from the shape and what the target has."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from specc.compiler.ir import BYTES
+from specc.compiler.kernels.tail import Tail
+from specc.compiler.targets import Target
+
+ROWS = 128
+WIDTHS = (256, 128, 64, 32)  # columns of all accumulators together
+WIDEST_IN_REGISTERS = 128  # without wgmma, which reads shared memory, x and the weights take registers too
+NARROWEST = 32
+DEPTHS = (64, 32)
+SHALLOWEST = 16
+FEWEST_STAGES, MOST_STAGES = 3, 4
+ACCUMULATORS = 2  # with more, each has too few columns to be worth reading x for
+BARRIERS = 1024  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """`m` x `n` elements an accumulator, `k` of the sum at a time, by `warps`, with `stages` loads in flight."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+
+
+def tile_of(target: Target, tail: Tail, n: int, k: int) -> Tile:
+    """The widest tile that wastes at most an eighth of its columns as padding and leaves room for three stages.
+
+    A stage holds a block of x and one of each weight. With TMA the loads of the next tile run during the
+    epilogue, so what that stages in shared memory stands beside them: half a tile of its widest output and,
+    where it reads tiles, half of the widest of these. Where even the narrowest tile has no room, two stages
+    must do.
+    """
+    count = len(tail.accumulators)
+    size = BYTES[tail.x.type.dtype]
+    beside = _staged if "tma" in target.features else _nothing
+    depths = [depth for depth in DEPTHS if depth <= k] or [SHALLOWEST]
+    most = max(WIDTHS) if "wgmma" in target.features else WIDEST_IN_REGISTERS
+    widths = [width // count for width in WIDTHS if NARROWEST * count <= width <= most]
+    for wide in [width for width in widths if _padded(n, width) * 8 <= n * 9] or [NARROWEST]:
+        for deep in depths:
+            stage = (ROWS + wide * count) * deep * size
+            stages = (target.shared_memory - BARRIERS - beside(tail, wide)) // stage
+            if stages >= FEWEST_STAGES:
+                return Tile(ROWS, wide, deep, _warps(wide * count), min(stages, MOST_STAGES))
+    return Tile(ROWS, NARROWEST, depths[-1], _warps(NARROWEST * count), FEWEST_STAGES - 1)
+
+
+def _nothing(tail: Tail, width: int) -> int:
+    return 0
+
+
+def _padded(n: int, width: int) -> int:
+    return -(-n // width) * width
+
+
+def _staged(tail: Tail, width: int) -> int:
+    half = ROWS * width // 2
+    written = _widest({value.type.dtype for value in tail.outputs})
+    return half * (written + _widest({value.type.dtype for value in tail.operands if not value.column}))
+
+
+def _widest(dtypes: Collection[str]) -> int:
+    return max((BYTES[dtype] for dtype in dtypes), default=0)
+
+
+def _warps(columns: int) -> int:
+    return 8 if columns >= 128 else 4

@@ -1,0 +1,86 @@
+"""Products that Torch runs: plain ones through its library everywhere, and on the CPU any epilogue as plain Torch."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.expr import parse, torch_text
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.ops.linear import Product
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryProduct(Kernel):
+    """A product with nothing behind it, as one call of Torch."""
+
+    def rejects(self, site: Site) -> str | None:
+        if site.epilogue is not None:
+            return f"has an epilogue, {symbol(site)[0]}; the library's product has none"
+        return None
+
+    def rank(self, site: Site) -> int:
+        return 0
+
+    def render(self, site: Site) -> Rendered:
+        return Rendered("", "", {}, "")
+
+
+@dataclass(frozen=True, slots=True)
+class EpilogueContext:
+    """What templates/torch/product.py.jinja may know."""
+
+    TEMPLATE: ClassVar[str] = "torch/product.py.jinja"
+    function: str
+    label: str
+    types: str
+    signature: str
+    annotation: str
+    lines: tuple[str, ...]
+    returns: str
+    uses_torch: bool
+    uses_functional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EpilogueProduct(Kernel):
+    """A product and its epilogue as a plain Torch function: for reading, for the CPU, and for whatever it can be put to."""
+
+    def rejects(self, site: Site) -> str | None:
+        if "gpu" in site.target.features:
+            return f"on {site.target.name} Torch would run the epilogue as kernels of its own, which is not fused"
+        if site.epilogue is None:
+            return "has no epilogue"
+        return None
+
+    def rank(self, site: Site) -> int:
+        return 9
+
+    def render(self, site: Site) -> Rendered:
+        function, module = symbol(site)
+        op, tail = site.node.op, site.epilogue
+        assert tail is not None and isinstance(op, Product)
+        rows = "x" if "x" not in tail.variables else "rows"
+        weights = tuple(f"w_{v}" if op.arity > 2 else "w" for v in tail.variables[: op.arity - 1])
+        products = zip(tail.variables, weights, strict=False)
+        labels = tail.output_labels or ("y",)
+        texts = [torch_text(parse(text)) for text in tail.outputs]
+        lines = [f"{v} = {op.product_text(rows, w)}" for v, w in products]
+        lines += [f"{label} = {text}" for label, text in zip(labels[1:], texts[1:], strict=True)]
+        returns = ", ".join((texts[0], *labels[1:]))
+        names = (rows, *weights, *(v for v, _ in site.operands))
+        code = "\n".join((*lines, returns))
+        context = EpilogueContext(
+            function,
+            site.label,
+            " x ".join(map(str, site.inputs)) + " -> " + ", ".join(map(str, site.node.types)),
+            ", ".join(f"{name}: Tensor" for name in names),
+            "Tensor" if len(texts) == 1 else f"tuple[{', '.join('Tensor' for _ in texts)}]",
+            tuple(lines),
+            returns,
+            "torch." in code,
+            "F." in code,
+        )
+        return Rendered(function, module, {f"{module}.py": (EpilogueContext.TEMPLATE, context)}, "")
+
+
+LIBRARY_PRODUCT = LibraryProduct("torch", "torch", frozenset())
+EPILOGUE_PRODUCT = EpilogueProduct("torch_epilogue", "torch", frozenset())

@@ -1,0 +1,131 @@
+"""Matrix products: the linear layer and its two gradients. What follows one of them is an epilogue, never another op."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from specc.compiler.ir import Dim, Emit, Op, Sizes, TensorType, TypeRuleError, operand
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rows(type: TensorType) -> tuple[Dim, ...]:
+    """All dims but the last: what a kernel sees as one dim of rows."""
+    return type.shape[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Product(Op):
+    """A product of rows [..., K] with stored weights, which a GEMM kernel may take. `layout` tells how a weight lies:
+    `nk` is [N, K], `kn` is [K, N], both row-major."""
+
+    layout: ClassVar[Literal["nk", "kn"]]
+
+    def product_text(self, rows: str, weight: str) -> str:
+        """The product of rows with one weight, as Python."""
+        return f"{rows} @ {weight}.T" if self.layout == "nk" else f"{rows} @ {weight}"
+
+    def extent(self, weight: TensorType) -> tuple[int, int]:
+        """N and K of the product."""
+        n, k = weight.shape if self.layout == "nk" else reversed(weight.shape)
+        assert isinstance(n, int) and isinstance(k, int)
+        return n, k
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(Product):
+    """y = x w^T for x [..., K] and `weights` matrices w [N, K] that read the same x; one accumulator each."""
+
+    name: ClassVar[str] = "linear"
+    layout: ClassVar[Literal["nk", "kn"]] = "nk"
+    weights: int = 1
+
+    @property
+    def arity(self) -> int:
+        return 1 + self.weights
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, *weights = inputs
+        for i, weight in enumerate(weights, 1):
+            if len(weight.shape) != 2 or weight.width != x.width:
+                raise TypeRuleError(f"takes {weight.width} features but {{input}} gives {x.width}", (0, i))
+            if weight.shape != weights[0].shape:
+                raise TypeRuleError(f"has weights of shapes {weights[0].shape} and {weight.shape}", (1, i))
+        return tuple(x.with_shape(*rows(x), weight.shape[0]) for weight in weights)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, weight = inputs[0], inputs[1]
+        return 2 * x.with_shape(*rows(x)).count(sizes) * weight.count(sizes) * self.weights
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"F.linear({args[0]}, {args[1]})"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        x, *weights = inputs
+        products = tuple(x @ weight.T for weight in weights)
+        return products if len(products) > 1 else products[0]
+
+    def derivative(self, inputs: Sequence[str], grad: str, emit: Emit) -> tuple[str | None, ...] | None:
+        x, weight = inputs
+        return emit("dgrad", Dgrad(), (grad, weight)), emit("wgrad", Wgrad(), (grad, x))
+
+
+@dataclass(frozen=True, slots=True)
+class Dgrad(Product):
+    """The input gradient of a linear layer: dx = dy w for dy [..., N] and w [N, K] as stored."""
+
+    name: ClassVar[str] = "dgrad"
+    gradient: ClassVar[bool] = True
+    layout: ClassVar[Literal["nk", "kn"]] = "kn"
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        dy, weight = inputs
+        if dy.width != weight.shape[0]:
+            raise TypeRuleError(f"takes {weight.shape[0]} features but {{input}} gives {dy.width}", (0, 1))
+        return (dy.with_shape(*rows(dy), weight.shape[1]),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        dy, weight = inputs[0], inputs[1]
+        return 2 * dy.with_shape(*rows(dy)).count(sizes) * weight.count(sizes)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])} @ {operand(args[1])}"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        return torch.einsum("...n,nk->...k", *inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Wgrad(Op):
+    """The weight gradient of a linear layer: dw = dy^T x, summed over all rows of dy [..., N] and x [..., K]."""
+
+    name: ClassVar[str] = "wgrad"
+    gradient: ClassVar[bool] = True
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        dy, x = inputs
+        if rows(dy) != rows(x):
+            raise TypeRuleError(f"sums over rows {rows(dy)} and {rows(x)}", (0, 1))
+        return (x.with_shape(dy.width, x.width),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 2 * inputs[0].count(sizes) * inputs[1].with_shape(inputs[1].width).count(sizes)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}.T @ {operand(args[1])}"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        return torch.einsum("rn,rk->nk", *(tensor.flatten(0, -2) for tensor in inputs))

@@ -1,0 +1,108 @@
+"""The one pointwise op: any expressions of the pointwise language over values that broadcast together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.expr import parse, torch_text, torch_value, variables
+from specc.compiler.ir import Dim, Op, Sizes, TensorType, TypeRuleError, operand
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
+    """The common shape by the usual rule: dims align at the right, and a missing one or a 1 stretches."""
+    longest = max(shapes, key=len)
+    result: list[Dim] = []
+    for back in range(len(longest), 0, -1):
+        dims = {shape[-back] for shape in shapes if len(shape) >= back} - {1}
+        if len(dims) > 1:
+            raise TypeRuleError(f"cannot broadcast {' with '.join(str(list(shape)) for shape in shapes)}", (0, 1))
+        result.append(next(iter(dims), 1))
+    return tuple(result)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointwise(Op):
+    """`outputs` are expressions over `variables`, which stand for the inputs in order; `labels` name further outputs.
+
+    `title` is the name that kernels give it, where the spec sets one. With `dtype` the inputs are converted first and the outputs have that dtype; else that of the first input.
+    """
+
+    name: ClassVar[str] = "pointwise"
+    keeps_features: ClassVar[bool] = True
+    outputs: tuple[str, ...]
+    variables: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    dtype: str = ""
+    title: str = ""
+
+    @property
+    def arity(self) -> int:
+        return len(self.variables)
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return self.labels
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        if len(inputs) != len(self.variables):
+            raise TypeRuleError(f"names {len(self.variables)} operands but is given {len(inputs)}")
+        known = set(self.variables)
+        for text in self.outputs:
+            if unknown := [name for name in variables(parse(text)) if name not in known]:
+                raise TypeRuleError(f"reads {unknown[0]!r}, which is none of its operands {sorted(known)}")
+        shape = broadcast([type.shape for type in inputs])
+        return tuple(TensorType(shape, self.dtype or inputs[0].dtype) for _ in self.outputs)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return sum(output.count(sizes) for output in outputs)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        names = dict(zip(self.variables, args, strict=True))
+        if self.dtype and any(type.dtype != self.dtype for type in inputs):
+            names = {
+                name: f"{operand(text)}.{_CAST[self.dtype]}()" if type.dtype != self.dtype else text
+                for (name, text), type in zip(names.items(), inputs, strict=True)
+            }
+        texts = [torch_text(parse(output), names) for output in self.outputs]
+        return texts[0] if len(texts) == 1 else ", ".join(texts)
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        values = dict(zip(self.variables, inputs, strict=True))
+        results = tuple(torch_value(parse(output), values) for output in self.outputs)
+        return results if len(results) > 1 else results[0]
+
+
+_CAST = {"f32": "float", "bf16": "bfloat16", "f16": "half"}
+
+
+@dataclass(frozen=True, slots=True)
+class SumTo(Op):
+    """The sum of x over the dims along which a value of `shape` was stretched to meet it."""
+
+    name: ClassVar[str] = "sum_to"
+    shape: tuple[Dim, ...]
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        if broadcast([inputs[0].shape, self.shape]) != inputs[0].shape:
+            raise TypeRuleError(f"sums {inputs[0]} to {list(self.shape)}", (0,))
+        return (inputs[0].with_shape(*self.shape),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return inputs[0].count(sizes)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}.sum_to_size({', '.join(map(str, self.shape))})"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        x = inputs[0]
+        missing = x.dim() - len(self.shape)
+        x = x.sum(tuple(range(missing))) if missing else x
+        stretched = tuple(i for i, dim in enumerate(self.shape) if dim == 1 and x.shape[i] != 1)
+        return x.sum(stretched, keepdim=True) if stretched else x

@@ -1,0 +1,78 @@
+"""Nodes that run another graph: a function called at a place, a fused group, a loop over time."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.ir import Op, Sizes, TensorType
+
+Types = tuple[tuple[tuple[int | str, ...], str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Op):
+    """Runs function `callee` with the parameters that stand under `at`, and with `scalars` for the numbers it asks of
+    its caller. `returns` are the shapes and dtypes that it gives back."""
+
+    name: ClassVar[str] = "call"
+    inline: ClassVar[bool] = False
+    callee: str
+    at: str
+    returns: Types
+    scalars: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def arity(self) -> int:
+        return 0
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fused(Op):
+    """A fused group: its forward graph, and a backward composed from its members' rules. See passes/group.py."""
+
+    name: ClassVar[str] = "fused"
+    group: str
+    returns: Types
+
+    @property
+    def arity(self) -> int:
+        return 0
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scan(Op):
+    """Runs function `callee` once for each step of time; its first `carried` outputs are the next step's first inputs."""
+
+    name: ClassVar[str] = "scan"
+    inline: ClassVar[bool] = False
+    callee: str
+    at: str
+    carried: int
+    returns: Types
+
+    @property
+    def arity(self) -> int:
+        return 0
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+
+def returned(types: Sequence[TensorType]) -> Types:
+    """The form in which a region states the types it gives back."""
+    return tuple((type.shape, type.dtype) for type in types)

@@ -1,0 +1,116 @@
+"""Rotary position embedding (Su et al., 2021) over the first dims of each head, in halves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Positions(Op):
+    """The position of each token of ids [B, T], as i64[T]: 0, 1, ..., counted from `start` (i64[]) where it is given."""
+
+    name: ClassVar[str] = "positions"
+    inline: ClassVar[bool] = False
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (TensorType((inputs[0].shape[1],), "i64"),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        counted = f"torch.arange({args[0]}.shape[1], device={args[0]}.device)"
+        return counted if len(args) == 1 else f"{args[1]} + {counted}"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        counted = torch.arange(inputs[0].shape[1], device=inputs[0].device)
+        return counted if len(inputs) == 1 else inputs[1] + counted
+
+
+@dataclass(frozen=True, slots=True)
+class RopeAngles(Op):
+    """cos and sin, f32[T, dims/2], of position * base^(-2i/dims)."""
+
+    name: ClassVar[str] = "rope_angles"
+    inline: ClassVar[bool] = False
+    dims: int
+    base: float
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return "cos", "sin"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        angle = TensorType((inputs[0].shape[0], self.dims // 2), "f32")
+        return angle, angle
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 3 * outputs[0].count(sizes)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"rope_angles({args[0]}, {self.dims}, {self.base})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "rope_angles"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        steps = torch.arange(0, self.dims, 2, dtype=torch.float64, device=inputs[0].device) / self.dims
+        angle = torch.outer(inputs[0].double(), self.base**-steps)
+        return angle.cos(), angle.sin()
+
+
+@dataclass(frozen=True, slots=True)
+class Rope(Op):
+    """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R]: pairs are channel i and channel R + i."""
+
+    name: ClassVar[str] = "rope"
+    keeps_features: ClassVar[bool] = True
+
+    @property
+    def arity(self) -> int:
+        return 3
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, cos, _ = inputs
+        assert isinstance(x.width, int) and isinstance(cos.width, int)
+        if 2 * cos.width > x.width:
+            raise TypeRuleError(f"rotates {2 * cos.width} dims of heads of {x.width}", (0, 1))
+        return (x,)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, cos, _ = inputs
+        assert isinstance(x.width, int) and isinstance(cos.width, int)
+        return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{self.support(inputs)}({', '.join(args)})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        x, cos, _ = inputs
+        assert isinstance(cos.width, int)
+        return "rope" if 2 * cos.width == x.width else "rope_partial"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        x, cos, sin = inputs
+        half = cos.shape[-1]
+        turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, -sin)[:, None]
+        return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)

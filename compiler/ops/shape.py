@@ -1,0 +1,115 @@
+"""Ops that move no arithmetic: embedding rows, heads, the last position."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError, operand
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding(Op):
+    """Row ids[...] of a table [V, D], for ids in [0, V)."""
+
+    name: ClassVar[str] = "embedding"
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        ids, table = inputs
+        return (table.with_shape(*ids.shape, table.width),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"F.embedding({args[0]}, {args[1]})"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        ids, table = inputs
+        return table[ids]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitHeads(Op):
+    """[..., H C] -> [..., H, C] for `heads` heads of equal size."""
+
+    name: ClassVar[str] = "split_heads"
+    heads: int
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x = inputs[0]
+        if not isinstance(x.width, int) or x.width % self.heads:
+            raise TypeRuleError(f"splits {{input}} of {x.width} features into {self.heads} equal heads", (0,))
+        return (x.with_shape(*x.shape[:-1], self.heads, x.width // self.heads),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        width = inputs[0].width
+        assert isinstance(width, int)
+        return f"{operand(args[0])}.unflatten(-1, ({self.heads}, {width // self.heads}))"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0].reshape(*inputs[0].shape[:-1], self.heads, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeHeads(Op):
+    """[..., H, C] -> [..., H C]."""
+
+    name: ClassVar[str] = "merge_heads"
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x = inputs[0]
+        *rest, heads, size = x.shape
+        assert isinstance(heads, int) and isinstance(size, int)
+        return (x.with_shape(*rest, heads * size),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}.flatten(-2)"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0].reshape(*inputs[0].shape[:-2], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Last(Op):
+    """The last position of [B, T, D], as [B, D]."""
+
+    name: ClassVar[str] = "last"
+    keeps_features: ClassVar[bool] = True
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x = inputs[0]
+        return (x.with_shape(x.shape[0], *x.shape[2:]),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}[:, -1]"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0].select(1, inputs[0].shape[1] - 1)

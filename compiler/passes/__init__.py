@@ -1,0 +1,1 @@
+"""Graph to graph, pure, verified after each."""

@@ -1,0 +1,144 @@
+"""Turns the fusion points of a spec into groups, wherever whole sequences are computed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from specc.compiler.ir import Graph, Node, node_of
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.region import Call, Fused, returned
+from specc.compiler.passes.group import Unfusable, build_group
+from specc.compiler.pattern import matches
+from specc.compiler.programs import Group, LoweringError, Programs
+from specc.compiler.strict import Problem
+
+FusePoints = Sequence[Mapping[str, Sequence[str]]]
+
+
+def fuse(programs: Programs, points: FusePoints) -> Programs:
+    """The programs with each fusion point's nodes replaced by one `fused` node. Raises LoweringError with all problems.
+
+    Points hold for the programs in `programs.whole`; decoding, a token at a time, stays unfused.
+    """
+    problems: list[Problem] = []
+    for i, point in enumerate(points):
+        (pattern, members), *_ = point.items()
+        try:
+            programs = _fuse_point(programs, pattern, tuple(members))
+        except Unfusable as error:
+            hint = "take it out of the fusion point; `specc ir --after lower` shows the graph"
+            problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", hint))
+        except _Unmatched as error:
+            problems.append(Problem(("fuse", i, pattern), error.code, str(error), error.hint))
+    if problems:
+        raise LoweringError(tuple(problems))
+    return programs
+
+
+class _Unmatched(Exception):
+    def __init__(self, code: str, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.code, self.hint = code, hint
+
+
+def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
+    """Every graph that a whole-sequence program runs, with each place that it runs at."""
+    for name in programs.whole:
+        program = programs.program(name)
+        yield program, ""
+        for node in program.nodes:
+            if isinstance(node.op, Call):
+                yield programs.function(node.op.callee), node.op.at
+
+
+def _scopes(graph: Graph) -> tuple[str, ...]:
+    """Every proper prefix of a node's name, in order."""
+    prefixes = (node.name.split(".")[:length] for node in graph.nodes for length in range(1, node.name.count(".") + 1))
+    return tuple(dict.fromkeys(".".join(prefix) for prefix in prefixes))
+
+
+def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> Programs:
+    places: dict[tuple[str, str], dict[str, bool]] = {}
+    for graph, at in _sites(programs):
+        for scope in _scopes(graph):
+            covered = places.setdefault((graph.name, scope), {})
+            covered[at] = matches(pattern, f"{at}.{scope}" if at else scope)
+    chosen = [key for key, covered in places.items() if any(covered.values())]
+    if not chosen:
+        known = sorted({f"{at}.{scope}" if at else scope for (_, scope), ats in places.items() for at in ats})
+        raise _Unmatched("S302", f"fusion point {pattern} matches no part of the model", f"its parts are {_short(known)}")
+    for graph, scope in chosen:
+        covered = places[graph, scope]
+        if not all(covered.values()):
+            left = [at for at, hit in covered.items() if not hit]
+            hint = "let the pattern cover all blocks that share their code, e.g. `blocks.*.mlp`"
+            raise _Unmatched("S303", f"fusion point {pattern} covers some blocks but leaves out {_short(left)}", hint)
+    fusable = [key for key in chosen if _complete(programs, key, members)]
+    if not fusable:
+        name, scope = chosen[0]
+        known = [node.name.removeprefix(f"{scope}.") for node in _graph(programs, name).nodes if node.name.startswith(f"{scope}.")]
+        unknown = [member for member in members if member not in known]
+        raise _Unmatched("S302", f"{pattern} has no node {unknown[0]}", f"its nodes are {_short(known)}")
+    for name, scope in fusable:
+        programs = _fuse_graph(programs, name, scope, members)
+    return programs
+
+
+def _complete(programs: Programs, key: tuple[str, str], members: tuple[str, ...]) -> bool:
+    graph, scope = _graph(programs, key[0]), key[1]
+    return all(f"{scope}.{member}" in graph.by_name for member in members)
+
+
+def _graph(programs: Programs, name: str) -> Graph:
+    return next(graph for graph in programs.graphs if graph.name == name)
+
+
+def _short(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown}, ..." if len(names) > 8 else shown
+
+
+def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...]) -> Programs:
+    """One graph with the members of one scope replaced by one node, which keeps the last member's name."""
+    graph = _graph(programs, name)
+    nodes = _closure(graph, [f"{scope}.{member}" for member in members])
+    group, known = _shared(programs, build_group(graph, scope, nodes))
+    last, inside = nodes[-1], {node.name for node in nodes}
+    external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside))
+    fused = Node(last.name, Fused(group.name, returned(last.types)), external, last.types)
+    kept = tuple(fused if node is last else node for node in graph.nodes if node is last or node.name not in inside)
+    changed = replace(graph, nodes=kept)
+
+    def swap(graphs: tuple[Graph, ...]) -> tuple[Graph, ...]:
+        return tuple(changed if other.name == name else other for other in graphs)
+
+    return replace(
+        programs,
+        programs=swap(programs.programs),
+        functions=swap(programs.functions),
+        groups=programs.groups if known else (*programs.groups, group),
+    )
+
+
+def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
+    """The named nodes in graph order, with each linear layer that only they read, such as the gate beside `up`."""
+    chosen = set(names)
+    for name in names:
+        for ref in graph.by_name[name].inputs:
+            node = graph.by_name.get(node_of(ref))
+            if node is not None and isinstance(node.op, Linear) and graph.uses(ref) == 1:
+                chosen.add(node.name)
+    if repeated := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise Unfusable(repeated[0], "is named twice")
+    return [node for node in graph.nodes if node.name in chosen]
+
+
+def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
+    """The group under a name of its own, or the equal one that another function has already."""
+    for known in programs.groups:
+        if known == replace(group, name=known.name):
+            return known, True
+    taken = {known.name for known in programs.groups}
+    name = group.name
+    while name in taken:
+        name = f"{group.scope.replace('.', '_')}_{name}"
+    return replace(group, name=name), False

@@ -1,0 +1,68 @@
+"""From a spec to a plan: the passes in their order."""
+
+from collections.abc import Callable
+
+from specc.compiler.passes.assign_quant import assign_quant
+from specc.compiler.passes.fuse import fuse
+from specc.compiler.passes.optimizers import owners
+from specc.compiler.passes.select_kernels import select_kernels
+from specc.compiler.passes.verify import verify
+from specc.compiler.plan import Plan
+from specc.compiler.programs import LoweringError, Programs
+from specc.compiler.spec import Spec
+from specc.compiler.strict import Problem
+from specc.compiler.targets import TARGETS
+
+Pass = Callable[[Programs, Spec], Programs]
+
+PIPELINE: tuple[tuple[str, Pass], ...] = (
+    ("assign_quant", lambda programs, spec: assign_quant(programs, spec.quant)),
+    ("fuse", lambda programs, spec: fuse(programs, spec.fuse)),
+)
+
+
+def lower(spec: Spec, target: str) -> Programs:
+    """The programs of a spec as they are before any pass, in the dtype of `target`. Raises LoweringError."""
+    programs: Programs = spec.model.lower(spec.name, TARGETS[target].dtype)
+    verify(programs, "lower")
+    return programs
+
+
+def run(spec: Spec, target: str, until: str | None = None) -> Programs:
+    """The programs after all passes, or after the one named `until` (`lower` for none).
+
+    Raises LoweringError with the problems of every pass that found some.
+    """
+    programs = lower(spec, target)
+    problems: list[Problem] = []
+    if until == "lower":
+        return programs
+    for name, step in PIPELINE:
+        try:
+            programs = step(programs, spec)
+            verify(programs, name)
+        except LoweringError as error:
+            problems += error.problems
+        if name == until:
+            break
+    if problems:
+        raise LoweringError(tuple(problems))
+    return programs
+
+
+def plan(spec: Spec, target: str, source: str) -> Plan:
+    """The plan of a spec on one target. Raises LoweringError with everything that is wrong."""
+    problems: list[Problem] = []
+    programs = lower(spec, target)
+    try:
+        owners(spec.train, programs.params)
+    except LoweringError as error:
+        problems += error.problems
+    try:
+        programs = run(spec, target)
+        made = select_kernels(programs, TARGETS[target], spec.model.title, source)
+    except LoweringError as error:
+        problems += error.problems
+    if problems:
+        raise LoweringError(tuple(problems))
+    return made

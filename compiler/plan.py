@@ -1,0 +1,49 @@
+"""The plan: programs with a kernel chosen for every product of every fused group, on one target."""
+
+from dataclasses import dataclass
+
+from specc.compiler.ir import Graph, Node
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.ops.region import Call
+from specc.compiler.programs import Programs
+from specc.compiler.targets import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernel of one node of a group. `rejected` are the others, each with its reason, and `considered`
+    those of them that the target could run; `graph` is where the node is."""
+
+    graph: str
+    site: Site
+    kernel: Kernel
+    rendered: Rendered
+    rejected: tuple[tuple[str, str], ...]
+    considered: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that rendering needs. `source` is the spec's path as generated files name it."""
+
+    name: str
+    title: str
+    source: str
+    target: Target
+    programs: Programs
+    choices: tuple[Choice, ...]
+
+    def choice(self, graph: Graph, node: Node) -> Choice | None:
+        """The kernel of a node; None for one that Torch runs as it is written."""
+        found = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
+        return next(found, None)
+
+
+def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str:
+    """A node's path as people write it: `blocks.*.mlp.up` for one of functions that several blocks call."""
+    calls = [call.op for program in programs.programs for call in program.nodes if isinstance(call.op, Call)]
+    places = [call.at.split(".") for call in calls if call.callee in graphs]
+    if not places:
+        return node
+    words = [word if all(place[i] == word for place in places) else "*" for i, word in enumerate(places[0])]
+    return ".".join((*words, node))

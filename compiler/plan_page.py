@@ -1,0 +1,160 @@
+"""PLAN.md, where a reviewer starts, and the summary that `specc plan` prints."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from specc.compiler.cost import flops_per_token
+from specc.compiler.ir import TensorType
+from specc.compiler.ops.linear import Product
+from specc.compiler.passes.assign_quant import Allocation, allocation
+from specc.compiler.plan import Choice, Plan, place_pattern
+from specc.compiler.programs import Programs
+from specc.compiler.spec import Spec
+
+
+def quantity(value: float) -> str:
+    """A count in the unit that fits, e.g. `29.4 M`."""
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def quant_rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[tuple[str, int, int, int, str]]:
+    """Stored form, tensors, parameters, estimated bytes and the rule, a row for each scheme in use."""
+    groups: dict[str, list[int]] = {}
+    rules: dict[str, list[str]] = {}
+    for param in programs.params:
+        scheme = schemes[param.name]
+        groups.setdefault(scheme.label(), []).extend((param.count, scheme.estimate_bytes(param.shape)))
+    if spec.quant is not None:
+        rules.setdefault(spec.quant.default.label(), []).append("default")
+        for rule in spec.quant.rules:
+            rules.setdefault(rule.label(), []).append(f"`{rule.match}`")
+    for label, numbers in groups.items():
+        rule = ", ".join(rules.get(label, ["not quantized"]))
+        if len(rules.get(label, ())) > 4:
+            rule = f"a rule for each of {len(rules[label])} tensors"
+        yield label, len(numbers) // 2, sum(numbers[::2]), sum(numbers[1::2]), rule
+
+
+def promotion(spec: Spec) -> str:
+    """The promotion that quantization will make, in words; empty where there is none."""
+    rule = spec.quant.promote if spec.quant is not None else None
+    if rule is None or spec.quant is None:
+        return ""
+    many = f"the {rule.count} tensors" if rule.count is not None else "as many tensors"
+    fit = f" within {spec.quant.budget_bytes:,} bytes" if spec.quant.budget_bytes is not None else ""
+    return f"then {many} of largest Hessian trace among `{rule.match}` to int{rule.bits}{fit}, chosen at quantization"
+
+
+def first_programs(plans: Mapping[str, Plan]) -> Programs:
+    return next(iter(plans.values())).programs
+
+
+def plan_page(spec: Spec, plans: Mapping[str, Plan]) -> str:
+    """The text of PLAN.md."""
+    programs = first_programs(plans)
+    schemes = allocation(spec.quant, programs.params)
+    count = sum(param.count for param in programs.params)
+    flops = 3 * flops_per_token(programs, spec.model.window)
+    lines = [
+        f"# {spec.name}: plan",
+        "",
+        f"{spec.model.title} · {count:,} parameters · {quantity(flops)}FLOP a token forward and backward",
+        "",
+        "| stored as | tensors | parameters | bytes, estimated | rule |",
+        "|---|---|---|---|---|",
+    ]
+    rows = list(quant_rows(spec, schemes, programs))
+    lines += [f"| {label} | {n} | {total:,} | {size:,} | {rule} |" for label, n, total, size, rule in rows]
+    if words := promotion(spec):
+        lines += ["", f"{words[0].upper()}{words[1:]}."]
+    for target, plan in plans.items():
+        lines += ["", f"## {target}", "", *_target(spec, plan)]
+    return "\n".join(lines) + "\n"
+
+
+def _target(spec: Spec, plan: Plan) -> Iterator[str]:
+    programs = plan.programs
+    tokens = max(spec.train.micro_batch * spec.model.window, 1)
+    yield "| node | op and epilogue | kernel | tile | GFLOP | MB moved |"
+    yield "|---|---|---|---|---|---|"
+    sizes = {"B": spec.train.micro_batch, "T": spec.model.window, "S": spec.model.window}
+    for choice in plan.choices:
+        yield _row(choice, sizes)
+    for path, op, types in _others(programs):
+        yield f"| {path} | {op} {types} | torch | | | |"
+    yield ""
+    yield f"GFLOP and MB are of one micro-batch of {tokens:,} tokens in one block. What no row names is Torch's own."
+    shown = [f"- {c.site.label}: {name} {reason}" for c in plan.choices for name, reason in c.considered if c.rendered.files and name != "torch"]
+    if shown:
+        yield ""
+        yield "Not chosen:"
+        yield ""
+        yield from dict.fromkeys(shown)
+
+
+def _row(choice: Choice, sizes: Mapping[str, int]) -> str:
+    site = choice.site
+    op = site.node.op
+    assert isinstance(op, Product)
+    words = op.name
+    if site.epilogue is not None:
+        words += f", `{site.epilogue.outputs[0]}`"
+        saved = ", ".join(site.epilogue.output_labels[1:])
+        words += f", also {saved}" if saved else ""
+    file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
+    kernel = f"{file} ({choice.kernel.language})" if file else choice.kernel.name
+    flops = op.flops(site.inputs[: op.arity], site.node.types, sizes) / 1e9
+    moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types)) / 1e6
+    return f"| {site.label} | {words} | {kernel} | {choice.rendered.tile} | {flops:.1f} | {moved:.1f} |"
+
+
+def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
+    """The library products and attention outside groups, once a function."""
+    seen: set[tuple[str, str]] = set()
+    for graph in programs.graphs:
+        if not _whole(programs, graph.name):
+            continue
+        for node in graph.nodes:
+            if isinstance(node.op, Product) or node.op.name.startswith("sdpa"):
+                path = place_pattern(programs, _alike(programs, node.name), node.name)
+                if (path, node.op.name) not in seen:
+                    seen.add((path, node.op.name))
+                    yield path, node.op.name, _types([graph.types[ref] for ref in node.inputs], node.types)
+
+
+def _whole(programs: Programs, name: str) -> bool:
+    return name in programs.whole[:1] or name.endswith(".forward")
+
+
+def _alike(programs: Programs, node: str) -> tuple[str, ...]:
+    return tuple(graph.name for graph in programs.functions if node in graph.by_name)
+
+
+def _types(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
+    return " x ".join(map(str, inputs)) + " -> " + ", ".join(map(str, outputs))
+
+
+def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
+    """The lines of `specc plan`: at most 25."""
+    programs = first_programs(plans)
+    schemes = allocation(spec.quant, programs.params)
+    count = sum(param.count for param in programs.params)
+    forward = flops_per_token(programs, spec.model.window)
+    rows = list(quant_rows(spec, schemes, programs))
+    lines = [f"{spec.name}: {spec.model.title}", f"parameters   {count:,} in {len(programs.params)} tensors"]
+    lines.append(f"FLOP a token {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward")
+    total = sum(size for _, _, _, size, _ in rows)
+    budget = spec.quant.budget_bytes if spec.quant is not None else None
+    against = f" of {budget:,} ({100 * total / budget:.1f} %)" if budget else ""
+    lines.append(f"artifact     about {total:,} bytes{against}")
+    for label, n, numbers, size, _ in rows[:6]:
+        lines.append(f"  {label:<22} {n:>4} tensors {numbers:>12,} parameters {size:>12,} bytes")
+    if words := promotion(spec):
+        lines.append(f"  {words}")
+    for target, plan in list(plans.items())[:7]:
+        own = [c for c in plan.choices if c.rendered.files]
+        names = ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own)) or "none of its own"
+        lines.append(f"{target:<12} {names}")
+    return tuple(lines[:25])

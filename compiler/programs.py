@@ -1,0 +1,136 @@
+"""What a spec lowers to: programs over one parameter table, the functions they call, the groups that fusion makes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from specc.compiler.blocks.init import Init
+from specc.compiler.ir import Graph, Node, TensorType, node_of
+from specc.compiler.ops.region import Call, Fused
+from specc.compiler.strict import Path, Problem
+
+
+class LoweringError(Exception):
+    """The spec is well formed but makes no model; `problems` say where and why."""
+
+    def __init__(self, problems: tuple[Problem, ...]) -> None:
+        super().__init__("; ".join(problem.message for problem in problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One learned tensor: its name is that of checkpoints, rules and reports. The optimizer owns it in f32; programs read
+    it in `dtype`. `storage` is how the deployed model keeps it, empty while it is not quantized."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    init: Init
+    storage: str = ""
+
+    @property
+    def count(self) -> int:
+        total = 1
+        for dim in self.shape:
+            total *= dim
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A fused group. `forward` and `backward` are graphs whose nodes carry epilogues; `saved` are the values of `forward`
+    that `backward` reads besides the incoming gradient; `members` are the nodes of the function that it replaced."""
+
+    name: str
+    scope: str
+    members: tuple[str, ...]
+    forward: Graph
+    backward: Graph
+    saved: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """All of a model. Functions are named `class.method`: `block.forward` is called where a block runs.
+
+    `places` leads from the start of a node's name to the part of the spec that made it; `whole` names the programs that
+    see whole sequences at once.
+    """
+
+    name: str
+    params: tuple[Parameter, ...]
+    functions: tuple[Graph, ...]
+    programs: tuple[Graph, ...]
+    places: tuple[tuple[str, Path], ...]
+    whole: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = ()
+
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        return self.programs + self.functions
+
+    def program(self, name: str) -> Graph:
+        return next(graph for graph in self.programs if graph.name == name)
+
+    def function(self, name: str) -> Graph:
+        return next(graph for graph in self.functions if graph.name == name)
+
+    def group(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
+
+    def place(self, node: str) -> Path:
+        """The spec path of the longest known prefix of a node's name; the whole model where none is known."""
+        found = [(len(prefix), path) for prefix, path in self.places if node == prefix or node.startswith(f"{prefix}.")]
+        return max(found)[1] if found else ("model",)
+
+
+def flatten(programs: Programs, graph: Graph) -> Graph:
+    """`graph` with every call and fused group replaced by the nodes that they run, under their full names. Numbers that
+    calls bind are named `$place.name`; `scalar_values` has them."""
+    nodes: list[Node] = []
+    renamed = _inline(programs, graph, "", {name: name for name, _ in graph.inputs}, nodes)
+    outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
+    params = tuple((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params)
+    scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))
+    return Graph(graph.name, graph.inputs, params, tuple(nodes), outputs, scalars)
+
+
+def scalar_values(graph: Graph) -> Mapping[str, float]:
+    """The number behind each scalar of the flattened program `graph`, by `place.name`."""
+    calls = [(node.op.at, node.op.scalars) for node in graph.nodes if isinstance(node.op, Call)]
+    return {f"{at}.{name}": value for at, scalars in calls for name, value in scalars}
+
+
+def _inline(
+    programs: Programs, graph: Graph, at: str, values: Mapping[str, str], nodes: list[Node]
+) -> dict[str, str]:
+    """Appends the nodes of `graph`, running at `at` over `values`; returns where each of its values went."""
+    here = dict(values)
+    prefix = f"{at}." if at else ""
+
+    def place(ref: str) -> str:
+        return f"{ref[0]}{prefix}{ref[1:]}" if ref[0] in "@$" and ref not in here else here[ref] if ref in here else ref
+
+    for node in graph.nodes:
+        inputs = tuple(map(place, node.inputs))
+        if isinstance(node.op, Call):
+            callee = programs.function(node.op.callee)
+            given = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
+            inner = _inline(programs, callee, f"{prefix}{node.op.at}", given, nodes)
+            results = [inner[ref] for _, ref in callee.outputs]
+        elif isinstance(node.op, Fused):
+            forward = programs.group(node.op.group).forward
+            given = {name: ref for (name, _), ref in zip(forward.inputs, inputs, strict=True)}
+            inner = _inline(programs, forward, at, given, nodes)
+            results = [inner[ref] for _, ref in forward.outputs]
+        else:
+            name = f"{prefix}{node.name}"
+            nodes.append(replace(node, name=name, inputs=inputs, members=tuple(f"{prefix}{m}" for m in node.members)))
+            results = list(nodes[-1].outputs)
+        here |= zip(node.outputs, results, strict=False)
+    return here
+
+
+def owner(ref: str) -> str:
+    """The class that a function belongs to: `block` for `block.forward`."""
+    return node_of(ref).partition(".")[0]

@@ -1,0 +1,97 @@
+"""GPTQ: rounds a matrix column by column and lets the columns still open make up for the error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+from specc.compiler.quant.gptq_solver import Factor, factorize, solve, weighted_error
+from specc.compiler.quant.rows import PerRow, arrays_of, dequantized, row_quantile
+from specc.compiler.quant.scheme import SchemeError, check_finite, check_shape
+from specc.compiler.strict import Positive
+
+if TYPE_CHECKING:
+    from specc.compiler.quant.scheme import Array
+    from torch import Tensor
+
+Quantile = Annotated[float, Field(gt=0, le=1)]
+
+# Values held at once while solving, over all candidates; rows beyond it are solved in turn.
+CHUNK_VALUES = 2**24
+
+
+class Gptq(PerRow):
+    """Error-compensating rounding (Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for
+    Generative Pre-trained Transformers", arXiv 2210.17323).
+
+    `damping` is the share of the Hessian's mean diagonal added to its diagonal; `order` is the order in which
+    columns are rounded, by descending diagonal or as they stand; `block` columns are rounded before the error
+    is propagated to the rest (it changes the time, and the codes only through float64 rounding).
+
+    Each row is solved once for each of `clip_quantiles` of |row|, and rounded to nearest as well; the codes
+    with the smallest Hessian-weighted error dw H dw^T are kept, row by row. Rows do not interact, so that
+    choice is exact, and no row, hence no matrix, ends worse than rounding to nearest.
+    """
+
+    scheme: Literal["gptq"] = "gptq"
+    bits: Annotated[int, Field(ge=4, le=8)]
+    damping: Annotated[float, Field(gt=0, le=1)] = 0.01
+    order: Literal["descending", "natural"] = "descending"
+    block: Positive = 128
+    clip_quantiles: Annotated[tuple[Quantile, ...], Field(min_length=1, max_length=16)] = (
+        0.999,
+        0.9995,
+        0.9999,
+        0.99999,
+        1.0,
+    )
+
+    needs_hessian: ClassVar[bool] = True
+
+    def rejects(self, shape: tuple[int, ...]) -> str | None:
+        if len(shape) != 2:
+            return f"{self.label()} needs a matrix, and the shape is {list(shape)}"
+        return super().rejects(shape)
+
+    def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
+        """As the base says. `hessian` [columns, columns] must be symmetric positive semidefinite.
+
+        Raises SchemeError also when it is missing, has another shape, holds NaN or infinity, or stays
+        indefinite under the largest damping.
+        """
+        import torch
+
+        shape = tuple(weight.shape)
+        check_shape(self, shape)
+        check_finite(weight)
+        if hessian is None:
+            raise SchemeError("gptq needs the Hessian of its input, and there is none")
+        if tuple(hessian.shape) != (shape[1], shape[1]):
+            raise SchemeError(f"the Hessian is {list(hessian.shape)}, not [{shape[1]}, {shape[1]}]")
+        hessian = hessian.to(weight.device).double()
+        factor = factorize(hessian, self.damping, self.order)
+        step = max(1, CHUNK_VALUES // (shape[1] * (len(self.clip_quantiles) + 1)))
+        starts = range(0, shape[0], step)
+        parts = [self._rows(weight[start : start + step].detach().double(), factor) for start in starts]
+        return arrays_of(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), shape)
+
+    def _rows(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
+        """The codes and scales of some rows [rows, columns] in float64."""
+        import torch
+
+        magnitude = weight.abs().sort(1).values
+        nearest_scale = self.scales(magnitude[:, -1])
+        scales = [nearest_scale, *(self.scales(row_quantile(magnitude, q)) for q in self.clip_quantiles)]
+        # The candidates are stacked as rows, so that the sequential loop over columns runs once for all.
+        stacked = torch.cat(scales[1:])
+        repeated = weight.repeat(len(self.clip_quantiles), 1)
+        solved = solve(repeated, stacked.double(), factor, self.top, self.block)
+        codes = [self.nearest(weight, nearest_scale), *solved.chunk(len(self.clip_quantiles))]
+        errors = [
+            weighted_error(weight - dequantized(q, s).double(), factor.hessian)
+            for q, s in zip(codes, scales, strict=True)
+        ]
+        # Rounding to nearest stands first: argmin takes the first of equals.
+        best = torch.stack(errors).argmin(0)
+        each = torch.arange(weight.shape[0], device=weight.device)
+        return torch.stack(codes)[best, each], torch.stack(scales)[best, each]

@@ -1,0 +1,35 @@
+"""Round to nearest: each row of a parameter to symmetric integers, without data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+from specc.compiler.quant.rows import PerRow, arrays_of, row_quantile
+from specc.compiler.quant.scheme import check_finite, check_shape
+
+if TYPE_CHECKING:
+    from specc.compiler.quant.scheme import Array
+    from torch import Tensor
+
+
+class Round(PerRow):
+    """Symmetric rounding to `bits` with one scale a row, e.g. for embeddings.
+
+    `clip` is the quantile of |row| that maps to the largest code; what lies above is clipped. 1 is the
+    maximum.
+    """
+
+    scheme: Literal["round"] = "round"
+    bits: Annotated[int, Field(ge=2, le=8)]
+    clip: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
+        shape = tuple(weight.shape)
+        check_shape(self, shape)
+        check_finite(weight)
+        rows = weight.detach().double().reshape(shape[0], -1)
+        magnitude = rows.abs()
+        clip = magnitude.amax(1) if self.clip == 1.0 else row_quantile(magnitude.sort(1).values, self.clip)
+        scale = self.scales(clip)
+        return arrays_of(self.nearest(rows, scale), scale, shape)

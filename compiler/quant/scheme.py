@@ -1,0 +1,124 @@
+"""What every quantization scheme answers: the arrays it stores of a parameter, and the way there and back."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from specc.compiler.strict import StrictModel
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+
+    Array = npt.NDArray[Any]
+
+StoredType = Literal["i8", "f16", "bf16", "f32"]
+
+# numpy has no bfloat16: its 16 bits are held as uint16, never converted.
+NUMPY_TYPES: Mapping[StoredType, str] = {"i8": "<i1", "f16": "<f2", "bf16": "<u2", "f32": "<f4"}
+ITEM_BYTES: Mapping[StoredType, int] = {"i8": 1, "f16": 2, "bf16": 2, "f32": 4}
+
+
+class SchemeError(ValueError):
+    """A parameter that a scheme cannot quantize, or stored arrays that it cannot have written.
+
+    It does not know the parameter's name; the runtime adds it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One array that is stored of a parameter, such as its codes or its row scales.
+
+    `dtype` "i8" is one signed code a byte; "bf16" arrays are numpy uint16 holding the 16 bits.
+    """
+
+    suffix: str
+    dtype: StoredType
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes before compression."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The little-endian numpy dtype of the array."""
+        import numpy as np
+
+        return np.dtype(NUMPY_TYPES[self.dtype])
+
+
+class Scheme(StrictModel):
+    """The base of every scheme. A subclass names itself by a `scheme` Literal and adds its settings."""
+
+    needs_hessian: ClassVar[bool] = False
+
+    @abstractmethod
+    def label(self) -> str:
+        """The scheme as the plan and the reports spell it, such as `int5 gptq, per row`."""
+
+    @abstractmethod
+    def bits_per_value(self) -> float:
+        """Bits of one stored value, scales not counted; the plan groups parameters by it."""
+
+    @abstractmethod
+    def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
+        """The arrays that a parameter of `shape` is stored as, in file order."""
+
+    @abstractmethod
+    def rejects(self, shape: tuple[int, ...]) -> str | None:
+        """Why this scheme cannot take a parameter of `shape`; None where it can."""
+
+    @abstractmethod
+    def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
+        """`weight` (any float dtype and device) as the arrays of `stored`, by suffix.
+
+        `hessian` is X^T X [columns, columns] up to a positive factor; schemes with `needs_hessian` False
+        ignore it. Raises SchemeError for a shape that `rejects` refuses, for NaN or infinity, and for values
+        out of range.
+        """
+
+    @abstractmethod
+    def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:
+        """The float32 parameter of `shape`, the same bits in every process and on every device.
+
+        Raises SchemeError when the arrays are not ones that `quantize` can have written.
+        """
+
+    @abstractmethod
+    def estimate_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of the parameter in an artifact, after compression, guessed before there are weights."""
+
+    def with_bits(self, bits: int) -> Self:
+        """This scheme at another width. Raises SchemeError where it has none or cannot take `bits`."""
+        raise SchemeError(f"{self.label()} has no width to change")
+
+
+def check_shape(scheme: Scheme, shape: tuple[int, ...]) -> None:
+    """Raises SchemeError with the scheme's reason when it rejects `shape`."""
+    if reason := scheme.rejects(shape):
+        raise SchemeError(reason)
+
+
+def check_finite(weight: Tensor) -> None:
+    """Raises SchemeError when `weight` holds NaN or infinity."""
+    if not bool(weight.isfinite().all()):
+        raise SchemeError("it holds NaN or infinity")
+
+
+def check_arrays(expected: tuple[Stored, ...], arrays: Mapping[str, Array]) -> None:
+    """Raises SchemeError unless `arrays` has exactly the expected suffixes, dtypes and shapes."""
+    if set(arrays) != {stored.suffix for stored in expected}:
+        names = ", ".join(stored.suffix for stored in expected)
+        raise SchemeError(f"its arrays are {', '.join(sorted(arrays)) or 'none'}, not {names}")
+    for stored in expected:
+        array = arrays[stored.suffix]
+        if array.dtype != stored.numpy_dtype() or array.shape != stored.shape:
+            wanted = f"{stored.numpy_dtype()}{list(stored.shape)}"
+            raise SchemeError(f"{stored.suffix} is {array.dtype}{list(array.shape)}, not {wanted}")

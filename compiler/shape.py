@@ -1,0 +1,174 @@
+"""What the spec models expect at each path of some data, and what a misspelled word may have meant."""
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+from specc.compiler.errors import quote
+from specc.compiler.strict import Path, StrictModel, tag_of
+
+M = TypeVar("M", bound=StrictModel)
+Model = type[StrictModel]
+
+
+def keys_of(model: Model) -> dict[str, FieldInfo]:
+    """The keys that a model takes in a spec, each with its field."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
+def alternatives(annotation: Any) -> Iterator[Any]:
+    """The members of a union, or the one type there is, without annotations."""
+    if get_origin(annotation) is Annotated:
+        yield from alternatives(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from alternatives(member)
+    else:
+        yield annotation
+
+
+def models_in(annotation: Any) -> list[Model]:
+    """The models among the alternatives."""
+    return [one for one in alternatives(annotation) if isinstance(one, type) and issubclass(one, StrictModel)]
+
+
+def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
+    """Every path of `data` where a model of the spec is to stand, outer ones first, with that model.
+
+    Of a union it is the one whose tag the data states; where the data states none of them, there is no model.
+    """
+    if isinstance(data, dict):
+        model = _chosen(models_in(annotation), data)
+        if model is not None:
+            yield path, model
+            for key, info in keys_of(model).items():
+                if key in data:
+                    yield from places(info.annotation, data[key], (*path, key))
+        for one in alternatives(annotation):
+            if get_origin(one) is dict:
+                for key, value in data.items():
+                    yield from places(get_args(one)[1], value, (*path, key))
+    elif isinstance(data, tuple):
+        for i, value in enumerate(data):
+            yield from places(item_of(annotation, i), value, (*path, i))
+
+
+def _chosen(models: list[Model], data: Mapping[str, object]) -> Model | None:
+    for model in models:
+        for name in model.model_fields:
+            tag = tag_of(model, name)
+            if tag is not None and data.get(name) == tag:
+                return model
+    untagged = [model for model in models if not any(tag_of(model, name) for name in model.model_fields)]
+    if len(models) == 1:
+        return models[0]
+    return max(untagged, key=lambda model: len(keys_of(model).keys() & data.keys()), default=None)
+
+
+def tags_of(models: Iterable[Model], key: str) -> list[str]:
+    """The words by which `key` tells some models apart."""
+    return [tag for model in models if (tag := tag_of(model, key)) is not None]
+
+
+def item_of(annotation: Any, index: int) -> Any:
+    """The type of item `index` of what may be a list; None where it is none."""
+    for one in alternatives(annotation):
+        if get_origin(one) is tuple:
+            members = get_args(one)
+            return members[0] if members[-1] is Ellipsis else members[min(index, len(members) - 1)]
+    return None
+
+
+def range_of(annotation: Any) -> str:
+    """The numbers that a type allows, in words, e.g. `at least 2 and at most 8`; empty for all."""
+    limits: dict[str, float] = {}
+    for one in _metadata(annotation):
+        limits |= {name: getattr(one, name) for name in ("gt", "ge", "lt", "le") if hasattr(one, name)}
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    said = [f"{words[name]} {limit}" for name, limit in limits.items() if abs(limit) < 2**31 - 1]
+    return " and ".join(said)
+
+
+def _metadata(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        inner, *marks = get_args(annotation)
+        for mark in marks:
+            yield from mark.metadata if isinstance(mark, FieldInfo) else (mark,)
+        yield from _metadata(inner)
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _metadata(member)
+
+
+def wanted(annotation: Any) -> str:
+    """The values that a field takes, in words: `a whole number`, `text or a mapping`."""
+    words: list[str] = []
+    for one in alternatives(annotation):
+        if get_origin(one) is Literal:
+            words += [quote(choice) for choice in get_args(one)]
+        elif isinstance(one, type) and issubclass(one, StrictModel):
+            words.append("a mapping")
+        elif one is not type(None):
+            words.append(_WORDS.get(get_origin(one) or one, "a value"))
+    return joined(dict.fromkeys(words))
+
+
+_WORDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    tuple: "a list",
+    dict: "a mapping",
+}
+
+
+def joined(words: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *most, last = words
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def dotted(path: Path) -> str:
+    """A path as people write it: `model.embed[0].dim`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` most likely stands for: few slips of a finger away, or much alike; else None."""
+    scored = [(_slips(word, choice), -_likeness(word, choice), choice) for choice in choices]
+    slips, likeness, best = min(scored, default=(99, 0.0, ""))
+    if slips <= max(1, len(best) // 3) or -likeness >= 0.75:
+        return best
+    return next((choice for _, _, choice in sorted(scored) if _extends(word, choice)), None)
+
+
+def _extends(one: str, other: str) -> bool:
+    """Whether the one begins with the other: `warmup` for `warmup_steps`, `epsilon` for `eps`."""
+    short, long = sorted((one.lower(), other.lower()), key=len)
+    return len(short) > 2 and long.startswith(short)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
+
+
+def _slips(one: str, other: str) -> int:
+    """Letters to insert, drop, replace or swap with their neighbor (Damerau, 1964); 99 for far lengths."""
+    if abs(len(one) - len(other)) > 3 or len(one) > 64:
+        return 99
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        row = [i]
+        for j, b in enumerate(other, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b)))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]

@@ -1,0 +1,93 @@
+"""The spec: what one YAML file may say. Everything here is frozen, strict and without torch."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import Field, create_model
+
+from specc.compiler import architectures, quant
+from specc.compiler.architectures.architecture import Architecture
+from specc.compiler.catalog import models
+from specc.compiler.quant.scheme import Scheme
+from specc.compiler.strict import Name, Positive, Problem, StrictModel, tag_of
+from specc.compiler.targets import TARGETS
+from specc.compiler.train_spec import EvalSpec, Pattern, TrainSpec
+
+SCHEMES = models(quant, Scheme, "scheme")
+RULES = tuple(
+    create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(Pattern, ...))
+    for scheme in SCHEMES
+)
+ARCHITECTURES = models(architectures, Architecture, "kind")
+
+AnyScheme = Annotated[Union[SCHEMES], Field(discriminator="scheme")]  # type: ignore[valid-type]
+AnyRule = Annotated[Union[RULES], Field(discriminator="scheme")]  # type: ignore[valid-type]
+AnyModel = Annotated[Union[ARCHITECTURES], Field(discriminator="kind")] if len(ARCHITECTURES) > 1 else ARCHITECTURES[0]
+TargetName = Literal[tuple(TARGETS)]  # type: ignore[valid-type]
+FusePoint = Annotated[dict[Pattern, Annotated[tuple[Name, ...], Field(min_length=2)]], Field(min_length=1, max_length=1)]
+
+
+class Promote(StrictModel):
+    """More bits for the tensors that matter most: the `count` of largest sensitivity among those that `match` covers.
+
+    With `quant.budget_bytes` set and no count, as many as fit.
+    """
+
+    bits: Annotated[int, Field(ge=4, le=8)]
+    by: Literal["hessian_trace"] = "hessian_trace"
+    count: Positive | None = None
+    match: Pattern = "*"
+
+
+class Calibrate(StrictModel):
+    """The text whose activations make the Hessians: `sequences` windows of the context from the training split."""
+
+    sequences: Positive = 64
+    batch: Positive = 8
+
+
+class QuantSpec(StrictModel):
+    """How each parameter is stored. The first thing said of a parameter holds: a rule, else the default."""
+
+    default: AnyScheme
+    promote: Promote | None = None
+    rules: tuple[AnyRule, ...] = ()
+    calibrate: Calibrate = Calibrate()
+    budget_bytes: Positive | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """A promotion has to end somewhere."""
+        if self.promote is not None and self.promote.count is None and self.budget_bytes is None:
+            yield Problem(
+                ("promote",),
+                "S203",
+                "promote has neither a count nor a byte budget",
+                "add `count: N` here, or `budget_bytes: N` under quant",
+            )
+
+
+class Spec(StrictModel):
+    """One model: its shape, where it runs, what is fused, how it is quantized, trained and scored."""
+
+    spec_version: Literal[1]
+    name: Name
+    targets: Annotated[tuple[TargetName, ...], Field(min_length=1)]
+    model: AnyModel  # type: ignore[valid-type]
+    fuse: tuple[FusePoint, ...] = ()
+    quant: QuantSpec | None = None
+    train: TrainSpec
+    eval: EvalSpec = EvalSpec()
+
+    def problems(self) -> Iterator[Problem]:
+        """Each target once."""
+        for i, target in enumerate(self.targets):
+            if target in self.targets[:i]:
+                yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")
+
+
+def tagged(base_models: tuple[type[StrictModel], ...], field: str) -> dict[str, type[StrictModel]]:
+    """The members of a union by the word that names each of them."""
+    return {tag: model for model in base_models if (tag := tag_of(model, field)) is not None}
+
+
+Json = dict[str, Any]

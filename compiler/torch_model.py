@@ -1,0 +1,313 @@
+"""Turns a plan into what templates/torch/model.py.jinja may know: classes, methods, groups, tables, all as text."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.ir import Graph, Named, Node, TensorType
+from specc.compiler.ops.region import Call, Fused
+from specc.compiler.passes.select_kernels import group_pattern
+from specc.compiler.plan import Plan
+from specc.compiler.programs import Group, owner
+from specc.compiler.torch_code import Body
+from specc.compiler.torch_loop import loop_lines
+
+METHODS = {"train": "forward"}  # a module is called to train it; other programs are methods of their own names
+WIDTH = 104  # columns of a line of a class body
+LOCALS = frozenset({"F", "Tensor", "nn", "torch", "weights", "self", "kept", "block", "outputs", "i", "read"})
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A Python function: `arguments` with annotations, the body's lines, what it returns and as what."""
+
+    name: str
+    doc: str
+    arguments: tuple[str, ...]
+    lines: tuple[str, ...]
+    returns: str
+    annotation: str
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """The lines up to the docstring's end."""
+        line = f"def {self.name}({', '.join(self.arguments)}) -> {self.annotation}:"
+        lines = [line]
+        if len(line) > WIDTH:
+            lines = [f"def {self.name}(", *(f"    {argument}," for argument in self.arguments), f") -> {self.annotation}:"]
+        return (*lines, *(f"    {text}" for text in docstring(self.doc)))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContext:
+    """A fused group as an autograd.Function and the function that flattens rows around it."""
+
+    name: str
+    doc: tuple[str, ...]
+    forward: Function
+    backward: Function
+    call: Function
+    saved: str
+    restored: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClassContext:
+    """An nn.Module: its parameters, the numbers it is built with, its methods."""
+
+    name: str
+    doc: str
+    scalars: tuple[str, ...]
+    init: tuple[str, ...]
+    methods: tuple[Function, ...]
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """The whole of model.py."""
+
+    TEMPLATE: ClassVar[str] = "torch/model.py.jinja"
+    doc: tuple[str, ...]
+    imports: tuple[tuple[str, str], ...]
+    supports: tuple[str, ...]
+    groups: tuple[GroupContext, ...]
+    blocks: tuple[ClassContext, ...]
+    tables: tuple[str, ...]
+    model: ClassContext
+    uses_functional: bool
+
+
+def docstring(text: str) -> list[str]:
+    """The lines of a docstring, wrapped."""
+    if not text:
+        return []
+    if len(text) + 10 <= WIDTH:
+        return [f'"""{text}"""']
+    return [*textwrap.wrap(f'"""{text}', WIDTH - 4, break_long_words=False), '"""']
+
+
+def class_name(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def model_context(plan: Plan) -> ModelContext:
+    """The context of model.py for `plan`; `supports` still holds template names, which render.py fills in."""
+    programs = plan.programs
+    groups = tuple(_group(plan, group) for group in programs.groups)
+    names = {group.call.name for group in groups}
+    imports = sorted({(c.rendered.module, c.rendered.function) for c in plan.choices if c.rendered.module})
+    supports = tuple(dict.fromkeys(name for graph in _rendered_graphs(plan) for name in _supports(graph)))
+    reserved = LOCALS | names | {function for _, function in imports} | frozenset(supports)
+    blocks = tuple(_block_class(plan, name, reserved) for name in _owners(plan))
+    tables: list[str] = []
+    model = _model_class(plan, reserved, tables)
+    code = [*_code(model), *(line for block in blocks for line in _code(block))]
+    code += [line for group in groups for f in (group.forward, group.backward) for line in (*f.lines, f.returns)]
+    functional = any("F." in line for line in code)
+    doc = (f"{plan.name} for {plan.target.name}: {plan.title}.", *_legend(plan))
+    return ModelContext(doc, tuple(imports), supports, groups, blocks, tuple(tables), model, functional)
+
+
+def _code(context: ClassContext) -> Iterator[str]:
+    for method in context.methods:
+        yield from (*method.lines, method.returns)
+
+
+def _legend(plan: Plan) -> tuple[str, ...]:
+    return ("Shapes: B rows, T tokens, S kept positions; parameters and activations are " + plan.target.dtype + ".",)
+
+
+def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
+    yield from plan.programs.functions
+    yield from plan.programs.programs
+
+
+def _supports(graph: Graph) -> Iterator[str]:
+    for node in graph.nodes:
+        support = node.op.support([graph.types[ref] for ref in node.inputs])
+        if support:
+            yield support
+
+
+def _owners(plan: Plan) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(owner(graph.name) for graph in plan.programs.functions))
+
+
+@dataclass(frozen=True)
+class Speller:
+    """The text of nodes that are no plain ops: kernels chosen by the plan, and fused groups."""
+
+    plan: Plan
+    graph: Graph
+
+    def __call__(self, node: Node, args: Sequence[str]) -> str | None:
+        if isinstance(node.op, Fused):
+            return f"{node.op.group}({', '.join(args)})"
+        choice = self.plan.choice(self.graph, node)
+        if choice is not None and choice.rendered.function:
+            return f"{choice.rendered.function}({', '.join(args)})"
+        return None
+
+
+def _group(plan: Plan, group: Group) -> GroupContext:
+    names = {name: name for name, _ in group.forward.inputs}
+    forward = Body(group.forward, names, Speller(plan, group.forward), LOCALS, alive=frozenset(group.saved))
+    forward.run(group.forward.nodes)
+    results = dict(group.forward.outputs)
+    saved = [forward.text(results.get(name, name)) for name in group.saved]
+    backward_names = {name: name for name, _ in group.backward.inputs}
+    backward = Body(group.backward, backward_names, Speller(plan, group.backward), LOCALS | {"ctx"})
+    backward.run(group.backward.nodes)
+    gradients = backward.returned([ref for _, ref in group.backward.outputs])
+    inputs = [name for name, _ in group.forward.inputs]
+    many = "tuple[" + ", ".join("Tensor" for _ in inputs) + "]"
+    rows = {name for name, type in group.forward.inputs if len(type.shape) > 2 and not isinstance(type.shape[0], int)}
+    applied = ", ".join(f"{name}.flatten(0, -2)" if name in rows else name for name in inputs)
+    first = next(name for name in inputs if name in rows)
+    where = group_pattern(plan.programs, group, group.scope)
+    members = ", ".join(member.removeprefix(f"{group.scope}.") for member in group.members)
+    kept = ", ".join(name for name in group.saved if name not in inputs)
+    doc = f"Fused group {where}: {members}. " + (f"Keeps {kept} for the backward." if kept else "Keeps only its inputs.")
+    arguments = tuple(f"{name}: Tensor" for name in inputs)
+    call = f"{class_name(group.name)}.apply({applied}).unflatten(0, {first}.shape[:-1])"
+    return GroupContext(
+        class_name(group.name),
+        tuple(docstring(doc)),
+        Function("forward", "", ("ctx", *arguments), tuple(forward.lines), forward.text(results["y"]), "Tensor"),
+        Function("backward", "", ("ctx", "d: Tensor"), tuple(backward.lines), gradients, many if len(inputs) > 1 else "Tensor"),
+        Function(group.name, "The group over rows of any leading shape.", arguments, (), call, "Tensor"),
+        ", ".join(saved),
+        ", ".join(group.saved),
+    )
+
+
+def _types_doc(inputs: Sequence[Named], outputs: Sequence[TensorType]) -> str:
+    given = ", ".join(f"{name} {type}" for name, type in inputs)
+    return f"{given} -> {', '.join(map(str, outputs))}."
+
+
+def _params(params: Sequence[Named]) -> tuple[str, ...]:
+    """The lines that create parameters under their dotted names."""
+    holders: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for path, type in params:
+        holder, _, name = path.rpartition(".")
+        shape = ", ".join(map(str, type.shape)) + ("," if len(type.shape) == 1 else "")
+        if holder:
+            holders.setdefault(holder, []).append(f"{name}=({shape})")
+        else:
+            lines.append(f"self.{name} = nn.Parameter(torch.empty({shape.rstrip(',')}))")
+    for holder, entries in holders.items():
+        line = f"self.{holder} = weights({', '.join(entries)})"
+        if len(line) <= 100:
+            lines.append(line)
+        else:
+            lines += [f"self.{holder} = weights(", *(f"    {entry}," for entry in entries), ")"]
+    return tuple(lines)
+
+
+def _block_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContext:
+    functions = [graph for graph in plan.programs.functions if owner(graph.name) == name]
+    first = functions[0]
+    init = (*_params(first.params), *(f"self.{scalar} = {scalar}" for scalar in first.scalars))
+    methods = tuple(_method(plan, graph, reserved) for graph in functions)
+    layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes))
+    return ClassContext(class_name(name), f"One block: {layers}.", first.scalars, init, methods)
+
+
+def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
+    body = Body(graph, {name: name for name, _ in graph.inputs}, Speller(plan, graph), reserved)
+    body.run(graph.nodes)
+    state = {name for name, _ in graph.inputs}
+    outputs = [(label, ref) for label, ref in graph.outputs if label not in state or label == "x"]
+    doc = _types_doc(graph.inputs, [graph.types[ref] for _, ref in outputs])
+    if len(outputs) < len(graph.outputs):
+        doc += " Caches are updated in place."
+    arguments = ("self", *(f"{name}: Tensor" for name, _ in graph.inputs))
+    annotation = "Tensor" if len(outputs) == 1 else f"tuple[{', '.join('Tensor' for _ in outputs)}]"
+    name = graph.name.partition(".")[2]
+    return Function(name, doc, arguments, tuple(body.lines), body.returned([ref for _, ref in outputs]), annotation)
+
+
+def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> ClassContext:
+    programs = plan.programs
+    params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
+    init = list(_params(params))
+    calls = [node for node in programs.programs[0].nodes if isinstance(node.op, Call)]
+    init += _modules(plan, calls, tables)
+    methods: dict[tuple[tuple[str, ...], ...], Function] = {}
+    aliases: list[str] = []
+    state: tuple[Named, ...] = ()
+    for graph in programs.programs:
+        method = _program(plan, graph, reserved, tables)
+        known = methods.setdefault((method.lines, method.arguments, (method.returns,)), method)
+        if known is not method:
+            aliases.append(f"{method.name} = {known.name}")
+        state = state or tuple(entry for entry in graph.inputs if entry[0].startswith("cache."))
+    found = list(methods.values())
+    if state:
+        found.append(_new_cache(params, state, calls))
+    return ClassContext("Model", "The whole model; each program is a method.", (), tuple(init), tuple(found), tuple(aliases))
+
+
+def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
+    """The module list of blocks, from a table where they differ."""
+    ops = [call.op for call in calls if isinstance(call.op, Call)]
+    if not ops:
+        return []
+    names = [class_name(owner(op.callee)) for op in ops]
+    field = ops[0].at.partition(".")[0]
+    if len({(name, op.scalars) for name, op in zip(names, ops, strict=True)}) == 1:
+        numbers = ", ".join(repr(value) for _, value in ops[0].scalars)
+        return [f"self.{field} = nn.ModuleList({names[0]}({numbers}) for _ in range({len(ops)}))"]
+    words = ", ".join(name for name, _ in ops[0].scalars)
+    table = field.upper()
+    comment = f"# class{' and ' + words if words else ''} of each"
+    rows = [f"    ({', '.join((name, *(repr(v) for _, v in op.scalars)))}{',' if not op.scalars else ''})," for name, op in zip(names, ops, strict=True)]
+    tables.append("\n".join((comment, f"{table} = (", *rows, ")")))
+    return [f"self.{field} = nn.ModuleList(make(*numbers) for make, *numbers in {table})"]
+
+
+def _program(plan: Plan, graph: Graph, reserved: frozenset[str], tables: list[str]) -> Function:
+    inputs = [(name, type) for name, type in graph.inputs if not name.startswith("cache.")]
+    stateful = len(inputs) < len(graph.inputs)
+    body = Body(graph, {name: name for name, _ in inputs}, Speller(plan, graph), reserved)
+    calls = [node for node in graph.nodes if isinstance(node.op, Call)]
+    start = graph.nodes.index(calls[0]) if calls else len(graph.nodes)
+    body.run(graph.nodes[:start])
+    if calls:
+        loop_lines(plan, body, calls, tables)
+    body.run(graph.nodes[start + len(calls) :])
+    outputs = [(label, ref) for label, ref in graph.outputs if not label.startswith("cache.")]
+    arguments = ["self", *(f"{name}: Tensor" for name, _ in inputs)]
+    doc = _types_doc(inputs, [graph.types[ref] for _, ref in outputs])
+    if stateful:
+        arguments.append("cache: list[tuple[Tensor, ...]]")
+        doc = doc[:-1] + ", with the tokens added to `cache`, which holds `start` of them."
+    name = METHODS.get(graph.name, graph.name)
+    doc = f"{graph.name}: {doc}"
+    return Function(name, doc, tuple(arguments), tuple(body.lines), body.returned([ref for _, ref in outputs]), "Tensor")
+
+
+def _new_cache(params: Sequence[Named], state: Sequence[Named], calls: Sequence[Node]) -> Function:
+    """The method that makes empty state: a tuple of tensors a block."""
+    tails: dict[str, list[tuple[int | str, ...]]] = {}
+    for name, type in state:
+        tails.setdefault(name.split(".")[1], []).append(type.shape[2:])
+    like = f"self.{params[0][0]}"
+    shapes = list(tails.values())
+    lines = [f"new = {like}.new_zeros"]
+    if all(shape == shapes[0] for shape in shapes):
+        tensors = ", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in shapes[0])
+        returns = f"[({tensors}) for _ in self.blocks]"
+    else:
+        rows = [", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in tail_list) for tail_list in shapes]
+        lines += ["cache = [", *(f"    ({row},)," for row in rows), "]"]
+        returns = "cache"
+    doc = "Empty state for `rows` sequences of at most `positions` tokens."
+    arguments = ("self", "rows: int", "positions: int")
+    return Function("new_cache", doc, arguments, tuple(lines), returns, "list[tuple[Tensor, ...]]")
+
+

@@ -1,0 +1,312 @@
+"""YAML text -> plain data and the place of each part, in one pass over the parser's events.
+
+The language is YAML 1.2 with its core schema (`no` is a word, `1e-3` a number) and less freedom: one
+document, no anchors, aliases, merge keys, tags or directives, no key twice, and keys are words.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    CollectionEndEvent,
+    CollectionStartEvent,
+    DocumentStartEvent,
+    Event,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+)
+from specc.compiler.errors import Diagnostic, Mark, SpecError, quote
+from specc.compiler.strict import Path
+
+MAX_DEPTH = 64
+MAX_NODES = 100_000
+MAX_DIGITS = 40
+MAX_FINDINGS = 20
+
+_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_WORDS: Mapping[str, bool | float | None] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+}
+_BEYOND = re.compile(r"\\U(?!000|0010)")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPE = ("an escape that YAML does not have", "use 'single quotes' where backslashes stand")
+# What the parser says (a part of it), how it is said here, and whether what it began to read was left open.
+_SYNTAX = (
+    (
+        "mapping values are not allowed",
+        "a `:` where no key can be",
+        "quote the text, or check the indentation",
+        False,
+    ),
+    (
+        "could not find expected ':'",
+        "a key without its `:`",
+        "write `key: value`, with a space after the colon",
+        True,
+    ),
+    (
+        "expected <block end>",
+        "the indentation does not match the lines above",
+        "align it with its siblings",
+        False,
+    ),
+    ("cannot start any token", "a character that cannot begin a value", 'quote the value: "..."', False),
+    (
+        "expected ',' or ']'",
+        "a list `[...]` that is not closed",
+        "add a `,` between its items, or the `]`",
+        True,
+    ),
+    (
+        "expected ',' or '}'",
+        "a mapping `{...}` that is not closed",
+        "add a `,` between its keys, or the `}`",
+        True,
+    ),
+    ("unexpected end of stream", "a quoted text that is not closed", "add the closing quote", True),
+    ("unknown escape character", *_ESCAPE, False),
+    (
+        "expected '<document start>'",
+        "text after the end of the value",
+        "check the indentation and the quotes",
+        False,
+    ),
+    (
+        "expected alphabetic or numeric",
+        "a `%`, `&` or `*` that begins no value",
+        'quote the value: "..."',
+        False,
+    ),
+    (
+        "expected the node content",
+        "a value is missing here",
+        "write it, or remove the punctuation around it",
+        False,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a text says (`data`: dicts, tuples, scalars) and where; `source.Source` holds the same."""
+
+    data: object
+    keys: Mapping[Path, Mark]
+    values: Mapping[Path, Mark]
+    spans: Mapping[Path, tuple[int, int]]
+
+
+def parse(text: str, name: str, column: int = 0) -> Parsed:
+    """The data of `text` from character `column` on; marks count from the beginning of `text`.
+
+    Raises SpecError for what is no YAML or is YAML that a spec may not use.
+    """
+    return _Reading(name, text, column).parsed()
+
+
+def mark_of(text: str, index: int) -> Mark:
+    """The line and column of character `index`."""
+    return Mark(text.count("\n", 0, index) + 1, index - text.rfind("\n", 0, index))
+
+
+@dataclass(slots=True)
+class _Open:
+    """A list or mapping whose end has not been seen; `names` holds where each key of a mapping stands."""
+
+    path: Path
+    items: list[object] = field(default_factory=list)
+    names: dict[str, Mark] | None = None
+    key: str | None = None
+
+    def built(self) -> object:
+        return tuple(self.items) if self.names is None else dict(zip(self.names, self.items, strict=True))
+
+
+class _Reading:
+    """One pass over the parser's events: builds the data without recursion and notes every place."""
+
+    def __init__(self, name: str, text: str, column: int) -> None:
+        self.name, self.text = name, text
+        self.body = " " * column + text[column:]
+        self.stack: list[_Open] = []
+        self.root: object = None
+        self.documents = self.nodes = 0
+        self.keys: dict[Path, Mark] = {}
+        self.values: dict[Path, Mark] = {}
+        self.spans: dict[Path, tuple[int, int]] = {}
+        self.found: list[Diagnostic] = []
+
+    def parsed(self) -> Parsed:
+        for event in self._events():
+            if isinstance(event, DocumentStartEvent):
+                self._document(event)
+            elif isinstance(event, NodeEvent):
+                self._node(event)
+            elif isinstance(event, CollectionEndEvent):
+                self._add(self.stack.pop().built())
+        if self.found:
+            raise SpecError(self.found, {self.name: self.text})
+        return Parsed(self.root, self.keys, self.values, self.spans)
+
+    def _events(self) -> Iterator[Event]:
+        try:
+            yield from YAML(typ="safe", pure=True).parse(self.body)
+        except MarkedYAMLError as error:
+            raise self._syntax(
+                str(error.problem or error.context), error.problem_mark, error.context_mark
+            ) from None
+        except (YAMLError, ValueError, OverflowError, LookupError, TypeError, AttributeError) as error:
+            # Some of the parser's paths end in a Python error: known is an escape beyond Unicode.
+            escape = _BEYOND.search(self.text)
+            if escape:
+                self._say("S007", *_ESCAPE, mark_of(self.text, escape.start()))
+                raise SpecError(self.found, {self.name: self.text}) from None
+            last = max(self.values.values(), default=Mark(1, 1))
+            self._say("S007", f"this is not YAML: {error}", "look at the lines that follow", last)
+            raise SpecError(self.found, {self.name: self.text}) from None
+
+    def _syntax(self, problem: str, found: Any, began: Any) -> SpecError:
+        """`found` is the parser's mark of where it stopped, `began` of where what it was reading began."""
+        row = next((row for row in _SYNTAX if row[0] in problem), None)
+        _, message, hint, left_open = row or (
+            "",
+            f"this is not YAML: {problem}",
+            "check the line above",
+            False,
+        )
+        stop, start = (
+            mark_of(self.text, min(mark.index, len(self.text.rstrip()))) if mark is not None else Mark(1, 1)
+            for mark in (found or began, began)
+        )
+        if left_open and began is not None:
+            related = [("this does not belong to it", stop)] if stop.line != start.line else []
+            self._say("S007", message, hint, start, *related)
+        else:
+            self._say("S007", message, hint, stop)
+        return SpecError(self.found, {self.name: self.text})
+
+    def _say(self, code: str, message: str, hint: str, mark: Mark, *related: tuple[str, Mark]) -> None:
+        self.found.append(Diagnostic(code, message, hint, self.name, mark, related))
+        if len(self.found) >= MAX_FINDINGS:
+            raise SpecError(self.found, {self.name: self.text})
+
+    def _stop(self, code: str, message: str, hint: str, mark: Mark) -> NoReturn:
+        self._say(code, message, hint, mark)
+        raise SpecError(self.found, {self.name: self.text})
+
+    def _document(self, event: DocumentStartEvent) -> None:
+        mark = Mark(event.start_mark.line + 1, event.start_mark.column + 1)
+        self.documents += 1
+        if self.documents > 1:
+            self._stop(
+                "S011", "a second document begins here", "a file holds one spec: remove the `---`", mark
+            )
+        if event.version or event.tags:
+            self._stop("S010", "a directive (`%...`)", "remove it: specs are YAML 1.2 without tags", mark)
+
+    def _node(self, event: NodeEvent) -> None:
+        mark = Mark(event.start_mark.line + 1, event.start_mark.column + 1)
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            self._stop("S003", f"the text has more than {MAX_NODES} values", "a spec has a few hundred", mark)
+        if isinstance(event, AliasEvent):
+            self._stop(
+                "S009",
+                f"an alias, {quote(f'*{event.anchor}')}",
+                "write the value out: specs have no aliases",
+                mark,
+            )
+        if event.anchor is not None:
+            self._say(
+                "S009",
+                f"an anchor, {quote(f'&{event.anchor}')}",
+                "remove it: specs have no anchors and aliases",
+                mark,
+            )
+        if isinstance(event, ScalarEvent | CollectionStartEvent) and event.tag is not None:
+            self._say(
+                "S010", f"a tag, {quote(event.tag)}", "remove it: the schema gives every value its type", mark
+            )
+        top = self.stack[-1] if self.stack else None
+        if top is not None and top.names is not None and top.key is None:
+            self._key(top, top.names, event, mark)
+            return
+        path = self._path()
+        if isinstance(event, CollectionStartEvent):
+            self.values[path] = mark
+            if len(self.stack) >= MAX_DEPTH:
+                self._stop(
+                    "S003",
+                    f"values are nested more than {MAX_DEPTH} deep",
+                    "a spec nests about six deep",
+                    mark,
+                )
+            self.stack.append(_Open(path, names={} if isinstance(event, MappingStartEvent) else None))
+        elif isinstance(event, ScalarEvent):
+            # A value that is left out has no place of its own.
+            empty = event.start_mark.index == event.end_mark.index
+            self.values[path] = self.keys.get(path, mark) if empty else mark
+            value = self._scalar(event, mark)
+            if isinstance(value, str):
+                self.spans[path] = (event.start_mark.index, event.end_mark.index)
+            self._add(value)
+
+    def _path(self) -> Path:
+        if not self.stack:
+            return ()
+        top = self.stack[-1]
+        return (*top.path, len(top.items) if top.key is None else top.key)
+
+    def _add(self, value: object) -> None:
+        if not self.stack:
+            self.root = value
+            return
+        self.stack[-1].items.append(value)
+        self.stack[-1].key = None
+
+    def _key(self, top: _Open, names: dict[str, Mark], event: NodeEvent, mark: Mark) -> None:
+        if not isinstance(event, ScalarEvent):
+            self._stop("S012", "a key that is a list or mapping", "keys are words", mark)
+        key = str(event.value)
+        if event.style is None and key == "<<":
+            self._say("S009", "a merge key (<<)", "write the keys out: specs have no aliases", mark)
+        elif not isinstance(self._scalar(event, mark), str):
+            self._say(
+                "S012", f"the key {quote(key)} is no word", "keys are words; quote it if it is meant", mark
+            )
+        if first := names.get(key):
+            message = f"key {quote(key)} stands twice"
+            self._say("S008", message, "keep one of the two", mark, ("it stands here first", first))
+            key = f"{key} (again, {len(names)})"
+        names[key] = mark
+        top.key = key
+        self.keys[(*top.path, key)] = mark
+
+    def _scalar(self, event: ScalarEvent, mark: Mark) -> object:
+        """The value of a scalar by the core schema of YAML 1.2, section 10.3.2."""
+        text = str(event.value)
+        if event.style is not None:
+            if _SURROGATE.search(text):
+                self._say("S007", "an escape that is half a character", "write the character itself", mark)
+            return text
+        if text in _WORDS:
+            return _WORDS[text]
+        if _INT.fullmatch(text):
+            if len(text) > MAX_DIGITS:
+                hint = f"numbers have at most {MAX_DIGITS} digits"
+                self._say("S013", f"a number of {len(text)} digits", hint, mark)
+                return 0
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+        return float(text) if _FLOAT.fullmatch(text) else text

@@ -1,0 +1,1 @@
+"""Trains, quantizes, evaluates and exports what the compiler generated."""

@@ -1,0 +1,143 @@
+"""Directories that are written whole or not at all, and are valid only with their COMMIT file.
+
+COMMIT is JSON: size and SHA-256 of every other file. A directory is made under a temporary name; its files
+and then it are synced before the rename, and its parent after, so neither a kill nor a power cut leaves half
+of one under its name. Reading hashes the very bytes that it hands out.
+"""
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+from specc.compiler.strict import StrictModel
+from specc.runtime.errors import IntegrityError
+
+COMMIT = "COMMIT"
+HINT = "use an older one, or make it again"
+
+
+class Member(StrictModel):
+    size: int
+    sha256: str
+
+
+class Commit(StrictModel):
+    format: Literal[1]
+    name: str
+    members: dict[str, Member]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A directory whose COMMIT has been read; each file is checked when it is read."""
+
+    path: Path
+    members: dict[str, Member]
+
+    @classmethod
+    def open(cls, path: Path) -> "Committed":
+        """Raises IntegrityError if there is no such directory, or no COMMIT of just this directory in it."""
+        try:
+            commit = Commit.model_validate_json((path / COMMIT).read_bytes())
+        except FileNotFoundError:
+            what = "has no COMMIT file: it was never completed" if path.is_dir() else "is not there"
+            raise IntegrityError(f"{path} {what}", HINT) from None
+        except OSError as error:
+            raise IntegrityError(f"{path / COMMIT}: {error.strerror}", HINT) from None
+        except ValidationError as error:
+            raise IntegrityError(f"{path / COMMIT}: {in_words(error)}", HINT) from None
+        if commit.name != path.name or any(name != os.path.basename(name) for name in commit.members):
+            raise IntegrityError(f"{path / COMMIT}: is not that of {path.name}", HINT)
+        return cls(path, commit.members)
+
+    def read(self, name: str) -> bytes:
+        """All of one file. Raises IntegrityError unless it is what was committed."""
+        member, path = self.members.get(name), self.path / name
+        if member is None:
+            raise IntegrityError(f"{self.path}: has no {name}", HINT)
+        try:
+            with open(path, "rb") as file:  # not mapped: a file cut while it is mapped kills the process
+                data = file.read(member.size + 1)
+        except OSError as error:
+            raise IntegrityError(f"{path}: {error.strerror}", HINT) from None
+        if len(data) != member.size:
+            found = f"more than {member.size:,}" if len(data) > member.size else f"{len(data):,}"
+            raise IntegrityError(f"{path}: has {found} bytes of {member.size:,}", HINT)
+        if hashlib.sha256(data).hexdigest() != member.sha256:
+            raise IntegrityError(f"{path}: its SHA-256 is not the one in COMMIT", HINT)
+        return data
+
+    def in_full_size(self) -> bool:
+        """Whether all files are there in their sizes; does not read them."""
+        try:
+            sizes = {name: (self.path / name).stat().st_size for name in self.members}
+        except OSError:
+            return False
+        return all(sizes[name] == member.size for name, member in self.members.items())
+
+
+def write(path: Path, files: Iterable[tuple[str, bytes]]) -> None:
+    """Makes the directory `path`, which must not be there, of (name, bytes).
+
+    Raises OSError when the operating system refuses; then nothing is left.
+    """
+    temporary = _aside(path)
+    try:
+        os.makedirs(temporary)
+        members = {name: _write_file(temporary / name, data) for name, data in files}
+        commit = Commit(format=1, name=path.name, members=members)
+        _write_file(temporary / COMMIT, commit.model_dump_json(indent=1).encode())
+        _sync(temporary)
+        os.rename(temporary, path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is none
+
+
+def discard(path: Path) -> None:
+    """Removes such a directory; renamed first, so that a kill cannot leave half of it under its name."""
+    aside = _aside(path)
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Removes what killed writers left in `folder`. The caller must be its only writer."""
+    for stray in sorted(folder.glob(".*.tmp")):
+        shutil.rmtree(stray, ignore_errors=True)
+
+
+def in_words(error: ValidationError) -> str:
+    """The first thing that is wrong with a JSON file: `members.state.json.size: Field required`."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _write_file(path: Path, data: bytes) -> Member:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Member(size=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

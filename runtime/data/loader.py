@@ -1,0 +1,267 @@
+"""Batches of windows from a token stream: same order on any number of ranks, prefetched, exactly resumable.
+
+The stream is cut into blocks of `length` tokens; a window is a block and one token more, so targets are the
+inputs one later and no target is lost between blocks. All ranks derive one global order of windows per epoch.
+Global step s takes the next `batch * world` of them, and of these the k-th goes to rank k % world: give each
+rank a `batch` of (global batch / world) rows, and every step trains on the same windows for any `world`. The
+last batch of an epoch is filled from the next one; nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import queue
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.stream import TokenStream
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Order = Literal["sequential", "coprime_stride"]
+ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride")
+_STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOrder:
+    """One permutation of the stream's blocks: the k-th window starts at `phase + length * ((start + k stride)
+    mod blocks)`.
+
+    `stride` and `blocks` are coprime, so k = 0 .. blocks - 1 meets every block once.
+    """
+
+    length: int
+    blocks: int
+    phase: int
+    start: int
+    stride: int
+
+    def offset(self, k: int) -> int:
+        """Stream position of the first token of window k (0 <= k < blocks)."""
+        return self.phase + self.length * ((self.start + k * self.stride) % self.blocks)
+
+
+def epoch_order(tokens: int, length: int, order: Order, seed: int, epoch: int) -> EpochOrder:
+    """The order of one epoch; a pure function of its arguments, on any machine and any library version.
+
+    Coprime-stride sampling after parameter-golf PR 726, over one stream: each epoch has a random phase (so
+    that windows are not cut at the same tokens again), a random start, and a random stride coprime to the
+    number of blocks.
+    """
+    if order == "sequential":
+        return EpochOrder(length, (tokens - 1) // length, 0, 0, 1)
+
+    def draw(what: str, bound: int) -> int:
+        # not numpy's generators: their streams may change between versions, and a resume must not
+        return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()) % bound
+
+    phase = draw("phase", min(length, tokens - length))
+    blocks = (tokens - 1 - phase) // length
+    stride, attempt = 1, 0
+    while blocks > 1:
+        stride = 1 + draw(f"stride {attempt}", blocks - 1)
+        if math.gcd(stride, blocks) == 1:
+            break
+        attempt += 1
+    return EpochOrder(length, blocks, phase, draw("start", blocks), stride)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which windows a rank reads at a step."""
+
+    tokens: int
+    length: int
+    batch: int
+    order: Order
+    seed: int
+    rank: int
+    world: int
+
+    def step(self, epoch: int, position: int) -> tuple[list[int], int, int]:
+        """Offsets of this rank's windows for the step that begins there, and where the next one begins."""
+        order = epoch_order(self.tokens, self.length, self.order, self.seed, epoch)
+        offsets: list[int] = []
+        for k in range(self.batch * self.world):
+            while position >= order.blocks:
+                epoch, position = epoch + 1, 0
+                order = epoch_order(self.tokens, self.length, self.order, self.seed, epoch)
+            if k % self.world == self.rank:
+                offsets.append(order.offset(position))
+            position += 1
+        return offsets, epoch, position
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    windows: npt.NDArray[np.int64]  # [batch, length + 1]
+    epoch: int  # where the next step begins
+    position: int
+
+
+class Loader:
+    """An endless supply of batches. Not thread-safe; close it, or use it as a context manager.
+
+    Args:
+        stream: tokens to read.
+        batch: windows a step on this rank.
+        length: tokens a window.
+        order: "sequential", or "coprime_stride" (a new permutation each epoch, from `seed`).
+        rank, world: this process among all that share the order (see the module).
+        prefetch: batches that a background thread keeps ready.
+
+    Raises:
+        DataError: the stream has fewer than length + 1 tokens.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        batch: int,
+        length: int,
+        order: Order,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        prefetch: int = 4,
+    ) -> None:
+        if order not in ORDERS:
+            raise DataError(f"unknown order {order!r}", f"use {' or '.join(ORDERS)}")
+        if batch < 1 or length < 1 or prefetch < 1 or not 0 <= rank < world:
+            raise ValueError(
+                f"{batch=}, {length=}, {prefetch=} must be positive, and 0 <= {rank=} < {world=}"
+            )
+        if stream.tokens < length + 1:
+            raise DataError(
+                f"the stream has {stream.tokens:,} tokens; windows of length {length:,} need {length + 1:,}",
+                "give more data, or a shorter length",
+            )
+        self._stream = stream
+        self._plan = _Plan(stream.tokens, length, batch, order, seed, rank, world)
+        self._prefetch = prefetch
+        self._epoch = 0
+        self._position = 0
+        self._worker: _Worker | None = None
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """The next batch: inputs and targets, int64 [batch, length] on the CPU.
+
+        Raises:
+            DataError, OSError: what went wrong in the background thread; a later call tries the same batch
+                again.
+        """
+        import torch
+
+        if self._worker is None:
+            self._worker = _Worker(self._stream, self._plan, self._epoch, self._position, self._prefetch)
+            weakref.finalize(self, self._worker.stop.set)
+        item = self._worker.ready.get()
+        if isinstance(item, BaseException):
+            self.close()
+            raise item
+        self._epoch, self._position = item.epoch, item.position
+        windows = torch.from_numpy(item.windows)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def state(self) -> dict[str, int]:
+        """Where the caller stands, whatever was prefetched. Holds for any `batch`, `rank` and `world`."""
+        return {**self._identity(), "epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on exactly after the batch that was the last one when `state` was taken.
+
+        Raises:
+            DataError: the state is of other data, length, order or seed, or is incomplete.
+        """
+        identity = self._identity()
+        differs = [name for name, value in identity.items() if state.get(name) != value]
+        if differs:
+            raise DataError(
+                f"the saved position in the data does not fit: {', '.join(differs)} differ",
+                "resume with the data, tokenizer, length, order and seed of the run, or start a new run",
+            )
+        epoch, position = state.get("epoch", -1), state.get("position", -1)
+        if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and position >= 0):
+            raise DataError(f"the saved position in the data is not one: {epoch=}, {position=}")
+        self.close()
+        self._epoch, self._position = epoch, position
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "version": _STATE_VERSION,
+            "stream": int(self._stream.digest[:12], 16),  # 48 bits: exact in any JSON reader
+            "length": self._plan.length,
+            "order": ORDERS.index(self._plan.order),
+            "seed": self._plan.seed,
+        }
+
+    def close(self) -> None:
+        """Stop the background thread. The position stays; `next` would start it again."""
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Worker:
+    """The background thread. It does not refer to the Loader, so that one left unclosed can be collected."""
+
+    def __init__(self, stream: TokenStream, plan: _Plan, epoch: int, position: int, prefetch: int) -> None:
+        self.ready: queue.Queue[_Ready | BaseException] = queue.Queue(prefetch)
+        self.stop = threading.Event()
+        arguments = (stream, plan, epoch, position, self.ready, self.stop)
+        self._thread = threading.Thread(target=_fill, args=arguments, name="specc-loader", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.stop.set()
+        with contextlib.suppress(queue.Empty):
+            while True:  # make room for a thread that waits for it
+                self.ready.get_nowait()
+        self._thread.join()
+
+
+def _fill(
+    stream: TokenStream,
+    plan: _Plan,
+    epoch: int,
+    position: int,
+    ready: queue.Queue[_Ready | BaseException],
+    stop: threading.Event,
+) -> None:
+    while not stop.is_set():
+        item: _Ready | BaseException
+        try:
+            offsets, epoch, position = plan.step(epoch, position)
+            windows = np.empty((plan.batch, plan.length + 1), np.int64)
+            for row, offset in enumerate(offsets):
+                windows[row] = stream.read(offset, plan.length + 1)
+            item = _Ready(windows, epoch, position)
+        except BaseException as error:
+            item = error
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.05)
+                break
+            except queue.Full:
+                continue
+        if isinstance(item, BaseException):
+            return

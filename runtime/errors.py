@@ -1,0 +1,34 @@
+"""What the runtime raises: one message, one hint, one exit code."""
+
+
+class RuntimeFailure(Exception):
+    """What a user can act on: `message` says what is wrong, `hint` what to do, `exit_code` how to exit."""
+
+    exit_code = 4
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message}\n{hint}" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+class EnvironmentFailure(RuntimeFailure):
+    """The machine lacks something: a GPU, a compiler, a package, disk space."""
+
+    exit_code = 3
+
+
+class RunFailure(RuntimeFailure):
+    """Training, quantization, evaluation or export could not finish."""
+
+    exit_code = 4
+
+
+class QuantizeError(RunFailure):
+    """A parameter cannot be quantized as asked, or no allocation of bits fits the budget."""
+
+
+class IntegrityError(RuntimeFailure):
+    """A file is damaged, truncated, or not what its header says. Nothing of it has been handed out."""
+
+    exit_code = 5

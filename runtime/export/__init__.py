@@ -1,0 +1,1 @@
+"""Writes what leaves a run: the .specc artifact and safetensors files."""

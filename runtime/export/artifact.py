@@ -1,0 +1,253 @@
+"""The `.specc` artifact: one file of the resolved spec and the arrays of every parameter, never code.
+
+It carries no names and no shapes: they follow from the spec, which the reader's own compiler lowers.
+Everything read is hashed before it is decompressed, and decompressed only up to what the header declares and
+the spec expects.
+"""
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from specc.compiler.quant.scheme import Stored
+from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.export.atomic import write_atomically
+from specc.runtime.export.sections import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    MAX_SECTIONS,
+    MAX_SPEC_BYTES,
+    Header,
+    Kind,
+    Section,
+    compress,
+    kind_of,
+    raw_sizes,
+    read_header,
+    read_section,
+)
+
+Array = npt.NDArray[Any]
+Layout = Sequence[tuple[str, Stored]]
+Tensors = Mapping[str, Mapping[str, Array]]
+
+READ_LIMIT = 8 * 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class SectionSize:
+    """All sections of one kind: `compressed` and `raw` bytes, and the `pieces` that they are cut into."""
+
+    kind: str
+    compressed: int
+    raw: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactSize:
+    """Where the bytes of an artifact go. `total`, the size of the file, is `header` plus the sections."""
+
+    total: int
+    header: int
+    sections: tuple[SectionSize, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A verified artifact. Arrays are read-only, as `Stored` describes them, by parameter name and suffix."""
+
+    spec: bytes
+    code: bytes
+    tensors: Mapping[str, Mapping[str, Array]]
+
+
+def write_artifact(
+    path: Path,
+    *,
+    spec: bytes,
+    interface: bytes,
+    code: bytes,
+    layout: Layout,
+    tensors: Tensors,
+    quality: int = 11,
+) -> ArtifactSize:
+    """Writes `path` atomically; it is read back and compared with `tensors` before it takes its place.
+
+    `spec` is the resolved spec as canonical JSON; `interface` and `code` are 32-byte digests. The bytes are a
+    function of the arguments and the brotli release. `quality` below 11 is for tests. Raises RunFailure when
+    `tensors` is not what `layout` says or the file cannot be written, IntegrityError when it does not read
+    back.
+    """
+    header, bodies = _assemble(spec, interface, code, layout, tensors, quality)
+
+    def check(temporary: Path) -> None:
+        unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
+        try:
+            back = read_artifact(temporary, lambda _: (interface, layout), limit=2**62)
+        except IntegrityError as error:
+            raise unreadable from error
+        same = all(
+            back.tensors[name][stored.suffix].tobytes() == tensors[name][stored.suffix].tobytes()
+            for name, stored in layout
+        )
+        if back.spec != spec or back.code != code or not same:
+            raise unreadable
+
+    write_atomically(path, [header.pack(), *bodies], check)
+    return _size(header)
+
+
+def measured_bytes(*, spec: bytes, layout: Layout, tensors: Tensors, quality: int = 11) -> int:
+    """The exact size of the file that `write_artifact` would write with this `quality`, without writing it.
+
+    While bits are allocated, `specc.runtime.quantize.tensors.entropy_bytes` is the quick estimate.
+    """
+    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality)[0].total
+
+
+def read_artifact(
+    path: Path, layout_of: Callable[[bytes], tuple[bytes, Layout]], *, limit: int = READ_LIMIT
+) -> Artifact:
+    """The artifact at `path`, every byte verified.
+
+    `layout_of(spec)` gives the interface digest and the layout that the local compiler makes of the spec.
+    Raises IntegrityError for any damage, when either differs from the file, or when the arrays would take
+    more than `limit` bytes.
+    """
+    with _opened(path) as (file, size):
+        header = read_header(file, size)
+        spec = read_section(file, header.sections[0], "the spec")
+        try:
+            interface, layout = layout_of(spec)
+        except RuntimeFailure:
+            raise
+        except Exception as error:
+            raise IntegrityError(f"its spec is not one that this specc understands: {error}") from error
+        if interface != header.interface:
+            raise IntegrityError(
+                "its parameters are not those that this specc makes of its spec",
+                "read it with the version of specc that wrote it",
+            )
+        if (needed := sum(stored.bytes for _, stored in layout)) > limit:
+            raise IntegrityError(f"its arrays take {needed:,} bytes, more than the limit of {limit:,}")
+        data = header.sections[1:]
+        if [(section.kind, section.raw) for section in data] != raw_sizes(layout):
+            raise IntegrityError("its sections do not have the sizes that its spec asks for")
+        streams: dict[Kind, list[bytes]] = {}
+        for i, section in enumerate(data):
+            streams.setdefault(section.kind, []).append(read_section(file, section, f"section {i + 1}"))
+    return Artifact(spec, header.code, _unpacked(layout, streams))
+
+
+def peek_spec(path: Path) -> bytes:
+    """The resolved spec alone, verified; the other sections are not read. Raises IntegrityError."""
+    with _opened(path) as (file, size):
+        return read_section(file, read_header(file, size).sections[0], "the spec")
+
+
+def artifact_size(path: Path) -> ArtifactSize:
+    """Where the bytes of the file at `path` go, from its verified header. Raises IntegrityError."""
+    with _opened(path) as (file, size):
+        return _size(read_header(file, size))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """The file and its size; every IntegrityError raised inside gets the path in front.
+
+    Read, not mapped: a file truncated while mapped kills the process instead of raising.
+    """
+    try:
+        # Not blocking, so that a named pipe cannot hold us.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise IntegrityError("it is not a regular file")
+            yield file, status.st_size
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error.message}", error.hint) from error
+    except OSError as error:
+        raise IntegrityError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _assemble(
+    spec: bytes, interface: bytes, code: bytes, layout: Layout, tensors: Tensors, quality: int
+) -> tuple[Header, list[bytes]]:
+    """The header and the compressed sections of an artifact."""
+    if len(interface) != 32 or len(code) != 32:
+        raise ValueError("the interface and code digests are 32 bytes each")
+    if len(spec) > MAX_SPEC_BYTES:
+        raise RunFailure(f"the resolved spec has {len(spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
+    _check(layout, tensors)
+    raws = [(Kind.SPEC, spec)]
+    for kind in list(Kind)[1:]:
+        parts = [tensors[name][stored.suffix].tobytes() for name, stored in layout if kind_of(stored) == kind]
+        planes = _to_planes(b"".join(parts), ITEM_BYTES[kind])
+        raws += [(kind, planes[start : start + CHUNK_BYTES]) for start in range(0, len(planes), CHUNK_BYTES)]
+    if len(raws) > MAX_SECTIONS:
+        raise RunFailure(f"the parameters need {len(raws):,} sections; an artifact holds {MAX_SECTIONS:,}")
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(raws))) as pool:
+        bodies = list(pool.map(lambda item: compress(item[1], quality), raws))
+    sections = tuple(
+        Section(kind, len(body), len(raw), hashlib.sha256(body).digest())
+        for (kind, raw), body in zip(raws, bodies, strict=True)
+    )
+    return Header(interface, code, sections), bodies
+
+
+def _check(layout: Layout, tensors: Tensors) -> None:
+    """Raises RunFailure unless `tensors` holds exactly the arrays of `layout`."""
+    wanted = [(name, stored.suffix) for name, stored in layout]
+    given = {(name, suffix) for name, arrays in tensors.items() for suffix in arrays}
+    if len(set(wanted)) != len(wanted):
+        raise RunFailure("the layout names an array twice")
+    if given != set(wanted):
+        odd = sorted(given ^ set(wanted))[0]
+        raise RunFailure(f"the arrays to write differ from the layout: {odd[0]}, {odd[1]}")
+    for name, stored in layout:
+        array = tensors[name][stored.suffix]
+        if array.shape != stored.shape or array.dtype != stored.numpy_dtype():
+            raise RunFailure(
+                f"{name}, {stored.suffix}: it is {array.dtype}{list(array.shape)}, and the layout says "
+                f"{stored.numpy_dtype()}{list(stored.shape)}"
+            )
+
+
+def _unpacked(layout: Layout, streams: Mapping[Kind, list[bytes]]) -> dict[str, dict[str, Array]]:
+    """The arrays of `layout`; the streams have exactly its sizes."""
+    joined = {kind: _from_planes(b"".join(parts), ITEM_BYTES[kind]) for kind, parts in streams.items()}
+    position = dict.fromkeys(Kind, 0)
+    tensors: dict[str, dict[str, Array]] = {}
+    for name, stored in layout:
+        kind = kind_of(stored)
+        start, position[kind] = position[kind], position[kind] + stored.bytes
+        flat = np.frombuffer(joined.get(kind, b""), dtype=np.uint8)[start : position[kind]]
+        tensors.setdefault(name, {})[stored.suffix] = flat.view(stored.numpy_dtype()).reshape(stored.shape)
+    return tensors
+
+
+def _to_planes(data: bytes, item: int) -> bytes:
+    """First byte 0 of every item, then byte 1, and so on."""
+    return data if item == 1 else np.frombuffer(data, np.uint8).reshape(-1, item).T.tobytes()
+
+
+def _from_planes(data: bytes, item: int) -> bytes:
+    return data if item == 1 else np.frombuffer(data, np.uint8).reshape(item, -1).T.tobytes()
+
+
+def _size(header: Header) -> ArtifactSize:
+    rows: list[SectionSize] = []
+    for kind in Kind:
+        if mine := [section for section in header.sections if section.kind == kind]:
+            raw, compressed = sum(s.raw for s in mine), sum(s.compressed for s in mine)
+            rows.append(SectionSize(kind.name.lower(), compressed, raw, len(mine)))
+    return ArtifactSize(header.total, header.size, tuple(rows))

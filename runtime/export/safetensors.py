@@ -1,0 +1,63 @@
+"""Exports parameters as a safetensors file, read back before it counts."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.export.atomic import write_atomically
+from torch import Tensor
+
+
+def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes `tensors` (any device) to `path` atomically, in their own dtypes and shapes.
+
+    Tensors that share memory are written each in full. The file is reloaded and compared bit for bit,
+    metadata too, before it takes its place. Raises RunFailure when a tensor cannot be stored or the file not
+    written, IntegrityError when it does not read back; either way `path` is as before.
+    """
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise RunFailure(
+                f"{path}: {name} is a {tensor.layout} tensor, and safetensors holds dense ones only"
+            )
+    whole = torch.contiguous_format
+    own = {name: tensors[name].detach().cpu().clone(memory_format=whole) for name in sorted(tensors)}
+    try:
+        data = _sorted_metadata(save(own, dict(metadata)))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise RunFailure(f"{path}: safetensors cannot store these tensors: {error}") from error
+
+    def check(temporary: Path) -> None:
+        unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
+        try:
+            with safe_open(str(temporary), framework="pt") as file:
+                same = set(file.keys()) == set(own) and (file.metadata() or {}) == dict(metadata)
+                same = same and all(_same_bits(file.get_tensor(name), tensor) for name, tensor in own.items())
+        except SafetensorError as error:
+            raise unreadable from error
+        if not same:
+            raise unreadable
+
+    write_atomically(path, [data], check)
+
+
+def _sorted_metadata(data: bytes) -> bytes:
+    """The file with its metadata sorted: the library writes it in an order that changes by the call."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and bytes; so NaN equals itself and 0 is not -0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -1,0 +1,159 @@
+"""From a spec to a module: renders with the compiler that is installed, imports what it rendered, fills the parameters."""
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from specc.compiler.artifact import write
+from specc.compiler.build import compile_loaded
+from specc.compiler.ops.region import Call
+from specc.compiler.programs import Programs
+from specc.compiler.spec import Spec
+from specc.compiler.targets import TARGETS, Target
+from specc.runtime.errors import IntegrityError, RunFailure
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A module with the spec, target and programs it was generated from; `directory` holds its code."""
+
+    spec: Spec
+    target: Target
+    programs: Programs
+    model: "nn.Module"
+    directory: Path
+
+    @property
+    def code_digest(self) -> bytes:
+        """SHA-256 over the generated files of this target, by name."""
+        total = hashlib.sha256()
+        for path in sorted(self.directory.glob("*.*")):
+            total.update(f"{path.name}\n".encode() + path.read_bytes())
+        return total.digest()
+
+
+def instantiate(spec: Spec, target: str, directory: Path, fuse: bool = True) -> Loaded:
+    """Renders `spec` for `target` under `directory` and builds its module; parameters are f32 and not yet filled.
+
+    Without `fuse` every fusion point is left out, which gives the same function by plain ops.
+    """
+    spec = spec if fuse else replace_fuse(spec)
+    built = compile_loaded(spec, None, (target,))
+    write(directory, built.files, force=True)
+    code = directory / target
+    plan = built.plans[target]
+    return Loaded(spec, TARGETS[target], plan.programs, import_model(code).Model(), code)
+
+
+def replace_fuse(spec: Spec) -> Spec:
+    """The spec with no fusion points."""
+    return spec.model_copy(update={"fuse": ()})
+
+
+def import_model(directory: Path) -> ModuleType:
+    """Imports `model.py` of a generated folder as a package of its own, so that two builds never share a module.
+
+    Raises RunFailure where there is none.
+    """
+    files = sorted([*directory.glob("*.py"), *directory.glob("*.cu")])
+    if not (directory / "model.py").is_file():
+        raise RunFailure(f"{directory} holds no model.py", "build the spec first: specc build")
+    content = hashlib.sha256(str(directory.resolve()).encode())
+    for path in files:
+        content.update(path.name.encode() + path.read_bytes())
+    package = f"specc_generated_{content.hexdigest()[:16]}"
+    if f"{package}.model" in sys.modules:
+        return sys.modules[f"{package}.model"]
+    holder = ModuleType(package)
+    holder.__path__ = [str(directory.resolve())]
+    sys.modules[package] = holder
+    spec = importlib.util.spec_from_file_location(f"{package}.model", directory / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[f"{package}.model"] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+            del sys.modules[name]
+        raise
+    return module
+
+
+def initialize(loaded: Loaded, seed: int) -> None:
+    """Fills every parameter in f32 as its `init` says, from a generator of its own that depends on seed and name."""
+    import torch
+
+    layers = layer_count(loaded.programs)
+    parameters = dict(loaded.model.named_parameters())
+    with torch.no_grad():
+        for param in loaded.programs.params:
+            name = hashlib.sha256(f"{seed} {param.name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(name[:8], "little") >> 1)
+            values = torch.empty(param.shape)
+            param.init.fill(values, layers, generator)
+            parameters[param.name].copy_(values)
+
+
+def layer_count(programs: Programs) -> int:
+    """How many repeated blocks the model has; 1 where it has none."""
+    return max(1, sum(isinstance(node.op, Call) for node in programs.programs[0].nodes))
+
+
+def assign(loaded: Loaded, tensors: Mapping[str, "Tensor"]) -> None:
+    """Copies named tensors into the module's parameters. Raises IntegrityError with the difference of names or shapes."""
+    import torch
+
+    parameters = dict(loaded.model.named_parameters())
+    missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
+    if missing or extra:
+        raise IntegrityError(
+            f"parameters do not fit the model: {len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}",
+            "the file belongs to another spec",
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                found, wanted = list(tensors[name].shape), list(parameter.shape)
+                raise IntegrityError(f"{name} is {found} in the file but {wanted} in the model", "the file is of another spec")
+            parameter.copy_(tensors[name])
+
+
+def choose_target(spec: Spec, wanted: str | None) -> str:
+    """The target to run on: the one asked for, else the first of the spec's that this machine can run.
+
+    Raises RunFailure naming what the spec offers where none fits.
+    """
+    import torch
+
+    if wanted is not None:
+        if wanted not in spec.targets:
+            raise RunFailure(f"{spec.name} is not built for {wanted}", f"its targets are {', '.join(spec.targets)}")
+        return wanted
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        here = major * 10 + minor
+        fitting = [name for name in spec.targets if TARGETS[name].arch and runs_on(TARGETS[name], here)]
+        if fitting:
+            return max(fitting, key=lambda name: TARGETS[name].arch)
+    if "cpu" in spec.targets:
+        return "cpu"
+    raise RunFailure(f"no target of {spec.name} runs on this machine", f"add cpu to its targets ({', '.join(spec.targets)})")
+
+
+def runs_on(target: Target, capability: int) -> bool:
+    """Whether a GPU of this capability runs the target's code: sm80 code runs on all later ones, sm90a only on its own."""
+    return target.arch == capability or ("wgmma" not in target.features and "tcgen05" not in target.features and target.arch < capability)
+
+
+def device_of(target: Target) -> str:
+    """The device that a target's code runs on."""
+    return "cuda" if target.arch else "cpu"

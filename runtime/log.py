@@ -1,0 +1,107 @@
+"""What a run reports: log.jsonl for programs, a progress bar or plain lines for people."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+Say = Callable[[str], None]
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One update: `loss` in nats a token, mean over the step's tokens; `lr` the schedule's multiplier;
+    `grad_norm` before clipping; `seconds` of training so far."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    seconds: float
+
+
+class RunLog:
+    """Appends one JSON object a line, each flushed. `event` says what it is: start, step, validation, ..."""
+
+    def __init__(self, path: Path) -> None:
+        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
+        self._file = open(path, "a", encoding="utf-8")
+        if torn:  # a killed writer's last line
+            self._file.write("\n")
+
+    def write(self, event: str, **values: Value) -> None:
+        self._file.write(json.dumps({"event": event, **values}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def step(self, step: Step) -> None:
+        self.write("step", **asdict(step))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The records of a log, in order, without lines that a kill cut and without what a resume took back:
+    after a start at step n, earlier records of later steps do not count."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["event"] == "start":
+            records = [old for old in records if old.get("step", 0) <= record["step"]]
+        records.append(record)
+    return records
+
+
+class Lines:
+    """Progress as a line at every twentieth of the run."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._shown = -1
+
+    def show(self, step: Step, done: float) -> None:
+        """`done` is the share of the run, 0 to 1."""
+        part = int(done * 20)
+        if part != self._shown:
+            self._say(f"{done:4.0%}  {_in_words(step)}")
+            self._shown = part
+
+
+class Bar:
+    """Progress as a bar on a terminal."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("train", total=1.0, words="")
+
+    def show(self, step: Step, done: float) -> None:
+        self._progress.update(self._task, completed=done, words=_in_words(step))
+
+
+@contextmanager
+def open_progress(say: Say) -> Iterator[Lines | Bar]:
+    """A bar where standard error is a terminal, else lines through `say`."""
+    if not sys.stderr.isatty():
+        yield Lines(say)
+        return
+    columns = (BarColumn(), TextColumn("{task.percentage:3.0f}%"), TextColumn("{task.fields[words]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+        yield Bar(progress)
+
+
+def _in_words(step: Step) -> str:
+    return (
+        f"step {step.step:,}  loss {step.loss:.4f}  lr x{step.lr:.3f}  norm {step.grad_norm:.3f}  "
+        f"{step.tokens_per_second:,.0f} tokens/s  {step.seconds:.1f} s"
+    )

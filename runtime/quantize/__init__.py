@@ -1,0 +1,1 @@
+"""Captures Hessians, allocates bits and quantizes the parameters of a trained model."""

@@ -1,0 +1,76 @@
+"""What quantization did to each parameter, as rows and as a table."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specc.runtime.quantize.tensors import QuantizedModel, dequantized
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter after quantization.
+
+    `mse` is the mean squared error of the weights. `output_error` is ||dW X|| / ||W X|| over the calibration
+    inputs, which is sqrt(tr(dW H dW^T) / tr(W H W^T)); None without a Hessian. `bytes` is stored bytes before
+    compression.
+    """
+
+    name: str
+    scheme: str
+    bits: float
+    mse: float
+    output_error: float | None
+    bytes: int
+
+
+def report(
+    params: Mapping[str, Tensor], model: QuantizedModel, hessians: Mapping[str, Tensor]
+) -> tuple[Row, ...]:
+    """A row per parameter, in the model's order. `params` are the originals; `hessians` may lack names."""
+    restored = dequantized(model)
+    rows: list[Row] = []
+    for name, scheme in model.schemes.items():
+        weight = params[name].detach().cpu().double()
+        delta = weight - restored[name].double()
+        hessian = hessians.get(name)
+        rows.append(
+            Row(
+                name,
+                scheme.label(),
+                scheme.bits_per_value(),
+                float(delta.square().mean()),
+                None if hessian is None else _output_error(delta, weight, hessian.cpu().double()),
+                sum(stored.bytes for stored in scheme.stored(model.shapes[name])),
+            )
+        )
+    return tuple(rows)
+
+
+def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
+    """0 where there is no output to be wrong; infinity where there was none and now there is."""
+    # Scaled to a largest entry of 1, so that no Hessian under- or overflows; the ratio does not change.
+    largest = float(hessian.abs().max())
+    hessian = hessian / largest if largest > 0 else hessian
+    wrong = max(float((delta @ hessian * delta).sum()), 0.0)
+    whole = max(float((weight @ hessian * weight).sum()), 0.0)
+    if whole == 0.0:
+        return 0.0 if wrong == 0.0 else math.inf
+    return math.sqrt(wrong / whole)
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """The rows as aligned text, with a header and a total."""
+    cells = [("parameter", "scheme", "bits", "weight mse", "output error", "bytes")]
+    for row in rows:
+        error = "-" if row.output_error is None else f"{row.output_error:.4%}"
+        cells.append((row.name, row.scheme, f"{row.bits:g}", f"{row.mse:.3e}", error, f"{row.bytes:,}"))
+    cells.append(("total", "", "", "", "", f"{sum(row.bytes for row in rows):,}"))
+    widths = [max(len(line[i]) for line in cells) for i in range(6)]
+    lines = []
+    for line in cells:
+        left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        lines.append("  ".join(left + right).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,194 @@
+"""The run directory: what is trained, how, and everything that comes out of it.
+
+    runs/gpt_mini-001/
+        spec.json        the resolved spec, overrides applied; readable wherever a spec is
+        run.json         target, data and overrides, as given
+        generated/       the code that runs
+        log.jsonl        a line a step, and what happened between
+        checkpoints/     see checkpoint.py
+        quantized/       what `specc quantize` makes of them
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+from specc.compiler import check
+from specc.compiler.errors import SpecError
+from specc.compiler.spec import Spec
+from specc.compiler.strict import StrictModel
+from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.export.atomic import write_atomically
+
+SPEC = "spec.json"
+
+
+class RunDirectoryError(RuntimeFailure):
+    """The run directory is not there, is in use, or is that of another run."""
+
+    exit_code = 2
+
+
+class _Record(StrictModel):
+    format: Literal[1]
+    target: str
+    data: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and what it says of the run. `overrides` are the `--set` texts that `spec` contains."""
+
+    directory: Path
+    spec: Spec
+    target: str
+    data: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def generated(self) -> Path:
+        return self.directory / "generated"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def quantized(self) -> Path:
+        return self.directory / "quantized"
+
+    @property
+    def spec_digest(self) -> str:
+        """SHA-256 (hex) of the canonical spec; checkpoints carry it."""
+        return hashlib.sha256(canonical(self.spec).encode()).hexdigest()
+
+    @classmethod
+    def create(
+        cls, directory: Path, spec: Spec, target: str, data: str, overrides: Sequence[str] = ()
+    ) -> "Run":
+        """Makes the directory. Raises RunDirectoryError if there is something in it, RunFailure if it cannot
+        be written."""
+        require_free(directory)
+        run = cls(directory, spec, target, data, tuple(overrides))
+        record = _Record(format=1, target=target, data=data, overrides=run.overrides)
+        try:
+            for folder in (run.generated, run.checkpoints, run.quantized):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
+        _write_text(directory / "run.json", record.model_dump_json(indent=1))
+        _write_text(directory / SPEC, canonical(spec))  # last: with it the directory is a run
+        return run
+
+    @classmethod
+    def open(cls, directory: Path) -> "Run":
+        """Reads a run directory. Raises RunDirectoryError if it is none, IntegrityError if it is damaged."""
+        if not is_run(directory):
+            what = "is not a run: it has no spec.json" if directory.exists() else "no such run"
+            raise RunDirectoryError(f"{directory}: {what}", "name a directory that `specc train` made")
+        try:
+            spec, _ = check.load(directory / SPEC)
+            record = _Record.model_validate_json((directory / "run.json").read_bytes())
+        except SpecError as error:
+            raise IntegrityError(f"{directory}: its spec.json is damaged: {error}") from None
+        except (OSError, ValidationError) as error:
+            raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
+        return cls(directory, spec, record.target, record.data, record.overrides)
+
+    def require_same(self, spec: Spec, target: str, data: str) -> None:
+        """Raises RunDirectoryError, with what differs, unless the run was started with just these."""
+        here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
+        changed = [f"{path}: {old} there, {new} now" for path, old, new in _differences(here, there)]
+        changed += [f"the target: {self.target} there, {target} now"] if target != self.target else []
+        changed += [f"the data: {self.data} there, {data} now"] if data != self.data else []
+        if changed:
+            hint = "resume with the settings of the run, or start a new one; --steps ends a run early"
+            raise RunDirectoryError(f"{self.directory} is another run: {'; '.join(changed[:6])}", hint)
+
+
+def is_run(directory: Path) -> bool:
+    """Whether there is a run in this directory, sound or not."""
+    return (directory / SPEC).is_file()
+
+
+def require_free(directory: Path) -> None:
+    """Raises RunDirectoryError unless a run can begin here: nothing is there but what a killed start left."""
+    left = {"run.json", "generated", "checkpoints", "quantized"}
+    occupied = directory.exists() and (
+        not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
+    )
+    if occupied:
+        hint = "continue that run with --resume auto, or name another directory with --run"
+        raise RunDirectoryError(f"{directory} is not empty", hint)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Makes the directory and keeps other processes from writing in it until the end, or until this one dies.
+
+    Raises RunDirectoryError if another process has it, RunFailure if it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        message = f"{directory} is in use by another process"
+        raise RunDirectoryError(message, "wait until it ends, or train in another directory") from None
+    except OSError as error:
+        raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def canonical(spec: Spec) -> str:
+    """The resolved spec as JSON with all its defaults, sorted keys, and a line end: equal for equal specs."""
+    data = spec.model_dump(mode="json", by_alias=True)
+    return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def default_run(name: str, root: Path = Path("runs")) -> Path:
+    """The next free `runs/NAME-NNN`."""
+    return root / f"{name}-{_last_number(name, root) + 1:03d}"
+
+
+def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
+    """The `runs/NAME-NNN` with the highest number."""
+    number = _last_number(name, root)
+    return root / f"{name}-{number:03d}" if number else None
+
+
+def _last_number(name: str, root: Path) -> int:
+    pattern = re.compile(re.escape(name) + r"-(\d{3,9})")
+    names = os.listdir(root) if root.is_dir() else []
+    return max((int(match[1]) for entry in names if (match := pattern.fullmatch(entry))), default=0)
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_atomically(path, [text.encode()], lambda _: None)
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(one, other, f"{path}[{i}]")
+    elif old != new:
+        yield path, old, new

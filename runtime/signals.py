@@ -1,0 +1,65 @@
+"""SIGTERM and Ctrl-C during long work: noticed at a place where the work can be saved."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from specc.runtime.errors import RuntimeFailure
+
+
+class Preempted(RuntimeFailure):
+    """SIGTERM came; the work is saved and can go on later."""
+
+    exit_code = 75
+
+
+class Interrupted(RuntimeFailure):
+    """Ctrl-C came; the work is saved and can go on later."""
+
+    exit_code = 130
+
+
+class Stopped(Exception):
+    """A signal came. `failure` is the exception that the command should end with."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self._number = number
+
+    def failure(self, hint: str) -> RuntimeFailure:
+        if self._number == signal.SIGTERM:
+            return Preempted("pre-empted by SIGTERM", hint)
+        return Interrupted("interrupted", hint)
+
+
+class Signals:
+    """While it is open, SIGTERM and the first SIGINT are only noted; a second SIGINT interrupts at once.
+
+    Outside the main thread signals cannot be caught: there it notes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._came: int | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def check(self) -> None:
+        """Raises Stopped if a signal came."""
+        if self._came is not None:
+            raise Stopped(self._came)
+
+    def __enter__(self) -> "Signals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._came == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._came = self._came or number

@@ -1,0 +1,295 @@
+"""Trains one model: gradients of micro-batches, one update, its state out and in again."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from specc.compiler.programs import Parameter
+from specc.compiler.train_spec import TrainSpec
+from specc.runtime.checkpoint import Snapshot, require_match
+from specc.runtime.data import BitsPerByte, Loader, Tokenizer, TokenStream, evaluate_bits
+from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.log import Step
+from specc.runtime.optim import schedule
+from specc.runtime.optim.average import Average
+from specc.runtime.optim.groups import Optimizers
+from specc.runtime.optim.masters import Masters
+from torch import Tensor, nn
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+WARM_UP_STEPS = 3
+Function = Callable[[Tensor, Tensor], Tensor]
+_NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
+
+
+class BatchError(RuntimeFailure):
+    """The batch of the spec cannot be cut into micro-batches."""
+
+    exit_code = 2
+
+
+def micro_batches(train: TrainSpec, window: int, world: int = 1) -> int:
+    """Backward passes a step on each of `world` processes. Raises BatchError if they do not come out even."""
+    at_once = train.micro_batch * window * world
+    count, rest = divmod(train.tokens_per_step, at_once)
+    if rest or not count:
+        processes = f" x {world} processes" if world > 1 else ""
+        message = (
+            f"train.tokens_per_step {train.tokens_per_step:,} is no multiple of "
+            f"micro_batch {train.micro_batch} x {window} tokens{processes} = {at_once:,}"
+        )
+        near = " or ".join(f"{n * at_once:,}" for n in (count, count + 1) if n)
+        raise BatchError(message, f"use {near}, or another micro_batch")
+    return count
+
+
+class Clock:
+    """Seconds of training. Validation, checkpoints and compilation are not training."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (time.perf_counter() - self._since if self._since is not None else 0.0)
+
+    def set(self, seconds: float) -> None:
+        self._before, self._since = seconds, None
+
+    def start(self) -> None:
+        self.set(self.seconds)
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        self.set(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose numbers may still be on their way from the device."""
+
+    step: int
+    multiplier: float
+    numbers: Tensor  # f32 [2]: loss, gradient norm
+    arrived: torch.cuda.Event | None
+
+
+class Trainer:
+    """One model in training. It moves to `device`, and its parameters to the dtypes that `parameters` state.
+
+    The model gives `model(ids, targets)`, the mean loss in nats, f32 [], and `model.score(ids, targets)`, the
+    nats of each target, [B, T]; ids and targets are i64 [B, T].
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[Parameter],
+        train: TrainSpec,
+        loader: Loader,
+        window: int,
+        device: torch.device,
+        compiled: bool,
+        spec_digest: str,
+    ) -> None:
+        self.train, self.loader, self.window, self.device = train, loader, window, device
+        self.micro_batches = micro_batches(train, window)
+        model.to(device)
+        self.masters = Masters(model, {param.name: DTYPES[param.dtype] for param in parameters})
+        self.optimizers = Optimizers(self.masters.tensors, train.optimizers)
+        self.average = Average(self.masters.tensors, train.average.decay) if train.average else None
+        self._loss, self._score = _functions(model, compiled)
+        self._spec_digest = spec_digest
+        self.step = 0
+        self.clock = Clock()
+        self._launched: deque[_Launched] = deque()
+        self._last_seconds = 0.0
+
+    @property
+    def done(self) -> float:
+        """The share of the run that is done; at 1 it ends."""
+        return schedule.progress(self.train, self.step, self.clock.seconds)
+
+    def advance(self) -> list[Step]:
+        """Makes one update; returns the steps whose numbers are known by now: on the CPU this one, on a GPU
+        the one before, so that the device never waits.
+
+        Raises RunFailure when loss or gradients of one of them are not finite. On the CPU the weights are
+        then those from before the step.
+        """
+        multiplier = schedule.multiplier(self.train, self.step, self.clock.seconds)
+        loss = self._gradients(self._batches())
+        norm = self.masters.finish(self.micro_batches, self.train.clip_norm)
+        self._launch(multiplier, torch.stack((loss, norm)))
+        known = self._known(lag=1 if self.device.type == "cuda" else 0)
+        self._update(multiplier)
+        self.step += 1
+        return known
+
+    def settle(self) -> list[Step]:
+        """Waits for the device; returns the steps that `advance` has not, and raises what it would raise."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self._known(lag=0)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock. `settle` first, or work still on the device will not be counted."""
+        self.clock.stop()
+        yield
+        self.clock.start()
+        self._last_seconds = self.clock.seconds
+
+    def warm_up(self, vocabulary: int) -> None:
+        """Compiles everything that a step runs, by steps on made-up tokens; then all is as it was."""
+        before = _copied(self.snapshot())
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, self.train.micro_batch, self.window)
+        for _ in range(WARM_UP_STEPS):
+            made_up = (torch.randint(vocabulary, shape, generator=generator) for _ in range(self.micro_batches))
+            self._gradients(self._place(ids, targets) for ids, targets in made_up)
+            self.masters.finish(self.micro_batches, self.train.clip_norm)
+            self._update(1.0)
+        self.restore(before)
+
+    def evaluate(
+        self,
+        stream: TokenStream,
+        tokenizer: Tokenizer,
+        batch: int,
+        max_tokens: int | None,
+        weights: Mapping[str, Tensor] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> BitsPerByte:
+        """Scores a stream, or its first `max_tokens`, with `weights`, or else the model as it stands.
+
+        `progress` is called between batches. Raises RunFailure when the loss is not finite.
+        """
+        with self.masters.showing(weights) if weights is not None else nullcontext():
+            result = evaluate_bits(
+                self._score,
+                stream,
+                tokenizer,
+                self.window,
+                batch,
+                self.device,
+                max_tokens=max_tokens,
+                progress=progress,
+            )
+        if not math.isfinite(result.nats):
+            raise RunFailure(f"step {self.step}: the validation loss is {result.nats}", _NOT_FINITE)
+        return result
+
+    def snapshot(self) -> Snapshot:
+        """The whole state between two steps; tensors are the trainer's own, not copies."""
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        return Snapshot(
+            self.step,
+            self.clock.seconds,
+            self.masters.tensors,
+            self.average.tensors if self.average is not None else None,
+            self.optimizers.state(),
+            rng,
+            self.loader.state(),
+            self._spec_digest,
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Goes on from `snapshot`. Raises IntegrityError, and changes nothing, if it is of another model."""
+        own = self.snapshot()
+        if snapshot.spec_digest != self._spec_digest:
+            raise IntegrityError("the checkpoint is of another spec", "resume with the spec of the run")
+        require_match("the checkpoint's model", snapshot.weights, own.weights)
+        require_match("the checkpoint's optimizer", snapshot.optimizer, own.optimizer)
+        require_match("the checkpoint's average", snapshot.average or {}, own.average or {})
+        require_match("the checkpoint's generators", snapshot.rng, own.rng)
+        self.loader.restore(snapshot.loader)
+        self.masters.restore(snapshot.weights)
+        self.optimizers.restore(snapshot.optimizer)
+        if self.average is not None and snapshot.average is not None:
+            self.average.restore(snapshot.average)
+        torch.set_rng_state(snapshot.rng["cpu"])
+        if "cuda" in snapshot.rng:
+            torch.cuda.set_rng_state(snapshot.rng["cuda"], self.device)
+        self.step = snapshot.step
+        self.clock.set(snapshot.seconds)
+        self._last_seconds = snapshot.seconds
+        self._launched.clear()
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self._place(*self.loader.next()) for _ in range(self.micro_batches))
+
+    def _place(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if self.device.type == "cuda":  # from pageable memory, the copy would wait for the step before
+            ids, targets = ids.pin_memory(), targets.pin_memory()
+        return ids.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+    def _gradients(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
+        """Adds up the gradients of all micro-batches in the masters; returns their mean loss, f32 []."""
+        self.masters.clear()
+        total = torch.zeros((), device=self.device)
+        for ids, targets in batches:
+            loss: Tensor = self._loss(ids, targets)
+            loss.backward()
+            self.masters.collect()
+            total += loss.detach()
+        return total / self.micro_batches
+
+    def _update(self, multiplier: float) -> None:
+        self.optimizers.step(multiplier, self.step)
+        self.masters.refresh()
+        if self.average is not None:
+            self.average.update()
+
+    def _launch(self, multiplier: float, numbers: Tensor) -> None:
+        arrived = None
+        if numbers.is_cuda:
+            numbers = numbers.to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._launched.append(_Launched(self.step + 1, multiplier, numbers, arrived))
+
+    def _known(self, lag: int) -> list[Step]:
+        steps = []
+        while len(self._launched) > lag:
+            one = self._launched.popleft()
+            if one.arrived is not None:
+                one.arrived.synchronize()
+            loss, norm = one.numbers.tolist()
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                place = self.masters.first_not_finite()
+                first = f"; the first parameter hit is {place}" if place is not None else ""
+                message = f"step {one.step}: the loss is {loss} and the gradient norm {norm}{first}"
+                raise RunFailure(message, _NOT_FINITE)
+            seconds = self.clock.seconds
+            rate = self.train.tokens_per_step / max(seconds - self._last_seconds, 1e-9)
+            self._last_seconds = seconds
+            steps.append(Step(one.step, loss, one.multiplier, norm, rate, seconds))
+        return steps
+
+
+def _functions(model: nn.Module, compiled: bool) -> tuple[Function, Function]:
+    """The mean loss, and the loss of each target; both (ids, targets) -> nats."""
+    score: Function = model.score  # type: ignore[assignment]
+    if compiled:
+        return torch.compile(model, fullgraph=True), torch.compile(score, fullgraph=True)
+    return model, score
+
+
+def _copied(snapshot: Snapshot) -> Snapshot:
+    def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+    return replace(
+        snapshot,
+        weights=copy(snapshot.weights),
+        average=copy(snapshot.average) if snapshot.average is not None else None,
+        optimizer=copy(snapshot.optimizer),
+    )

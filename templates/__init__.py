@@ -1,0 +1,1 @@
+"""Source files with holes: the text of every generated file starts here."""

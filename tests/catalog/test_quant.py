@@ -1,0 +1,344 @@
+"""Every quantization scheme of the catalog: a new one is tested by being there."""
+
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from specc.compiler import quant
+from specc.compiler.catalog import models
+from specc.compiler.quant.gptq import Gptq
+from specc.compiler.quant.none import Unquantized
+from specc.compiler.quant.round import Round
+from specc.compiler.quant.rows import PerRow, row_quantile
+from specc.compiler.quant.scheme import Scheme, SchemeError, Stored
+from specc.compiler.strict import tag_of
+
+CATALOG = models(quant, Scheme, "scheme")
+
+
+def settings() -> Iterator[Scheme]:
+    """Every scheme at every value of its `bits` or `dtype`, the only required settings."""
+    for kind in CATALOG:
+        for extra in (
+            {},
+            *({"bits": b} for b in range(1, 17)),
+            *({"dtype": d} for d in ("f16", "bf16", "f32")),
+        ):
+            try:
+                yield kind.model_validate(extra)
+            except ValidationError:
+                continue
+
+
+SCHEMES = list(settings())
+
+
+def shapes(seed: int, count: int) -> list[tuple[int, int]]:
+    rng = random.Random(seed)
+    edge = [(1, 1), (1, 7), (7, 1), (3, 129), (2, 128)]
+    return edge + [(rng.randint(1, 40), rng.randint(1, 200)) for _ in range(count)]
+
+
+def example(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A heavy-tailed weight and a positive definite Hessian for it."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) ** 3 * 0.02
+    x = torch.randn(2 * shape[-1] + 3, shape[-1], generator=generator)
+    return weight, x.T @ x / x.shape[0]
+
+
+def test_the_catalog_is_what_the_docs_name() -> None:
+    assert sorted(tag_of(kind, "scheme") or "" for kind in CATALOG) == ["gptq", "none", "round"]
+    assert {type(scheme) for scheme in SCHEMES} == set(CATALOG)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label())
+class TestEveryScheme:
+    def test_label_is_unique_and_short(self, scheme: Scheme) -> None:
+        assert [other.label() for other in SCHEMES].count(scheme.label()) == 1
+        assert 0 < len(scheme.label()) <= 32
+        assert 2 <= scheme.bits_per_value() <= 32
+
+    def test_settings_survive_the_resolved_spec(self, scheme: Scheme) -> None:
+        assert type(scheme).model_validate_json(scheme.model_dump_json()) == scheme
+
+    def test_arrays_are_those_of_the_layout(self, scheme: Scheme) -> None:
+        for i, shape in enumerate(shapes(1, 8)):
+            weight, hessian = example(shape, i)
+            arrays = scheme.quantize(weight, hessian)
+            stored = scheme.stored(shape)
+            assert list(arrays) == [s.suffix for s in stored]
+            for s in stored:
+                array = arrays[s.suffix]
+                assert (array.shape, array.dtype, array.nbytes) == (s.shape, s.numpy_dtype(), s.bytes)
+
+    def test_quantizing_what_came_back_changes_nothing(self, scheme: Scheme) -> None:
+        for i, shape in enumerate(shapes(2, 4)):
+            weight, hessian = example(shape, i)
+            arrays = scheme.quantize(weight, hessian)
+            back = scheme.dequantize(arrays, shape)
+            assert back.dtype == torch.float32
+            again = scheme.dequantize(scheme.quantize(back, hessian), shape)
+            # A row clipped below its maximum, or without its largest code, gets another grid.
+            step = back.abs().amax(1) / (2 ** (scheme.bits_per_value() - 1) - 1)
+            assert bool(((again - back).abs() <= step[:, None] * 1.01).all())
+
+    def test_same_bits_twice_and_whatever_the_layout_in_memory(self, scheme: Scheme) -> None:
+        weight, hessian = example((33, 65), 3)
+        first = scheme.quantize(weight, hessian)
+        other = scheme.quantize(weight.T.contiguous().T, hessian.double())
+        assert all(np.array_equal(first[key], other[key]) for key in first)
+
+    def test_estimate_is_near_what_entropy_allows(self, scheme: Scheme) -> None:
+        generator = torch.Generator().manual_seed(4)
+        normal, wide = torch.randn(2, 64, 512, generator=generator)
+        weight = normal * torch.exp(0.4 * wide)  # tails about as heavy as those of trained matrices
+        arrays = scheme.quantize(weight, torch.eye(512))
+        size = sum(_entropy_bytes(array) for array in arrays.values())
+        bound = 1.25 if 2 < scheme.bits_per_value() <= 8 else 2.5
+        assert 0.8 * size < scheme.estimate_bytes((64, 512)) < bound * size
+
+    def test_nan_and_infinity_are_refused(self, scheme: Scheme) -> None:
+        for bad in (math.nan, math.inf, -math.inf):
+            weight, hessian = example((4, 5), 5)
+            weight[2, 3] = bad
+            with pytest.raises(SchemeError, match="NaN or infinity"):
+                scheme.quantize(weight, hessian)
+
+    def test_weights_out_of_range_are_refused(self, scheme: Scheme) -> None:
+        if scheme == Unquantized(dtype="f32"):
+            weight = torch.full((2, 3), 1e300, dtype=torch.float64)
+        else:
+            weight = torch.full((2, 3), torch.finfo(torch.float32).max)
+        with pytest.raises(SchemeError, match="reaches"):
+            scheme.quantize(weight, torch.eye(3))
+
+    def test_arrays_of_another_kind_are_refused(self, scheme: Scheme) -> None:
+        weight, hessian = example((4, 6), 6)
+        good = scheme.quantize(weight, hessian)
+        for suffix, array in good.items():
+            for wrong in (array[:-1], array.astype(np.float64), array[None]):
+                with pytest.raises(SchemeError):
+                    scheme.dequantize({**good, suffix: wrong}, (4, 6))
+            with pytest.raises(SchemeError):
+                scheme.dequantize({k: v for k, v in good.items() if k != suffix}, (4, 6))
+        with pytest.raises(SchemeError):
+            scheme.dequantize({**good, "more": np.zeros(3)}, (4, 6))
+
+    def test_a_refused_shape_is_refused_by_quantize(self, scheme: Scheme) -> None:
+        for shape in ((), (8,), (0, 4), (4, 0), (2, 3, 4)):
+            reason = scheme.rejects(shape)
+            if reason is None:
+                back = scheme.dequantize(scheme.quantize(torch.ones(shape), None), shape)
+                assert back.shape == shape and torch.allclose(back, torch.ones(shape), rtol=2e-3)
+            else:
+                with pytest.raises(SchemeError) as raised:
+                    scheme.quantize(torch.ones(shape), None)
+                assert str(raised.value) == reason
+
+
+def _entropy_bytes(array: np.ndarray[Any, Any]) -> float:
+    data = np.frombuffer(array.tobytes(), np.uint8)
+    counts = np.bincount(data)
+    share = counts[counts > 0] / data.size
+    return float(-(share * np.log2(share)).sum()) * data.size / 8
+
+
+PER_ROW = [scheme for scheme in SCHEMES if isinstance(scheme, PerRow)]
+
+
+@pytest.mark.parametrize("scheme", PER_ROW, ids=lambda scheme: scheme.label())
+class TestPerRow:
+    def test_codes_use_the_symmetric_range_and_scales_are_positive(self, scheme: PerRow) -> None:
+        top = 2 ** (scheme.bits - 1) - 1
+        seen: set[int] = set()
+        for i, shape in enumerate(shapes(7, 8)):
+            arrays = scheme.quantize(*example(shape, i))
+            seen.update(np.unique(arrays["codes"]).tolist())
+            assert np.isfinite(arrays["scale"]).all() and (arrays["scale"] > 0).all()
+        assert max(seen) == top and min(seen) == -top
+
+    def test_rows_of_zeros_and_of_tiny_values(self, scheme: PerRow) -> None:
+        weight = torch.zeros(3, 8)
+        weight[1] = 1e-12
+        weight[2, 0] = 3e-7
+        back = scheme.dequantize(scheme.quantize(weight, torch.eye(8)), (3, 8))
+        assert bool((back[:2] == 0).all()) and bool(back.isfinite().all())
+        assert abs(float(back[2, 0]) - 3e-7) <= 2.0**-24
+
+    def test_the_largest_representable_row(self, scheme: PerRow) -> None:
+        weight = torch.full((1, 4), 65504.0 * scheme.top)
+        assert torch.equal(scheme.dequantize(scheme.quantize(weight, torch.eye(4)), (1, 4)), weight)
+        with pytest.raises(SchemeError, match="float16 scale"):
+            scheme.quantize(weight * 1.001, torch.eye(4))
+
+    def test_codes_and_scales_that_no_scheme_writes_are_refused(self, scheme: PerRow) -> None:
+        good = scheme.quantize(*example((4, 6), 8))
+        for code in {scheme.top + 1, -scheme.top - 1, -128} & set(range(-128, 128)):
+            codes = good["codes"].copy()
+            codes[1, 2] = code
+            with pytest.raises(SchemeError, match="outside"):
+                scheme.dequantize({**good, "codes": codes}, (4, 6))
+        for bad in (0.0, -1.0, math.nan, math.inf):
+            scale = good["scale"].copy()
+            scale[3] = bad
+            with pytest.raises(SchemeError, match="row scale"):
+                scheme.dequantize({**good, "scale": scale}, (4, 6))
+
+    def test_dequantize_is_code_times_scale(self, scheme: PerRow) -> None:
+        arrays = scheme.quantize(*example((9, 31), 9))
+        exact = arrays["codes"].astype(np.float64) * arrays["scale"].astype(np.float64)[:, None]
+        assert np.array_equal(scheme.dequantize(arrays, (9, 31)).numpy(), exact.astype(np.float32))
+
+    def test_with_bits(self, scheme: PerRow) -> None:
+        other = scheme.with_bits(7)
+        assert type(other) is type(scheme) and other.bits == 7
+        assert other.model_copy(update={"bits": scheme.bits}) == scheme
+        for bits in (1, 9):
+            with pytest.raises(SchemeError, match="cannot store"):
+                scheme.with_bits(bits)
+
+    def test_clip_floor_shares_one_step_among_small_rows(self, scheme: PerRow) -> None:
+        weight, hessian = example((16, 64), 10)
+        weight = weight / weight.abs().max()
+        floored = type(scheme)(bits=scheme.bits, clip_floor=1.0)  # type: ignore[call-arg]
+        scale = floored.quantize(weight, hessian)["scale"]
+        assert np.unique(scale).size == 1
+        assert 1.0 / scheme.top <= float(scale[0]) <= 1.0 / scheme.top * (1 + 2**-10)
+
+
+def test_round_is_the_nearest_code() -> None:
+    """Against float64, value by value: no code of the grid is nearer."""
+    for i, shape in enumerate(shapes(11, 60)):
+        weight, _ = example(shape, i)
+        for bits in (2, 4, 5, 8):
+            arrays = Round(bits=bits).quantize(weight, None)
+            scale = arrays["scale"].astype(np.float64)[:, None]
+            exact = weight.numpy().astype(np.float64)
+            top = 2 ** (bits - 1) - 1
+            grid = np.arange(-top, top + 1)[None, None, :] * scale[..., None]
+            nearest = np.abs(grid - exact[..., None]).min(-1)
+            error = np.abs(arrays["codes"] * scale - exact)
+            assert np.array_equal(error, nearest) or np.allclose(error, nearest, rtol=1e-12, atol=1e-18)
+            # Nothing is clipped, so the error is at most half a step; and no smaller float16 would do.
+            assert (error <= scale / 2 * (1 + 1e-12)).all()
+            least = np.abs(exact).max(1) / top
+            assert (scale[:, 0] >= least).all() and (
+                scale[:, 0] <= np.maximum(least * (1 + 2**-10), least + 2**-24)
+            ).all()
+
+
+def test_round_takes_any_number_of_axes() -> None:
+    weight = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
+    scheme = Round(bits=6)
+    flat = scheme.quantize(weight.reshape(5, 12), None)
+    deep = scheme.quantize(weight, None)
+    assert np.array_equal(flat["codes"], deep["codes"].reshape(5, 12))
+    back = scheme.dequantize(deep, (5, 3, 4))
+    assert torch.equal(back.reshape(5, 12), scheme.dequantize(flat, (5, 12)))
+
+
+def test_round_clips_at_the_quantile() -> None:
+    weight, _ = example((20, 301), 12)
+    for clip in (0.5, 0.9, 0.999, 0.9999984, 1.0):
+        scale = Round(bits=8, clip=clip).quantize(weight, None)["scale"].astype(np.float64)
+        want = np.quantile(weight.abs().double().numpy(), clip, axis=1) / 127
+        assert (scale >= want * (1 - 1e-12)).all() and (
+            scale <= np.maximum(want * (1 + 2**-10), want + 2**-24)
+        ).all()
+
+
+def test_row_quantile_is_numpys() -> None:
+    rng = np.random.default_rng(0)
+    for columns in (1, 2, 3, 100, 257):
+        data = np.sort(rng.standard_normal((4, columns)), axis=1)
+        for q in (0.001, 0.5, 0.999, 0.99999, 1.0):
+            got = row_quantile(torch.from_numpy(data), q).numpy()
+            assert np.allclose(got, np.quantile(data, q, axis=1), rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_none_is_exact_for_values_of_its_dtype(dtype: str) -> None:
+    scheme = Unquantized.model_validate({"dtype": dtype})
+    if dtype == "f32":
+        bits = np.random.default_rng(0).integers(0, 2**32, 20000, dtype=np.uint32)
+        value = torch.from_numpy(bits.view(np.float32).copy())
+    else:
+        every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+        value = every.view(torch.float16 if dtype == "f16" else torch.bfloat16).float()
+    value = value[value.isfinite()]
+    assert value.numel() > 19000
+    back = scheme.dequantize(scheme.quantize(value, None), tuple(value.shape))
+    assert torch.equal(back.view(torch.int32), value.view(torch.int32))
+
+
+def test_bf16_rounds_to_nearest_even_as_integers_say() -> None:
+    bits = np.random.default_rng(1).integers(0, 0x7F000000, 5000, dtype=np.uint32)
+    value = torch.from_numpy(bits.view(np.float32).copy())
+    got = Unquantized(dtype="bf16").quantize(value, None)["value"]
+    wide = bits.astype(np.uint64)
+    want = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
+    assert got.dtype == np.uint16 and np.array_equal(got, want)
+
+
+def test_a_scheme_without_a_width_has_none_to_change() -> None:
+    with pytest.raises(SchemeError, match="no width"):
+        Unquantized(dtype="bf16").with_bits(6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (Round, {"bits": 1}),
+        (Round, {"bits": 9}),
+        (Round, {"bits": 5.0}),
+        (Round, {"bits": 5, "clip": 0.0}),
+        (Round, {"bits": 5, "clip": 1.5}),
+        (Round, {"bits": 5, "clip_floor": -1.0}),
+        (Round, {"bits": 5, "damping": 0.1}),
+        (Gptq, {"bits": 3}),
+        (Gptq, {"bits": 5, "damping": 0.0}),
+        (Gptq, {"bits": 5, "order": "random"}),
+        (Gptq, {"bits": 5, "block": 0}),
+        (Gptq, {"bits": 5, "clip_quantiles": ()}),
+        (Gptq, {"bits": 5, "clip_quantiles": (0.0,)}),
+        (Unquantized, {"dtype": "f64"}),
+        (Unquantized, {}),
+    ],
+)
+def test_bad_settings_are_errors(kind: type[Scheme], settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        kind.model_validate(settings)
+
+
+def test_stored_counts_its_bytes() -> None:
+    assert Stored("a", "i8", (3, 5)).bytes == 15
+    assert Stored("a", "f16", (3, 5)).bytes == Stored("a", "bf16", (3, 5)).bytes == 30
+    assert Stored("a", "f32", ()).bytes == 4
+
+
+def test_the_catalog_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys\n"
+        "from specc.compiler import quant\n"
+        "from specc.compiler.catalog import models\n"
+        "from specc.compiler.quant.scheme import Scheme\n"
+        "assert len(models(quant, Scheme, 'scheme')) >= 3\n"
+        "print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_the_estimate_is_linear_in_bits() -> None:
+    for kind in (Round, Gptq):
+        sizes = [kind(bits=bits).estimate_bytes((512, 1024)) for bits in (5, 6, 7)]
+        assert sizes[0] == math.ceil(512 * 1024 * 3.65 / 8) + 1024
+        assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 512 * 1024 // 8

@@ -1,0 +1,186 @@
+"""Printed Torch and CUDA C++: the text reviewers read, and its values against the float64 reference."""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from expr_samples import NAMES, POINTS, check_single, expressions, values
+from specc.compiler.expr import ExprError, cuda_text, parse, torch_text, torch_value, triton_text
+from torch.nn import functional as F
+
+EXPRESSIONS = expressions(500, 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "torch_source", "triton_source", "cuda_source"),
+    [
+        ("relu(x)", "F.relu(x)", "tl.maximum(x, 0.0)", "fmaxf(x, 0.0f)"),
+        (
+            "leaky_relu(x, 0.5) ** 2",
+            "F.leaky_relu(x, 0.5) ** 2",
+            "tl.where(x > 0, x * x, 0.25 * x * x)",
+            "x > 0.0f ? x * x : 0.25f * x * x",
+        ),
+        (
+            "where(x > 0, 2 * x, 0.5 * x)",
+            "torch.where(x > 0, 2.0 * x, 0.5 * x)",
+            "tl.where(x > 0, 2.0 * x, 0.5 * x)",
+            "x > 0.0f ? 2.0f * x : 0.5f * x",
+        ),
+        (
+            "gelu(x)",
+            "F.gelu(x)",
+            "0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))",
+            "0.5f * x * (1.0f + erff(0.7071067811865476f * x))",
+        ),
+        (
+            "gelu_tanh(x)",
+            "F.gelu(x, approximate='tanh')",
+            "x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))",
+            "x / (1.0f + expf(-1.5957691216057308f * x * (1.0f + 0.044715f * x * x)))",
+        ),
+        (
+            "30 * tanh(x / 30)",
+            "30.0 * torch.tanh(x / 30.0)",
+            "30.0 * (2.0 * tl.sigmoid(2.0 * (x / 30.0)) - 1.0)",
+            "30.0f * tanhf(x / 30.0f)",
+        ),
+        (
+            "silu(gate) * x",
+            "F.silu(gate) * x",
+            "gate * tl.sigmoid(gate) * x",
+            "gate / (1.0f + expf(-gate)) * x",
+        ),
+        ("x - (a - b)", "x - (a - b)", "x - (a - b)", "x - (a - b)"),
+        ("(x + 1) ** 2", "(x + 1.0) ** 2", "(x + 1.0) * (x + 1.0)", "(x + 1.0f) * (x + 1.0f)"),
+        ("x ** -2", "x ** -2", "1.0 / (x * x)", "1.0f / (x * x)"),
+        ("x ** 1.5", "x ** 1.5", "x * tl.sqrt(x)", "x * sqrtf(x)"),
+        ("x ** 0.3", "x ** 0.3", "tl.exp(0.3 * tl.log(x))", "powf(x, 0.3f)"),
+        ("x ** 17", "x ** 17", "x * tl.exp(16.0 * tl.log(tl.abs(x)))", "powf(x, 17.0f)"),
+        ("--x", "--x", "--x", "-(-x)"),
+        ("-(2 * x)", "-2.0 * x", "-2.0 * x", "-2.0f * x"),
+        ("x ** 2 * 0 + tanh(2)", None, None, None),
+        ("relu(2) * x", "2.0 * x", "2.0 * x", "2.0f * x"),
+        ("where(1 < 2, x, -x)", "x", "x", "x"),
+    ],
+)
+def test_reads_well(
+    text: str, torch_source: str | None, triton_source: str | None, cuda_source: str | None
+) -> None:
+    expr = parse(text)
+    if torch_source is None:
+        assert "tanh" not in torch_text(expr) + triton_text(expr) + cuda_text(
+            expr
+        )  # a constant is one number
+        return
+    assert (torch_text(expr), triton_text(expr), cuda_text(expr)) == (
+        torch_source,
+        triton_source,
+        cuda_source,
+    )
+
+
+def test_names_are_replaced_and_get_parentheses_only_where_needed() -> None:
+    names = {"x": "x_TF", "gate": "a + b", "scale": "scale[None, :]", "w": "frag(0)", "z": "(p - q)"}
+    expr = parse("x * gate ** 2 - scale * w + z")
+    assert torch_text(expr, names) == "x_TF * (a + b) ** 2 - scale[None, :] * frag(0) + (p - q)"
+    assert triton_text(expr, names) == "x_TF * (a + b) * (a + b) - scale[None, :] * frag(0) + (p - q)"
+    assert cuda_text(parse("-x"), {"x": "-a"}) == "-(-a)"
+    assert (
+        cuda_text(parse("x * y"), {"x": "static_cast<float>(a)", "y": "p->v"})
+        == "(static_cast<float>(a)) * (p->v)"
+    )
+
+
+def test_torch_text_keeps_the_dtype() -> None:
+    x = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.bfloat16)
+    for text in (
+        "where(x > 0, 1, 0.5)",
+        "max(x, 0.5)",
+        "min(1, x)",
+        "leaky_relu(x, 0.5) ** 2",
+        "30 * tanh(x / 30)",
+    ):
+        assert eval(torch_text(parse(text)), {"torch": torch, "F": F, "x": x}).dtype == torch.bfloat16, text
+
+
+def test_torch_text_splits_the_gradient_of_a_tie() -> None:
+    x = torch.tensor([0.5], requires_grad=True)
+    eval(torch_text(parse("max(x, 0.5)")), {"torch": torch, "F": F, "x": x}).sum().backward()
+    assert x.grad is not None and x.grad.item() == 0.5
+
+
+def test_text_that_would_explode_is_refused() -> None:
+    nested = "silu(" * 60 + "x" + ")" * 60
+    assert len(torch_text(parse(nested))) < 1000
+    with pytest.raises(ExprError, match="split it"):
+        triton_text(parse(nested))
+    with pytest.raises(ExprError, match="does not fit a float"):
+        cuda_text(parse("1e300 * x"))
+
+
+def test_torch_text_has_the_values_of_the_reference() -> None:
+    at = values(1)
+    compared = 0
+    for expr in EXPRESSIONS:
+        want = torch_value(expr, at).expand(POINTS)
+        got = torch.as_tensor(eval(torch_text(expr), {"torch": torch, "F": F, **at}), dtype=torch.float64)
+        torch.testing.assert_close(
+            got.expand(POINTS), want, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(expr)
+        )
+        compared += int(want.isfinite().sum())
+    assert compared > 6000
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, list[float]], float]:
+    """All expressions as one C++ file; its single-precision functions have the names of CUDA's."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    assert compiler, "the tests need a C++ compiler"
+    folder: Path = tmp_path_factory.mktemp("cuda_text")
+    parameters = ", ".join(f"float {name}" for name in NAMES)
+    functions = [
+        f"static float f{i}({parameters}) {{ return {cuda_text(e)}; }}" for i, e in enumerate(EXPRESSIONS)
+    ]
+    table = ", ".join(f"f{i}" for i in range(len(EXPRESSIONS)))
+    source = folder / "expressions.cpp"
+    source.write_text(
+        "\n".join(
+            [
+                "#include <math.h>",
+                *functions,
+                f"static float (*const table[])(float, float, float) = {{{table}}};",
+                'extern "C" float evaluate(int i, float a, float b, float c) { return table[i](a, b, c); }',
+            ]
+        )
+    )
+    library = folder / "expressions.so"
+    command = [
+        compiler,
+        "-O0",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-ffp-contract=off",
+        "-o",
+        str(library),
+        str(source),
+    ]
+    subprocess.run(command, check=True, timeout=300)
+    evaluate = ctypes.CDLL(str(library)).evaluate
+    evaluate.restype, evaluate.argtypes = ctypes.c_float, [ctypes.c_int] + [ctypes.c_float] * 3
+    return lambda index, at: float(evaluate(index, *at))
+
+
+def test_cuda_text_has_the_values_of_the_reference(cuda: Callable[[int, list[float]], float]) -> None:
+    at = values(2)
+    points = list(zip(*(at[name].tolist() for name in NAMES), strict=True))
+    compared = 0
+    for index, expr in enumerate(EXPRESSIONS):
+        got = torch.tensor([cuda(index, list(point)) for point in points], dtype=torch.float64)
+        compared += check_single(expr, at, got, cuda_text(expr))
+    assert compared > 9000
