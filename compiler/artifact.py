@@ -90,10 +90,10 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
     if not moved and not stale:
         return ()
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / NEXT, files[MANIFEST])
+    replace_file(folder / NEXT, files[MANIFEST])
     done = [("new" if state == "missing" else "changed", name) for state, name in moved]
     for _, name in sorted(done, key=lambda entry: entry[1] == MANIFEST):
-        _replace(folder / name, files[name])
+        replace_file(folder / name, files[name])
     for name in stale:
         (folder / name).unlink()
         _prune(folder, (folder / name).parent)
@@ -131,7 +131,7 @@ def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterat
             yield name
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Writes through a temporary file beside it, so that a reader sees the old text or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -62,6 +62,22 @@ class TensorType:
 
 
 @dataclass(frozen=True, slots=True)
+class Input:
+    """Stands for input `index` of an op in what the witness expects."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A call that torch.fx records: the name of the function or method, its arguments in order, its keywords."""
+
+    function: str
+    args: tuple[object, ...]
+    keywords: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One kind of node; its settings are its fields. Subclasses state their `name` and answer these questions."""
 
@@ -98,6 +114,10 @@ class Op:
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         """The Python expression that computes it."""
         raise TypeRuleError(f"{self.name} has no Torch spelling")
+
+    def traced(self, inputs: Sequence[TensorType]) -> "Traced":
+        """What torch.fx must find where the Torch spelling ran: the witness holds generated code to it."""
+        return Traced(self.support(inputs), tuple(map(Input, range(len(inputs)))))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         """The same in plain Torch, in whatever precision the inputs have; written apart from `torch`."""

@@ -1,6 +1,7 @@
 """PLAN.md, where a reviewer starts, and the summary that `specc plan` prints."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from specc.compiler.cost import flops_per_token
 from specc.compiler.ir import TensorType
@@ -158,3 +159,31 @@ def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
         names = ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own)) or "none of its own"
         lines.append(f"{target:<12} {names}")
     return tuple(lines[:25])
+
+
+def summary_data(spec: Spec, plans: Mapping[str, Plan]) -> dict[str, Any]:
+    """What `summary` tells, as data."""
+    programs = first_programs(plans)
+    forward = flops_per_token(programs, spec.model.window)
+    rows = quant_rows(spec, allocation(spec.quant, programs.params), programs)
+    names = ("stored_as", "tensors", "parameters", "estimated_bytes", "rule")
+    stored = [dict(zip(names, row, strict=True)) for row in rows]
+    return {
+        "name": spec.name,
+        "title": spec.model.title,
+        "parameters": sum(param.count for param in programs.params),
+        "tensors": len(programs.params),
+        "flops_per_token": {"forward": forward, "forward_and_backward": 3 * forward},
+        "estimated_bytes": sum(row["estimated_bytes"] for row in stored),
+        "budget_bytes": spec.quant.budget_bytes if spec.quant is not None else None,
+        "stored": stored,
+        "promotion": promotion(spec),
+        "kernels": {name: _kernel_data(plan) for name, plan in plans.items()},
+    }
+
+
+def _kernel_data(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {"node": c.site.label, "kernel": c.kernel.name, "language": c.kernel.language, "files": sorted(c.rendered.files), "tile": c.rendered.tile}
+        for c in plan.choices
+    ]

@@ -84,11 +84,11 @@ class Programs:
         return max(found)[1] if found else ("model",)
 
 
-def flatten(programs: Programs, graph: Graph) -> Graph:
-    """`graph` with every call and fused group replaced by the nodes that they run, under their full names. Numbers that
+def flatten(programs: Programs, graph: Graph, groups: bool = True) -> Graph:
+    """`graph` with every call, and with `groups` every fused group, replaced by the nodes that they run, under full names. Numbers that
     calls bind are named `$place.name`; `scalar_values` has them."""
     nodes: list[Node] = []
-    renamed = _inline(programs, graph, "", {name: name for name, _ in graph.inputs}, nodes)
+    renamed = _inline(programs, graph, "", {name: name for name, _ in graph.inputs}, nodes, groups)
     outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
     params = tuple((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params)
     scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))
@@ -102,7 +102,7 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
 
 
 def _inline(
-    programs: Programs, graph: Graph, at: str, values: Mapping[str, str], nodes: list[Node]
+    programs: Programs, graph: Graph, at: str, values: Mapping[str, str], nodes: list[Node], groups: bool
 ) -> dict[str, str]:
     """Appends the nodes of `graph`, running at `at` over `values`; returns where each of its values went."""
     here = dict(values)
@@ -116,12 +116,12 @@ def _inline(
         if isinstance(node.op, Call):
             callee = programs.function(node.op.callee)
             given = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
-            inner = _inline(programs, callee, f"{prefix}{node.op.at}", given, nodes)
+            inner = _inline(programs, callee, f"{prefix}{node.op.at}", given, nodes, groups)
             results = [inner[ref] for _, ref in callee.outputs]
-        elif isinstance(node.op, Fused):
+        elif groups and isinstance(node.op, Fused):
             forward = programs.group(node.op.group).forward
             given = {name: ref for (name, _), ref in zip(forward.inputs, inputs, strict=True)}
-            inner = _inline(programs, forward, at, given, nodes)
+            inner = _inline(programs, forward, at, given, nodes, groups)
             results = [inner[ref] for _, ref in forward.outputs]
         else:
             name = f"{prefix}{node.name}"

@@ -1,1 +1,25 @@
 """Trains, quantizes, evaluates and exports what the compiler generated."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# The submodule first: when it is imported for the first time it takes the name that the function is to have.
+import specc.runtime.load  # noqa: F401
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["load"]
+
+
+def load(path: str | Path, *, target: str | None = None, device: str | None = None) -> "nn.Module":
+    """The model of a run directory or a `.specc` artifact, in eval mode, in the dtypes that `target` computes in.
+
+    It has `model(ids, targets)`, the mean loss in nats, f32 []; `model.score(ids, targets)`, the nats of each
+    target, f32 [B, T]; and `prefill`, `decode` and `new_cache` for generation. ids and targets are i64 [B, T]
+    on the device of the target, `cuda` or `cpu`. Without `target` the best one that this machine runs is taken.
+    Nothing that a file holds is ever executed. Raises as `specc.runtime.opened.open_model` does.
+    """
+    from specc.runtime.opened import open_model
+
+    return open_model(Path(path), target, device).model

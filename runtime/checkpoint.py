@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as tensor_bytes
+from torch import Tensor
+
 from specc.compiler.strict import StrictModel
 from specc.runtime import committed
 from specc.runtime.committed import Committed, in_words
 from specc.runtime.errors import IntegrityError, RunFailure
-from torch import Tensor
 
 STATE = "state.json"
 MODEL: Final = "model.safetensors"

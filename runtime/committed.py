@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import ValidationError
+
 from specc.compiler.strict import StrictModel
 from specc.runtime.errors import IntegrityError
 

@@ -33,7 +33,7 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
         if torn:  # a killed writer's last line
             self._file.write("\n")
 

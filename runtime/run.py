@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
+
 from specc.compiler import check
 from specc.compiler.errors import SpecError
 from specc.compiler.spec import Spec

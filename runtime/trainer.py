@@ -1,16 +1,18 @@
 """Trains one model: gradients of micro-batches, one update, its state out and in again."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor, nn
+
 from specc.compiler.programs import Parameter
 from specc.compiler.train_spec import TrainSpec
 from specc.runtime.checkpoint import Snapshot, require_match
+from specc.runtime.clock import Clock
 from specc.runtime.data import BitsPerByte, Loader, Tokenizer, TokenStream, evaluate_bits
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.log import Step
@@ -18,7 +20,6 @@ from specc.runtime.optim import schedule
 from specc.runtime.optim.average import Average
 from specc.runtime.optim.groups import Optimizers
 from specc.runtime.optim.masters import Masters
-from torch import Tensor, nn
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 WARM_UP_STEPS = 3
@@ -45,28 +46,6 @@ def micro_batches(train: TrainSpec, window: int, world: int = 1) -> int:
         near = " or ".join(f"{n * at_once:,}" for n in (count, count + 1) if n)
         raise BatchError(message, f"use {near}, or another micro_batch")
     return count
-
-
-class Clock:
-    """Seconds of training. Validation, checkpoints and compilation are not training."""
-
-    def __init__(self) -> None:
-        self._before = 0.0
-        self._since: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self._before + (time.perf_counter() - self._since if self._since is not None else 0.0)
-
-    def set(self, seconds: float) -> None:
-        self._before, self._since = seconds, None
-
-    def start(self) -> None:
-        self.set(self.seconds)
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        self.set(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +130,9 @@ class Trainer:
         generator = torch.Generator().manual_seed(0)
         shape = (2, self.train.micro_batch, self.window)
         for _ in range(WARM_UP_STEPS):
-            made_up = (torch.randint(vocabulary, shape, generator=generator) for _ in range(self.micro_batches))
-            self._gradients(self._place(ids, targets) for ids, targets in made_up)
+            parts = range(self.micro_batches)
+            tokens = (torch.randint(vocabulary, shape, generator=generator) for _ in parts)
+            self._gradients(self._place(*both) for both in tokens)
             self.masters.finish(self.micro_batches, self.train.clip_norm)
             self._update(1.0)
         self.restore(before)
@@ -237,7 +217,7 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for ids, targets in batches:
             loss: Tensor = self._loss(ids, targets)
-            loss.backward()
+            torch.autograd.backward(loss)
             self.masters.collect()
             total += loss.detach()
         return total / self.micro_batches
@@ -252,7 +232,7 @@ class Trainer:
         arrived = None
         if numbers.is_cuda:
             numbers = numbers.to("cpu", non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         self._launched.append(_Launched(self.step + 1, multiplier, numbers, arrived))
 

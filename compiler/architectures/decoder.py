@@ -10,9 +10,10 @@ from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.norm import Rms
-from specc.compiler.blocks.roles import Embed, Layer, Norm, Shape, Skips, Surroundings
+from specc.compiler.blocks.roles import Embed, Layer, Norm, Shape, Skips, Surroundings, formula_problems
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.catalog import models
+from specc.compiler.expr import parse, variables
 from specc.compiler.ir import Builder, Graph, Op, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.region import Call, returned
@@ -68,9 +69,19 @@ class Decoder(Architecture):
     def problems(self) -> Iterator[Problem]:
         """What the layers say of themselves in a model of this width."""
         yield from (problem.under("embed") for problem in order_problems(self.embed))
+        count = self.blocks.count
+        yield from formula_problems(self.blocks.norm.scale, ("blocks", "norm", "scale"), count)
+        last = self.norm.scale
+        if isinstance(last, str) and "layer" in variables(parse(last)):
+            hint = "use `layers`, the number of blocks"
+            yield Problem(("norm", "scale"), "S216", "the last norm is in no layer, but its scale reads `layer`", hint)
+        else:
+            yield from formula_problems(last, ("norm", "scale"), count)
         titles: dict[str, int] = {}
         for i, layer in enumerate(self.blocks.layers):
             here: Path = ("blocks", "layers", i)
+            if layer.residual != "learned":
+                yield from formula_problems(layer.residual, (*here, "residual"), count)
             yield from (problem.under(*here) for problem in layer.problems_in(self.dim))
             if (first := titles.setdefault(layer.title, i)) != i:
                 message = f"two layers of a block are named {layer.title}"

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specc.compiler.blocks.init import Init, constant, formula, value_of
-from specc.compiler.expr import parse, variables
+from specc.compiler.expr import ExprError, parse, variables
 from specc.compiler.ir import Builder, Op, TensorType
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.strict import Name, Problem, StrictModel
+from specc.compiler.strict import Name, Path, Problem, StrictModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +79,17 @@ def bound(scalar: str, value: float | str | None, layer: int, layers: int) -> Ma
     if isinstance(value, str) and "layer" in variables(parse(value)):
         return {scalar: value_of(value, layer=float(layer), layers=float(layers))}
     return {}
+
+
+def formula_problems(value: float | str | None, at: Path, layers: int) -> Iterator[Problem]:
+    """The first of `layers` layers in which a factor is no finite number."""
+    for layer in range(layers if isinstance(value, str) else 0):
+        try:
+            value_of(value, layer=float(layer), layers=float(layers))  # type: ignore[arg-type]
+        except ExprError as error:
+            hint = "layers are counted from 0: change the formula"
+            yield Problem(at, "S216", f"in layer {layer}, {error.message}", hint)
+            return
 
 
 class Embed(StrictModel):

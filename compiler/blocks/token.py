@@ -47,8 +47,12 @@ class EmbedNorm(Embed):
 
 
 def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
-    """The table comes first, and once."""
+    """The table comes first, and every step once."""
+    kinds: dict[type[Embed], int] = {}
     for i, step in enumerate(steps):
+        if (first := kinds.setdefault(type(step), i)) != i and not isinstance(step, Token):
+            message = f"embed has two steps of kind {getattr(step, 'kind', '')}"
+            yield Problem((i,), "S207", message, "remove one of the two", (("the first one", (first,)),))
         if isinstance(step, Token) != (i == 0):
-            message = f"embed starts with {step.__class__.__name__.lower()}" if i == 0 else "embed has two token tables"
+            message = f"embed starts with {getattr(step, 'kind', '')}" if i == 0 else "embed has two token tables"
             yield Problem((i,), "S206", message, "put one `{kind: token}` first; other steps follow it")

@@ -1,4 +1,4 @@
-"""A product and its pointwise tail as a CUTLASS 3.x GEMM whose epilogue visitor tree is one generated functor."""
+"""A product and its pointwise tail as a CUTLASS 3.x GEMM: one generated functor in its epilogue tree."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -11,6 +11,7 @@ from specc.compiler.kernels.tail import Tail, Value, refusal, tail_of
 from specc.compiler.ops.linear import Product
 
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "f16": "cutlass::half_t", "f32": "float"}
+ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
 LAYOUTS = {"nk": "ColumnMajor", "kn": "RowMajor"}  # of the weight as CUTLASS's B, which it takes as [K, N]
 
 
@@ -31,7 +32,9 @@ class GemmTile:
     @property
     def epilogue(self) -> str:
         """CUTLASS's name of the epilogue that goes with the schedule."""
-        return {"Pingpong": "TmaWarpSpecialized", "Cooperative": "TmaWarpSpecializedCooperative"}[self.schedule]
+        return {"Pingpong": "TmaWarpSpecialized", "Cooperative": "TmaWarpSpecializedCooperative"}[
+            self.schedule
+        ]
 
 
 PINGPONG = GemmTile(128, 128, 64, (2, 1), "Pingpong")
@@ -40,8 +43,11 @@ COOPERATIVE = GemmTile(128, 256, 64, (2, 1), "Cooperative")
 
 @dataclass(frozen=True, slots=True)
 class GemmContext:
-    """What templates/cutlass/gemm_evt.cu.jinja may know. `compute` is the functor's signature, `loads` the leaves of
-    the tree behind the accumulator and `tree` their arguments; the rest are parameters, declared and passed."""
+    """What templates/cutlass/gemm_evt.cu.jinja may know.
+
+    `compute` is the functor's signature and `value` what it computes; `tree` are the loads around it and
+    `tree_arguments` what they load; `pointers` and `entry` are signatures, `nulls` and `arguments` calls.
+    """
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.cu.jinja"
     op: CustomOp
@@ -65,8 +71,8 @@ class GemmContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """What templates/cutlass/gemm_evt.py.jinja may know: which tensors the compiled function
-    takes and, with workspace and stream, how many pointers that makes."""
+    """What templates/cutlass/gemm_evt.py.jinja may know: the tensors that the compiled function takes and,
+    with workspace and stream, how many pointers that makes."""
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.py.jinja"
     op: CustomOp
@@ -76,7 +82,7 @@ class LauncherContext:
 
 @dataclass(frozen=True, slots=True)
 class GemmEvt(Kernel):
-    """Takes a product with one accumulator and one output; any expression over tiles and columns of operands."""
+    """Takes a product with one accumulator and one output, and any expression over tiles and columns."""
 
     tile: GemmTile = PINGPONG
 
@@ -92,12 +98,12 @@ class GemmEvt(Kernel):
             return f"writes the dtype that it multiplies, {dtype}; the output is {site.node.type.dtype}"
         for value in tail_of(site).operands:
             if not value.column and value.type.dtype != dtype:
-                return f"reads tiles of the dtype that it multiplies, {dtype}; {value.name} is {value.type.dtype}"
+                return f"reads tiles of the dtype that it multiplies, {dtype}; it is given {value}"
         return None
 
     def rank(self, site: Site) -> int:
-        # Measured on an H200 (golf MLP): ahead of Triton for an input gradient with a tile to read, behind it for
-        # a forward. A [K, N] weight marks the gradient.
+        # Measured on an H200 (golf MLP): ahead of Triton for an input gradient with a tile to read, behind it
+        # for a forward. A [K, N] weight marks the gradient.
         assert isinstance(site.node.op, Product)
         return 0 if site.node.op.layout == "kn" else 2
 
@@ -107,7 +113,8 @@ class GemmEvt(Kernel):
         outside = custom_op(site, tail)
         source = _source(outside, tail, self.tile, op.layout, header(site, tail, "// "))
         pointers = [f"{value.name}.data_ptr()" for value in (*tail.inputs, *tail.outputs)]
-        launcher = LauncherContext(outside, len(pointers) + 2, listed("", pointers, ",", indent=8))
+        count = len(pointers) + len(ENVIRONMENT)
+        launcher = LauncherContext(outside, count, flowed(", ".join(pointers) + ",", " " * 8))
         files: dict[str, tuple[str, object]] = {
             f"{outside.symbol}.cu": (source.TEMPLATE, source),
             f"{outside.symbol}.py": (launcher.TEMPLATE, launcher),
@@ -121,9 +128,11 @@ GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
 def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) -> GemmContext:
     (accumulator,), (result,) = tail.accumulators, tail.results
     fragments = [accumulator, *(value.name for value in tail.operands)]
+    parameters = [f"Fragment const& {name}" for name in fragments]
     leaves = ["fusion::Sm90AccFetch", *map(_leaf, tail.operands)]
     given = [f"void const* {value.name}" for value in tail.inputs] + [f"void* {result.value.name}"]
     names = [value.name for value in (*tail.inputs, *tail.outputs)]
+    arguments = ["{}", *map(_leaf_arguments, tail.operands), "{}"]
     value = cuda_text(result.expr, {name: f"{name}[i]" for name in fragments})
     return GemmContext(
         op=op,
@@ -134,18 +143,14 @@ def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) ->
         weight_layout=LAYOUTS[layout],
         reads_tiles=any(not value.column for value in tail.operands),
         reads_columns=any(value.column for value in tail.operands),
-        compute=listed(
-            "__device__ Fragment operator()(", [f"Fragment const& {name}" for name in fragments], ") const {", 2, ""
-        ),
+        compute=listed("__device__ Fragment operator()(", parameters, ") const {", 2, ""),
         result=result.value.name,
         value=flowed(f"{result.value.name}[i] = {value};", "      ", "    "),
         tree=listed("using Tree = fusion::Sm90EVT<", ["Compute", *leaves], ">;", last=""),
-        tree_arguments=listed("Tree::Arguments const tree{", ["{}", *map(_leaf_arguments, tail.operands), "{}"], "};", 2, ""),
+        tree_arguments=listed("Tree::Arguments const tree{", arguments, "};", 2, ""),
         pointers=listed("Gemm::Arguments arguments(", ["int m", *given], ") {", last=""),
         nulls=", ".join(["m", *["nullptr"] * len(names)]),
-        entry=listed(
-            f'extern "C" int {op.function}(', ["int m", *given, "void* workspace", "cudaStream_t stream"], ") {", last=""
-        ),
+        entry=listed(f'extern "C" int {op.function}(', ["int m", *given, *ENVIRONMENT], ") {", last=""),
         arguments=", ".join(["m", *names]),
     )
 

@@ -1,4 +1,5 @@
-"""A product and its pointwise tail as one Triton kernel: TMA in a persistent loop where the target has it, else pointers."""
+"""A product and its pointwise tail as one Triton kernel: persistent with TMA where the target has it, else by
+pointers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,7 +19,7 @@ DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 
 @dataclass(frozen=True, slots=True)
 class TmaContext:
-    """What templates/triton/linear_tma.py.jinja may know. `finish` and `kernel` are signatures, the rest body lines."""
+    """What templates/triton/linear_tma.py.jinja may know: signatures (`finish`, `kernel`) and body lines."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
     op: CustomOp
@@ -34,7 +35,7 @@ class TmaContext:
 
 @dataclass(frozen=True, slots=True)
 class PointerContext:
-    """What templates/triton/linear_pointer.py.jinja may know. `starts` are the lines before the loop over K, `dots` in it."""
+    """What templates/triton/linear_pointer.py.jinja may know: `starts` go before the loop, `dots` into it."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
     op: CustomOp
@@ -51,7 +52,12 @@ class PointerContext:
 
 @dataclass(frozen=True, slots=True)
 class LinearTriton(Kernel):
-    """Takes one or two products of the same rows, any epilogue over them, any number of operands and outputs."""
+    """Takes one or two products of the same rows, any epilogue, any number of operands and outputs.
+
+    `tile` is one that was measured; without it the rule of tile.py decides.
+    """
+
+    tile: Tile | None = None
 
     def rejects(self, site: Site) -> str | None:
         if reason := refusal(site):
@@ -69,11 +75,12 @@ class LinearTriton(Kernel):
     def render(self, site: Site) -> Rendered:
         tail, op = tail_of(site), site.node.op
         assert isinstance(op, Product)
-        tile = tile_of(site.target, tail, *_extent(site))
+        tile = self.tile or tile_of(site.target, tail, *_extent(site))
         outside = custom_op(site, tail)
         write = _tma if "tma" in site.target.features else _pointer
         context = write(outside, tail, tile, op.layout)
-        return Rendered(outside.function, outside.symbol, {f"{outside.symbol}.py": (context.TEMPLATE, context)}, str(tile))
+        files = {f"{outside.symbol}.py": (context.TEMPLATE, context)}
+        return Rendered(outside.function, outside.symbol, files, str(tile))
 
 
 LINEAR_TRITON = LinearTriton("linear_triton", "triton", frozenset({"mma"}))
@@ -86,20 +93,21 @@ def _extent(site: Site) -> tuple[int, int]:
 
 def _tma(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> TmaContext:
     tensors = [_handle(value) for value in (*tail.inputs, *tail.outputs)]
-    columns = [value for value in tail.operands if value.column]
-    ragged = ["N: tl.constexpr"] if columns and op.n % tile.n else []
-    ends = [_handle(value) for value in (*tail.operands, *tail.outputs)] + [word[0] for word in ragged]
-    sides = [[p.replace("p", side, 1) for p in tail.accumulators] for side in ("left", "right")]
-    starts = ("n", "n + BLOCK_N // 2")
-    sizes = [f"{name}: tl.constexpr" for name in ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PROGRAMS")]
+    columns = any(value.column for value in tail.operands)
+    ragged = op.n % tile.n > 0
+    handles = [_handle(value) for value in (*tail.operands, *tail.outputs)]
+    width = ["N"] if columns and ragged else []
+    lefts, rights = ([p.replace("p", side, 1) for p in tail.accumulators] for side in ("left", "right"))
+    halves = ([*lefts, "m", "n"], [*rights, "m", "n + BLOCK_N // 2"])
+    sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PROGRAMS"))
     return TmaContext(
         op=op,
         tile=tile,
         accumulators=tail.accumulators,
-        finish=listed("def finish(", [*tail.accumulators, "m", "n", *ends[: len(ends) - len(ragged)], *ragged], "):"),
+        finish=listed("def finish(", [*tail.accumulators, "m", "n", *handles, *map(_constexpr, width)], "):"),
         epilogue=(
             *([f"columns = n + tl.arange(0, {tail.accumulators[0]}.shape[1])"] if columns else []),
-            *(_tma_read(value, bool(ragged)) for value in tail.operands),
+            *(_tma_read(value, ragged) for value in tail.operands),
             *_steps(tail, "{name}_desc.store([m, n], {name}.to({dtype}))"),
         ),
         kernel=listed("def kernel(", [*tensors, "M", *sizes], "):"),
@@ -111,17 +119,18 @@ def _tma(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> TmaContext:
             ),
         ),
         halves=(
-            *(f"{left}, {right} = halves({p})" for p, left, right in zip(tail.accumulators, *sides, strict=True)),
-            *(
-                listed("finish(", [*side, "m", at, *ends], ")", indent=8).lstrip()
-                for side, at in zip(sides, starts, strict=True)
-            ),
+            *(f"{a}, {b} = halves({p})" for p, a, b in zip(tail.accumulators, lefts, rights, strict=True)),
+            *(listed("finish(", [*given, *handles, *width], ")", 8).lstrip() for given in halves),
         ),
         descriptors=tuple(_descriptor(value, tail, layout) for value in (*tail.inputs, *tail.outputs)),
     )
 
 
 _WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
+
+
+def _constexpr(name: str) -> str:
+    return f"{name}: tl.constexpr"
 
 
 def _handle(value: Value) -> str:
@@ -166,7 +175,7 @@ def _descriptor(value: Value, tail: Tail, layout: str) -> str:
 def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContext:
     x = tail.x.name
     tensors = [value.name for value in (*tail.inputs, *tail.outputs)]
-    sizes = [f"{name}: tl.constexpr" for name in ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP")]
+    sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     ragged_n, ragged_k = op.n % tile.n > 0, op.k % tile.k > 0
     weight = {"nk": "columns * K + ks[:, None]", "kn": "ks[:, None] * N + columns"}[layout]
     step = {"nk": "k", "kn": "k * N"}[layout]
@@ -199,8 +208,8 @@ def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContex
 
 
 def _pointer_read(value: Value, across: list[str]) -> str:
-    load = _masked(f"{value.name}_ptr + columns", across) if value.column else _masked(f"{value.name}_ptr + at", ["inside"])
-    return f"{value.name} = {load}.to(tl.float32)"
+    place, conditions = ("columns", across) if value.column else ("at", ["inside"])
+    return f"{value.name} = {_masked(f'{value.name}_ptr + {place}', conditions)}.to(tl.float32)"
 
 
 def _masked(pointer: str, conditions: list[str]) -> str:

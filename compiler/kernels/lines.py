@@ -28,8 +28,8 @@ def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> s
 
 
 def listed(head: str, items: Sequence[str], tail: str, indent: int = 0, last: str = ",") -> str:
-    """`head`, the items and `tail` on one line or, where that is too long, the items on lines of their own, `last`
-    behind the last. No item is broken."""
+    """`head`, the items and `tail` on one line or, where that is too long, the items on lines of their own,
+    with `last` behind them. No item is broken."""
     pad = " " * indent
     line = f"{pad}{head}{', '.join(items)}{tail}"
     if len(line) <= WIDTH:

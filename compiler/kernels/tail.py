@@ -1,5 +1,4 @@
-"""The epilogue of a product as generated code spells it: names that cannot clash and expressions over them; and
-what no kernel of one takes."""
+"""The epilogue of a product as generated code spells it: names that cannot clash, expressions over them."""
 
 import keyword
 from collections.abc import Collection
@@ -13,18 +12,22 @@ from specc.compiler.ops.linear import Product
 VECTOR = 16  # bytes that one load, one TMA row and one CUTLASS access are multiples of
 FLOATS = ("bf16", "f16", "f32")
 
-# What the generated code itself calls things, and the words of C++; Python's own come from its `keyword` module.
+# What the generated code itself calls things, and the words of C++; Python's own are in `keyword`.
 OURS = """
-    M N K NODE NAMESPACE BLOCK_M BLOCK_N BLOCK_K GROUP WARPS STAGES PROGRAMS Path Tensor TensorDescriptor tl torch
-    triton ctypes functools library native kernel finish halves launch m n k i tile tiles tiles_m tiles_n first
-    height rows columns ks at inside name shape dtype tensor have found wants range min max code programs
-    workspace stream status arguments hardware gemm cute cutlass collective fusion stride_x stride_w stride_y
+    M N K NODE NAMESPACE BLOCK_M BLOCK_N BLOCK_K GROUP WARPS STAGES PROGRAMS Path Tensor
+    TensorDescriptor tl torch triton ctypes functools library native kernel finish halves launch m n k i
+    tile tiles tiles_m tiles_n first height rows columns ks at inside name shape dtype tensor have found
+    wants range min max code programs workspace stream status arguments tree hardware gemm cute cutlass
+    collective fusion stride_x stride_w stride_y Auto Element Row Tile Cluster Kernel Gemm Tree Epilogue
+    Fragment Compute Descriptor Aux TileLoad ColumnLoad call given expf logf sqrtf erff fabsf tanhf
+    fminf fmaxf powf
 """
 CPP = """
-    alignas alignof auto bool break case catch char class const constexpr continue default delete do double else
-    enum explicit export extern false float for friend goto if inline int long mutable namespace new noexcept
-    operator private protected public register return short signed sizeof static struct switch template this
-    throw true try typedef typename union unsigned using virtual void volatile while
+    alignas alignof auto bool break case catch char class const constexpr continue default delete do
+    double else enum explicit export extern false float for friend goto if inline int long mutable
+    namespace new noexcept operator private protected public register return short signed sizeof static
+    struct switch template this throw true try typedef typename union unsigned using virtual void
+    volatile while
 """
 RESERVED = frozenset((*keyword.kwlist, *OURS.split(), *CPP.split()))
 
@@ -57,8 +60,8 @@ class Result:
 class Tail:
     """Everything a kernel is given and gives: `x` [rows, K], one weight an accumulator, operands, results.
 
-    `results` stand in the order of the node's outputs; `steps` in the order of computing them, as the first may
-    read the others.
+    `results` stand in the order of the node's outputs; `steps` in the order of computing them, as the first
+    may read the others.
     """
 
     x: Value

@@ -20,7 +20,7 @@ BARRIERS = 1024  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`m` x `n` elements an accumulator, `k` of the sum at a time, by `warps`, with `stages` loads in flight."""
+    """`m` x `n` elements an accumulator, `k` of the sum at a time, by `warps`, `stages` loads in flight."""
 
     m: int
     n: int
@@ -33,7 +33,7 @@ class Tile:
 
 
 def tile_of(target: Target, tail: Tail, n: int, k: int) -> Tile:
-    """The widest tile that wastes at most an eighth of its columns as padding and leaves room for three stages.
+    """The widest tile that pads N by at most an eighth and leaves room for three stages.
 
     A stage holds a block of x and one of each weight. With TMA the loads of the next tile run during the
     epilogue, so what that stages in shared memory stands beside them: half a tile of its widest output and,

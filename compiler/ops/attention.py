@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,10 @@ class Sdpa(Op):
     def support(self, inputs: Sequence[TensorType]) -> str:
         return "attend" if self.window is None else "attend_window"
 
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        window = () if self.window is None else (self.window,)
+        return Traced(self.support(inputs), (*map(Input, range(len(inputs))), *window))
+
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
 
@@ -87,6 +91,9 @@ class CacheWrite(Op):
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         return f"{args[0]}.index_copy_(1, {args[2]}, {args[1]})"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("index_copy_", (Input(0), 1, Input(2), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         cache, x, positions = inputs
@@ -122,6 +129,10 @@ class SdpaCached(Op):
 
     def support(self, inputs: Sequence[TensorType]) -> str:
         return "attend_cached" if self.window is None else "attend_cached_window"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        window = () if self.window is None else (self.window,)
+        return Traced(self.support(inputs), (*map(Input, range(len(inputs))), *window))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch

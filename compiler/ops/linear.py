@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Dim, Emit, Op, Sizes, TensorType, TypeRuleError, operand
+from specc.compiler.ir import Dim, Emit, Input, Op, Sizes, TensorType, Traced, TypeRuleError, operand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +60,9 @@ class Linear(Product):
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         return f"F.linear({args[0]}, {args[1]})"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("linear", (Input(0), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, *weights = inputs

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError, operand
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError, operand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +35,12 @@ class CrossEntropy(Op):
         if self.reduction == "mean":
             return f"F.cross_entropy({logits}.flatten(0, 1), {targets}.flatten())"
         return f'F.cross_entropy({logits}.transpose(1, 2), {targets}, reduction="none")'
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        if self.reduction == "mean":
+            return Traced("cross_entropy", (Traced("flatten", (Input(0), 0, 1)), Traced("flatten", (Input(1),))))
+        transposed = Traced("transpose", (Input(0), 1, 2))
+        return Traced("cross_entropy", (transposed, Input(1)), (("reduction", "none"),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         logits, targets = inputs

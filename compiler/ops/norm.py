@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,10 @@ class RmsNorm(Op):
         weight = f", {args[1]}" if self.affine else ""
         return f"F.rms_norm({args[0]}, ({inputs[0].width},){weight}, eps={self.eps})"
 
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        weight = (Input(1),) if self.affine else ()
+        return Traced("rms_norm", (Input(0), (inputs[0].width,), *weight), (("eps", self.eps),))
+
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, *weight = inputs
         y = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
@@ -67,6 +71,9 @@ class LayerNorm(Op):
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         return f"F.layer_norm({args[0]}, ({inputs[0].width},), {args[1]}, {args[2]}, eps={self.eps})"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("layer_norm", (Input(0), (inputs[0].width,), Input(1), Input(2)), (("eps", self.eps),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, weight, bias = inputs

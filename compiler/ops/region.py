@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir import Op, Sizes, TensorType
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced
 
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
@@ -46,6 +46,9 @@ class Fused(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced(self.group, tuple(map(Input, range(len(inputs)))))
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return 0

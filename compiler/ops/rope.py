@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,9 @@ class Positions(Op):
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         counted = f"torch.arange({args[0]}.shape[1], device={args[0]}.device)"
         return counted if len(args) == 1 else f"{args[1]} + {counted}"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("arange", (Traced("getitem", (Traced("getattr", (Input(0), "shape")), 1)),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -67,6 +70,9 @@ class RopeAngles(Op):
 
     def support(self, inputs: Sequence[TensorType]) -> str:
         return "rope_angles"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("rope_angles", (Input(0), self.dims, self.base))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError, operand
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError, operand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,9 @@ class Embedding(Op):
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         return f"F.embedding({args[0]}, {args[1]})"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("embedding", (Input(0), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         ids, table = inputs
@@ -60,6 +63,11 @@ class SplitHeads(Op):
         assert isinstance(width, int)
         return f"{operand(args[0])}.unflatten(-1, ({self.heads}, {width // self.heads}))"
 
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        width = inputs[0].width
+        assert isinstance(width, int)
+        return Traced("unflatten", (Input(0), -1, (self.heads, width // self.heads)))
+
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].reshape(*inputs[0].shape[:-1], self.heads, -1)
 
@@ -86,6 +94,9 @@ class MergeHeads(Op):
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         return f"{operand(args[0])}.flatten(-2)"
 
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("flatten", (Input(0), -2))
+
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].reshape(*inputs[0].shape[:-2], -1)
 
@@ -110,6 +121,9 @@ class Last(Op):
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         return f"{operand(args[0])}[:, -1]"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("getitem", (Input(0), (slice(None), -1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].select(1, inputs[0].shape[1] - 1)

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
 from specc.compiler.pattern import matches
 from specc.compiler.train_spec import AdamWSpec, MuonSpec, OptimizerSpec
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.optim.muon import Muon
 from specc.runtime.optim.schedule import value_at
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
 
 
 class OptimizerError(RuntimeFailure):

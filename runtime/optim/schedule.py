@@ -26,7 +26,7 @@ def by_steps(schedule: ScheduleSpec, steps: int, step: int) -> float:
     """A run of `steps` updates: up in a straight line over the first `warmup_steps`, which end at 1, and down
     to `floor` over the last `warmdown_steps`, which begin at 1 and aim at 0 just after the last update."""
     left = steps - step
-    down = 1.0 if left > schedule.warmdown_steps else max(left / schedule.warmdown_steps, schedule.floor)
+    down = 1.0 if left >= schedule.warmdown_steps else max(left / schedule.warmdown_steps, schedule.floor)
     return min(_warm_up(schedule, step), down)
 
 
@@ -39,7 +39,7 @@ def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -
     """
     left = max(0.0, budget - seconds)
     span = schedule.warmdown_steps * seconds / step if step else 0.0
-    down = 1.0 if left > span or span == 0.0 else max(left / span, schedule.floor)
+    down = 1.0 if left >= span else max(left / span, schedule.floor)
     return min(_warm_up(schedule, step), down)
 
 

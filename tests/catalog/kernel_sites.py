@@ -1,12 +1,16 @@
-"""The nodes that the kernel tests run on, and their generated files as importable packages."""
+"""The nodes that the kernel tests run on: their sites, inputs, references, and generated files as packages."""
 
 import importlib
+import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
+import torch
+from torch import Tensor
+
+from specc.compiler.expr import parse, torch_value
 from specc.compiler.ir import Dim, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site
 from specc.compiler.ops.linear import Dgrad, Linear, Product
@@ -14,7 +18,7 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.render import plan_key, render
 from specc.compiler.targets import TARGETS
 
-# label -> (outputs, variables with the accumulators first, labels, columns among the operands)
+# outputs; variables, accumulators first; labels; which operands are columns
 Epilogue = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 SILU = "sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))"
 GELU = "0.5 * (1 + erf(0.7071067811865476 * a)) + 0.3989422804014327 * a * exp(-0.5 * a ** 2)"
@@ -30,6 +34,8 @@ FORWARD: Mapping[str, Epilogue] = {
         ("y", "slope_x", "slope_gate"),
         (),
     ),
+    # Words that the generated code uses itself, and labels that are variables too.
+    "clashes": (("y + x * tl * n + w", "p - float"), ("y", "x", "tl", "n", "p", "float"), ("p", "w"), ("n",)),
 }
 BACKWARD: Mapping[str, Epilogue] = {
     "mul": (("d * slope",), ("d", "slope"), (), ()),
@@ -37,9 +43,11 @@ BACKWARD: Mapping[str, Epilogue] = {
     "gelu_grad": ((f"d * ({GELU})",), ("d", "a"), (), ()),
 }
 EPILOGUES = {**FORWARD, **BACKWARD}
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+GUARD = 512  # poisoned elements on either side of an output
 
 
-def site(
+def make_site(
     name: str,
     n: int = 1792,
     k: int = 512,
@@ -53,40 +61,103 @@ def site(
     backward = name in BACKWARD
     weights = 2 if name == "silu_gated" else 1
     op: Product = Dgrad() if backward else Linear(weights)
-    x = TensorType((*rows, k), dtype)
     weight = TensorType((k, n) if backward else (n, k), dtype)
-    tiles = {v: TensorType((*rows, n), dtype) for v in variables[weights:]}
-    operands = tiles | {v: TensorType((n,), "f32") for v in columns}
-    kind = "mlp.down.dgrad" if backward else "mlp.up"
-    refs = (kind[0], *(f"w{i}" for i in range(weights)), *operands)
-    node = Node(
-        kind,
-        op,
-        refs,
-        tuple(TensorType((*rows, n), out or dtype) for _ in outputs),
-        Pointwise(outputs, variables, labels, title=name),
-        (kind, "mlp.act"),
-    )
-    types = (x, *[weight] * weights, *operands.values())
-    return Site(node, types, TARGETS[target], f"blocks.*.{kind} + act", "sample")
+    shapes: list[tuple[Dim, ...]] = [(n,) if v in columns else (*rows, n) for v in variables[weights:]]
+    operands = [TensorType(shape, "f32" if shape == (n,) else dtype) for shape in shapes]
+    types = (TensorType((*rows, k), dtype), *[weight] * weights, *operands)
+    path = "mlp.down.dgrad" if backward else "mlp.up"
+    results = tuple(TensorType((*rows, n), out or dtype) for _ in outputs)
+    tail = Pointwise(outputs, variables, labels, title=name)
+    node = Node(path, op, tuple(f"v{i}" for i in range(len(types))), results, tail, (path, "mlp.act"))
+    return Site(node, types, TARGETS[target], f"blocks.*.{path} + act", "sample")
 
 
-def written(kernel: Kernel, node: Site, folder: Path) -> list[Path]:
+def written(kernel: Kernel, site: Site, folder: Path) -> list[Path]:
     """Renders the files of a kernel into `folder`, which becomes a package."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "__init__.py").touch()
     paths = []
-    for name, (template, context) in kernel.render(node).files.items():
-        path = folder / name
-        path.write_text(render(template, context, "specs/sample.yaml", plan_key(template, context)), encoding="utf-8")
-        paths.append(path)
+    for name, (template, context) in kernel.render(site).files.items():
+        text = render(template, context, "specs/sample.yaml", plan_key(template, context))
+        (folder / name).write_text(text, encoding="utf-8")
+        paths.append(folder / name)
     return paths
 
 
-def imported(kernel: Kernel, node: Site, folder: Path) -> ModuleType:
+def imported(kernel: Kernel, site: Site, folder: Path) -> ModuleType:
     """Renders a kernel and imports its Python file; `folder` needs a name that no other package has."""
-    written(kernel, node, folder)
+    written(kernel, site, folder)
     if str(folder.parent) not in sys.path:
         sys.path.insert(0, str(folder.parent))
     importlib.invalidate_caches()
-    return importlib.import_module(f"{folder.name}.{kernel.render(node).module}")
+    return importlib.import_module(f"{folder.name}.{kernel.render(site).module}")
+
+
+def parameters(module: ModuleType, site: Site) -> list[str]:
+    """The names of the tensors that `launch` takes, which must be as many as the site has."""
+    names = list(inspect.signature(module.launch).parameters)
+    assert len(names) == len(site.inputs) + len(site.node.types)
+    return names
+
+
+def sample_inputs(site: Site, m: int, seed: int, device: str = "cpu") -> list[Tensor]:
+    """Random inputs of a site with m rows. Weights are scaled so that products have unit variance."""
+    generator = torch.Generator(device).manual_seed(seed)
+    k = site.inputs[0].width
+    assert isinstance(k, int)
+    tensors = []
+    for i, type in enumerate(site.inputs):
+        shape = [dim if isinstance(dim, int) else m for dim in type.shape]
+        value = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+        scale = k**-0.5 if 0 < i < site.node.op.arity else 1.0
+        tensors.append((value * scale).to(DTYPES[type.dtype]))
+    return tensors
+
+
+def expected(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs in float64, of the inputs as they are."""
+    return _computed(site, [value.double() for value in inputs])
+
+
+def eager(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs as plain Torch computes them, rounding after every operation."""
+    return _computed(site, [value.to(inputs[0].dtype) for value in inputs])
+
+
+def _computed(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
+    op, tail = site.node.op, site.epilogue
+    assert tail is not None
+    products = op.reference(*inputs[: op.arity])
+    accumulators = products if isinstance(products, tuple) else (products,)
+    values: dict[str, Tensor | float] = dict(
+        zip(tail.variables, (*accumulators, *inputs[op.arity :]), strict=True)
+    )
+    further = [torch_value(parse(text), values) for text in tail.outputs[1:]]
+    saved = zip(tail.labels[1:], further, strict=True) if tail.labels else ()
+    values = {**dict(saved), **values}
+    return [torch_value(parse(tail.outputs[0]), values), *further]
+
+
+def poisoned(site: Site, m: int, device: str = "cpu") -> list[Tensor]:
+    """Buffers full of NaN that hold an output of m rows and a guard on either side."""
+    n = site.node.type.width
+    assert isinstance(n, int)
+    return [
+        torch.full((m * n + 2 * GUARD,), torch.nan, dtype=DTYPES[type.dtype], device=device)
+        for type in site.node.types
+    ]
+
+
+def inner(buffer: Tensor, site: Site) -> Tensor:
+    """The output inside its guards, [rows, N]."""
+    n = site.node.type.width
+    assert isinstance(n, int)
+    return buffer[GUARD : buffer.numel() - GUARD].view(-1, n)
+
+
+def check_guards(buffer: Tensor, name: str) -> None:
+    """Every element of the output is written and none beside it."""
+    guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
+    assert guards.isnan().all(), f"{name} is written beside its end"
+    unwritten = int(buffer[GUARD : buffer.numel() - GUARD].isnan().sum())
+    assert unwritten == 0, f"{unwritten} elements of {name} are not written"

@@ -1,0 +1,41 @@
+# Two commands do all: `make quickstart` and `make test`. Both make their environment first.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: setup quickstart test check golden
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt nvidia-cutlass
+	touch $@
+
+# A byte-level model on the source text of this Python's standard library: minutes on two cores.
+quickstart: setup
+	$(BIN)/specc plan specs/gpt_mini.yaml
+	$(BIN)/specc build specs/gpt_mini.yaml
+	$(BIN)/specc train specs/gpt_mini.yaml --data stdlib --target cpu --run $(RUN)
+	$(BIN)/specc quantize $(RUN)
+	$(BIN)/specc export $(RUN) --format artifact --out $(RUN)/gpt_mini.specc
+	$(BIN)/specc size $(RUN)/gpt_mini.specc
+	$(BIN)/specc eval $(RUN)/gpt_mini.specc --data stdlib --max-tokens 65536
+	$(BIN)/specc generate $(RUN)/gpt_mini.specc --prompt 'def ' --max-tokens 200 --temperature 0.7 --seed 1
+	@echo "the model is in $(RUN)/gpt_mini.specc"
+
+test: check
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	MYPYPATH=.types $(BIN)/mypy -p specc
+	$(BIN)/specc build --all --check
+	$(BIN)/specc schema --check
+
+# Rewrites everything that is generated and committed; review the diff.
+golden: setup
+	$(BIN)/specc build --all --force
+	$(BIN)/specc schema --write
+	SPECC_GOLDEN=1 $(BIN)/python -m pytest tests/errors

@@ -1,0 +1,79 @@
+"""Says which kernel computes a node, and why no other does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from specc.compiler.ops.region import Call, Fused
+from specc.compiler.passes.select_kernels import group_pattern
+from specc.compiler.pattern import matches
+from specc.compiler.plan import Plan, place_pattern
+from specc.compiler.programs import Programs
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """One node on one target. `rejected` are the kernels not chosen, each with its reason."""
+
+    target: str
+    node: str
+    label: str
+    op: str
+    kernel: str
+    files: tuple[str, ...]
+    tile: str
+    rejected: tuple[tuple[str, str], ...]
+
+    def data(self) -> dict[str, Any]:
+        """The row as JSON has it."""
+        rejected = [{"kernel": kernel, "reason": reason} for kernel, reason in self.rejected]
+        plain = {name: getattr(self, name) for name in ("target", "node", "label", "op", "kernel", "tile")}
+        return {**plain, "files": list(self.files), "rejected": rejected}
+
+
+def explain(plan: Plan, node: str | None) -> Iterator[Explained]:
+    """The nodes whose path `node` covers (it may be a pattern, or a path of one block), all products where it is None."""
+    for choice in plan.choices:
+        path = choice.site.label.split(" ")[0]
+        members = [path, *(path.rpartition(".")[0] + "." + word for word in choice.site.label.split(" + ")[1:])]
+        if node is None or any(_covers(node, member) for member in members):
+            files = tuple(choice.rendered.files)
+            op = str(choice.site.node)
+            kernel = f"{choice.kernel.name} ({choice.kernel.language})"
+            yield Explained(plan.target.name, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected)
+    if node is None:
+        return
+    programs = plan.programs
+    seen: set[str] = set()
+    for graph in programs.graphs:
+        same = tuple(other.name for other in programs.functions if other.name == graph.name)
+        for found in graph.nodes:
+            path = place_pattern(programs, same, found.name)
+            if isinstance(found.op, Call | Fused) or path in seen or not _covers(node, path):
+                continue
+            seen.add(path)
+            reason = (("every other", "the node is in no fused group, and Torch and its compiler take it as it is"),)
+            yield Explained(plan.target.name, path, path, str(found), "torch (torch)", (), "", reason)
+
+
+def _covers(asked: str, path: str) -> bool:
+    return asked == path or matches(asked, path) or matches(path, asked)
+
+
+def text_of(row: Explained) -> str:
+    """The row as people read it."""
+    lines = [f"{row.label} on {row.target}: {row.kernel}{f', {row.tile}' if row.tile else ''}"]
+    lines += [f"  {row.op}", *(f"  file: {row.target}/{name}" for name in row.files)]
+    lines += [f"  not {kernel}: {reason}" for kernel, reason in row.rejected]
+    return "\n".join(lines)
+
+
+def graphs_text(programs: Programs, program: str | None) -> str:
+    """Every graph, or one, in the text form that parses back; groups as their forward and backward."""
+    graphs = [graph for graph in programs.graphs if program in (None, graph.name)]
+    parts = [str(graph) for graph in graphs]
+    if program is None:
+        for group in programs.groups:
+            where = group_pattern(programs, group, group.scope)
+            parts += [f"# fused group {where}\n{group.forward}", str(group.backward)]
+    return "\n\n".join(parts)

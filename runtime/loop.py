@@ -1,0 +1,188 @@
+"""The training loop: steps, validation, checkpoints, a log, and an orderly end whatever happens."""
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specc.runtime import checkpoint
+from specc.runtime.data import BitsPerByte, Tokenizer, TokenStream
+from specc.runtime.errors import RunFailure
+from specc.runtime.log import RunLog, Say, Step
+from specc.runtime.run import Run
+from specc.runtime.signals import Signals, Stopped
+from specc.runtime.trainer import Trainer
+
+
+class Progress(Protocol):
+    def show(self, step: Step, done: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What ends this run early: a number of steps of the run in all, seconds in this loop."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What is scored: the first `max_tokens` of a stream (None: all of it), `batch` windows at once."""
+
+    stream: TokenStream
+    tokenizer: Tokenizer
+    batch: int
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended. `checkpoint` holds what it ends with: the averaged weights where the spec averages.
+
+    `complete` is False where the run was ended early; `seconds` are those of training. `raw` and `averaged`
+    are what validation gave for the plain and the averaged weights.
+    """
+
+    run: Path
+    checkpoint: Path
+    step: int
+    seconds: float
+    complete: bool
+    raw: BitsPerByte
+    averaged: BitsPerByte | None
+
+    @property
+    def final(self) -> BitsPerByte:
+        return self.averaged or self.raw
+
+
+class Loop:
+    """One run from where its trainer stands to its end."""
+
+    def __init__(
+        self,
+        run: Run,
+        trainer: Trainer,
+        validation: Validation,
+        log: RunLog,
+        progress: Progress,
+        say: Say,
+        limits: Limits,
+    ) -> None:
+        self._run, self._trainer, self._validation = run, trainer, validation
+        self._log, self._progress, self._say, self._limits = log, progress, say, limits
+
+    def run(self) -> TrainResult:
+        """Raises RunFailure when the loss is not finite or memory or disk is full, and Preempted or
+        Interrupted, with everything committed, after a signal."""
+        with Signals() as signals:
+            try:
+                self._train(signals.check)
+                return self._finish(signals.check)
+            except Stopped as stop:
+                failure = stop.failure(f"saved as {self._commit()}; continue with --resume auto")
+                self._log.write("stopped", step=self._trainer.step, message=failure.message)
+                raise failure from None
+            except torch.OutOfMemoryError as error:
+                message = f"step {self._trainer.step + 1}: out of GPU memory"
+                raise RunFailure(message, "lower train.micro_batch; tokens_per_step may stay") from error
+            except RunFailure as error:
+                self._log.write("failure", step=self._trainer.step, message=error.message)
+                raise
+
+    def _train(self, check: Callable[[], None]) -> None:
+        trainer, train = self._trainer, self._trainer.train
+        self._log.write(
+            "start",
+            step=trainer.step,
+            spec_digest=self._run.spec_digest,
+            target=self._run.target,
+            device=str(trainer.device),
+            threads=torch.get_num_threads(),
+            torch=str(torch.__version__),
+            python=platform.python_version(),
+        )
+        if train.budget_seconds is not None and not self._ended(0.0):
+            trainer.warm_up(self._validation.tokenizer.vocab)
+        check()
+        began = time.monotonic()
+        trainer.clock.start()
+        while not self._ended(time.monotonic() - began):
+            self._report(trainer.advance())
+            commits, validates = self._due(train.checkpoint_every), self._due(train.validate_every)
+            if (commits or validates) and not self._ended(time.monotonic() - began):
+                self._report(trainer.settle())
+                with trainer.paused():
+                    if commits:
+                        self._commit()
+                    if validates:
+                        self._validate("raw", None, check)
+            check()
+        self._report(trainer.settle())
+        trainer.clock.stop()
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self._trainer.step % every == 0
+
+    def _ended(self, seconds: float) -> bool:
+        limits, trainer = self._limits, self._trainer
+        return (
+            trainer.done >= 1
+            or (limits.steps is not None and trainer.step >= limits.steps)
+            or (limits.seconds is not None and seconds >= limits.seconds)
+        )
+
+    def _finish(self, check: Callable[[], None]) -> TrainResult:
+        trainer = self._trainer
+        path = self._commit()
+        complete = trainer.done >= 1
+        raw = self._validate("raw", None, check)
+        averaged = self._validate("average", trainer.average.tensors, check) if trainer.average else None
+        ends_with = "raw" if averaged is None else "average"
+        self._log.write(
+            "end", step=trainer.step, seconds=trainer.clock.seconds, complete=complete, weights=ends_with
+        )
+        if not complete:
+            self._say(f"ended early after step {trainer.step:,}; continue with --resume auto")
+        return TrainResult(
+            self._run.directory, path, trainer.step, trainer.clock.seconds, complete, raw, averaged
+        )
+
+    def _report(self, steps: list[Step]) -> None:
+        for step in steps:
+            self._log.step(step)
+            self._progress.show(step, self._trainer.done)
+
+    def _commit(self) -> Path:
+        """Commits a checkpoint of where the trainer stands; never one whose last step was not finite."""
+        self._report(self._trainer.settle())
+        path = checkpoint.save(self._run.checkpoints, self._trainer.snapshot())
+        self._log.write("checkpoint", step=self._trainer.step, path=path.name)
+        return path
+
+    def _validate(
+        self, which: str, weights: Mapping[str, Tensor] | None, check: Callable[[], None]
+    ) -> BitsPerByte:
+        to, trainer = self._validation, self._trainer
+        result = trainer.evaluate(
+            to.stream, to.tokenizer, to.batch, to.max_tokens, weights, lambda done, todo: check()
+        )
+        nats = result.nats / result.tokens
+        self._log.write(
+            "validation",
+            step=trainer.step,
+            weights=which,
+            nats=nats,
+            tokens=result.tokens,
+            bpb=result.bpb,
+            bpb_pieces=result.bpb_pieces,
+        )
+        bpb = result.bpb if result.bpb is not None else result.bpb_pieces
+        self._say(f"step {trainer.step:,}  validation, {which} weights: {nats:.4f} nats/token, {bpb:.4f} bpb")
+        return result

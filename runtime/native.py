@@ -1,0 +1,139 @@
+"""Compiles generated CUDA C++ with nvcc, once per content, and loads it with ctypes.
+
+What is compiled is kept in `native/` of the user's cache directory (or of SPECC_CACHE_DIR), which only the
+user may write: what lies there is loaded as code.
+"""
+
+import ctypes
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+from platformdirs import user_cache_dir
+
+from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
+
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-DNDEBUG",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "--expt-relaxed-constexpr",
+    "-Xptxas=-v",
+    "-shared",
+    "-Xcompiler=-fPIC",
+)
+HEADERS = ("include", "tools/util/include")  # below the wheel's cutlass_library/source
+CUTLASS = "nvidia-cutlass"
+LOG_LINES = 40
+
+
+def library(source: Path) -> ctypes.CDLL:
+    """The compiled form of a generated .cu file, loaded into the process.
+
+    Raises EnvironmentFailure without nvcc or the CUTLASS headers, RunFailure where nvcc refuses the source or
+    ptxas makes a slow kernel of it, IntegrityError where the cache directory is not the user's alone.
+    """
+    return ctypes.CDLL(str(compile_only(source)))
+
+
+def compile_only(source: Path) -> Path:
+    """The shared library of a .cu file, compiled unless the cache has it already. Raises as `library`."""
+    text = source.read_bytes()
+    nvcc, (version, headers) = find_nvcc(), find_cutlass()
+    facts = (nvcc_version(nvcc), version, platform.machine(), *FLAGS)
+    key = hashlib.sha256(b"\0".join((text, *(fact.encode() for fact in facts)))).hexdigest()[:32]
+    folder = cache_folder()
+    compiled = folder / f"{source.stem}-{key}.so"
+    with FileLock(folder / f"{source.stem}-{key}.lock", mode=0o600):
+        if not compiled.is_file():
+            _compile(nvcc, headers, source.name, text, compiled)
+    return compiled
+
+
+def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=compiled.parent) as scratch:
+        copy, made = Path(scratch, name), Path(scratch, compiled.name)
+        copy.write_bytes(text)
+        includes = [f"-I{headers / folder}" for folder in HEADERS]
+        command = [nvcc, *FLAGS, *includes, str(copy), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        log = done.stdout + done.stderr
+        end = "\n".join(log.splitlines()[-LOG_LINES:])
+        if done.returncode:
+            raise RunFailure(f"nvcc cannot compile {name} (exit {done.returncode})", end)
+        if reason := slow(log):
+            raise RunFailure(f"ptxas makes a slow kernel of {name}: {reason}", end)
+        os.replace(made, compiled)
+
+
+def slow(log: str) -> str | None:
+    """What ptxas says of a kernel that would run far below its speed: registers spill, wgmma waits."""
+    if "C7510" in log:
+        return "warning C7510, wgmma instructions are serialized"
+    spilled = [
+        f"{size} bytes {what}" for size, what in re.findall(r"(\d+) bytes (spill \w+)", log) if int(size)
+    ]
+    return ", ".join(spilled) or None
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: made with mode 0700, refused where another user could write to it."""
+    folder = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "native")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise IntegrityError(
+            f"{folder} is a link", "Compiled code is only loaded from a directory of your own."
+        )
+    if found.st_uid != os.getuid():
+        hint = "Set SPECC_CACHE_DIR to a directory of your own."
+        raise IntegrityError(f"{folder} belongs to user {found.st_uid}", hint)
+    if found.st_mode & 0o022:
+        mode = stat.S_IMODE(found.st_mode)
+        raise IntegrityError(
+            f"{folder} has mode {mode:o}, so others can write to it", f"Run: chmod 700 {folder}"
+        )
+    return folder
+
+
+def find_nvcc() -> str:
+    """The path of nvcc: of PATH, else of CUDA_HOME, else of /usr/local/cuda. Raises EnvironmentFailure."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if found is None:
+        hint = "Install the CUDA toolkit, 12.4 or later, or set CUDA_HOME."
+        raise EnvironmentFailure(
+            f"the CUTLASS kernels need nvcc; it is neither on PATH nor in {home}/bin", hint
+        )
+    return found
+
+
+@cache
+def nvcc_version(nvcc: str) -> str:
+    """What `nvcc --version` prints."""
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def find_cutlass() -> tuple[str, Path]:
+    """Version of the CUTLASS wheel and the folder with its headers. Raises EnvironmentFailure."""
+    try:
+        version = importlib.metadata.version(CUTLASS)
+    except importlib.metadata.PackageNotFoundError:
+        version = ""
+    package = importlib.util.find_spec("cutlass_library") if version else None
+    for place in package.submodule_search_locations or () if package else ():
+        if Path(place, "source", HEADERS[0], "cutlass", "cutlass.h").is_file():
+            return version, Path(place, "source")
+    hint = f"Install them: pip install --no-deps '{CUTLASS}>=4.2'"
+    raise EnvironmentFailure(f"the CUTLASS kernels need the headers of the {CUTLASS} wheel", hint)

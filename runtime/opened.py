@@ -1,0 +1,277 @@
+"""Opens what a model is kept in, a run directory or a `.specc` artifact, as a module that is ready to run.
+
+Neither holds code that is trusted: the module is rendered from the spec by the compiler that is installed.
+"""
+
+import hashlib
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+import torch
+from platformdirs import user_cache_path
+from torch import Tensor, nn
+
+from specc.compiler.build import compile_loaded, interface_digest, spec_of
+from specc.compiler.check import problems_of
+from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.quant.scheme import Scheme
+from specc.compiler.spec import Spec
+from specc.runtime import checkpoint
+from specc.runtime.data import DataError, Tokenizer, open_tokenizer
+from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
+from specc.runtime.export.artifact import read_artifact
+from specc.runtime.load import Loaded, assign, choose_target, device_of, instantiate
+from specc.runtime.quantize.tensors import Layout, QuantizedModel, dequantized, layout
+from specc.runtime.run import Run, RunDirectoryError, is_run
+
+ARTIFACT = "model.specc"
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+Say = Callable[[str], None]
+Cache = list[tuple[Tensor, ...]]
+
+
+class Generated(Protocol):
+    """What a generated language model can do. ids and targets are i64 [B, T]; logits f32 [B, vocabulary]."""
+
+    def score(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Nats of each target, f32 [B, T]."""
+        ...
+
+    def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
+        """Logits after the last of `ids`, which `cache`, holding `start` (i64 []) tokens, takes in."""
+        ...
+
+    def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
+        """`prefill` of one token, ids [B, 1]."""
+        ...
+
+    def new_cache(self, rows: int, positions: int) -> Cache: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What a resolved spec stores of a model, and the digests that an artifact of it carries.
+
+    `code` is the SHA-256 of the generated code of all targets, so that it does not depend on where one is.
+    """
+
+    schemes: Mapping[str, Scheme]
+    shapes: Mapping[str, tuple[int, ...]]
+    interface: bytes
+    code: bytes
+
+    @classmethod
+    def of(cls, spec: Spec) -> "Deployment":
+        """Raises LoweringError when the spec makes no model."""
+        built = compile_loaded(spec, None)
+        programs = next(iter(built.plans.values())).programs
+        code = hashlib.sha256()
+        for name, text in sorted(built.files.items()):
+            if "/" in name:  # PLAN.md and the manifest, beside the folders, are no code
+                code.update(f"{name}\n{len(text)}\n{text}".encode())
+        return cls(
+            allocation(spec.quant, programs.params),
+            {param.name: param.shape for param in programs.params},
+            interface_digest(programs, {param.name: param.storage for param in programs.params}),
+            code.digest(),
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The arrays of an artifact, in file order."""
+        return layout(self.schemes, self.shapes)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in eval mode on `device`, its parameters in the dtypes that its target computes in.
+
+    Attributes:
+        spec: the run's, or the resolved one in the artifact.
+        source: what it was opened from.
+        path: the run or the artifact.
+        device: where the model is.
+        same_code: whether this compiler generates the very code that the artifact was written with; None for
+            a run. Another code computes the same function, but maybe not to the last bit.
+        data: what the run was trained on; None for an artifact.
+        search: folders to look for the tokenizer in.
+    """
+
+    spec: Spec
+    loaded: Loaded
+    source: Literal["run", "artifact"]
+    path: Path
+    device: torch.device
+    same_code: bool | None
+    data: str | None
+    search: tuple[Path, ...]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.loaded.model
+
+    @property
+    def generated(self) -> Generated:
+        """The model as what it can do."""
+        return cast(Generated, self.loaded.model)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The one that the spec names. Raises DataError where it is not found, or has more ids than the model."""
+        tokenizer = open_tokenizer(self.spec.train.data.tokenizer, self.search)
+        if tokenizer.vocab > self.spec.model.vocabulary:
+            raise DataError(
+                f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {self.spec.model.vocabulary:,}",
+                "give the tokenizer that the model was trained with",
+            )
+        return tokenizer
+
+
+def open_model(
+    path: Path,
+    target: str | None = None,
+    device: str | None = None,
+    *,
+    quantized: bool = False,
+    search: Sequence[Path] = (),
+    say: Say | None = None,
+) -> Opened:
+    """The model of a run, with the weights that the run ends with, or of an artifact.
+
+    Args:
+        target: one of the spec's; None takes the best that this machine can run.
+        device: a torch device; None takes the one that the target is for.
+        quantized: of a run, take what `specc quantize` made of it.
+        search: more folders to look for the tokenizer in.
+        say: is told of damaged checkpoints that are passed over, and of an artifact of another compiler.
+
+    Raises RunDirectoryError when there is neither at `path`; IntegrityError when anything about the file is
+    wrong, with nothing of it handed out; RunFailure for a run without a checkpoint, a target that does not
+    run here; EnvironmentFailure without the GPU.
+    """
+    say = say or (lambda _: None)
+    if path.is_dir():
+        run = Run.open(path)
+        places = (*search, run.directory, *([Path(run.data)] if Path(run.data).is_dir() else []))
+        if quantized:
+            return _open_artifact(quantized_artifact(run), target, device, places, say, run.data)
+        weights, _ = final_weights(run, say)
+        loaded = realize(run.spec, target, device, weights)
+        return Opened(run.spec, loaded, "run", path, _device(loaded, device), None, run.data, places)
+    if not path.exists():
+        raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+    return _open_artifact(path, target, device, (*search, path.parent), say, None)
+
+
+def realize(
+    spec: Spec,
+    target: str | None,
+    device: str | None,
+    weights: Mapping[str, Tensor],
+    fuse: bool = True,
+) -> Loaded:
+    """The module of `spec` with `weights` (f32, by parameter name), in eval mode on the device of its target.
+
+    Without `fuse` it is the unfused one. Its code lies in a folder that only this user can open, and that
+    goes with the module.
+    """
+    target = choose_target(spec, target)
+    directory = Path(tempfile.mkdtemp(prefix="specc-"))
+    try:
+        loaded = instantiate(spec, target, directory, fuse)
+        assign(loaded, weights)
+        where = _device(loaded, device)
+        kinds = {param.name: DTYPES[param.dtype] for param in loaded.programs.params}
+        for name, parameter in loaded.model.named_parameters():
+            parameter.data = parameter.data.to(where, kinds[name])
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    loaded.model.eval()
+    weakref.finalize(loaded.model, shutil.rmtree, directory, ignore_errors=True)
+    return loaded
+
+
+def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
+    """What the run ends with at its newest sound checkpoint (f32, by parameter name), and that step.
+
+    Raises RunFailure where there is no checkpoint.
+    """
+    newest = checkpoint.latest(run.checkpoints, say)
+    if newest is None:
+        raise RunFailure(f"{run.directory} has no sound checkpoint", "train it: specc train --resume auto")
+    return checkpoint.weights(newest), checkpoint.read_state(newest).step
+
+
+def quantized_artifact(run: Run) -> Path:
+    """Where the run's quantized model is. Raises RunFailure when it was not quantized."""
+    path = run.quantized / ARTIFACT
+    if not path.is_file():
+        raise RunFailure(f"{run.directory} is not quantized", f"quantize it first: specc quantize {run.directory}")
+    return path
+
+
+def artifact_of(path: Path) -> Path:
+    """The artifact that `path` is, or that of the run that it is. Raises as `open_model` does."""
+    if path.is_dir():
+        return quantized_artifact(Run.open(path))
+    if not path.exists():
+        raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+    return path
+
+
+def deployment_of(text: bytes) -> tuple[Spec, Deployment]:
+    """What the local compiler makes of the spec in an artifact. Raises IntegrityError when it makes no model."""
+    try:
+        spec = spec_of(text)
+        if problem := next(iter(problems_of(spec)), None):
+            raise ValueError(problem.message)
+        return spec, Deployment.of(spec)
+    except Exception as error:
+        raise IntegrityError(f"its spec is not one that this specc understands: {error}") from error
+
+
+def token_cache() -> Path:
+    """Where tokenized text is kept unless a caller names another folder."""
+    return user_cache_path("specc") / "tokens"
+
+
+def is_model(path: Path) -> bool:
+    """Whether `path` looks like something that `open_model` takes."""
+    return is_run(path) or path.is_file()
+
+
+def _open_artifact(
+    path: Path, target: str | None, device: str | None, search: tuple[Path, ...], say: Say, data: str | None
+) -> Opened:
+    made: list[tuple[Spec, Deployment]] = []
+
+    def expected(text: bytes) -> tuple[bytes, Layout]:
+        made.append(deployment_of(text))
+        return made[0][1].interface, made[0][1].layout
+
+    artifact = read_artifact(path, expected)
+    spec, deployment = made[0]
+    try:
+        weights = dequantized(QuantizedModel(deployment.schemes, deployment.shapes, artifact.tensors))
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error.message}", error.hint) from error
+    same = artifact.code == deployment.code
+    if not same:
+        say(f"{path} was written with other generated code: results may differ in the last bits")
+    loaded = realize(spec, target, device, weights)
+    return Opened(spec, loaded, "artifact", path, _device(loaded, device), same, data, search)
+
+
+def _device(loaded: Loaded, wanted: str | None) -> torch.device:
+    device = torch.device(wanted or device_of(loaded.target))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        message = f"target {loaded.target.name} needs an NVIDIA GPU, and torch finds none"
+        raise EnvironmentFailure(message, "name another target of the spec")
+    return device

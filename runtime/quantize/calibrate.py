@@ -1,0 +1,94 @@
+"""Captures what goes into every linear of a model, and makes GPTQ's Hessians of it.
+
+The unfused model is traced by torch.fx: its `score` program becomes a flat list of calls that names each
+parameter, and an interpreter that runs the list sees every `F.linear` with its input.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from specc.compiler.spec import Calibrate
+from specc.runtime.data import Loader, TokenStream
+from specc.runtime.quantize.hessian import Hessians
+
+Observe = Callable[[str, Tensor], None]
+
+
+class ScoreTracer(fx.Tracer):
+    """Traces `score` in place of `forward`. Blocks and functions are followed into, loops are unrolled."""
+
+    traced_func_name = "score"
+
+
+class Capture(fx.Interpreter):
+    """Runs the `score` program of a model made without fusion points, and shows `observe` the input
+    [..., features] of each linear under the name of the parameter that is its weight."""
+
+    def __init__(self, model: nn.Module, observe: Observe) -> None:
+        super().__init__(model, graph=ScoreTracer().trace(model))
+        self._observe = observe
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are weights of linears, in the order of their first use."""
+        found = (_linear(node) for node in self.graph.nodes)
+        return tuple(dict.fromkeys(linear[0] for linear in found if linear is not None))
+
+    def run_node(self, n: fx.Node) -> Any:
+        linear = _linear(n)
+        if linear is not None:
+            name, value = linear
+            self._observe(name, self.env[value])
+        return super().run_node(n)
+
+
+def _linear(node: fx.Node) -> tuple[str, fx.Node] | None:
+    """The weight and the input of a linear; None for other nodes, and where the weight is no parameter itself."""
+    if node.op != "call_function" or node.target is not F.linear:
+        return None
+    value, weight = node.args[0], node.args[1]
+    if not (isinstance(value, fx.Node) and isinstance(weight, fx.Node) and weight.op == "get_attr"):
+        return None
+    return str(weight.target), value
+
+
+def calibration_windows(
+    stream: TokenStream, calibrate: Calibrate, window: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of (ids, targets), i64 [at most `calibrate.batch`, window], `calibrate.sequences` rows in all.
+
+    They are spread over the whole stream and depend on it, on the sizes and on `seed` alone.
+    """
+    left = calibrate.sequences
+    with Loader(stream, min(calibrate.batch, left), window, "coprime_stride", seed, prefetch=1) as loader:
+        while left > 0:
+            ids, targets = loader.next()
+            yield ids[:left], targets[:left]
+            left -= ids.shape[0]
+
+
+def capture_hessians(
+    model: nn.Module,
+    windows: Iterator[tuple[Tensor, Tensor]],
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> Mapping[str, Tensor]:
+    """The mean of X^T X over all rows of all windows, f64 [features, features] on `device`, by parameter name.
+
+    `model` is one made without fusion points, on `device`. After each batch `progress` is told the number of
+    windows so far. Raises QuantizeError where an input holds NaN or infinity.
+    """
+    hessians = Hessians(device=device)
+    capture = Capture(model, hessians.add)
+    done = 0
+    with torch.no_grad():
+        for ids, targets in windows:
+            capture.run(ids.to(device), targets.to(device))
+            done += ids.shape[0]
+            if progress is not None:
+                progress(done)
+    return hessians.mean()

@@ -1,0 +1,122 @@
+"""Trains a spec in a run directory: opens or resumes the run, loads model and data, runs the loop."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from platformdirs import user_cache_path
+
+from specc.compiler.spec import Spec
+from specc.runtime import checkpoint
+from specc.runtime.committed import sweep
+from specc.runtime.data import DataError, Loader, open_stream, open_tokenizer
+from specc.runtime.errors import EnvironmentFailure
+from specc.runtime.load import device_of, initialize, instantiate
+from specc.runtime.log import RunLog, Say, open_progress
+from specc.runtime.loop import Limits, Loop, TrainResult, Validation
+from specc.runtime.run import Run, default_run, is_run, locked, newest_run, require_free
+from specc.runtime.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What to train, on what, and where.
+
+    Attributes:
+        spec, target: the resolved spec, and which of its targets to run.
+        data: a source as `specc.runtime.data.open_stream` takes it.
+        run: the run directory; None takes the next free `runs/NAME-NNN`, or to resume the newest.
+        overrides: the `--set` texts that are in the spec already, for the record.
+        resume: "auto" goes on from the newest sound checkpoint, or starts where there is none.
+        stop_after_steps, max_seconds: end the run early, after that many steps of it in all, or seconds in
+            this process once it trains, validation included. The schedule does not change.
+        search: folders to look for the tokenizer in.
+        cache: where tokenized text is kept.
+        device: a torch device; None takes the one that the target is for.
+        compiled: use torch.compile on a GPU.
+    """
+
+    spec: Spec
+    target: str
+    data: str
+    run: Path | None = None
+    overrides: tuple[str, ...] = ()
+    resume: Literal["auto"] | None = None
+    stop_after_steps: int | None = None
+    max_seconds: float | None = None
+    search: tuple[Path, ...] = ()
+    cache: Path = field(default_factory=lambda: user_cache_path("specc") / "tokens")
+    device: str | None = None
+    compiled: bool = True
+
+
+def train(options: TrainOptions, say: Say) -> TrainResult:
+    """Trains, and returns when the run is complete or ended early.
+
+    Raises RunDirectoryError, OptimizerError, BatchError (exit 2) for what does not fit; EnvironmentFailure
+    (3); RunFailure (4) when the loss is not finite, memory or disk is full; IntegrityError (5); Preempted
+    (75) and Interrupted (130) after a checkpoint; DataError for the data.
+    """
+    spec = options.spec
+    directory = options.run or (newest_run(spec.name) if options.resume else None) or default_run(spec.name)
+    if not (options.resume and is_run(directory)):
+        require_free(directory)
+    with locked(directory), ExitStack() as stack:
+        if is_run(directory):
+            run = Run.open(directory)
+            run.require_same(spec, options.target, options.data)
+        else:
+            run = Run.create(directory, spec, options.target, options.data, options.overrides)
+        say(f"run: {directory}")
+        sweep(run.checkpoints)
+        trainer, validation = _prepare(run, options, stack)
+        _resume(run, trainer, say)
+        log = RunLog(run.log)
+        stack.callback(log.close)
+        progress = stack.enter_context(open_progress(say))
+        limits = Limits(options.stop_after_steps, options.max_seconds)
+        return Loop(run, trainer, validation, log, progress, say, limits).run()
+
+
+def _prepare(run: Run, options: TrainOptions, stack: ExitStack) -> tuple[Trainer, Validation]:
+    spec = run.spec
+    torch.manual_seed(spec.train.seed)
+    loaded = instantiate(spec, run.target, run.generated)
+    initialize(loaded, spec.train.seed)
+    device = torch.device(options.device or device_of(loaded.target))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        message = f"target {run.target} needs an NVIDIA GPU, and torch finds none"
+        raise EnvironmentFailure(message, "train another target of the spec")
+    tokenizer = open_tokenizer(spec.train.data.tokenizer, options.search)
+    if tokenizer.vocab > spec.model.vocabulary:
+        raise DataError(
+            f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {spec.model.vocabulary:,}",
+            f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
+        )
+    train_stream, val_stream = (
+        open_stream(run.data, split, tokenizer, options.cache) for split in ("train", "val")
+    )
+    stack.callback(train_stream.close)
+    stack.callback(val_stream.close)
+    plan, window = spec.train, spec.model.window
+    loader = Loader(train_stream, plan.micro_batch, window, plan.data.order, plan.seed, rank=0, world=1)
+    stack.enter_context(loader)
+    compiled = options.compiled and device.type == "cuda"
+    trainer = Trainer(
+        loaded.model, loaded.programs.params, plan, loader, window, device, compiled, run.spec_digest
+    )
+    return trainer, Validation(val_stream, tokenizer, spec.eval.batch, plan.validate_tokens)
+
+
+def _resume(run: Run, trainer: Trainer, say: Say) -> None:
+    path = checkpoint.latest(run.checkpoints, say)
+    if path is None:
+        return
+    trainer.restore(checkpoint.load(path))
+    say(f"resuming after step {trainer.step} from {path}")
+    threads = checkpoint.read_state(path).threads
+    if threads != torch.get_num_threads():
+        now = torch.get_num_threads()
+        say(f"the run used {threads} threads and now has {now}: it goes on, but not bit for bit the same")

@@ -1,0 +1,227 @@
+"""Holds generated code to both witnesses: the plan by torch.fx, and float64 references by value; and looks for leaks."""
+
+import copy
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from specc.compiler import pipeline, reference, witness
+from specc.compiler.kernels.kernel import Rendered, Site
+from specc.compiler.ops.linear import Product
+from specc.compiler.spec import Spec
+from specc.compiler.targets import TARGETS
+from specc.runtime.load import Loaded, device_of, instantiate, replace_fuse, runs_on
+from torch import Tensor
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was held to a witness. `ok` is None where this machine could not try it; `detail` says what was
+    seen."""
+
+    target: str
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
+    """All checks of a spec's targets, in order; those that need another machine say so."""
+    for target in targets:
+        with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder:
+            fused = instantiate(spec, target, Path(folder) / "fused")
+            plain = instantiate(spec, target, Path(folder) / "plain", fuse=False)
+            yield from _traces(fused, "fused")
+            yield from _traces(plain, "fuse: []")
+            if reason := _not_here(target):
+                yield Check(target, "values, kernels, causality", None, reason)
+                continue
+            torch.manual_seed(seed)
+            _fill(fused, plain)
+            yield from _values(spec, fused, plain)
+            yield from _kernels(spec, fused)
+            yield from _causality(fused)
+            yield from _cache(fused)
+
+
+def _not_here(target: str) -> str | None:
+    """Why this machine cannot run a target's code; None where it can."""
+    row = TARGETS[target]
+    if not row.arch:
+        return None
+    if not torch.cuda.is_available():
+        return f"needs a GPU of {row.title}; only the traces were checked here"
+    major, minor = torch.cuda.get_device_capability()
+    if not runs_on(row, major * 10 + minor):
+        return f"needs {row.title}; this GPU is sm{major}{minor}"
+    return None
+
+
+def _traces(loaded: Loaded, name: str) -> Iterator[Check]:
+    """The fx round trip of every program that sees whole sequences."""
+    model = copy.deepcopy(loaded.model).to(DTYPES[loaded.target.dtype])
+    source = sys.modules[type(loaded.model).__module__]
+    for program, method in (("train", "forward"), ("score", "score")):
+        try:
+            graph = witness.trace(model, source, method)
+            nodes = witness.round_trip(loaded.programs, program, graph)
+            types = witness.check_types(loaded.programs, program, graph, model, 2, 16)
+        except witness.Mismatch as error:
+            yield Check(loaded.target.name, f"fx {program}, {name}", False, str(error))
+        else:
+            detail = f"{nodes} nodes equal the plan's, {types} types"
+            yield Check(loaded.target.name, f"fx {program}, {name}", True, detail)
+
+
+def _fill(fused: Loaded, plain: Loaded) -> None:
+    """Random parameters that leave no path at zero, the same in both modules, in compute dtype on the target's device."""
+    device, dtype = device_of(fused.target), DTYPES[fused.target.dtype]
+    tensors = {}
+    for param in fused.programs.params:
+        spread = 1.0 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5
+        tensors[param.name] = torch.randn(param.shape) * spread
+    for loaded in (fused, plain):
+        with torch.no_grad():
+            for name, parameter in loaded.model.named_parameters():
+                parameter.copy_(tensors[name])
+        loaded.model.to(device=device, dtype=dtype)
+
+
+def _batch(loaded: Loaded, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+    shape, device = (rows, tokens), device_of(loaded.target)
+    vocabulary = loaded.spec.model.vocabulary
+    return (torch.randint(vocabulary, shape, device=device), torch.randint(vocabulary, shape, device=device))
+
+
+def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
+    """Loss and every gradient of the generated module against float64; the unfused module shows what rounding costs."""
+    ids, targets = _batch(fused, 2, min(spec.model.window, 48))
+    programs = pipeline.lower(replace_fuse(spec), fused.target.name)
+    exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
+    loss = reference.run(programs, "train", {"ids": ids, "targets": targets}, exact)["loss"]
+    loss.backward()  # type: ignore[no-untyped-call]
+    truth = {name: tensor.grad for name, tensor in exact.items()}
+    errors: dict[str, tuple[float, float, str]] = {}
+    for name, loaded in (("fused", fused), ("plain", plain)):
+        loaded.model.zero_grad()
+        found = loaded.model(ids, targets)
+        found.backward()
+        by_parameter = {}
+        for path, parameter in loaded.model.named_parameters():
+            exact_grad = truth[path]
+            assert parameter.grad is not None and exact_grad is not None
+            by_parameter[path] = _relative(parameter.grad, exact_grad)
+        worst = max(by_parameter, key=lambda path: by_parameter[path])
+        errors[name] = (abs(found.item() - loss.item()) / abs(loss.item()), by_parameter[worst], worst)
+        loaded.model.zero_grad()
+    target = fused.target.name
+    floor = 1e-5 if fused.target.dtype == "f32" else 1e-3
+    bound = max(1.5 * errors["plain"][0], floor), max(1.5 * errors["plain"][1], floor)
+    seen = f"relative error {errors['fused'][0]:.1e}; unfused {errors['plain'][0]:.1e}"
+    yield Check(target, "loss against float64", errors["fused"][0] <= bound[0], seen)
+    seen = f"worst {errors['fused'][1]:.1e} at {errors['fused'][2]}; unfused {errors['plain'][1]:.1e}"
+    yield Check(target, "gradients against float64", errors["fused"][1] <= bound[1], seen)
+
+
+def _relative(found: Tensor, exact: Tensor) -> float:
+    """|found - exact| / |exact| in the Frobenius norm; infinite where `found` holds NaN."""
+    error = ((found.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+    return error if error == error else float("inf")
+
+
+def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
+    """Every kernel of the plan on random row counts, against float64 and against the eager chain in its own dtype."""
+    source = sys.modules[type(loaded.model).__module__]
+    plan = pipeline.plan(spec, loaded.target.name, "")
+    seen: set[str] = set()
+    for choice in plan.choices:
+        if choice.rendered.function and choice.rendered.module not in seen:
+            seen.add(choice.rendered.module)
+            yield from _kernel(choice.site, choice.rendered, vars(source)[choice.rendered.function], loaded)
+
+
+def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> Iterator[Check]:
+    op = site.node.op
+    assert isinstance(op, Product)
+    dtype, device = DTYPES[loaded.target.dtype], device_of(loaded.target)
+    worst = {"rms": 0.0, "max": 0.0}
+    generator = torch.Generator().manual_seed(7)
+    counts = [1, 7, 64, 129, *torch.randint(1, 700, (4,), generator=generator).tolist()]
+    for rows in counts:
+        inputs = [_operand(type.shape, rows, generator).to(device=device, dtype=dtype) for type in site.inputs]
+        found = function(*inputs)
+        results = found if isinstance(found, tuple) else (found,)
+        exact = reference.node_value(site.node, [tensor.double() for tensor in inputs])
+        eager = _eager(site, inputs)
+        for have, want, other in zip(results, exact, eager, strict=True):
+            floor = torch.finfo(dtype).eps * want.abs().max().item()
+            own, chain = (have.double() - want).abs(), (other.double() - want).abs()
+            rms = own.square().mean().sqrt().item() / max(chain.square().mean().sqrt().item(), 1e-3 * floor)
+            worst["rms"] = max(worst["rms"], rms if rms == rms else float("inf"))
+            peak = own.max().item() / max(chain.max().item(), 0.5 * floor)
+            worst["max"] = max(worst["max"], peak if peak == peak else float("inf"))
+    ok = worst["rms"] <= 1.05 and worst["max"] <= 2.0
+    detail = f"rows {counts}: RMS error {worst['rms']:.2f}x eager's, maximum {worst['max']:.2f}x"
+    yield Check(loaded.target.name, f"kernel {rendered.module}", ok, detail)
+
+
+def _operand(shape: tuple[int | str, ...], rows: int, generator: torch.Generator) -> Tensor:
+    """A random operand; symbolic dims become one dim of rows, and weights are scaled so that products are about 1."""
+    known = tuple(dim for dim in shape if isinstance(dim, int))
+    if len(known) == len(shape) > 1:
+        return torch.randn(known, generator=generator) * known[-1] ** -0.5
+    return torch.randn((rows, *known) if len(known) < len(shape) else known, generator=generator)
+
+
+def _eager(site: Site, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """What plain Torch makes of the node in the dtype of its inputs: a product rounded once, then one op after another."""
+    op = site.node.op
+    arity = op.arity
+    products = op.reference(*inputs[:arity])
+    products = products if isinstance(products, tuple) else (products,)
+    if site.epilogue is None:
+        return products
+    return reference.epilogue_value(site.node, (*products, *inputs[arity:]))
+
+
+def _causality(loaded: Loaded) -> Iterator[Check]:
+    """Another token at j moves nothing before j, and something from j on."""
+    tokens = min(loaded.spec.model.window, 64)
+    ids, targets = _batch(loaded, 2, tokens)
+    scale = 1e-5 if loaded.target.dtype == "f32" else 1e-2
+    leak, moved = 0.0, True
+    with torch.no_grad():
+        before = loaded.model.score(ids, targets)  # type: ignore[operator]
+        for j in sorted({0, 1, tokens // 3, tokens // 2, tokens - 1}):
+            changed = ids.clone()
+            changed[:, j] = (changed[:, j] + 1) % loaded.spec.model.vocabulary
+            difference = (loaded.model.score(changed, targets) - before).abs()  # type: ignore[operator]
+            leak = max(leak, difference[:, :j].max().item() if j else 0.0)
+            moved = moved and bool(difference[:, j:].max() > 0)
+    detail = f"changing token j moved scores before j by at most {leak:.1e}" + ("" if moved else "; and none after it")
+    yield Check(loaded.target.name, "causality", leak <= scale and moved, detail)
+
+
+def _cache(loaded: Loaded) -> Iterator[Check]:
+    """Decoding a token at a time against the cache gives the scores of the whole sequence."""
+    tokens = min(loaded.spec.model.window, 24)
+    ids, targets = _batch(loaded, 2, tokens)
+    model: Any = loaded.model
+    with torch.no_grad():
+        whole = model.score(ids, targets)
+        cache = model.new_cache(2, tokens)
+        first = tokens // 2
+        logits = [model.prefill(ids[:, :first], torch.tensor(0, device=ids.device), cache)]
+        for i in range(first, tokens):
+            logits.append(model.decode(ids[:, i : i + 1], torch.tensor(i, device=ids.device), cache))
+    nats = [-row.log_softmax(-1).gather(1, targets[:, first - 1 + i : first + i]) for i, row in enumerate(logits)]
+    error = (torch.cat(nats, 1) - whole[:, first - 1 :]).abs().max().item()
+    bound = 1e-3 if loaded.target.dtype == "f32" else 0.25
+    yield Check(loaded.target.name, "cached equals uncached", error <= bound, f"largest difference {error:.1e} nats")
+

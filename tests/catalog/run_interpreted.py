@@ -1,0 +1,30 @@
+"""Runs generated Triton kernels in Triton's interpreter: `TRITON_INTERPRET=1 python run_interpreted.py CASES OUT`.
+
+CASES is a saved list of (folder, package.module, inputs, buffers, rows, columns); what is saved to OUT is the buffers
+after the launch, and whether the inputs are as they were.
+"""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import torch
+from kernel_sites import GUARD
+
+
+def main(cases: str, out: str) -> None:
+    # Two programs, so that a persistent kernel has to take several tiles each.
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=2)
+    results = []
+    for folder, module, inputs, buffers, n in torch.load(cases):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        before = [value.clone() for value in inputs]
+        outputs = [buffer[GUARD : buffer.numel() - GUARD].view(-1, n) for buffer in buffers]
+        importlib.import_module(module).launch(*inputs, *outputs)
+        results.append((buffers, all(map(torch.equal, before, inputs))))
+    torch.save(results, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

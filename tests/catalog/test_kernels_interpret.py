@@ -1,0 +1,67 @@
+"""Generated Triton kernels in Triton's interpreter, against float64: every element written once rounded, no other."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_sites import EPILOGUES, check_guards, expected, imported, inner, make_site, poisoned, sample_inputs
+
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.kernels.linear_triton import LINEAR_TRITON
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.interpret
+
+# Ragged and whole tiles; the interpreter's dot is wrong in bf16.
+SHAPES = ((264, 72), (128, 64))
+ROWS = {"sm90": (1, 127, 129, 257), "sm80": (0, 1, 127, 257)}
+Case = tuple[str, str, int, int, str]
+CASES: list[Case] = [
+    (name, target, n, k, "") for name in EPILOGUES for target in ROWS for n, k in SHAPES
+] + [("leaky_relu2", target, 40, 24, "f32") for target in ROWS]
+
+
+def site_of(case: Case) -> Site:
+    name, target, n, k, out = case
+    return make_site(name, n, k, target, "f16", out=out)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], object]:
+    """What the interpreter leaves in the output buffers of each case and number of rows."""
+    folder = tmp_path_factory.mktemp("interpreted")
+    runs, keys = [], []
+    for i, case in enumerate(CASES):
+        site, n = site_of(case), case[2]
+        module = imported(LINEAR_TRITON, site, folder / f"interpreted_{i}").__name__
+        for m in ROWS[case[1]]:
+            runs.append((str(folder), module, sample_inputs(site, m, m), poisoned(site, m), n))
+            keys.append((case, m))
+    torch.save(runs, folder / "cases.pt")
+    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
+    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(keys, torch.load(folder / "out.pt"), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_interpreted_kernels_give_the_reference(case: Case, results: dict[tuple[Case, int], tuple]) -> None:
+    site = site_of(case)
+    for m in ROWS[case[1]]:
+        buffers, unchanged = results[case, m]
+        assert unchanged, "an input was written"
+        for i, (buffer, wanted) in enumerate(
+            zip(buffers, expected(site, sample_inputs(site, m, m)), strict=True)
+        ):
+            check_guards(buffer, f"output {i}")
+            got = inner(buffer, site).double()
+            # Half a unit in the last place for the one rounding, and a few fp32 roundings before it.
+            rounding = 2.0**-11 if buffer.dtype == torch.float16 else 2.0**-24
+            tolerance = rounding * wanted.abs() * 1.001 + 2.0**-25 + 4e-6 * (1 + wanted.abs())
+            excess = (got - wanted).abs() / tolerance
+            assert m == 0 or excess.max() <= 1, f"output {i} with {m} rows is off by {excess.max():.3g} tolerances"

@@ -1,0 +1,30 @@
+"""What tests need: a GPU and nvcc are deselected where they are missing, with a line that says so."""
+
+import os
+import shutil
+
+import pytest
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing: dict[str, str] = {}
+    if any(item.get_closest_marker("nvcc") for item in items) and shutil.which("nvcc") is None:
+        if os.environ.get("CI") == "true":
+            raise pytest.UsageError("CI needs nvcc: the kernels have to compile")
+        missing["nvcc"] = "nvcc is not installed"
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+        missing["gpu"] = "there is no NVIDIA GPU"
+    for marker, reason in missing.items():
+        left_out = [item for item in items if item.get_closest_marker(marker)]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        terminal = config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.write_line(f"{len(left_out)} {marker} tests deselected: {reason}")

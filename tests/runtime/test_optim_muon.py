@@ -1,0 +1,100 @@
+"""Muon against float64 references and against torch's own."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.runtime.optim.muon import Muon, orthogonalize
+
+A, B, C = 3.4445, -4.7750, 2.0315
+SHAPES = [(8, 8), (16, 8), (8, 16), (31, 7), (7, 31), (1, 5), (64, 48)]
+
+
+def reference(matrix: Tensor, steps: int) -> Tensor:
+    """The iteration in float64, on singular values, where it is one polynomial of a number."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / (matrix.double().norm() + 1e-7)
+    for _ in range(steps):
+        s = A * s + B * s**3 + C * s**5
+    return u @ torch.diag(s) @ v
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("steps", [1, 5, 8])
+def test_orthogonalize_is_the_polynomial_of_the_singular_values(shape: tuple[int, int], steps: int) -> None:
+    batch = random(3, *shape) * torch.tensor([1e-3, 1.0, 1e4])[:, None, None]
+    found = orthogonalize(batch, steps)
+    for one, matrix in zip(found, batch, strict=True):
+        torch.testing.assert_close(one.double(), reference(matrix, steps), rtol=0, atol=1e-3 if steps > 5 else 2e-4)
+
+
+@pytest.mark.parametrize("shape", [(64, 16), (16, 64), (96, 32)])
+def test_singular_values_end_near_one(shape: tuple[int, int]) -> None:
+    values = torch.linalg.svdvals(orthogonalize(random(4, *shape), 5).double())
+    assert values.min() > 0.6 and values.max() < 1.25
+
+
+def test_zeros_stay_zeros() -> None:
+    assert torch.equal(orthogonalize(torch.zeros(2, 4, 6), 5), torch.zeros(2, 4, 6))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_updates_are_the_rule(nesterov: bool) -> None:
+    """Matrices of several shapes at once, changing momentum and rate, against one matrix at a time in float64."""
+    params = [torch.nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate([*SHAPES, *SHAPES])]
+    expected = [param.detach().double() for param in params]
+    buffers = [torch.zeros_like(one) for one in expected]
+    optimizer = Muon(params, lr=0.1, nesterov=nesterov, steps=5, weight_decay=0.3)
+    for step in range(4):
+        momentum, lr = 0.8 + 0.05 * step, 0.1 / (step + 1)
+        optimizer.param_groups[0].update(momentum=momentum, lr=lr)
+        for i, param in enumerate(params):
+            param.grad = random(*param.shape, seed=100 * step + i)
+            grad = param.grad.double()
+            buffers[i] = momentum * buffers[i] + grad
+            update = grad + momentum * buffers[i] if nesterov else buffers[i]
+            rows, columns = param.shape
+            scale = math.sqrt(max(1, rows / columns))
+            expected[i] = expected[i] * (1 - lr * 0.3) - lr * scale * reference(update, 5)
+        optimizer.step()
+    for param, want in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach().double(), want, rtol=0, atol=2e-4)
+        assert optimizer.state[param]["momentum"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(32, 16), (16, 32), (24, 24)])
+def test_agrees_with_torch(shape: tuple[int, int], nesterov: bool) -> None:
+    """Torch scales momentum and gradient by 1 - momentum, which orthogonalizing cancels, and iterates in bf16."""
+    ours, theirs = (torch.nn.Parameter(random(*shape)) for _ in range(2))
+    start = ours.detach().clone()
+    settings = {"lr": 0.05, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
+    own = Muon([ours], steps=5, **settings)  # type: ignore[arg-type]
+    oracle = torch.optim.Muon([theirs], ns_steps=5, adjust_lr_fn="original", **settings)  # type: ignore[arg-type]
+    for step in range(6):
+        ours.grad = random(*shape, seed=step + 1)
+        theirs.grad = ours.grad.clone()
+        own.step()
+        oracle.step()
+    moved = (theirs.detach() - start).norm()
+    assert (ours.detach() - theirs.detach()).norm() < 0.02 * moved
+
+
+def test_a_parameter_without_gradient_stays() -> None:
+    still, moves = torch.nn.Parameter(random(4, 4)), torch.nn.Parameter(random(4, 4))
+    before = still.detach().clone()
+    moves.grad = random(4, 4, seed=1)
+    Muon([still, moves], lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(still.detach(), before) and not torch.equal(moves.detach(), before)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4)])
+def test_only_matrices(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="matrices"):
+        Muon([torch.nn.Parameter(torch.zeros(shape))], lr=0.1)

@@ -1,0 +1,68 @@
+"""The schedules against their formulas, at the ends and in between."""
+
+import random
+
+import pytest
+
+from specc.compiler.train_spec import Ramp, ScheduleSpec, TrainSpec
+from specc.runtime.optim.schedule import by_clock, by_steps, multiplier, progress, value_at
+
+
+def test_by_steps_goes_up_stays_and_goes_down() -> None:
+    schedule = ScheduleSpec(warmup_steps=4, warmdown_steps=5, floor=0.3)
+    found = [by_steps(schedule, 12, step) for step in range(12)]
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.3])
+
+
+def test_without_warm_up_and_warm_down_it_is_one_throughout() -> None:
+    assert [by_steps(ScheduleSpec(), 3, step) for step in range(4)] == [1, 1, 1, 1]
+    assert [by_clock(ScheduleSpec(), 3.0, step, float(step)) for step in range(5)] == [1, 1, 1, 1, 1]
+
+
+def test_by_clock_is_the_formula_of_the_challenge() -> None:
+    draw = random.Random(5)
+    seen = set()
+    for _ in range(2000):
+        budget, mean, warmdown = draw.uniform(10, 600), draw.uniform(0.05, 0.5), draw.randint(1, 4000)
+        step = draw.randint(1, int(1.1 * budget / mean))
+        seconds, floor = step * mean, draw.choice([0.0, 0.05])
+        left = budget - seconds
+        wanted = 1.0 if left > warmdown * mean else max(left / (warmdown * mean), floor)
+        found = by_clock(ScheduleSpec(warmdown_steps=warmdown, floor=floor), budget, step, seconds)
+        assert found == pytest.approx(max(wanted, 0.0), abs=1e-9)
+        seen.add("one" if found == 1 else "floor" if found == floor else "between")
+    assert seen == {"one", "floor", "between"}
+
+
+def test_the_clock_of_the_anchor_run() -> None:
+    """600 s, 4000 steps, 87.7 ms: warm-down begins near 249 s and the floor is reached 17.5 s before the end."""
+    schedule = ScheduleSpec(warmdown_steps=4000, floor=0.05)
+
+    def at(seconds: float) -> float:
+        return by_clock(schedule, 600.0, round(seconds / 0.0877), seconds)
+
+    assert at(248.5) == 1 and 0.99 < at(250.0) < 1
+    assert at(582.0) > 0.05 and at(582.9) == 0.05
+
+
+def test_by_clock_warms_up_by_steps() -> None:
+    schedule = ScheduleSpec(warmup_steps=4, warmdown_steps=2)
+    assert [by_clock(schedule, 100.0, step, 0.1 * step) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+
+
+def test_the_spec_decides_which_of_the_two() -> None:
+    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}
+    schedule = {"warmdown_steps": 10}
+    steps = TrainSpec.model_validate({**common, "steps": 20, "schedule": schedule})
+    clock = TrainSpec.model_validate({**common, "budget_seconds": 20.0, "schedule": schedule})
+    assert multiplier(steps, 15, 1e9) == 0.5 and progress(steps, 15, 1e9) == 0.75
+    assert multiplier(clock, 15, 15.0) == 0.5 and progress(clock, 15, 15.0) == 0.75
+    assert progress(steps, 20, 0.0) == progress(clock, 1, 21.0) == 1
+
+
+def test_ramps_end_and_stay() -> None:
+    ramp = Ramp(start=0.92, end=0.99, steps=1500)
+    assert value_at(ramp, 0) == 0.92
+    assert value_at(ramp, 750) == pytest.approx(0.955)
+    assert value_at(ramp, 1500) == value_at(ramp, 99999) == pytest.approx(0.99)
+    assert value_at(0.95, 7) == 0.95
