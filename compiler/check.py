@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
 
 from pydantic import ValidationError
+
 from specc.compiler.errors import Diagnostic, SpecError
 from specc.compiler.overrides import apply_overrides
 from specc.compiler.schema_errors import diagnostics_of

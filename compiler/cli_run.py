@@ -83,8 +83,9 @@ def train(
         search(path, tokenizers),
     )
     result = run(options, say)
-    for line in result.lines():
-        click.echo(line)
+    ended = "complete" if result.complete else "ended early"
+    click.echo(f"{result.step} steps in {result.seconds:.1f} s, {ended}: {result.final.bpb_pieces:.4f} bits per byte")
+    click.echo(f"next: specc quantize {result.run}")
 
 
 @cli.command()

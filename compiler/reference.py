@@ -40,7 +40,7 @@ def node_value(node: Node, inputs: list["Tensor"]) -> tuple["Tensor", ...]:
 
 def epilogue_value(node: Node, operands: tuple["Tensor", ...]) -> tuple["Tensor", ...]:
     """An epilogue over its accumulators and operands: further outputs first, which the value may read."""
-    from specc.compiler.expr import parse, torch_value
+    from specc.compiler.expr import reread, torch_value
     from specc.compiler.ops.pointwise import Pointwise
 
     tail = node.epilogue
@@ -48,6 +48,6 @@ def epilogue_value(node: Node, operands: tuple["Tensor", ...]) -> tuple["Tensor"
     values = dict(zip(tail.variables, operands, strict=True))
     labels = tail.labels or ("y",)
     saves = {
-        label: torch_value(parse(text), values) for label, text in zip(labels[1:], tail.outputs[1:], strict=True)
+        label: torch_value(reread(text), values) for label, text in zip(labels[1:], tail.outputs[1:], strict=True)
     }
-    return (torch_value(parse(tail.outputs[0]), {**values, **saves}), *saves.values())
+    return (torch_value(reread(tail.outputs[0]), {**values, **saves}), *saves.values())

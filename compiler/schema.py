@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+
 from specc.compiler.spec import Spec
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -6,6 +6,7 @@ Its locations hold the tags of unions, which are no keys of the YAML; walking th
 from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic_core import ErrorDetails, ValidationError
+
 from specc.compiler.errors import Diagnostic
 from specc.compiler.schema_words import Words
 from specc.compiler.shape import Model

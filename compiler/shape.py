@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+
 from specc.compiler.errors import quote
 from specc.compiler.strict import Path, StrictModel, tag_of
 

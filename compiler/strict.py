@@ -1,12 +1,34 @@
 """The base of every spec model: strict, frozen, and no key is ever ignored."""
 
+import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def _usable(name: str) -> str:
+    if name in RESERVED or keyword.iskeyword(name):
+        raise ValueError(f"{name!r} means something else in the generated code; choose another name")
+    return name
+
+
+# What a module of the generated code has by itself: the methods of torch.nn.Module, and specc's own words.
+RESERVED = frozenset(
+    "add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval extra_repr float "
+    "forward get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia named_buffers "
+    "named_children named_modules named_parameters parameters register_backward_hook register_buffer register_forward_hook "
+    "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook "
+    "register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter "
+    "register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory "
+    "state_dict to to_empty train training type xpu zero_grad "
+    "extend skip norm_scale norm_weight norm_bias".split()
+)
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+# The name of a part, which the generated code uses as an attribute.
+PartName = Annotated[Name, AfterValidator(_usable)]
 Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specc.compiler.expr import parse, variables
+from specc.compiler.expr import reread, variables
 from specc.compiler.ir import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
 
@@ -74,7 +74,7 @@ class Body:
         variable = dict(zip(node.inputs, node.op.variables, strict=True))[ref]
         texts = " ".join(node.op.outputs)
         counted = sum(texts[i:].startswith(variable) for i in range(len(texts)))
-        return counted > 1 and variable in variables(parse(node.op.outputs[0]))
+        return counted > 1 and variable in variables(reread(node.op.outputs[0]))
 
     def may_wait(self, node: Node) -> bool:
         """Whether the value can stand inside the line of its only reader, or of the return."""

@@ -18,15 +18,15 @@ def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str])
     ops = [call.op for call in calls if isinstance(call.op, Call)]
     field, method = ops[0].at.partition(".")[0], ops[0].callee.partition(".")[2]
     shared = min(len(call.inputs) for call in calls)
-    inputs = {name for name, _ in graph.inputs}
+    state = {name for name, _ in graph.inputs} - body.names.keys()
     args: list[str] = []
     kept = False
     for column in zip(*(call.inputs[1:shared] for call in calls), strict=True):
-        if len(set(column)) == 1:
-            args.append(body.text(column[0]))
-        else:
-            assert inputs.issuperset(column), "a call may differ only in its state and its skip"
+        if state.issuperset(column):
             kept = True
+        else:
+            assert len(set(column)) == 1, "calls may differ only in their state and their skip"
+            args.append(body.text(column[0]))
     args += ["*kept"] if kept else []
     first = body.text(calls[0].inputs[0])
     body.pending.pop(calls[0].inputs[0], None)

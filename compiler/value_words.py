@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import ErrorDetails
+
 from specc.compiler.errors import quote
 from specc.compiler.shape import joined, nearest, range_of
 from specc.compiler.strict import Path

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from specc.compiler.expr import Binary, Call, Compare, Const, Expr, Neg, Var, parse
+from specc.compiler.expr import Binary, Call, Compare, Const, Expr, Neg, Var, reread
 from specc.compiler.ir import Graph, Input, Node, TensorType, Traced, node_of
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs import Programs, flatten, scalar_values
@@ -116,7 +116,7 @@ class _Comparison:
         self.seen[node.name] = found
         if isinstance(node.op, Pointwise):
             values = dict(zip(node.op.variables, node.inputs, strict=True))
-            self.expression(node, parse(node.op.outputs[0]), values, found)
+            self.expression(node, reread(node.op.outputs[0]), values, found)
             return
         types = [self.graph.types[ref] for ref in node.inputs]
         if len(node.inputs) > node.op.arity > 0:

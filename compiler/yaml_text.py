@@ -21,6 +21,7 @@ from ruamel.yaml.events import (
     NodeEvent,
     ScalarEvent,
 )
+
 from specc.compiler.errors import Diagnostic, Mark, SpecError, quote
 from specc.compiler.strict import Path
 

@@ -13,12 +13,12 @@ __all__ = ["load"]
 
 
 def load(path: str | Path, *, target: str | None = None, device: str | None = None) -> "nn.Module":
-    """The model of a run directory or a `.specc` artifact, in eval mode, in the dtypes that `target` computes in.
+    """The model of a run directory or a `.specc` artifact, in eval mode, in the dtypes of its target.
 
     It has `model(ids, targets)`, the mean loss in nats, f32 []; `model.score(ids, targets)`, the nats of each
     target, f32 [B, T]; and `prefill`, `decode` and `new_cache` for generation. ids and targets are i64 [B, T]
-    on the device of the target, `cuda` or `cpu`. Without `target` the best one that this machine runs is taken.
-    Nothing that a file holds is ever executed. Raises as `specc.runtime.opened.open_model` does.
+    on the device of the target, `cuda` or `cpu`. Without `target` the best one that runs here is taken. No
+    code that a file holds is ever executed. Raises as `specc.runtime.opened.open_model` does.
     """
     from specc.runtime.opened import open_model
 

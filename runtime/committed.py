@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from specc.compiler.strict import StrictModel
 from specc.runtime.errors import IntegrityError
@@ -24,7 +24,7 @@ HINT = "use an older one, or make it again"
 
 
 class Member(StrictModel):
-    size: int
+    size: Annotated[int, Field(ge=0)]
     sha256: str
 
 
@@ -64,12 +64,12 @@ class Committed:
             raise IntegrityError(f"{self.path}: has no {name}", HINT)
         try:
             with open(path, "rb") as file:  # not mapped: a file cut while it is mapped kills the process
-                data = file.read(member.size + 1)
+                size = os.fstat(file.fileno()).st_size
+                data = file.read(member.size) if size == member.size else b""
         except OSError as error:
             raise IntegrityError(f"{path}: {error.strerror}", HINT) from None
-        if len(data) != member.size:
-            found = f"more than {member.size:,}" if len(data) > member.size else f"{len(data):,}"
-            raise IntegrityError(f"{path}: has {found} bytes of {member.size:,}", HINT)
+        if size != member.size:
+            raise IntegrityError(f"{path}: has {size:,} bytes, not {member.size:,}", HINT)
         if hashlib.sha256(data).hexdigest() != member.sha256:
             raise IntegrityError(f"{path}: its SHA-256 is not the one in COMMIT", HINT)
         return data

@@ -73,7 +73,7 @@ def evaluate_opened(
         raise EvaluateError(f"{opened.path} does not say what to score", "name it with --data PATH")
     stride = options.stride or spec.eval.stride
     if stride is not None and not 1 <= stride <= window:
-        raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the context", "give another --stride")
+        raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the context", "give another one")
     if options.max_tokens is not None and options.max_tokens < 1:
         raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
     score = opened.generated.score

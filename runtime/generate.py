@@ -38,7 +38,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise SamplingError(f"the temperature {self.temperature} is not a number from 0 on", "0 is greedy")
+            raise SamplingError(f"the temperature {self.temperature} is not 0 or more", "0 is greedy")
         if self.top_k is not None and self.top_k < 1:
             raise SamplingError(f"top-k {self.top_k} keeps no token", "give 1 or more, or leave it out")
         if not 0 < self.top_p <= 1:
@@ -94,7 +94,7 @@ class Decoder:
         """The text goes on by one token; f32 [vocabulary]."""
         if len(self._seen) == self._window:
             kept = self._window // 2
-            return self.prefill([*self._seen[self._window - kept :], token][-self._window :])
+            return self.prefill([*self._seen[self._window - kept :], token])
         logits = self._model.decode(self._row([token]), self._position(len(self._seen)), self._cache)[0]
         self._seen.append(token)
         return logits
@@ -137,7 +137,7 @@ class Detokenizer:
         unfinished = not self._tokenizer.lossless and whole.endswith(REPLACEMENT)
         if unfinished and not last and held < HELD_TOKENS:
             return b""
-        self._tokens = self._tokens[-HELD_TOKENS - held :]
+        self._tokens = self._tokens[-HELD_TOKENS:]
         self._given = len(self._tokens)
         return whole[len(before) :]
 
@@ -167,9 +167,9 @@ def generate(
     if max_tokens < 0:
         raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
     text = codecs.getincrementaldecoder("utf-8")("replace")
-    told = stream or (lambda _: None)
+    told, say = stream or (lambda _: None), say or (lambda _: None)
     pieces: list[bytes] = []
-    for piece in stream_bytes(opened, prompt, max_tokens, sampling or Sampling(), seed, say or (lambda _: None)):
+    for piece in stream_bytes(opened, prompt, max_tokens, sampling or Sampling(), seed, say):
         pieces.append(piece)
         if whole := text.decode(piece):
             told(whole)

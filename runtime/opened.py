@@ -28,7 +28,7 @@ from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import read_artifact
 from specc.runtime.load import Loaded, assign, choose_target, device_of, instantiate
 from specc.runtime.quantize.tensors import Layout, QuantizedModel, dequantized, layout
-from specc.runtime.run import Run, RunDirectoryError, is_run
+from specc.runtime.run import Run, RunDirectoryError
 
 ARTIFACT = "model.specc"
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -123,11 +123,12 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one that the spec names. Raises DataError where it is not found, or has more ids than the model."""
+        """The one that the spec names. Raises DataError where it is not found or has too many ids."""
         tokenizer = open_tokenizer(self.spec.train.data.tokenizer, self.search)
-        if tokenizer.vocab > self.spec.model.vocabulary:
+        known = self.spec.model.vocabulary
+        if tokenizer.vocab > known:
             raise DataError(
-                f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {self.spec.model.vocabulary:,}",
+                f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {known:,}",
                 "give the tokenizer that the model was trained with",
             )
         return tokenizer
@@ -158,15 +159,26 @@ def open_model(
     say = say or (lambda _: None)
     if path.is_dir():
         run = Run.open(path)
-        places = (*search, run.directory, *([Path(run.data)] if Path(run.data).is_dir() else []))
         if quantized:
+            places = _places(run, search)
             return _open_artifact(quantized_artifact(run), target, device, places, say, run.data)
-        weights, _ = final_weights(run, say)
-        loaded = realize(run.spec, target, device, weights)
-        return Opened(run.spec, loaded, "run", path, _device(loaded, device), None, run.data, places)
+        return opened_run(run, final_weights(run, say)[0], target, device, search)
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
     return _open_artifact(path, target, device, (*search, path.parent), say, None)
+
+
+def opened_run(
+    run: Run,
+    weights: Mapping[str, Tensor],
+    target: str | None,
+    device: str | None,
+    search: Sequence[Path] = (),
+) -> Opened:
+    """As `open_model` of a run, with these weights (f32, by parameter name)."""
+    loaded = realize(run.spec, target, device, weights)
+    where, places = _device(loaded, device), _places(run, search)
+    return Opened(run.spec, loaded, "run", run.directory, where, None, run.data, places)
 
 
 def realize(
@@ -213,7 +225,7 @@ def quantized_artifact(run: Run) -> Path:
     """Where the run's quantized model is. Raises RunFailure when it was not quantized."""
     path = run.quantized / ARTIFACT
     if not path.is_file():
-        raise RunFailure(f"{run.directory} is not quantized", f"quantize it first: specc quantize {run.directory}")
+        raise RunFailure(f"{run.directory} is not quantized", f"first: specc quantize {run.directory}")
     return path
 
 
@@ -227,7 +239,7 @@ def artifact_of(path: Path) -> Path:
 
 
 def deployment_of(text: bytes) -> tuple[Spec, Deployment]:
-    """What the local compiler makes of the spec in an artifact. Raises IntegrityError when it makes no model."""
+    """What the local compiler makes of the spec in an artifact. Raises IntegrityError if that is no model."""
     try:
         spec = spec_of(text)
         if problem := next(iter(problems_of(spec)), None):
@@ -242,14 +254,9 @@ def token_cache() -> Path:
     return user_cache_path("specc") / "tokens"
 
 
-def is_model(path: Path) -> bool:
-    """Whether `path` looks like something that `open_model` takes."""
-    return is_run(path) or path.is_file()
-
-
-def _open_artifact(
-    path: Path, target: str | None, device: str | None, search: tuple[Path, ...], say: Say, data: str | None
-) -> Opened:
+def read_verified(path: Path) -> tuple[Spec, dict[str, Tensor], bool]:
+    """The spec in an artifact, its parameters (f32, by name), and whether this compiler generates the very
+    code that it was written with. Raises IntegrityError, handing out nothing, when anything is wrong."""
     made: list[tuple[Spec, Deployment]] = []
 
     def expected(text: bytes) -> tuple[bytes, Layout]:
@@ -262,11 +269,23 @@ def _open_artifact(
         weights = dequantized(QuantizedModel(deployment.schemes, deployment.shapes, artifact.tensors))
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
-    same = artifact.code == deployment.code
+    return spec, weights, artifact.code == deployment.code
+
+
+def _open_artifact(
+    path: Path, target: str | None, device: str | None, search: tuple[Path, ...], say: Say, data: str | None
+) -> Opened:
+    spec, weights, same = read_verified(path)
     if not same:
         say(f"{path} was written with other generated code: results may differ in the last bits")
     loaded = realize(spec, target, device, weights)
     return Opened(spec, loaded, "artifact", path, _device(loaded, device), same, data, search)
+
+
+def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:
+    """Where the tokenizer of a run may be: where the caller says, in the run, beside the data."""
+    data = Path(run.data)
+    return (*search, run.directory, data if data.is_dir() else data.parent)
 
 
 def _device(loaded: Loaded, wanted: str | None) -> torch.device:

@@ -1,12 +1,12 @@
 """The run directory: what is trained, how, and everything that comes out of it.
 
-    runs/gpt_mini-001/
-        spec.json        the resolved spec, overrides applied; readable wherever a spec is
-        run.json         target, data and overrides, as given
-        generated/       the code that runs
-        log.jsonl        a line a step, and what happened between
-        checkpoints/     see checkpoint.py
-        quantized/       what `specc quantize` makes of them
+runs/gpt_mini-001/
+    spec.json        the resolved spec, overrides applied; readable wherever a spec is
+    run.json         target, data and overrides, as given
+    generated/       the code that runs
+    log.jsonl        a line a step, and what happened between
+    checkpoints/     see checkpoint.py
+    quantized/       what `specc quantize` makes of them
 """
 
 import hashlib

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from specc.runtime.errors import IntegrityError
 from specc.runtime.export.artifact import SectionSize, artifact_size, peek_spec
-from specc.runtime.export.sections import raw_sizes
 from specc.runtime.opened import artifact_of, deployment_of
 
 
@@ -59,9 +58,10 @@ def size(path: Path, budget: int | None = None) -> SizeResult:
         spec, deployment = deployment_of(peek_spec(artifact))
     except IntegrityError as error:
         raise IntegrityError(f"{artifact}: {error.message}", error.hint) from error
-    raw = sum(bytes_ for _, bytes_ in raw_sizes(deployment.layout))
+    wanted = sum(stored.bytes for _, stored in deployment.layout)
+    raw = sum(section.raw for section in found.sections if section.kind != "spec")
     total = artifact.stat().st_size
-    if total != found.total or raw != sum(section.raw for section in found.sections if section.kind != "spec"):
+    if total != found.total or raw != wanted:
         raise IntegrityError(f"{artifact}: its sections do not have the sizes that its spec asks for")
     if budget is None and spec.quant is not None:
         budget = spec.quant.budget_bytes

@@ -8,7 +8,7 @@ from specc.compiler.blocks.init import Init, constant, formula, value_of
 from specc.compiler.expr import ExprError, parse, variables
 from specc.compiler.ir import Builder, Op, TensorType
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.strict import Name, Path, Problem, StrictModel
+from specc.compiler.strict import PartName, Path, Problem, StrictModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def formula_problems(value: float | str | None, at: Path, layers: int) -> Iterat
 class Embed(StrictModel):
     """One step from token ids to the first block's input."""
 
-    name: Name | None = None
+    name: PartName | None = None
 
     def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
         """Adds the step; `x` is what the steps before made, None for the first."""
@@ -106,7 +106,7 @@ class Layer(StrictModel):
     """One residual branch of a block: x + residual * f(norm(x)). `residual` is a factor or formula, or `learned`: one
     number a feature, from 1."""
 
-    name: Name | None = None
+    name: PartName | None = None
     residual: Literal["learned"] | LayerFormula | None = None  # type: ignore[valid-type]
 
     @property

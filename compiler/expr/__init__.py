@@ -5,7 +5,7 @@ from .backward import Backward, plan_backward
 from .derive import derive, homogeneous_degree
 from .evaluate import number, torch_value
 from .name import name_of
-from .parse import parse
+from .parse import parse, reread
 from .simplify import simplify
 from .spell import cuda_text, torch_text, triton_text
 from .values import (
@@ -40,6 +40,7 @@ __all__ = [
     "number",
     "parse",
     "plan_backward",
+    "reread",
     "simplify",
     "substitute",
     "torch_text",

@@ -42,10 +42,21 @@ def parse(text: str, variables: Collection[str] | None = None) -> Expr:
     ExprError, with the column and a hint, for anything outside the language, and for text that is over
     long, too deeply nested, or holds a constant that is not finite.
     """
-    if len(text) > LONGEST:
-        raise ExprError(f"the expression has {len(text)} characters; at most {LONGEST}", LONGEST, "split it")
+    return _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT)
+
+
+def reread(text: str) -> Expr:
+    """Parses text that this package printed: derivatives grow beyond what a person may write, so its bounds are wider."""
+    return _parse(text, None, 40 * LONGEST, 8 * DEEPEST, 2 * LARGEST_EXPONENT)
+
+
+def _parse(
+    text: str, variables: Collection[str] | None, longest: int, deepest: int, largest_exponent: float
+) -> Expr:
+    if len(text) > longest:
+        raise ExprError(f"the expression has {len(text)} characters; at most {longest}", longest, "split it")
     text = text.translate({ord(space): " " for space in "\t\r\n"})
-    _scan(text)
+    _scan(text, deepest)
     try:
         with warnings.catch_warnings():
             # Python warns about `1if`, which the white list refuses. The parentheses allow leading blanks.
@@ -56,10 +67,10 @@ def parse(text: str, variables: Collection[str] | None = None) -> Expr:
         raise ExprError(f"not an expression: {error.msg}", column) from None
     except (ValueError, MemoryError, RecursionError):
         raise ExprError("not an expression that Python can read") from None
-    return _Reader(variables).read(tree.body, 1)[0]
+    return _Reader(variables, deepest, largest_exponent).read(tree.body, 1)[0]
 
 
-def _scan(text: str) -> None:
+def _scan(text: str, deepest: int) -> None:
     """Refuses what Python's tokenizer would normalise, drop or nest without end."""
     if not text.strip():
         raise ExprError("the expression is empty", hint="write x for the identity")
@@ -75,8 +86,8 @@ def _scan(text: str) -> None:
             raise ExprError("this parenthesis closes nothing", column)
         if character == ")":
             opened.pop()
-        if len(opened) > DEEPEST:
-            raise ExprError(f"nested more than {DEEPEST} deep", column, "split the expression")
+        if len(opened) > deepest:
+            raise ExprError(f"nested more than {deepest} deep", column, "split the expression")
     if opened:
         raise ExprError("this parenthesis is never closed", opened[-1])
 
@@ -84,12 +95,13 @@ def _scan(text: str) -> None:
 class _Reader:
     """Reads `ast` nodes; beside each expression, its value if it has no variables."""
 
-    def __init__(self, variables: Collection[str] | None) -> None:
+    def __init__(self, variables: Collection[str] | None, deepest: int, largest_exponent: float) -> None:
+        self.deepest, self.largest_exponent = deepest, largest_exponent
         self.variables = variables
 
     def read(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:
-        if depth > DEEPEST:
-            fail(f"nested more than {DEEPEST} deep", node, "split the expression")
+        if depth > self.deepest:
+            fail(f"nested more than {self.deepest} deep", node, "split the expression")
         match node:
             case ast.Constant(value=bool() | str() | bytes() | complex() | None):
                 fail(f"{node.value!r} is not a number", node)
@@ -170,8 +182,8 @@ class _Reader:
     def check_exponent(self, value: float | None, node: ast.expr) -> None:
         if value is None:
             fail("the exponent of ** is a constant", node, "write exp(n * log(x))")
-        if abs(value) > LARGEST_EXPONENT:
-            fail(f"an exponent is at most {LARGEST_EXPONENT:g}", node)
+        if abs(value) > self.largest_exponent:
+            fail(f"an exponent is at most {self.largest_exponent:g}", node)
 
 
 def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from specc.compiler.expr import name_of, parse
+from specc.compiler.expr import name_of, reread
 from specc.compiler.ir import Node, TensorType
 from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
@@ -91,7 +91,7 @@ def symbol(site: Site) -> tuple[str, str]:
     assert isinstance(op, Product)
     words = [op.name]
     if tail is not None:
-        words += [tail.title] if tail.title else [name_of(parse(output)) for output in tail.outputs]
+        words += [tail.title] if tail.title else [name_of(reread(output)) for output in tail.outputs]
     function = "_".join(word for word in words if word)
     n, k = op.extent(site.inputs[1])
     return function, f"{function}__n{n}_k{k}"

@@ -129,6 +129,11 @@ def _tma(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> TmaContext:
 _WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
 
 
+def _body(name: str, value: str, indent: int = 4) -> str:
+    """An assignment for a template to indent: its first line lacks the blanks that its others have."""
+    return assigned(name, value, indent).lstrip()
+
+
 def _constexpr(name: str) -> str:
     return f"{name}: tl.constexpr"
 
@@ -139,18 +144,18 @@ def _handle(value: Value) -> str:
 
 def _tma_read(value: Value, ragged: bool) -> str:
     if not value.column:
-        return f"{value.name} = {value.name}_desc.load([m, n]).to(tl.float32)"
-    mask = ", mask=columns < N, other=0.0" if ragged else ""
-    return f"{value.name} = tl.load({value.name}_ptr + columns{mask}).to(tl.float32)[None, :]"
+        return _body(value.name, f"{value.name}_desc.load([m, n]).to(tl.float32)")
+    load = _masked(f"{value.name}_ptr + columns", ["columns < N"] if ragged else [])
+    return _body(value.name, f"{load}.to(tl.float32)[None, :]")
 
 
 def _steps(tail: Tail, store: str) -> tuple[str, ...]:
-    """Each output in fp32 and, at once, its store, which rounds; indented as a body."""
+    """Each output in fp32 and, at once, its store, which rounds."""
     return tuple(
         line
         for step in tail.steps
         for line in (
-            assigned(step.value.name, triton_text(step.expr), 4).lstrip(),
+            _body(step.value.name, triton_text(step.expr)),
             store.format(name=step.value.name, dtype=DTYPES[step.value.type.dtype]),
         )
     )
@@ -192,10 +197,16 @@ def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContex
             *(f"{w.name}_tile = {w.name}_ptr + {weight}" for w in tail.weights),
         ),
         dots=(
-            f"{x} = {_masked(f'{x}_tile + k', ['rows < M', *(['ks[None, :] < K - k'] if ragged_k else [])])}",
+            _body(
+                x, _masked(f"{x}_tile + k", ["rows < M", *(["ks[None, :] < K - k"] if ragged_k else [])]), 8
+            ),
             *(
-                f"{p} = tl.dot({x}, {_masked(f'{w.name}_tile + {step}', deep + across)}, {p})"
+                line
                 for p, w in zip(tail.accumulators, tail.weights, strict=True)
+                for line in (
+                    _body(w.name, _masked(f"{w.name}_tile + {step}", deep + across), 8),
+                    f"{p} = tl.dot({x}, {w.name}, {p})",
+                )
             ),
         ),
         inside=_all(["rows < M", *across]),
@@ -209,7 +220,7 @@ def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContex
 
 def _pointer_read(value: Value, across: list[str]) -> str:
     place, conditions = ("columns", across) if value.column else ("at", ["inside"])
-    return f"{value.name} = {_masked(f'{value.name}_ptr + {place}', conditions)}.to(tl.float32)"
+    return _body(value.name, f"{_masked(f'{value.name}_ptr + {place}', conditions)}.to(tl.float32)")
 
 
 def _masked(pointer: str, conditions: list[str]) -> str:

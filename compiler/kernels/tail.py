@@ -4,7 +4,7 @@ import keyword
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from specc.compiler.expr import Expr, ExprError, Var, cuda_text, parse, substitute, triton_text, variables
+from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
 from specc.compiler.ir import BYTES, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.linear import Product
@@ -118,7 +118,7 @@ def tail_of(site: Site) -> Tail:
     renamed |= {head: Var(name) for head, name in zip(heads, accumulators, strict=True)}
     renamed |= {variable: Var(name) for variable, name in named.items()}
     results = tuple(
-        Result(Value(name, type), substitute(parse(text), renamed))
+        Result(Value(name, type), substitute(reread(text), renamed))
         for name, type, text in zip(outputs, site.node.types, epilogue.outputs, strict=True)
     )
     return Tail(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.expr import parse, torch_text
+from specc.compiler.expr import reread, torch_text
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
 from specc.compiler.ops.linear import Product
 
@@ -62,7 +62,7 @@ class EpilogueProduct(Kernel):
         weights = tuple(f"w_{v}" if op.arity > 2 else "w" for v in tail.variables[: op.arity - 1])
         products = zip(tail.variables, weights, strict=False)
         labels = tail.output_labels or ("y",)
-        texts = [torch_text(parse(text)) for text in tail.outputs]
+        texts = [torch_text(reread(text)) for text in tail.outputs]
         lines = [f"{v} = {op.product_text(rows, w)}" for v, w in products]
         lines += [f"{label} = {text}" for label, text in zip(labels[1:], texts[1:], strict=True)]
         returns = ", ".join((texts[0], *labels[1:]))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.expr import parse, torch_text, torch_value, variables
+from specc.compiler.expr import reread, torch_text, torch_value, variables
 from specc.compiler.ir import Dim, Op, Sizes, TensorType, TypeRuleError, operand
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Pointwise(Op):
             raise TypeRuleError(f"names {len(self.variables)} operands but is given {len(inputs)}")
         known = set(self.variables)
         for text in self.outputs:
-            if unknown := [name for name in variables(parse(text)) if name not in known]:
+            if unknown := [name for name in variables(reread(text)) if name not in known]:
                 raise TypeRuleError(f"reads {unknown[0]!r}, which is none of its operands {sorted(known)}")
         shape = broadcast([type.shape for type in inputs])
         return tuple(TensorType(shape, self.dtype or inputs[0].dtype) for _ in self.outputs)
@@ -66,12 +66,12 @@ class Pointwise(Op):
                 name: f"{operand(text)}.{_CAST[self.dtype]}()" if type.dtype != self.dtype else text
                 for (name, text), type in zip(names.items(), inputs, strict=True)
             }
-        texts = [torch_text(parse(output), names) for output in self.outputs]
+        texts = [torch_text(reread(output), names) for output in self.outputs]
         return texts[0] if len(texts) == 1 else ", ".join(texts)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         values = dict(zip(self.variables, inputs, strict=True))
-        results = tuple(torch_value(parse(output), values) for output in self.outputs)
+        results = tuple(torch_value(reread(output), values) for output in self.outputs)
         return results if len(results) > 1 else results[0]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specc.compiler.expr import derive, name_of, parse, plan_backward, simplify, variables
+from specc.compiler.expr import ExprError, derive, name_of, plan_backward, reread, simplify, variables
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
@@ -22,6 +22,13 @@ class Unfusable(Exception):
 def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
     """The group of `members` (in graph order, only the last of them read from outside). Raises Unfusable."""
     _check(graph, members)
+    try:
+        return _built(graph, scope, members)
+    except ExprError as error:
+        raise Unfusable(scope, f"cannot be differentiated: {error.message}") from None
+
+
+def _built(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
     inside = {node.name for node in members}
     external = tuple(dict.fromkeys(ref for node in members for ref in node.inputs if node_of(ref) not in inside))
     names = _input_names(external)
@@ -55,7 +62,9 @@ def _input_names(refs: Sequence[str]) -> Mapping[str, str]:
     for ref in refs:
         path = ref.lstrip("@$").replace(":", "_")
         word = path.rpartition(".")[2] if ref[0] in "@$" else "x"
-        names[ref] = word if word not in (*names.values(), "d") else path.replace(".", "_")
+        long = path.replace(".", "_")
+        free = (name for name in (word, long, f"{long}_in", f"{long}_given") if name not in (*names.values(), "d"))
+        names[ref] = next(free)
     return names
 
 
@@ -84,11 +93,11 @@ def _forward(graph: Graph, name: str, names: Mapping[str, str], members: Sequenc
 
 def _with_saves(op: Pointwise, accumulators: tuple[str, ...]) -> Pointwise:
     """`op` with the further outputs that its backward reads: what the plan saves, and products that are needed whole."""
-    expression = parse(op.outputs[0])
+    expression = reread(op.outputs[0])
     plan = plan_backward(expression, accumulators)
     operands = [v for v in op.variables if v not in accumulators]
     read = {v for operand in operands for v in variables(derive(expression, operand))} | set(plan.needs)
-    saves = [*plan.saves, *((f"pre_{v}", parse(v)) for v in accumulators if v in read)]
+    saves = [*plan.saves, *((f"pre_{v}", reread(v)) for v in accumulators if v in read)]
     outputs = (str(plan.value), *(str(saved) for _, saved in saves))
     labels = ("y", *(label for label, _ in saves)) if saves else ()
     return replace(op, outputs=outputs, labels=labels, title=op.title or name_of(expression))
@@ -161,7 +170,7 @@ class _Derivation:
         """The gradients of a pointwise member: of its products as planned, of each other operand by derivation."""
         original = self.graph.by_name[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
-        expression = parse(original.outputs[0])
+        expression = reread(original.outputs[0])
         operands = dict(zip(node.op.variables, node.inputs, strict=True))
         linear = {n.name for n in self.forward.nodes if isinstance(n.op, Linear)}
         accumulators = _accumulators(node, linear)
@@ -170,7 +179,7 @@ class _Derivation:
         readable |= {v: readable[f"pre_{v}"] for v in accumulators if f"pre_{v}" in readable}
         texts = [{v: str(grad) for v, grad in plan_backward(expression, accumulators).grads}] if accumulators else []
         texts += [
-            {v: str(simplify(parse(f"d * ({derive(expression, v)})")))} for v in operands if v not in accumulators
+            {v: str(simplify(reread(f"d * ({derive(expression, v)})")))} for v in operands if v not in accumulators
         ]
         found: list[tuple[str, str]] = []
         for group in texts:
@@ -182,7 +191,7 @@ class _Derivation:
         self, name: str, texts: Mapping[str, str], operands: Mapping[str, str], readable: Mapping[str, str], grad: str
     ) -> list[tuple[str, str]]:
         """One node for the gradients `texts` by variable, summed where an operand was stretched to the others' shape."""
-        read = tuple(dict.fromkeys(v for text in texts.values() for v in variables(parse(text)) if v != "d"))
+        read = tuple(dict.fromkeys(v for text in texts.values() for v in variables(reread(text)) if v != "d"))
         inputs = (grad, *(self.kept(readable[v]) for v in read))
         wanted = [self.forward.types[operands[v]] for v in texts]
         cast = wanted[0].dtype if self.b.types[grad].dtype != wanted[0].dtype else ""

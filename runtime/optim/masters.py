@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 
 class Masters:
@@ -65,7 +65,9 @@ class Masters:
             torch._foreach_mul_(self.gradients, 1 / parts)
         norm = get_total_norm(self.gradients)
         if clip_norm is not None:
-            clip_grads_with_norm_(self.tensors.values(), clip_norm, norm)
+            factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            # one gradient that is not finite must not make the others so: it could no longer be named
+            torch._foreach_mul_(self.gradients, torch.where(norm.isfinite(), factor, 1.0))
         return norm
 
     @torch.no_grad()
@@ -97,8 +99,11 @@ class Masters:
             param.copy_(weights[name])
 
     def first_not_finite(self) -> str | None:
-        """The first parameter whose gradient, or where there is none whose value, holds NaN or infinity."""
-        for tensors in (self.gradients, list(self.tensors.values())):
+        """The first parameter whose value, or else whose gradient, holds NaN or infinity.
+
+        Values come first: a step later they still tell which gradients were at fault, when all gradients are.
+        """
+        for tensors in (list(self.tensors.values()), self.gradients):
             for name, tensor in zip(self.tensors, tensors, strict=True):
                 if not bool(torch.isfinite(tensor).all()):
                     return name

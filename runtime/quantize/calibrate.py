@@ -47,7 +47,7 @@ class Capture(fx.Interpreter):
 
 
 def _linear(node: fx.Node) -> tuple[str, fx.Node] | None:
-    """The weight and the input of a linear; None for other nodes, and where the weight is no parameter itself."""
+    """The weight and the input of a linear; None for other nodes, or where the weight is no parameter."""
     if node.op != "call_function" or node.target is not F.linear:
         return None
     value, weight = node.args[0], node.args[1]
@@ -77,7 +77,7 @@ def capture_hessians(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """The mean of X^T X over all rows of all windows, f64 [features, features] on `device`, by parameter name.
+    """The mean of X^T X over all rows of all windows, f64 [features, features] on `device`, by parameter.
 
     `model` is one made without fusion points, on `device`. After each batch `progress` is told the number of
     windows so far. Raises QuantizeError where an input holds NaN or infinity.

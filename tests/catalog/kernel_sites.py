@@ -1,4 +1,4 @@
-"""The nodes that the kernel tests run on: their sites, inputs, references, and generated files as packages."""
+"""The nodes that the kernel tests run on: sites, inputs, references, and generated files as packages."""
 
 import importlib
 import inspect

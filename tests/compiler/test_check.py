@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from specc.compiler.check import CODES, check, load, to_diagnostics
 from specc.compiler.errors import Diagnostic, Mark, SpecError
 from specc.compiler.shape import models_in
@@ -231,7 +232,9 @@ def test_codes_are_those_that_the_compiler_gives() -> None:
 
 
 def test_checking_leaves_torch_alone() -> None:
-    code = "import sys; from specc.compiler import check; check.load(sys.argv[1]); exit('torch' in sys.modules)"
+    code = (
+        "import sys; from specc.compiler.check import load; load(sys.argv[1]); exit('torch' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code, BASE], check=True)
 
 

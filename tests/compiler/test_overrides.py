@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from specc.compiler.check import load
 from specc.compiler.errors import Diagnostic, SpecError, render
 from specc.compiler.overrides import apply_overrides

@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+
 from specc.compiler.check import CODES, load
 from specc.compiler.errors import SpecError
 from specc.compiler.schema import DIALECT, schema_text

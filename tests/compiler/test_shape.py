@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+
 from specc.compiler.check import load
 from specc.compiler.errors import Diagnostic, SpecError
 from specc.compiler.shape import Model, alternatives, keys_of, nearest, tag_of

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from specc.compiler.errors import Diagnostic, Mark, SpecError
 from specc.compiler.source import MAX_BYTES, MAX_LINE, read
 from specc.compiler.yaml_text import MAX_DEPTH, MAX_FINDINGS, MAX_NODES

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from specc.compiler.build import validate
 from specc.compiler.check import CODES
 from specc.compiler.errors import SpecError, render

@@ -46,7 +46,11 @@ def step(params: dict[str, nn.Parameter], optimizers: Optimizers, number: int) -
 
 def test_the_first_match_wins() -> None:
     groups = assign(SHAPES, specs(muon("*.up"), adamw("blocks.*"), muon("*")))
-    assert [group.names for group in groups] == [("blocks.0.up",), ("blocks.0.down", "blocks.0.gain"), ("embed",)]
+    assert [group.names for group in groups] == [
+        ("blocks.0.up",),
+        ("blocks.0.down", "blocks.0.gain"),
+        ("embed",),
+    ]
 
 
 def test_a_parameter_that_none_covers_is_named() -> None:
@@ -56,13 +60,19 @@ def test_a_parameter_that_none_covers_is_named() -> None:
 
 
 def test_muon_takes_no_vector() -> None:
-    with pytest.raises(OptimizerError, match=r"optimizers\[1\] \(muon\) covers blocks\.0\.gain of shape \[4\]"):
+    with pytest.raises(
+        OptimizerError, match=r"optimizers\[1\] \(muon\) covers blocks\.0\.gain of shape \[4\]"
+    ):
         assign(SHAPES, specs(adamw("embed"), muon("*")))
 
 
 def test_state_is_by_name() -> None:
     names = set(Optimizers(masters(), ENTRIES).state())
-    adam = {f"adamw.{slot}/{name}" for slot in ("step", "exp_avg", "exp_avg_sq") for name in ("embed", "blocks.0.gain")}
+    adam = {
+        f"adamw.{slot}/{name}"
+        for slot in ("step", "exp_avg", "exp_avg_sq")
+        for name in ("embed", "blocks.0.gain")
+    }
     assert names == adam | {"muon.momentum/blocks.0.up", "muon.momentum/blocks.0.down"}
 
 

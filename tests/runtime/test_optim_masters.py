@@ -1,15 +1,22 @@
 """Master weights and their average against float64."""
 
+import math
+
 import pytest
 import torch
-from toy import Toy
 from torch import Tensor, nn
+from toy import Toy
 
 from specc.runtime.optim.average import Average
 from specc.runtime.optim.masters import Masters
 
 NAMES = ("embed", "blocks.up", "blocks.down", "blocks.gain")
-MIXED = {"embed": torch.bfloat16, "blocks.up": torch.bfloat16, "blocks.down": torch.bfloat16, "blocks.gain": torch.float32}
+MIXED = {
+    "embed": torch.bfloat16,
+    "blocks.up": torch.bfloat16,
+    "blocks.down": torch.bfloat16,
+    "blocks.gain": torch.float32,
+}
 PLAIN = dict.fromkeys(NAMES, torch.float32)
 
 
@@ -39,7 +46,9 @@ def test_gradients_are_the_f32_mean_of_micro_batches(dtypes: dict[str, torch.dty
     """Five micro-batches: their gradients, as the model gives them, averaged in float64."""
     model = Toy(noise=0.0)
     masters = Masters(model, dtypes)
-    expected = {name: torch.zeros(tuple(param.shape), dtype=torch.float64) for name, param in model.named_parameters()}
+    expected = {
+        name: torch.zeros(tuple(param.shape), dtype=torch.float64) for name, param in model.named_parameters()
+    }
     for seed in range(5):
         lone = Toy(noise=0.0)
         Masters(lone, dtypes)
@@ -111,16 +120,18 @@ def test_restored_weights_reach_the_model(dtypes: dict[str, torch.dtype]) -> Non
 def test_what_is_not_finite_is_named() -> None:
     masters = Masters(Toy(), PLAIN)
     assert masters.first_not_finite() is None
+    masters.gradients[1][0, 0] = float("nan")
+    assert masters.first_not_finite() == "blocks.up"
+    assert not math.isfinite(float(masters.finish(1, 1.0)))
+    assert masters.first_not_finite() == "blocks.up" and not masters.gradients[0].isnan().any()
     with torch.no_grad():
         masters.tensors["blocks.gain"][3] = float("inf")
     assert masters.first_not_finite() == "blocks.gain"
-    masters.gradients[1][0, 0] = float("nan")
-    assert masters.first_not_finite() == list(masters.tensors)[1]
 
 
 def test_names_must_be_those_of_the_plan() -> None:
     with pytest.raises(ValueError, match=r"blocks\.gain"):
-        Masters(Toy(), {name: torch.float32 for name in NAMES[:3]})
+        Masters(Toy(), dict.fromkeys(NAMES[:3], torch.float32))
 
 
 def test_the_average_is_the_recurrence() -> None:

@@ -31,7 +31,9 @@ def test_orthogonalize_is_the_polynomial_of_the_singular_values(shape: tuple[int
     batch = random(3, *shape) * torch.tensor([1e-3, 1.0, 1e4])[:, None, None]
     found = orthogonalize(batch, steps)
     for one, matrix in zip(found, batch, strict=True):
-        torch.testing.assert_close(one.double(), reference(matrix, steps), rtol=0, atol=1e-3 if steps > 5 else 2e-4)
+        torch.testing.assert_close(
+            one.double(), reference(matrix, steps), rtol=0, atol=1e-3 if steps > 5 else 2e-4
+        )
 
 
 @pytest.mark.parametrize("shape", [(64, 16), (16, 64), (96, 32)])
@@ -46,7 +48,7 @@ def test_zeros_stay_zeros() -> None:
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_updates_are_the_rule(nesterov: bool) -> None:
-    """Matrices of several shapes at once, changing momentum and rate, against one matrix at a time in float64."""
+    """Matrices of several shapes at once, changing momentum and rate, against one at a time in float64."""
     params = [torch.nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate([*SHAPES, *SHAPES])]
     expected = [param.detach().double() for param in params]
     buffers = [torch.zeros_like(one) for one in expected]
@@ -71,7 +73,7 @@ def test_updates_are_the_rule(nesterov: bool) -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(32, 16), (16, 32), (24, 24)])
 def test_agrees_with_torch(shape: tuple[int, int], nesterov: bool) -> None:
-    """Torch scales momentum and gradient by 1 - momentum, which orthogonalizing cancels, and iterates in bf16."""
+    """Torch scales momentum and gradient by 1 - momentum, which orthogonalizing cancels; it works in bf16."""
     ours, theirs = (torch.nn.Parameter(random(*shape)) for _ in range(2))
     start = ours.detach().clone()
     settings = {"lr": 0.05, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}

@@ -35,7 +35,7 @@ def test_by_clock_is_the_formula_of_the_challenge() -> None:
 
 
 def test_the_clock_of_the_anchor_run() -> None:
-    """600 s, 4000 steps, 87.7 ms: warm-down begins near 249 s and the floor is reached 17.5 s before the end."""
+    """600 s, 4000 steps, 87.7 ms: warm-down begins near 249 s and reaches the floor 17.5 s before the end."""
     schedule = ScheduleSpec(warmdown_steps=4000, floor=0.05)
 
     def at(seconds: float) -> float:

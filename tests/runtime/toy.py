@@ -27,7 +27,7 @@ class Blocks(nn.Module):
 
 
 class Toy(nn.Module):
-    """Next byte from this byte. Training adds noise from the global generator, so resuming must restore that."""
+    """Next byte from this byte. Training adds noise from the global generator: resuming must restore it."""
 
     def __init__(self, noise: float = 0.01) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Toy(nn.Module):
         x = F.embedding(ids, self.embed)
         x = x + noise * torch.randn_like(x) if noise else x
         h = torch.relu(x @ self.blocks.up.T) @ self.blocks.down.T
-        return ((x + self.blocks.gain * h) @ self.embed.T).float()
+        return ((x + self.blocks.gain.to(x.dtype) * h) @ self.embed.T).float()
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         logits = self.logits(ids, self.noise)
@@ -93,7 +93,9 @@ def stream(folder: Path, split: str = "train") -> TokenStream:
     return open_stream(source, split, ByteTokenizer(), folder / "cache")  # type: ignore[arg-type]
 
 
-def trainer(folder: Path, train: TrainSpec | None = None, model: nn.Module | None = None, dtype: str = "f32") -> Trainer:
+def trainer(
+    folder: Path, train: TrainSpec | None = None, model: nn.Module | None = None, dtype: str = "f32"
+) -> Trainer:
     """A trainer at step 0; equal arguments give equal trainers."""
     train = train or train_spec()
     torch.manual_seed(train.seed)

@@ -1,0 +1,202 @@
+"""Every kind of block, with each option that changes what it computes: generated code against float64 references."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ATTENTION, FUSE_MLP, MLP, Pair, float64, pair, tiny
+
+from specc.compiler import blocks
+from specc.compiler.blocks.roles import Embed, Layer, Norm, Skips
+from specc.compiler.catalog import models
+from specc.compiler.strict import tag_of
+
+GATED = {**MLP, "act": "silu(gate) * x"}
+HEAD = {"head": ["logits", "softcap"]}
+RESIDUAL = {"blocks.*.mlp": ["up", "act", "down", "x"]}
+SCALED = {"blocks.*.mlp": ["up", "act", "down", "y.scaled", "x"]}
+
+
+def attention(**options: Any) -> dict[str, Any]:
+    return {"layers": ({**ATTENTION, **options}, MLP)}
+
+
+def mlp(act: Any = MLP["act"], **options: Any) -> dict[str, Any]:
+    return {"layers": (ATTENTION, {**MLP, "act": act, **options})}
+
+
+def norm(**options: Any) -> dict[str, Any]:
+    return {"norm": options, "blocks": {"norm": options}}
+
+
+CASES: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "one_block": {"count": 1},
+    "window": attention(window=3),
+    "window_of_one": attention(window=1),
+    "window_beyond_context": attention(window=100),
+    "rope": attention(rope={}),
+    "rope_partial": attention(rope={"dims": 2, "base": 100}),
+    "rope_wide_heads": attention(rope={"base": 500}, head_dim=6),
+    "qk_norm": attention(qk_norm={}),
+    "qk_norm_gain": attention(qk_norm={"gain": 1.5}, rope={"dims": 2}),
+    "kv_heads": attention(kv_heads=1, rope={}),
+    "kv_heads_window": attention(kv_heads=1, window=4, rope={"dims": 2}, qk_norm={"gain": 2}),
+    "head_dim": attention(head_dim=3),
+    "residual_learned": {"layers": ({**ATTENTION, "residual": "learned"}, {**MLP, "residual": "learned"})},
+    "residual_number": {"layers": ({**ATTENTION, "residual": 0.5}, {**MLP, "residual": 0.25})},
+    "residual_formula": {"layers": ({**ATTENTION, "residual": "1/sqrt(2 * layers)"}, MLP)},
+    "residual_by_layer": {
+        "layers": ({**ATTENTION, "residual": "1/(layer + 1)"}, {**MLP, "residual": "exp(-layer)"}),
+        "count": 3,
+    },
+    "rms_affine": norm(kind="rms", affine=True),
+    "rms_eps": norm(kind="rms", eps=0.1),
+    "rms_scale": norm(kind="rms", scale=0.5),
+    "rms_scale_by_layers": norm(kind="rms", affine=True, scale="1/sqrt(layers)"),
+    "rms_scale_by_layer": {"blocks": {"norm": {"kind": "rms", "scale": "1/sqrt(layer + 1)"}}, "count": 3},
+    "layer_norm": norm(kind="layer"),
+    "layer_norm_scaled": {"blocks": {"norm": {"kind": "layer", "scale": "1/(layer + 2)"}}},
+    "project": {"embed": [{"kind": "token", "dim": 4}, {"kind": "project"}], "head": {"tied": False}},
+    "project_norm": {
+        "embed": [{"kind": "token", "dim": 4}, {"kind": "project"}, {"kind": "norm", "eps": 0.01}],
+        "head": {"tied": False},
+    },
+    "embed_norm": {"embed": [{"kind": "token"}, {"kind": "norm"}]},
+    "embed_named": {"embed": [{"kind": "token", "name": "words"}, {"kind": "norm", "name": "even"}]},
+    "untied": {"head": {"tied": False}},
+    "softcap": {"head": {"softcap": 2}},
+    "softcap_fused": {"head": {"softcap": 2.5}, "fuse": (FUSE_MLP, HEAD)},
+    "softcap_untied_fused": {"head": {"softcap": 3, "tied": False}, "fuse": (HEAD,)},
+    "unet_1": {"blocks": {"skips": {"kind": "unet"}}, "count": 1},
+    "unet_2": {"blocks": {"skips": {"kind": "unet"}}, "count": 2},
+    "unet_3": {"blocks": {"skips": {"kind": "unet"}}, "count": 3},
+    "unet_5": {
+        "blocks": {"skips": {"kind": "unet"}, "norm": {"kind": "rms", "scale": "1/(layer + 1)"}},
+        "layers": ({**ATTENTION, "rope": {}}, {**MLP, "residual": "learned"}),
+        "count": 5,
+    },
+    "two_mlps": {
+        "layers": (ATTENTION, {**MLP, "name": "wide", "hidden": 16}, {**MLP, "name": "deep", "act": "gelu(x)"}),
+        "fuse": ({"blocks.*.wide": ["up", "act", "down"]}, {"blocks.*.deep": ["up", "act", "down"]}),
+    },
+    "two_mlps_of_one_kind": {
+        "layers": (ATTENTION, {**MLP, "name": "a"}, {**MLP, "name": "b"}),
+        "fuse": ({"blocks.*.{a,b}": ["up", "act", "down"]},),
+    },
+    "two_attentions": {
+        "layers": (
+            {**ATTENTION, "name": "near", "window": 3, "rope": {"dims": 2}},
+            {**ATTENTION, "name": "far", "rope": {"base": 50}, "kv_heads": 1},
+            MLP,
+        ),
+    },
+    "only_attention": {"layers": (ATTENTION,), "fuse": ()},
+    "only_mlp": {"layers": (MLP,)},
+    "mlp_ratio": {"layers": (ATTENTION, {"kind": "mlp", "ratio": 3.5, "act": "leaky_relu(x, 0.5) ** 2"})},
+    "leaky_relu2": mlp("leaky_relu(x, 0.5) ** 2"),
+    "gelu": mlp("gelu(x)"),
+    "gelu_tanh": mlp("gelu_tanh(x)"),
+    "silu": mlp("silu(x)"),
+    "linear": mlp("2 * x"),
+    "odd_activation": mlp("where(x > 0.5, tanh(x) * x, abs(x) - 0.25)"),
+    "named_activation": mlp({"expr": "exp(-x ** 2)", "name": "bump"}),
+    "swiglu": {"layers": (ATTENTION, GATED)},
+    "geglu": mlp("gelu(gate) * x"),
+    "bilinear": mlp("gate * x"),
+    "residual_fused": {"fuse": (RESIDUAL,)},
+    "residual_learned_fused": {"layers": (ATTENTION, {**MLP, "residual": "learned"}), "fuse": (RESIDUAL,)},
+    "residual_number_fused": {"layers": (ATTENTION, {**MLP, "residual": 0.5}), "fuse": (SCALED,)},
+    "residual_gated_fused": {"layers": (ATTENTION, {**GATED, "residual": "learned"}), "fuse": (RESIDUAL,)},
+    "down_residual_fused": {"fuse": ({"blocks.*.mlp": ["down", "x"]},)},
+    "up_act_fused": {"fuse": ({"blocks.*.mlp": ["up", "act"]},)},
+    "act_down_fused": {"fuse": ({"blocks.*.mlp": ["act", "down"]},)},
+    "attention_out_fused": {
+        "layers": ({**ATTENTION, "residual": "learned"}, MLP),
+        "fuse": ({"blocks.*.attention": ["out", "x"]}, FUSE_MLP),
+    },
+}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=list(CASES))
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, Pair]:
+    """A case as it is fused, and with `fuse: []`, with equal parameters."""
+    spec = tiny(**CASES[request.param])
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    return pair(spec, folder, fuse=True), pair(spec, folder, fuse=False)
+
+
+def test_loss_and_all_gradients_equal_the_reference(both: tuple[Pair, Pair]) -> None:
+    with float64():
+        for made in both:
+            ids, targets = made.batch()
+            want = made.reference("train", ids=ids, targets=targets)["loss"]
+            gradients = torch.autograd.grad(want, list(made.params.values()))
+            loss = made.model(ids, targets)
+            loss.backward()
+            torch.testing.assert_close(loss, want, rtol=1e-11, atol=1e-11)
+            for (name, parameter), gradient in zip(made.model.named_parameters(), _ordered(made, gradients), strict=True):
+                assert gradient.abs().max() > 0, f"the gradient of {name} is zero, which tests nothing"
+                torch.testing.assert_close(
+                    parameter.grad, gradient, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+                )
+
+
+def _ordered(made: Pair, gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    by_name = dict(zip(made.params, gradients, strict=True))
+    return [by_name[name] for name, _ in made.model.named_parameters()]
+
+
+def test_scores_are_causal_and_equal_the_reference(both: tuple[Pair, Pair]) -> None:
+    with float64(), torch.no_grad():
+        for made in both:
+            ids, targets = made.batch()
+            scores = made.model.score(ids, targets)
+            want = made.reference("score", ids=ids, targets=targets)["loss"]
+            torch.testing.assert_close(scores, want, rtol=1e-11, atol=1e-11)
+            changed = ids.clone()
+            changed[:, 5] = (changed[:, 5] + 1) % made.spec.model.vocabulary
+            moved = (made.model.score(changed, targets) - scores).abs()
+            assert moved[:, :5].max() == 0
+            assert moved[:, 5].min() > 0
+
+
+def test_cached_logits_equal_the_uncached(both: tuple[Pair, Pair]) -> None:
+    with float64(), torch.no_grad():
+        for made in both:
+            ids, _ = made.batch()
+            rows, tokens = ids.shape
+            cache = made.model.new_cache(rows, tokens + 3)
+            for state in cache:
+                for tensor in state:
+                    tensor.fill_(1e6)  # rows that are not written yet must not be read
+            logits = [made.model.prefill(ids[:, :5], torch.tensor(0), cache)]
+            logits.append(made.model.prefill(ids[:, 5:8], torch.tensor(5), cache))
+            logits += [made.model.decode(ids[:, i : i + 1], torch.tensor(i), cache) for i in range(8, tokens)]
+            ends = [5, 8, *range(9, tokens + 1)]
+            for found, end in zip(logits, ends, strict=True):
+                for token in range(made.spec.model.vocabulary):
+                    targets = torch.zeros(rows, end, dtype=torch.int64)
+                    targets[:, -1] = token
+                    nats = made.model.score(ids[:, :end], targets)[:, -1]
+                    torch.testing.assert_close(-found.log_softmax(-1)[:, token], nats, rtol=1e-9, atol=1e-10)
+
+
+def test_every_kind_of_block_is_in_a_case() -> None:
+    wanted = {tag_of(model, "kind") for role in (Embed, Layer, Norm, Skips) for model in models(blocks, role, "kind")}
+    used: set[object] = {"rms"}  # the default
+
+    def collect(value: object) -> None:
+        if isinstance(value, Mapping):
+            used.add(value.get("kind"))
+            for item in value.values():
+                collect(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                collect(item)
+
+    collect(list(CASES.values()))
+    collect([ATTENTION, MLP, {"kind": "token"}])
+    assert wanted <= used
