@@ -20,7 +20,8 @@ from specc.compiler.cli import (
 )
 
 folder = click.Path(path_type=Path)
-data_option = click.option("--data", help="A text, jsonl or token-shard file or folder, or `stdlib`.")
+run_argument = click.argument("run", type=folder)
+model_argument = click.argument("model", type=folder, metavar="RUN|ARTIFACT")
 tokenizers_option = click.option(
     "--tokenizers", multiple=True, type=folder, help="A folder to look for the tokenizer's file in; may be repeated."
 )
@@ -89,6 +90,180 @@ def train(
 
 
 @cli.command()
+@run_argument
+@click.option("--data", help="Calibrate and measure on this; the run's own data where unset.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Measure the loss on so many tokens only.")
+@target_option
+@tokenizers_option
+@json_option
+@format_option
+@formatted
+def quantize(
+    run: Path,
+    data: str | None,
+    max_tokens: int | None,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Quantize the weights that a run ends with, as its spec says, into one artifact."""
+    from specc.runtime.quantize.pipeline import QuantizeOptions
+    from specc.runtime.quantize.pipeline import quantize as run_quantize
+
+    options = QuantizeOptions(data, max_tokens, target, None, tokenizers)
+    result = run_quantize(run, options, say, Stages())
+    if as_json:
+        click.echo((result.artifact.parent / "report.json").read_text(encoding="utf-8"), nl=False)
+        return
+    for name, bits in (("before", result.before), ("after", result.after)):
+        click.echo(f"{name:<12} {loss_line(bits)}")
+    click.echo(result.after.audit())
+    click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
+    budget = f" of {result.budget:,}" if result.budget is not None else ""
+    click.echo(f"artifact     {result.size.total:,} bytes{budget}: {result.artifact}")
+    click.echo(f"next: specc generate {result.artifact} --prompt TEXT")
+
+
+class Stages:
+    """Shows how far long work has come: a bar on a terminal, a line a stage elsewhere."""
+
+    def __init__(self) -> None:
+        self.stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\r{stage:<12} {100 * done // max(total, 1):>3} %", err=True, nl=done >= total)
+        elif stage != self.stage:
+            click.echo(f"{stage} ...", err=True)
+        self.stage = stage
+
+
+def loss_line(bits: Any) -> str:
+    """Loss and both metrics in one line."""
+    bpb = "unknown" if bits.bpb is None else f"{bits.bpb:.4f}"
+    return f"{bits.nats / bits.tokens:.4f} nats a token, bpb {bpb}, bpb_pieces {bits.bpb_pieces:.4f}"
+
+
+@cli.command("eval")
+@model_argument
+@click.option("--data", help="A text, jsonl or token-shard file or folder, or `stdlib`; the run's own where unset.")
+@click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next; the spec's where unset.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Score so many tokens of the split only.")
+@click.option("--quantized", is_flag=True, help="Of a run, score the quantized model.")
+@target_option
+@tokenizers_option
+@json_option
+@format_option
+@formatted
+def evaluate(
+    model: Path,
+    data: str | None,
+    stride: int | None,
+    max_tokens: int | None,
+    quantized: bool,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Score a run or an artifact in bits per byte on the validation split."""
+    from specc.runtime.evaluate import EvaluateOptions
+    from specc.runtime.evaluate import evaluate as score
+
+    stages = Stages()
+    options = EvaluateOptions(data, stride, None, max_tokens)
+    bits = score(
+        model,
+        options,
+        target=target,
+        quantized=quantized,
+        search=tokenizers,
+        say=say,
+        progress=lambda done, total: stages("score", done, total),
+    )
+    if as_json:
+        names = ("nats", "tokens", "document_bytes", "piece_bytes", "bpb", "bpb_pieces", "lossless")
+        click.echo(json.dumps({name: getattr(bits, name) for name in names}, indent=2))
+    else:
+        click.echo(f"{bits.tokens:,} tokens: {loss_line(bits)}")
+        click.echo(bits.audit())
+
+
+@cli.command()
+@run_argument
+@click.option("--format", "kind", type=click.Choice(["artifact", "safetensors"]), default="artifact", show_default=True)
+@click.option("--out", type=folder, help="The file to write; in the run where unset.")
+@click.option("--force", is_flag=True, help="Replace a file that exists.")
+def export(run: Path, kind: Any, out: Path | None, force: bool) -> None:
+    """Write a run as one file, read back and compared before it counts."""
+    from specc.runtime.export.run import export as write
+
+    path = write(run, kind, out, force=force, say=say)
+    click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")
+
+
+@cli.command()
+@model_argument
+@click.option("--prompt", default="", help="The start of a document.")
+@click.option("--max-tokens", type=click.IntRange(min=0), default=200, show_default=True)
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most probable token.")
+@click.option("--top-k", type=int, help="Keep so many of the most probable tokens.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the fewest tokens of this probability.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--quantized", is_flag=True, help="Of a run, use the quantized model.")
+@target_option
+@tokenizers_option
+@format_option
+@formatted
+def generate(
+    model: Path,
+    prompt: str,
+    max_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    seed: int,
+    quantized: bool,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+) -> None:
+    """Continue a text with a run or an artifact."""
+    from specc.runtime.generate import Sampling
+    from specc.runtime.generate import generate as write
+    from specc.runtime.opened import open_model
+
+    sampling = Sampling(temperature, top_k, top_p)
+    opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
+    click.echo(prompt, nl=False)
+    write(opened, prompt.encode(), max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
+    click.echo()
+
+
+@cli.command()
+@model_argument
+@click.option("--budget", type=click.IntRange(min=1), help="Bytes it may take, decimal; the spec's where unset.")
+@json_option
+@format_option
+@formatted
+def size(model: Path, budget: int | None, as_json: bool) -> int:
+    """Count the bytes that ship, exactly; exit 1 when they are over the budget."""
+    from specc.runtime.size import size as count
+
+    found = count(model, budget)
+    if as_json:
+        groups = [{"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored} for g in found.groups]
+        data = {"path": str(found.path), "total": found.total, "budget": found.budget, "over": found.over, "groups": groups}
+        click.echo(json.dumps(data, indent=2))
+        return int(found.over)
+    for group in found.groups:
+        click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
+    for section in found.sections:
+        click.echo(f"section {section.kind:<20} {section.compressed:>12,} bytes of {section.raw:,}")
+    against = f" of {found.budget:,}: {'OVER by' if found.over else 'within, by'} {abs(found.budget - found.total):,}" if found.budget else ""
+    click.echo(f"{found.path}: {found.total:,} bytes{against}")
+    return int(found.over)
+
+
+@cli.command()
 @spec_argument
 @target_option
 @json_option
@@ -113,5 +288,3 @@ def verify(spec: Path, target: str | None, as_json: bool) -> int:
         click.echo(json.dumps(rows, indent=2))
     return int(any(check.ok is False for check in found))
 
-
-__all__ = ["data_option", "sys"]

@@ -19,12 +19,10 @@ def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str])
     field, method = ops[0].at.partition(".")[0], ops[0].callee.partition(".")[2]
     shared = min(len(call.inputs) for call in calls)
     state = {name for name, _ in graph.inputs} - body.names.keys()
+    kept = graph.name not in plan.programs.whole
     args: list[str] = []
-    kept = False
     for column in zip(*(call.inputs[1:shared] for call in calls), strict=True):
-        if state.issuperset(column):
-            kept = True
-        else:
+        if not state.issuperset(column):
             assert len(set(column)) == 1, "calls may differ only in their state and their skip"
             args.append(body.text(column[0]))
     args += ["*kept"] if kept else []

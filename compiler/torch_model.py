@@ -247,7 +247,7 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
             aliases.append(f"{method.name} = {known.name}")
         state = state or tuple(entry for entry in graph.inputs if entry[0].startswith("cache."))
     found = list(methods.values())
-    if state:
+    if any(graph.name not in programs.whole for graph in programs.programs):
         found.append(_new_cache(params, state, calls))
     return ClassContext("Model", "The whole model; each program is a method.", (), tuple(init), tuple(found), tuple(aliases))
 
@@ -272,7 +272,7 @@ def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
 
 def _program(plan: Plan, graph: Graph, reserved: frozenset[str], tables: list[str]) -> Function:
     inputs = [(name, type) for name, type in graph.inputs if not name.startswith("cache.")]
-    stateful = len(inputs) < len(graph.inputs)
+    stateful = graph.name not in plan.programs.whole
     body = Body(graph, {name: name for name, _ in inputs}, Speller(plan, graph), reserved)
     calls = [node for node in graph.nodes if isinstance(node.op, Call)]
     start = graph.nodes.index(calls[0]) if calls else len(graph.nodes)
@@ -298,8 +298,10 @@ def _new_cache(params: Sequence[Named], state: Sequence[Named], calls: Sequence[
         tails.setdefault(name.split(".")[1], []).append(type.shape[2:])
     like = f"self.{params[0][0]}"
     shapes = list(tails.values())
-    lines = [f"new = {like}.new_zeros"]
-    if all(shape == shapes[0] for shape in shapes):
+    lines = [f"new = {like}.new_zeros"] if state else []
+    if not state:
+        returns = "[() for _ in self.blocks]"
+    elif all(shape == shapes[0] for shape in shapes):
         tensors = ", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in shapes[0])
         returns = f"[({tensors}) for _ in self.blocks]"
     else:

@@ -9,6 +9,7 @@ import torch
 from platformdirs import user_cache_path
 
 from specc.compiler.spec import Spec
+from specc.compiler.targets import TARGETS
 from specc.runtime import checkpoint
 from specc.runtime.committed import sweep
 from specc.runtime.data import DataError, Loader, open_stream, open_tokenizer
@@ -64,15 +65,17 @@ def train(options: TrainOptions, say: Say) -> TrainResult:
     if not (options.resume and is_run(directory)):
         require_free(directory)
     with locked(directory), ExitStack() as stack:
-        if is_run(directory):
+        run = Run(directory, spec, options.target, options.data, options.overrides)
+        if started := is_run(directory):
             run = Run.open(directory)
             run.require_same(spec, options.target, options.data)
-        else:
-            run = Run.create(directory, spec, options.target, options.data, options.overrides)
         say(f"run: {directory}")
-        sweep(run.checkpoints)
         trainer, validation = _prepare(run, options, stack)
-        _resume(run, trainer, say)
+        if started:
+            sweep(run.checkpoints)
+            _resume(run, trainer, say)
+        else:  # only now that all fits: what failed before can be tried again in the same place
+            Run.create(directory, spec, options.target, options.data, options.overrides)
         log = RunLog(run.log)
         stack.callback(log.close)
         progress = stack.enter_context(open_progress(say))
@@ -82,13 +85,13 @@ def train(options: TrainOptions, say: Say) -> TrainResult:
 
 def _prepare(run: Run, options: TrainOptions, stack: ExitStack) -> tuple[Trainer, Validation]:
     spec = run.spec
-    torch.manual_seed(spec.train.seed)
-    loaded = instantiate(spec, run.target, run.generated)
-    initialize(loaded, spec.train.seed)
-    device = torch.device(options.device or device_of(loaded.target))
+    device = torch.device(options.device or device_of(TARGETS[run.target]))
     if device.type == "cuda" and not torch.cuda.is_available():
         message = f"target {run.target} needs an NVIDIA GPU, and torch finds none"
         raise EnvironmentFailure(message, "train another target of the spec")
+    torch.manual_seed(spec.train.seed)
+    loaded = instantiate(spec, run.target, run.generated)
+    initialize(loaded, spec.train.seed)
     tokenizer = open_tokenizer(spec.train.data.tokenizer, options.search)
     if tokenizer.vocab > spec.model.vocabulary:
         raise DataError(

@@ -33,6 +33,7 @@ def spec_data(
     targets: Sequence[str] = ("cpu",),
     count: int = 2,
     blocks: Mapping[str, Any] | None = None,
+    name: str = "tiny",
     **model: Any,
 ) -> dict[str, Any]:
     """A spec of 11 tokens, 8 features, 12 positions, as the data of its YAML file; `model` are more of its keys."""
@@ -40,7 +41,7 @@ def spec_data(
     start = {"kind": "decoder", "vocab": 11, "dim": 8, "context": 12, "embed": [{"kind": "token"}], "blocks": stack}
     return {
         "spec_version": 1,
-        "name": "tiny",
+        "name": name,
         "targets": list(targets),
         "model": {**start, **model},
         "fuse": list(fuse),

@@ -14,13 +14,13 @@ from specc.compiler.blocks.roles import Embed, Layer, Norm, Shape, Skips, Surrou
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.catalog import models
 from specc.compiler.expr import parse, variables
-from specc.compiler.ir import Builder, Graph, Op, TensorType, TypeRuleError
+from specc.compiler.ir import Builder, Graph, Op, TensorType, TypeRuleError, output_ref
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.region import Call, returned
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs import LoweringError, Parameter, Programs
-from specc.compiler.strict import Path, Positive, Problem, StrictModel
+from specc.compiler.strict import Path, Problem, StrictModel
 
 
 def _one_of(role: type[StrictModel]) -> Any:
@@ -195,7 +195,8 @@ class _Lowering:
         shared: dict[str, str] = {}
         for key, op in shared_ops.items():
             for j, type in enumerate(op.infer([TensorType(("T",), "i64")])):
-                shared[f"{key}:{j}" if j else key] = b.input(op.output_labels[j], type)
+                label = op.output_labels[j] if len(shared_ops) == 1 else f"{key}_{op.output_labels[j]}"
+                shared[output_ref(key, j)] = b.input(label, type)
         positions = b.input("positions", TensorType(("T",), "i64")) if caches is not None else ""
         kept = {key: b.input(key.replace(".", "_"), type) for key, type in (caches or {}).items()}
         if skips:

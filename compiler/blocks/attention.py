@@ -66,8 +66,9 @@ class Attention(Layer):
     def _angles(self, size: int) -> tuple[str, RopeAngles] | None:
         if self.rope is None:
             return None
-        dims = self.rope.dims or size
-        return f"rope{dims}", RopeAngles(dims, self.rope.base)
+        dims, base = self.rope.dims or size, self.rope.base
+        # the name tells all there is of the angles: two layers that rotate alike share them, and no others
+        return f"rope{dims}_{base:.17g}".replace(".", "p").replace("+", ""), RopeAngles(dims, base)
 
     def shared(self, dim: int) -> Mapping[str, Op]:
         angles = self._angles(self.size(dim))

@@ -57,7 +57,11 @@ class Norm(StrictModel):
         normed = self.normalize(b, x, name)
         if self.scale is None:
             return normed
-        return scaled(b, f"{name}.scaled", normed, self.scale, "norm_scale", shape)
+        if _by_layer(self.scale):
+            factor = b.scalar("norm_scale")
+            return b.add(f"{name}.scaled", Pointwise(("x * scale",), ("x", "scale")), (normed, factor))
+        value = value_of(self.scale, layers=float(shape.layers))
+        return b.add(f"{name}.scaled", Pointwise((f"x * {value!r}",), ("x",)), (normed,))
 
     def normalize(self, b: Builder, x: str, name: str) -> str:
         raise TypeError(f"{type(self).__name__} does not say how it normalizes")
@@ -67,16 +71,14 @@ class Norm(StrictModel):
         return bound("norm_scale", self.scale, layer, layers)
 
 
-def scaled(b: Builder, name: str, x: str, factor: float | str, scalar: str, shape: Shape) -> str:
-    """x times a number: one fixed in the text where all layers share it, else a scalar of the function."""
-    if isinstance(factor, str) and "layer" in variables(parse(factor)):
-        return b.add(name, Pointwise(("x * scale",), ("x", "scale")), (x, b.scalar(scalar)))
-    value = value_of(factor, layers=float(shape.layers))
-    return b.add(name, Pointwise((f"x * {value!r}",), ("x",)), (x,))
+def _by_layer(value: float | str | None) -> bool:
+    """Whether a factor differs from layer to layer: then it is a scalar of the function, else part of its text."""
+    return isinstance(value, str) and "layer" in variables(parse(value))
 
 
 def bound(scalar: str, value: float | str | None, layer: int, layers: int) -> Mapping[str, float]:
-    if isinstance(value, str) and "layer" in variables(parse(value)):
+    """The number behind `scalar` in layer `layer`, where the factor differs from layer to layer."""
+    if isinstance(value, str) and _by_layer(value):
         return {scalar: value_of(value, layer=float(layer), layers=float(layers))}
     return {}
 
@@ -136,8 +138,11 @@ class Layer(StrictModel):
             return b.add("x", Pointwise(("x + scale * branch",), ("x", "branch", "scale")), (x, y, scale))
         if self.residual is None:
             return b.add("x", Pointwise(("x + branch",), ("x", "branch")), (x, y))
-        y = scaled(b, "y.scaled", y, self.residual, f"{self.title}_residual", shape)
-        return b.add("x", Pointwise(("x + branch",), ("x", "branch")), (x, y))
+        if _by_layer(self.residual):
+            scale = b.scalar(f"{self.title}_residual")
+            return b.add("x", Pointwise(("x + scale * branch",), ("x", "branch", "scale")), (x, y, scale))
+        factor = value_of(self.residual, layers=float(shape.layers))
+        return b.add("x", Pointwise((f"x + {factor!r} * branch",), ("x", "branch")), (x, y))
 
     def scalars(self, layer: int, layers: int) -> Mapping[str, float]:
         """The numbers that this layer wants bound in layer `layer`."""

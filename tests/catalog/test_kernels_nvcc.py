@@ -1,4 +1,4 @@
-"""Generated CUTLASS kernels compiled by nvcc for sm90a. The results are cached by content: later runs are quick."""
+"""Generated CUTLASS kernels compiled by nvcc for sm90a; cached by content, so later runs are quick."""
 
 import ctypes
 from pathlib import Path

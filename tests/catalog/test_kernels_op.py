@@ -1,4 +1,4 @@
-"""The custom op around a generated kernel, as far as it works without a GPU: fakes, checks, two builds at once."""
+"""The custom op around a kernel, as far as that works without a GPU: fakes, checks, two builds."""
 
 from pathlib import Path
 

@@ -180,11 +180,11 @@ def test_tiles_follow_shape_and_target(name: str, target: str, n: int, k: int, t
 def random_site(generator: random.Random) -> Site:
     name = generator.choice(list(EPILOGUES))
     n, k = (8 * generator.randrange(1, generator.choice((8, 600))) for _ in range(2))
-    target = generator.choice(("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"))
+    target = generator.choice((*["sm90"] * 5, "sm80", "sm86", "sm89", "sm100", "sm120"))
     rows = generator.choice((("T",), ("B", "T"), (4, "T", 3)))
     label = ".".join(generator.choice(("blocks", "*", "encoder_of_things", "mlp", "up")) for _ in range(6))
     site = make_site(
-        name, n, k, target, generator.choice(("bf16", "f16")), rows, generator.choice(("", "f32"))
+        name, n, k, target, generator.choice(("bf16", "f16")), rows, generator.choice(("", "", "f32"))
     )
     return replace(site, label=label)
 
@@ -221,7 +221,7 @@ def test_random_sites_render_as_clean_python_and_cuda(tmp_path: Path) -> None:
                 assert "\n\n\n\n" not in text and text.endswith(("\n",)) and not text.endswith("\n\n")
                 if path.suffix == ".py":
                     compile(text, str(path), "exec")
-    assert taken["py"] >= 60 and taken["cu"] >= 10
+    assert taken["py"] >= 60 and taken["cu"] >= 15
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(root / "pyproject.toml")]
     done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)

@@ -278,7 +278,6 @@ def test_bytes_that_are_no_text_are_returned_as_they_are_and_shown_as_replacemen
     opened, _ = scripted([*raw, 256])
     out, told = run_scripted(opened, b"", 100)
     assert out == raw and "".join(told.texts) == raw.decode(errors="replace")
-    assert all("\ufffd" not in text[:-1] or len(text) <= 2 for text in told.texts)
 
 
 def test_a_tokenizer_with_fewer_ids_than_the_model_limits_the_draw() -> None:
