@@ -91,10 +91,15 @@ class Loop:
                 raise failure from None
             except torch.OutOfMemoryError as error:
                 message = f"step {self._trainer.step + 1}: out of GPU memory"
-                raise RunFailure(message, "lower train.micro_batch; tokens_per_step may stay") from error
+                raise self._failed(
+                    RunFailure(message, "lower train.micro_batch; tokens_per_step may stay")
+                ) from error
             except RunFailure as error:
-                self._log.write("failure", step=self._trainer.step, message=error.message)
-                raise
+                raise self._failed(error)
+
+    def _failed(self, error: RunFailure) -> RunFailure:
+        self._log.write("failure", step=self._trainer.step, message=error.message)
+        return error
 
     def _train(self, check: Callable[[], None]) -> None:
         trainer, train = self._trainer, self._trainer.train

@@ -62,13 +62,15 @@ def train(options: TrainOptions, say: Say) -> TrainResult:
     """
     spec = options.spec
     directory = options.run or (newest_run(spec.name) if options.resume else None) or default_run(spec.name)
-    if not (options.resume and is_run(directory)):
-        require_free(directory)
+    if not options.resume:
+        require_free(directory)  # before the lock: it must leave no file where there is something else
     with locked(directory), ExitStack() as stack:
         run = Run(directory, spec, options.target, options.data, options.overrides)
-        if started := is_run(directory):
+        if started := options.resume is not None and is_run(directory):
             run = Run.open(directory)
             run.require_same(spec, options.target, options.data)
+        else:
+            require_free(directory)
         say(f"run: {directory}")
         trainer, validation = _prepare(run, options, stack)
         if started:

@@ -135,10 +135,15 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
     """The group under a name of its own, or the equal one that another function has already."""
     for known in programs.groups:
-        if known == replace(group, name=known.name):
+        if known == _named(group, known.name):
             return known, True
     taken = {known.name for known in programs.groups}
     name = group.name
     while name in taken:
-        name = f"{group.scope.replace('.', '_')}_{name}"
-    return replace(group, name=name), False
+        name = f"{name}_{group.members[-1].rpartition('.')[2]}"
+    return _named(group, name), False
+
+
+def _named(group: Group, name: str) -> Group:
+    forward, backward = replace(group.forward, name=f"{name}.forward"), replace(group.backward, name=f"{name}.backward")
+    return replace(group, name=name, forward=forward, backward=backward)

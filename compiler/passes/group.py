@@ -32,7 +32,7 @@ def _built(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
     inside = {node.name for node in members}
     external = tuple(dict.fromkeys(ref for node in members for ref in node.inputs if node_of(ref) not in inside))
     names = _input_names(external)
-    name = scope.rpartition(".")[2]
+    name = f"fused_{scope.rpartition('.')[2]}"
     forward = _forward(graph, f"{name}.forward", names, members)
     derivation = _Derivation(graph, forward, tuple(names.values()))
     backward = derivation.run(f"{name}.backward")

@@ -126,6 +126,11 @@ CASES: Mapping[str, dict[str, Any]] = {
     "residual_gated_fused": {"layers": (ATTENTION, {**GATED, "residual": "learned"}), "fuse": (RESIDUAL,)},
     "down_residual_fused": {"fuse": ({"blocks.*.mlp": ["down", "x"]},)},
     "up_act_fused": {"fuse": ({"blocks.*.mlp": ["up", "act"]},)},
+    "two_groups_of_one_part": {
+        "layers": (ATTENTION, {**MLP, "residual": "learned"}),
+        "fuse": ({"blocks.*.mlp": ["up", "act"]}, {"blocks.*.mlp": ["down", "x"]}),
+    },
+    "residual_by_layer_fused": {"layers": (ATTENTION, {**MLP, "residual": "1/(layer + 1)"}), "fuse": (RESIDUAL,)},
     "act_down_fused": {"fuse": ({"blocks.*.mlp": ["act", "down"]},)},
     "attention_out_fused": {
         "layers": ({**ATTENTION, "residual": "learned"}, MLP),
@@ -190,13 +195,11 @@ def test_cached_logits_equal_the_uncached(both: tuple[Pair, Pair]) -> None:
             logits = [made.model.prefill(ids[:, :5], torch.tensor(0), cache)]
             logits.append(made.model.prefill(ids[:, 5:8], torch.tensor(5), cache))
             logits += [made.model.decode(ids[:, i : i + 1], torch.tensor(i), cache) for i in range(8, tokens)]
-            ends = [5, 8, *range(9, tokens + 1)]
-            for found, end in zip(logits, ends, strict=True):
-                for token in range(made.spec.model.vocabulary):
-                    targets = torch.zeros(rows, end, dtype=torch.int64)
-                    targets[:, -1] = token
-                    nats = made.model.score(ids[:, :end], targets)[:, -1]
-                    torch.testing.assert_close(-found.log_softmax(-1)[:, token], nats, rtol=1e-9, atol=1e-10)
+            found = torch.stack([row.log_softmax(-1) for row in logits], dim=1)
+            ends = torch.tensor([4, 7, *range(8, tokens)])
+            for token in range(made.spec.model.vocabulary):
+                nats = made.model.score(ids, torch.full_like(ids, token))[:, ends]
+                torch.testing.assert_close(-found[..., token], nats, rtol=1e-9, atol=1e-10)
 
 
 def test_every_kind_of_block_is_in_a_case() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from run_samples import VARIANTS, model_of, small_spec, write_text
+from run_samples import VARIANTS, model_of, one_thread, small_spec, write_text
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,6 +14,12 @@ from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.calibrate import Capture, calibration_windows, capture_hessians
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import sentencepiece
 import torch
-from run_samples import VARIANTS, make_run, model_of, small_spec, write_text
+from run_samples import VARIANTS, make_run, model_of, one_thread, small_spec, write_text
 from torch import Tensor, nn
 
 from specc.runtime.data import ByteTokenizer, SentencePieceTokenizer, Tokenizer
@@ -21,6 +21,12 @@ from specc.runtime.opened import Cache, Generated, Opened, open_model
 
 CPU = torch.device("cpu")
 CONTEXT = 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def uncached(model: Generated, tokens: list[int]) -> Tensor:
@@ -60,8 +66,9 @@ def test_when_the_cache_is_full_the_last_half_begins_a_new_one(variant: str) -> 
     for length, row in enumerate(rows, 20):
         if length - start > CONTEXT:
             start = length - 1 - CONTEXT // 2
-        expected = uncached(model, tokens[start:length])[-1]
-        assert float((row.log_softmax(-1) - expected).abs().max()) < 1e-5, length
+        if length % 4 == 0 or length - start <= CONTEXT // 2 + 2:
+            expected = uncached(model, tokens[start:length])[-1]
+            assert float((row.log_softmax(-1) - expected).abs().max()) < 1e-5, length
     assert start > CONTEXT
 
 

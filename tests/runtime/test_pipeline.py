@@ -5,13 +5,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from run_samples import add_checkpoint, make_run, model_of, random_weights, small_spec, write_text
+from run_samples import add_checkpoint, make_run, model_of, one_thread, random_weights, small_spec, write_text
 from torch import Tensor
 
 from specc.compiler.build import canonical, spec_of
@@ -41,6 +41,12 @@ class Quantized:
     options: QuantizeOptions
     said: tuple[str, ...]
     progress: tuple[tuple[str, int, int], ...]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -136,8 +136,10 @@ def test_what_does_not_fit_is_said_before_training(tmp_path: Path) -> None:
     assert go(tmp_path, "run", stop_after_steps=1).step == 1  # the same place, once all fits
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_without_a_gpu_a_gpu_target_is_an_environment_failure(tmp_path: Path) -> None:
+def test_without_a_gpu_a_gpu_target_is_an_environment_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EnvironmentFailure, match="target sm90 needs an NVIDIA GPU") as caught:
         go(tmp_path, "run", target="sm90")
     assert caught.value.exit_code == 3

@@ -218,6 +218,22 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path: Path) -> 
     assert all(bool(torch.isfinite(tensor).all()) for tensor in checkpoint.load(newest).weights.values())
 
 
+def test_full_gpu_memory_names_what_to_lower(tmp_path: Path) -> None:
+    model = Toy()
+
+    def full(loss: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def hook(step: Step) -> None:
+        if step.step == 4:
+            model.spoil = full
+
+    with pytest.raises(RunFailure, match="step 5: out of GPU memory") as caught:
+        go(tmp_path, "run", train_spec(checkpoint_every=3), hook, model=model)
+    assert caught.value.exit_code == 4 and "train.micro_batch" in caught.value.hint
+    assert events(tmp_path, "run", "checkpoint", "failure") == [("checkpoint", 3, None), ("failure", 4, None)]
+
+
 def test_a_full_disk_is_a_failure_that_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,245 @@
+"""Opening runs and artifacts: the right weights, one function on all paths, and nothing from a bad file."""
+
+import hashlib
+import random
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from run_samples import add_checkpoint, make_run, one_thread, random_weights, small_spec, write_text
+
+from specc.compiler.build import canonical
+from specc.runtime import opened
+from specc.runtime.data import DataError
+from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
+from specc.runtime.export.artifact import read_artifact, write_artifact
+from specc.runtime.opened import Deployment, deployment_of, open_model, read_verified
+from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
+from specc.runtime.run import Run, RunDirectoryError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("opened")
+    made = make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
+    quantize(made.directory, QuantizeOptions(cache=folder / "cache", max_tokens=200), lambda _: None)
+    return made
+
+
+@pytest.fixture
+def artifact(run: Run, tmp_path: Path) -> Path:
+    return Path(shutil.copy(run.quantized / "model.specc", tmp_path / "copy.specc"))
+
+
+def test_a_run_gives_the_weights_that_it_ends_with(run: Run) -> None:
+    model = open_model(run.directory)
+    assert (model.source, model.same_code, model.data, model.device.type) == ("run", None, run.data, "cpu")
+    expected = random_weights(run.spec)
+    for name, parameter in model.model.named_parameters():
+        assert torch.equal(parameter, expected[name])
+    assert not model.model.training
+
+
+def test_the_newest_sound_checkpoint_counts(run: Run, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run.directory, tmp_path / "run"))
+    other = Run.open(folder)
+    add_checkpoint(other, seed=5, step=8)
+    name = "blocks.0.mlp.up"
+    newest = random_weights(run.spec, 5)[name]
+    assert torch.equal(open_model(folder).model.get_parameter(name), newest)
+    file = other.checkpoints / "step_00000008" / "ema.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    said: list[str] = []
+    older = open_model(folder, say=said.append).model.get_parameter(name)
+    assert torch.equal(older, random_weights(run.spec)[name])
+    assert len(said) == 1 and "step_00000008" in said[0]
+
+
+def test_a_quantized_run_is_its_artifact(run: Run, artifact: Path) -> None:
+    inside, outside = open_model(run.directory, quantized=True), open_model(artifact)
+    assert inside.source == outside.source == "artifact"
+    assert inside.same_code is outside.same_code is True
+    assert (inside.data, outside.data) == (run.data, None)
+    for name, parameter in inside.model.named_parameters():
+        assert torch.equal(parameter, outside.model.get_parameter(name))
+        assert not torch.equal(parameter, random_weights(run.spec)[name])
+
+
+def test_load_from_python_is_that_model(run: Run, artifact: Path) -> None:
+    import specc.runtime.load  # the module of that name does not take the function's place
+
+    ids, targets = torch.randint(257, (2, 2, 32), generator=torch.Generator().manual_seed(0))
+    for path in (run.directory, artifact):
+        model = specc.runtime.load(str(path))
+        assert isinstance(model, torch.nn.Module) and not model.training
+        with torch.no_grad():
+            assert torch.equal(model(ids, targets), open_model(path).model(ids, targets))
+            assert float(model(ids, targets)) == pytest.approx(float(model.score(ids, targets).mean()), rel=1e-5)
+
+
+def test_the_code_lies_where_only_the_user_can_write_and_goes_with_the_model(run: Run) -> None:
+    model = open_model(run.directory)
+    folder = model.loaded.directory.parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (folder / "cpu" / "model.py").is_file()
+    del model
+    assert not folder.exists()
+
+
+def test_the_code_in_the_run_is_neither_used_nor_changed(run: Run, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(run.directory, tmp_path / "run"))
+    trap = folder / "generated" / "cpu" / "model.py"
+    trap.parent.mkdir(parents=True)
+    trap.write_text("raise SystemExit('this ran')\n")
+    open_model(folder)
+    assert trap.read_text() == "raise SystemExit('this ran')\n"
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm90"])
+def test_parameters_are_in_the_dtype_of_the_target(target: str, tmp_path: Path) -> None:
+    spec = small_spec("targets=[cpu, sm90]", "fuse=[]")
+    run = make_run(tmp_path / "run", spec, "stdlib")
+    model = open_model(run.directory, target=target, device="cpu").model
+    dtype = {"cpu": torch.float32, "sm90": torch.bfloat16}[target]
+    expected = random_weights(spec)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == dtype and torch.equal(parameter, expected[name].to(dtype))
+
+
+def test_what_is_not_there_is_a_usage_error(run: Run, tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(RunDirectoryError) as caught:
+            open_model(path)
+        assert caught.value.exit_code == 2
+    with pytest.raises(RunFailure, match="is not built for sm80"):
+        open_model(run.directory, target="sm80")
+    bare = make_run(tmp_path / "bare", small_spec(), "stdlib")
+    with pytest.raises(RunFailure, match="is not quantized") as missing:
+        open_model(bare.directory, quantized=True)
+    assert missing.value.hint == f"first: specc quantize {bare.directory}"
+
+
+def test_a_gpu_target_without_a_gpu_is_an_environment_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = make_run(tmp_path / "run", small_spec("targets=[sm90]", "fuse=[]"), "stdlib")
+    with pytest.raises(EnvironmentFailure, match="needs an NVIDIA GPU"):
+        open_model(run.directory, target="sm90")
+
+
+def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", small_spec("model.vocab=200"), "stdlib")
+    model = open_model(run.directory)
+    with pytest.raises(DataError, match="bytes has 257 ids, the model only 200"):
+        _ = model.tokenizer
+    elsewhere = small_spec("train.data={tokenizer: some.model}")
+    other = make_run(tmp_path / "other", elsewhere, str(write_text(tmp_path / "data")))
+    named = open_model(other.directory, search=[tmp_path / "named"])
+    with pytest.raises(DataError, match=r"no tokenizer 'some\.model'") as caught:
+        _ = named.tokenizer
+    for place in ("named", "other", "data"):
+        assert str(tmp_path / place / "some.model") in caught.value.message
+
+
+# What a file may do to us
+
+
+def test_any_flipped_bit_is_found(artifact: Path) -> None:
+    data = artifact.read_bytes()
+    chooser = random.Random(0)
+    places = [0, 8, 20, 60, 100, *(chooser.randrange(len(data)) for _ in range(15)), len(data) - 1]
+    for place in places:
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << chooser.randrange(8)
+        artifact.write_bytes(damaged)
+        with pytest.raises(IntegrityError) as caught:
+            open_model(artifact)
+        assert caught.value.exit_code == 5 and str(artifact) in caught.value.message
+    artifact.write_bytes(data)
+    open_model(artifact)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, 1000, -1])
+def test_a_cut_file_is_found(artifact: Path, size: int) -> None:
+    artifact.write_bytes(artifact.read_bytes()[:size])
+    with pytest.raises(IntegrityError):
+        open_model(artifact)
+
+
+def rewritten(artifact: Path, spec: bytes | None = None, code: bytes | None = None, **arrays: object) -> None:
+    """Writes the artifact anew, sound as a file, with something else in it."""
+    old = read_artifact(artifact, lambda text: (deployment_of(text)[1].interface, deployment_of(text)[1].layout))
+    deployment = deployment_of(old.spec)[1]
+    tensors = {name: dict(stored) for name, stored in old.tensors.items()}
+    for name, array in arrays.items():
+        tensors[name.replace("__", ".")]["codes"] = array  # type: ignore[assignment]
+    write_artifact(
+        artifact,
+        spec=spec or old.spec,
+        interface=deployment.interface,
+        code=code or old.code,
+        layout=deployment.layout,
+        tensors=tensors,
+        quality=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"heads":4', '"heads":5', "heads"),
+        ('"kind":"decoder"', '"kind":"robot"', "not one that this specc understands"),
+        ('"spec_version":1', '"spec_version":2', "not one that this specc understands"),
+        ('"name":"gpt_mini"', '"name":"../../etc"', "not one that this specc understands"),
+        ('"match":"blocks.0.mlp.up"', '"match":"blocks.9.mlp.up"', "matches no parameter"),
+        ('"dim":32', '"dim":40', "its parameters are not those"),
+        ('"count":2', '"count":1', "matches no parameter"),
+        ('"tied":true', '"tied":false', "its parameters are not those"),
+        ('{', '[', "not one that this specc understands"),
+    ],
+)
+def test_a_spec_that_makes_no_such_model_is_found(artifact: Path, old: str, new: str, message: str) -> None:
+    text = open_model(artifact).spec
+    spec = canonical(text)
+    assert old in spec
+    rewritten(artifact, spec=spec.replace(old, new, 1).encode())
+    with pytest.raises(IntegrityError, match=message) as caught:
+        open_model(artifact)
+    assert str(artifact) in caught.value.message
+
+
+def test_codes_that_no_quantizer_writes_are_found(artifact: Path) -> None:
+    spec, _, _ = read_verified(artifact)
+    name = "blocks.0.attention.q"
+    shape = Deployment.of(spec).shapes[name]
+    codes = torch.full(shape, 100, dtype=torch.int8).numpy()
+    rewritten(artifact, blocks__0__attention__q=codes)
+    with pytest.raises(IntegrityError, match=f"{name}: a code is outside"):
+        open_model(artifact)
+
+
+def test_an_error_of_the_compiler_is_one_of_the_file(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(opened, "compile_loaded", broken)
+    with pytest.raises(IntegrityError, match="too deep"):
+        open_model(artifact)
+
+
+def test_other_code_is_reported_and_no_error(artifact: Path) -> None:
+    rewritten(artifact, code=hashlib.sha256(b"of another compiler").digest())
+    said: list[str] = []
+    model = open_model(artifact, say=said.append)
+    assert model.same_code is False
+    assert said == [f"{artifact} was written with other generated code: results may differ in the last bits"]

@@ -1,0 +1,109 @@
+"""What training does otherwise on a GPU: bf16 copies, compiled, numbers a step late, Muon in bf16."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from toy import WINDOW, Toy, parameters, stream, train_spec, trainer
+
+from specc.compiler.train_spec import TrainSpec
+from specc.runtime import checkpoint
+from specc.runtime.data import ByteTokenizer, Loader
+from specc.runtime.errors import RunFailure
+from specc.runtime.log import read_log
+from specc.runtime.optim.muon import orthogonalize
+from specc.runtime.trainer import Trainer
+
+pytestmark = pytest.mark.gpu
+
+
+def gpu_trainer(
+    folder: Path, train: TrainSpec | None = None, model: Toy | None = None, compiled: bool = True
+) -> Trainer:
+    train = train or train_spec()
+    torch.manual_seed(train.seed)
+    loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed)
+    model = model or Toy(noise=0.0)
+    device = torch.device("cuda")
+    return Trainer(model, parameters("bf16"), train, loader, WINDOW, device, compiled, "digest")
+
+
+def test_numbers_come_a_step_late_and_are_those_of_the_cpu(tmp_path: Path) -> None:
+    device, plain = gpu_trainer(tmp_path), trainer(tmp_path, model=Toy(noise=0.0))
+    assert device.advance() == []
+    found = [step for _ in range(19) for step in device.advance()] + device.settle()
+    wanted = [step for _ in range(20) for step in plain.advance()]
+    assert [step.step for step in found] == list(range(1, 21)) and device.settle() == []
+    assert [step.loss for step in found] == pytest.approx([step.loss for step in wanted], rel=0.03)
+    assert [step.lr for step in found] == pytest.approx([step.lr for step in wanted])
+    assert all(master.is_cuda and master.dtype == torch.float32 for master in device.masters.tensors.values())
+
+
+def test_resuming_goes_on(tmp_path: Path) -> None:
+    whole = gpu_trainer(tmp_path)
+    losses = [step.loss for _ in range(20) for step in whole.advance()] + [
+        step.loss for step in whole.settle()
+    ]
+    half = gpu_trainer(tmp_path)
+    for _ in range(9):
+        half.advance()
+    half.settle()
+    saved = checkpoint.load(checkpoint.save(tmp_path / "c", half.snapshot()))
+    resumed = gpu_trainer(tmp_path)
+    resumed.restore(saved)
+    again = [step.loss for _ in range(11) for step in resumed.advance()] + [
+        step.loss for step in resumed.settle()
+    ]
+    assert again == pytest.approx(losses[9:], rel=1e-3)  # sums of gradients by atomics come in any order
+
+
+def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
+    one = gpu_trainer(tmp_path)
+    before = {name: tensor.detach().clone() for name, tensor in one.masters.tensors.items()}
+    state = {name: tensor.clone() for name, tensor in one.optimizers.state().items()}
+    rng = torch.cuda.get_rng_state()
+    one.warm_up(257)
+    assert all(torch.equal(before[name], tensor.detach()) for name, tensor in one.masters.tensors.items())
+    assert all(torch.equal(state[name], tensor) for name, tensor in one.optimizers.state().items())
+    assert torch.equal(rng, torch.cuda.get_rng_state()) and one.step == 0
+
+
+def test_what_is_not_finite_stops_a_step_later_and_is_named(tmp_path: Path) -> None:
+    model = Toy(noise=0.0)
+    one = gpu_trainer(tmp_path, model=model, compiled=False)
+    for _ in range(3):
+        one.advance()
+    one.settle()
+    model.blocks.down.register_hook(lambda grad: torch.full_like(grad, math.nan))
+    assert one.advance() == []
+    with pytest.raises(RunFailure, match=r"step 4: .*the first parameter hit is blocks\.down"):
+        one.advance()
+
+
+def test_a_run_on_the_clock(tmp_path: Path) -> None:
+    from test_train_loop import Watch
+    from test_train_run import spec
+
+    from specc.runtime.log import RunLog
+    from specc.runtime.loop import Limits, Loop, Validation
+    from specc.runtime.run import Run
+
+    train = train_spec(steps=None, budget_seconds=1.0, schedule={"warmdown_steps": 20}, validate_every=10)
+    one = gpu_trainer(tmp_path, train)
+    run = Run(tmp_path / "run", spec(), "sm90", "text")
+    run.checkpoints.mkdir(parents=True)
+    log, validation = RunLog(run.log), Validation(stream(tmp_path, "val"), ByteTokenizer(), 8, 200)
+    result = Loop(run, one, validation, log, Watch(None), lambda text: None, Limits()).run()
+    log.close()
+    steps = [record for record in read_log(run.log) if record["event"] == "step"]
+    assert result.complete and [record["step"] for record in steps] == list(range(1, result.step + 1))
+    assert steps[-1]["loss"] < steps[0]["loss"] and checkpoint.fault(result.checkpoint) is None
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 32), (32, 96)])
+def test_muon_orthogonalizes_in_bf16(shape: tuple[int, int]) -> None:
+    batch = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
+    exact, found = orthogonalize(batch, 5), orthogonalize(batch.cuda(), 5).cpu()
+    assert found.dtype == torch.float32
+    assert float((found - exact).norm() / exact.norm()) < 0.05
