@@ -6,14 +6,16 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from specc.compiler.errors import SpeccError
+from specc.compiler.errors import EnvironmentProblem, SpeccError
 
 MANIFEST = "manifest.json"
 NEXT = ".manifest.next.json"  # what a build in progress is about to write, so that one that was cut off can be told
+TEMPORARY = ".specc-tmp"
 Files = Mapping[str, str]
 State = Literal["changed", "missing", "extra", "line endings"]
 
@@ -55,8 +57,8 @@ def _drift(folder: Path, files: Files) -> Iterator[Drift]:
 
 
 def unified(folder: Path, files: Files, root: str) -> str:
-    """A unified diff from what is on disk to what the build would write."""
-    present = _present(folder)
+    """A unified diff from what is on disk to what the build would leave there."""
+    present = _present(folder) & {*files, *_owned(folder)}
     old = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in present}
     return diff_texts(old, files, f"a/{root}", f"b/{root}")
 
@@ -73,31 +75,50 @@ def diff_texts(old: Files, new: Files, before: str, after: str) -> str:
 
 
 def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, str], ...]:
-    """Makes `folder` hold `files`, each replaced at once and only where it differs, and removes what the last build left.
+    """Makes `folder` hold `files`, each replaced at once and only where it differs, and removes what the last build
+    left.
 
-    Returns (state, name) of what changed: `new`, `changed` or `removed`. Raises HandEdited, writing nothing, where a file
-    differs from what the last build wrote, unless `force`.
+    Returns (state, name) of what changed: `new`, `changed` or `removed`. Raises HandEdited, writing nothing, where a
+    file
+    differs from what the last build wrote, unless `force`, and where a folder is a link; EnvironmentProblem where
+    the disk
+    refuses.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            return _write(folder, files, force)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise EnvironmentProblem(f"cannot write {error.filename or folder}: {reason}", "make it writable") from error
+
+
+def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ...]:
     owned = _owned(folder)
+    folders = sorted({parent for name in files for parent in (folder / name).parents if parent.is_relative_to(folder)})
+    if links := [inner for inner in folders if inner != folder and inner.is_symlink()]:
+        raise HandEdited(f"{links[0]} is a link, and a build does not write through one", "remove it")
     edited = [] if force else sorted(_edited(folder, files, owned))
     if edited:
         raise HandEdited(
             f"{folder / edited[0]} was edited by hand" + (f", and {len(edited) - 1} more" if len(edited) > 1 else ""),
             "move the edit into the spec or a template; or delete the file; or build with --force to lose it",
         )
-    stale = [name for name in owned if name not in files and (folder / name).exists()]
+    stale = sorted(name for name in _present(folder) & owned.keys() if name not in files)
     moved = [(drift.state, drift.path) for drift in drift(folder, files) if drift.state != "extra"]
-    if not moved and not stale:
-        return ()
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / NEXT, files[MANIFEST])
+    if moved or stale:
+        replace_file(folder / NEXT, files[MANIFEST])
     done = [("new" if state == "missing" else "changed", name) for state, name in moved]
-    for _, name in sorted(done, key=lambda entry: entry[1] == MANIFEST):
-        replace_file(folder / name, files[name])
+    for _, name in done:
+        if name != MANIFEST:
+            replace_file(folder / name, files[name])
     for name in stale:
         (folder / name).unlink()
         _prune(folder, (folder / name).parent)
-    (folder / NEXT).unlink(missing_ok=True)
+    if done:  # last: until then the old manifest tells what else is ours
+        replace_file(folder / MANIFEST, files[MANIFEST])
+    for left in [path for path in folder.rglob(".*") if _passing(path)]:
+        left.unlink()
     return tuple(sorted([*done, *(("removed", name) for name in stale)], key=lambda entry: entry[1]))
 
 
@@ -105,7 +126,28 @@ def _present(folder: Path) -> set[str]:
     if not folder.is_dir():
         return set()
     found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
-    return {path.relative_to(folder).as_posix() for path in found} - {NEXT}
+    return {path.relative_to(folder).as_posix() for path in found if not _passing(path)}
+
+
+def _passing(path: Path) -> bool:
+    """A file that lasts only as long as a build, unless that is killed."""
+    return path.name == NEXT or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One build of a folder at a time; the others wait. Windows has no such lock."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _owned(folder: Path) -> dict[str, set[str]]:
@@ -134,7 +176,7 @@ def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterat
 def replace_file(path: Path, text: str) -> None:
     """Writes through a temporary file beside it, so that a reader sees the old text or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(text.encode())

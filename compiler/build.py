@@ -31,13 +31,15 @@ class Built:
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
-    """The whole of a spec file, or of some of its targets, in memory. Raises SpecError with everything that is wrong."""
+    """The whole of a spec file, or of some of its targets, in memory. Raises SpecError with everything that is
+    wrong."""
     spec, source = load(path, tuple(overrides))
     return compile_loaded(spec, source, tuple(targets))
 
 
 def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()) -> Built:
-    """As `compile_spec`, for a spec that was read before. Raises SpecError, or LoweringError where there is no source."""
+    """As `compile_spec`, for a spec that was read before. Raises SpecError, or LoweringError where there is no
+    source."""
     name = f"specs/{spec.name}.yaml"
     plans: dict[str, Plan] = {}
     problems: list[Problem] = []
@@ -67,7 +69,9 @@ def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str],
 def check(path: Path, into: Path) -> tuple[str, ...]:
     """What in generated/<name>/ is not as a build would have it, a line each; nothing is written. Raises SpecError."""
     built = compile_spec(path)
-    return tuple(f"{built.spec.name}/{found.path}: {found.state}" for found in drift(into / built.spec.name, built.files))
+    return tuple(
+        f"{built.spec.name}/{found.path}: {found.state}" for found in drift(into / built.spec.name, built.files)
+    )
 
 
 def canonical(spec: Spec) -> str:
@@ -114,4 +118,6 @@ def _files(spec: Spec, plans: Mapping[str, Plan]) -> Mapping[str, str]:
 def _nodes(plan: Plan) -> Mapping[str, str]:
     """Node path -> the file that computes it."""
     named = {c.site.label.split(" ")[0]: c.rendered for c in plan.choices if c.rendered.files}
-    return {node: max(rendered.files, key=lambda name: name.endswith(".cu")) for node, rendered in sorted(named.items())}
+    return {
+        node: max(rendered.files, key=lambda name: name.endswith(".cu")) for node, rendered in sorted(named.items())
+    }

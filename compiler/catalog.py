@@ -17,6 +17,7 @@ class Named(Protocol):
 
 N = TypeVar("N", bound=Named)
 M = TypeVar("M", bound=StrictModel)
+T = TypeVar("T")
 
 
 def _modules(package: ModuleType) -> list[ModuleType]:
@@ -53,3 +54,20 @@ def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...
             if tag is not None and found.setdefault(tag, value) is not value:
                 raise ValueError(f"{package.__name__}: two models are of {field} {tag!r}")
     return tuple(found.values())
+
+
+@cache
+def classes(package: ModuleType, base: type[T]) -> Mapping[str, type[T]]:
+    """All subclasses of `base` defined in `package` that state a `name`, by it, in sorted file order.
+
+    Raises ValueError when two of them state the same name.
+    """
+    found: dict[str, type[T]] = {}
+    for module in _modules(package):
+        for value in vars(module).values():
+            if not (isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__):
+                continue
+            name = vars(value).get("name")
+            if isinstance(name, str) and found.setdefault(name, value) is not value:
+                raise ValueError(f"{package.__name__}: two classes are named {name!r}")
+    return MappingProxyType(found)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import rich_click as click
+from click.exceptions import Exit
 
 F = TypeVar("F", bound=Callable[..., Any])
 SPECS, GENERATED = Path("specs"), Path("generated")
-EXIT_BUG, EXIT_INTERRUPTED = 70, 130
+EXIT_ENVIRONMENT, EXIT_BUG, EXIT_INTERRUPTED = 3, 70, 130
 
 click.rich_click.STYLE_HELPTEXT = ""
 spec_argument = click.argument("spec", type=click.Path(path_type=Path))
@@ -19,7 +20,9 @@ format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", help="How errors are shown."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-set_option = click.option("--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Override one field of the spec.")
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Override one field of the spec."
+)
 
 
 class _Group(click.RichGroup):
@@ -48,11 +51,13 @@ def run(arguments: list[str]) -> int:
     try:
         result = cli.main(arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except click.exceptions.Exit as done:
-        return done.exit_code
+    except Exit as done:
+        return int(done.exit_code)
+    except SystemExit as done:  # rich-click, after help that was not asked for
+        return done.code if isinstance(done.code, int) else 0
     except click.ClickException as error:
         error.show()
-        return error.exit_code
+        return int(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
@@ -66,6 +71,9 @@ def run(arguments: list[str]) -> int:
 def _failed(error: Exception) -> int:
     """Shows an error that is meant for people, or reports a bug."""
     code = getattr(error, "exit_code", None)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        click.echo(f"error: {error.filename}: {error.strerror}", err=True)  # a full or sealed disk is no bug
+        return EXIT_ENVIRONMENT
     if code is None:
         import traceback
 
@@ -142,9 +150,13 @@ def build(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: 
     from specc.compiler.build import compile_spec
 
     chosen = _all_specs() if every else list(specs) or [only_spec()]
+    made = {path: compile_spec(path) for path in chosen}
+    owners: dict[str, Path] = {}
+    for path, built in made.items():
+        if (first := owners.setdefault(built.spec.name, path)) != path:
+            raise click.UsageError(f"{first} and {path} are both named {built.spec.name}")
     found = 0
-    for path in chosen:
-        built = compile_spec(path)
+    for built in made.values():
         folder = into / built.spec.name
         if diff:
             text = unified(folder, built.files, built.spec.name)
@@ -158,22 +170,16 @@ def build(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: 
             changes = write(folder, built.files, force)
             for state, name in changes:
                 click.echo(f"{state:<8} {folder / name}")
-            click.echo(f"{folder}: {len(built.files)} files, {len(changes)} written" if changes else f"{folder}: up to date")
+            click.echo(
+                f"{folder}: {len(built.files)} files, {len(changes)} written" if changes else f"{folder}: up to date"
+            )
     if check and every:
-        for folder in _orphans(into, chosen):
+        for folder in sorted(path for path in into.glob("*") if path.is_dir() and path.name not in owners):
             found += 1
             click.echo(f"{folder}: extra")
     if check and not found:
         click.echo(f"{len(chosen)} spec{'s' if len(chosen) > 1 else ''}: as built")
     return 1 if found else 0
-
-
-def _orphans(into: Path, specs: list[Path]) -> list[Path]:
-    """Generated folders that no spec makes any more."""
-    from specc.compiler.check import load
-
-    names = {load(path)[0].name for path in specs}
-    return sorted(folder for folder in into.glob("*") if folder.is_dir() and folder.name not in names)
 
 
 @cli.command()
@@ -184,7 +190,7 @@ def validate(specs: tuple[Path, ...], form: str) -> int:
     from specc.compiler.build import validate as check_spec
     from specc.compiler.errors import SpeccError, SpecError
 
-    errors = []
+    errors: list[SpeccError] = []
     for path in specs:
         try:
             check_spec(path)
@@ -193,13 +199,13 @@ def validate(specs: tuple[Path, ...], form: str) -> int:
         else:
             if form == "text":
                 click.echo(f"{path}: ok")
-    placed = [error for error in errors if isinstance(error, SpecError)]
-    for error in errors:
-        if error not in placed:
-            show(error, form)
+    placed = [bad for bad in errors if isinstance(bad, SpecError)]
+    for other in errors:
+        if other not in placed:
+            show(other, form)
     if placed:
-        texts = {name: text for error in placed for name, text in error.texts.items()}
-        show(SpecError([d for error in placed for d in error.diagnostics], texts), form)
+        texts = {name: text for bad in placed for name, text in bad.texts.items()}
+        show(SpecError([d for bad in placed for d in bad.diagnostics], texts), form)
     elif form == "json" and not errors:
         click.echo("[]")
     return 2 if errors else 0

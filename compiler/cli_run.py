@@ -41,7 +41,9 @@ def search(spec: Path | None, extra: tuple[Path, ...]) -> tuple[Path, ...]:
 @cli.command()
 @click.argument("spec", required=False, type=folder)
 @click.option("--run", "directory", type=folder, help="Run directory; runs/NAME-NNN where unset, and printed.")
-@click.option("--data", default="stdlib", show_default=True, help="A text, jsonl or token-shard file or folder, or `stdlib`.")
+@click.option(
+    "--data", default="stdlib", show_default=True, help="A text, jsonl or token-shard file or folder, or `stdlib`."
+)
 @target_option
 @set_option
 @click.option("--resume", type=click.Choice(["auto"]), help="Go on from the newest sound checkpoint.")
@@ -147,7 +149,9 @@ def loss_line(bits: Any) -> str:
 @cli.command("eval")
 @model_argument
 @click.option("--data", help="A text, jsonl or token-shard file or folder, or `stdlib`; the run's own where unset.")
-@click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next; the spec's where unset.")
+@click.option(
+    "--stride", type=click.IntRange(min=1), help="Tokens from one window to the next; the spec's where unset."
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Score so many tokens of the split only.")
 @click.option("--quantized", is_flag=True, help="Of a run, score the quantized model.")
 @target_option
@@ -250,15 +254,28 @@ def size(model: Path, budget: int | None, as_json: bool) -> int:
 
     found = count(model, budget)
     if as_json:
-        groups = [{"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored} for g in found.groups]
-        data = {"path": str(found.path), "total": found.total, "budget": found.budget, "over": found.over, "groups": groups}
+        groups = [
+            {"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored}
+            for g in found.groups
+        ]
+        data = {
+            "path": str(found.path),
+            "total": found.total,
+            "budget": found.budget,
+            "over": found.over,
+            "groups": groups,
+        }
         click.echo(json.dumps(data, indent=2))
         return int(found.over)
     for group in found.groups:
         click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
     for section in found.sections:
         click.echo(f"section {section.kind:<20} {section.compressed:>12,} bytes of {section.raw:,}")
-    against = f" of {found.budget:,}: {'OVER by' if found.over else 'within, by'} {abs(found.budget - found.total):,}" if found.budget else ""
+    against = (
+        f" of {found.budget:,}: {'OVER by' if found.over else 'within, by'} {abs(found.budget - found.total):,}"
+        if found.budget
+        else ""
+    )
     click.echo(f"{found.path}: {found.total:,} bytes{against}")
     return int(found.over)
 
@@ -287,4 +304,3 @@ def verify(spec: Path, target: str | None, as_json: bool) -> int:
         rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in found]
         click.echo(json.dumps(rows, indent=2))
     return int(any(check.ok is False for check in found))
-

@@ -97,13 +97,7 @@ def quote(value: object, width: int = 60) -> str:
 def one_of(words: Iterable[object], joint: str = "or") -> str:
     """`a`, `b` or `c`."""
     quoted = [quote(word) for word in words]
-    return (
-        quoted[0]
-        if len(quoted) == 1
-        else f"{', '.join(quoted[:-1])} {joint} {quoted[-1]}"
-        if quoted
-        else "nothing"
-    )
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {joint} {quoted[-1]}" if quoted else "nothing"
 
 
 def safe(text: str) -> str:
@@ -122,9 +116,7 @@ def render(error: SpeccError, format: Format = "text", color: bool = False) -> s
     if format == "github":
         return "\n".join(_as_annotation(diagnostic) for diagnostic in error.diagnostics)
     texts = {file: text.replace("\r\n", "\n").split("\n") for file, text in error.texts.items()}
-    parts = [
-        _as_text(diagnostic, texts.get(diagnostic.file, []), _Ink(color)) for diagnostic in error.diagnostics
-    ]
+    parts = [_as_text(diagnostic, texts.get(diagnostic.file, []), _Ink(color)) for diagnostic in error.diagnostics]
     if len(parts) > 1:
         parts.append(f"{len(parts)} errors")
     return "\n\n".join(parts)
@@ -225,9 +217,7 @@ def _as_json(diagnostic: Diagnostic) -> dict[str, object]:
 
 def _as_annotation(diagnostic: Diagnostic) -> str:
     mark = diagnostic.mark
-    place = (
-        f"file={_property(diagnostic.file)},line={mark.line},col={mark.column}," if diagnostic.file else ""
-    )
+    place = f"file={_property(diagnostic.file)},line={mark.line},col={mark.column}," if diagnostic.file else ""
     body = "\n".join(safe(text) for text in (diagnostic.message, diagnostic.hint) if text)
     return f"::error {place}title={_property(diagnostic.code or 'specc')}::{_data(body)}"
 

@@ -32,7 +32,8 @@ class Explained:
 
 
 def explain(plan: Plan, node: str | None) -> Iterator[Explained]:
-    """The nodes whose path `node` covers (it may be a pattern, or a path of one block), all products where it is None."""
+    """The nodes whose path `node` covers (it may be a pattern, or a path of one block), all products where it is
+    None."""
     for choice in plan.choices:
         path = choice.site.label.split(" ")[0]
         members = [path, *(path.rpartition(".")[0] + "." + word for word in choice.site.label.split(" + ")[1:])]
@@ -40,7 +41,9 @@ def explain(plan: Plan, node: str | None) -> Iterator[Explained]:
             files = tuple(choice.rendered.files)
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
-            yield Explained(plan.target.name, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected)
+            yield Explained(
+                plan.target.name, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected
+            )
     if node is None:
         return
     programs = plan.programs

@@ -108,7 +108,8 @@ class Op:
         return outputs[0].count(sizes)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        """The function that the Torch spelling calls: its text is templates/torch/<support>.py.jinja. Empty for none."""
+        """The function that the Torch spelling calls: its text is templates/torch/<support>.py.jinja. Empty for
+        none."""
         return ""
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
@@ -138,7 +139,8 @@ Emit = Callable[[str, Op, Sequence[str]], str]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. `epilogue` is a pointwise tail that joined it, over its accumulators and the inputs after `op.arity`;
+    """One operation. `epilogue` is a pointwise tail that joined it, over its accumulators and the inputs after
+    `op.arity`;
     `members` are the spec paths of the nodes that the tail came from."""
 
     name: str
@@ -168,7 +170,8 @@ Named = tuple[str, TensorType]
 
 @dataclass(frozen=True)
 class Graph:
-    """A program or a function: typed inputs, numbers fixed by the caller, parameters, nodes in order, labelled outputs."""
+    """A program or a function: typed inputs, numbers fixed by the caller, parameters, nodes in order, labelled
+    outputs."""
 
     name: str
     inputs: tuple[Named, ...]

@@ -48,7 +48,12 @@ def _op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op:
 
 def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
     """The graph that `text` spells, with ops looked up by name. Raises GraphTextError with the line number."""
-    name, inputs, scalars, params, nodes, outputs = "", (), (), [], [], ()  # type: ignore[var-annotated]
+    name = ""
+    inputs: tuple[Named, ...] = ()
+    scalars: tuple[str, ...] = ()
+    outputs: tuple[tuple[str, str], ...] = ()
+    params: list[Named] = []
+    nodes: list[Node] = []
     for number, line in enumerate(text.splitlines(), 1):
         if found := _HEAD.fullmatch(line):
             name = found["name"]
@@ -58,7 +63,7 @@ def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
         elif found := _PARAM.fullmatch(line):
             params.append((found["name"], parse_type(found["type"])))
         elif found := _RETURN.fullmatch(line):
-            outputs = tuple(tuple(part.split("=", 1)) for part in _list(found["outputs"]))
+            outputs = tuple((label, ref) for label, _, ref in (part.partition("=") for part in _list(found["outputs"])))
         elif found := _NODE.fullmatch(line):
             tail = _op(found["tail"], found["tail_settings"], ops) if found["tail"] else None
             op = _op(found["op"], found["settings"], ops)

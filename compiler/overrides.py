@@ -32,9 +32,7 @@ def _laid(source: Source, text: str) -> Source:
     path, last = _path(source.data, dots, name, text)
     mark = Mark(1, last + 1)
     over = replace(over, keys={**over.keys, (): mark}, values={(): mark, **over.values})
-    return replace(
-        source, data=_with(source.data, path, over.data), overlays=(*source.overlays, (path, over))
-    )
+    return replace(source, data=_with(source.data, path, over.data), overlays=(*source.overlays, (path, over)))
 
 
 def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
@@ -56,9 +54,7 @@ def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
             step = next((key for key in joins if key in known), parts[0])
             data = known.get(step)
         else:
-            raise failure(
-                name, text, "S014", f"{above} is {quote(data)} and has no parts", "end the path there", at
-            )
+            raise failure(name, text, "S014", f"{above} is {quote(data)} and has no parts", "end the path there", at)
         path = (*path, step)
         taken = step.count(".") + 1 if isinstance(step, str) else 1
         at += len(".".join(parts[:taken])) + 1

@@ -1,4 +1,5 @@
-"""Name patterns of rules and fusion points: `*` stands for any characters, dots included; `{a,b}` for one of several."""
+"""Name patterns of rules and fusion points: `*` stands for any characters, dots included; `{a,b}` for one of
+several."""
 
 import re
 from functools import cache

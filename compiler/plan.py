@@ -38,6 +38,12 @@ class Plan:
         found = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
         return next(found, None)
 
+    def called(self, choice: Choice) -> str:
+        """What model.py calls the function of a kernel: its file's name where kernels of several shapes share one."""
+        function = choice.rendered.function
+        modules = {c.rendered.module for c in self.choices if c.rendered.function == function}
+        return function if len(modules) == 1 else choice.rendered.module
+
 
 def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str:
     """A node's path as people write it: `blocks.*.mlp.up` for one of functions that several blocks call."""

@@ -32,10 +32,10 @@ def quant_rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[
         for rule in spec.quant.rules:
             rules.setdefault(rule.label(), []).append(f"`{rule.match}`")
     for label, numbers in groups.items():
-        rule = ", ".join(rules.get(label, ["not quantized"]))
+        words = ", ".join(rules.get(label, ["not quantized"]))
         if len(rules.get(label, ())) > 4:
-            rule = f"a rule for each of {len(rules[label])} tensors"
-        yield label, len(numbers) // 2, sum(numbers[::2]), sum(numbers[1::2]), rule
+            words = f"a rule for each of {len(rules[label])} tensors"
+        yield label, len(numbers) // 2, sum(numbers[::2]), sum(numbers[1::2]), words
 
 
 def promotion(spec: Spec) -> str:
@@ -87,7 +87,12 @@ def _target(spec: Spec, plan: Plan) -> Iterator[str]:
         yield f"| {path} | {op} {types} | torch | | | |"
     yield ""
     yield f"GFLOP and MB are of one micro-batch of {tokens:,} tokens in one block. What no row names is Torch's own."
-    shown = [f"- {c.site.label}: {name} {reason}" for c in plan.choices for name, reason in c.considered if c.rendered.files and name != "torch"]
+    shown = [
+        f"- {c.site.label}: {name} {reason}"
+        for c in plan.choices
+        for name, reason in c.considered
+        if c.rendered.files and name != "torch"
+    ]
     if shown:
         yield ""
         yield "Not chosen:"
@@ -184,6 +189,12 @@ def summary_data(spec: Spec, plans: Mapping[str, Plan]) -> dict[str, Any]:
 
 def _kernel_data(plan: Plan) -> list[dict[str, Any]]:
     return [
-        {"node": c.site.label, "kernel": c.kernel.name, "language": c.kernel.language, "files": sorted(c.rendered.files), "tile": c.rendered.tile}
+        {
+            "node": c.site.label,
+            "kernel": c.kernel.name,
+            "language": c.kernel.language,
+            "files": sorted(c.rendered.files),
+            "tile": c.rendered.tile,
+        }
         for c in plan.choices
     ]

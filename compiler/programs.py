@@ -19,7 +19,8 @@ class LoweringError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One learned tensor: its name is that of checkpoints, rules and reports. The optimizer owns it in f32; programs read
+    """One learned tensor: its name is that of checkpoints, rules and reports. The optimizer owns it in f32; programs
+    read
     it in `dtype`. `storage` is how the deployed model keeps it, empty while it is not quantized."""
 
     name: str
@@ -38,7 +39,8 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A fused group. `forward` and `backward` are graphs whose nodes carry epilogues; `saved` are the values of `forward`
+    """A fused group. `forward` and `backward` are graphs whose nodes carry epilogues; `saved` are the values of
+    `forward`
     that `backward` reads besides the incoming gradient; `members` are the nodes of the function that it replaced."""
 
     name: str
@@ -85,7 +87,8 @@ class Programs:
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True) -> Graph:
-    """`graph` with every call, and with `groups` every fused group, replaced by the nodes that they run, under full names. Numbers that
+    """`graph` with every call, and with `groups` every fused group, replaced by the nodes that they run, under full
+    names. Numbers that
     calls bind are named `$place.name`; `scalar_values` has them."""
     nodes: list[Node] = []
     renamed = _inline(programs, graph, "", {name: name for name, _ in graph.inputs}, nodes, groups)
@@ -109,7 +112,7 @@ def _inline(
     prefix = f"{at}." if at else ""
 
     def place(ref: str) -> str:
-        return f"{ref[0]}{prefix}{ref[1:]}" if ref[0] in "@$" and ref not in here else here[ref] if ref in here else ref
+        return here.get(ref, f"{ref[0]}{prefix}{ref[1:]}" if ref[0] in "@$" else ref)
 
     for node in graph.nodes:
         inputs = tuple(map(place, node.inputs))

@@ -1,4 +1,5 @@
-"""The second witness: runs a program from its ops' plain Torch references, in float64, sharing no code with what is generated."""
+"""The second witness: runs a program from its ops' plain Torch references, in float64, sharing no code with what is
+generated."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -17,7 +18,10 @@ def run(
     import torch
 
     graph = flatten(programs, programs.program(program))
-    numbers = {f"${name}": torch.tensor(value) for name, value in scalar_values(programs.program(program)).items()}
+    numbers = {
+        f"${name}": torch.tensor(value, dtype=torch.float64)
+        for name, value in scalar_values(programs.program(program)).items()
+    }
     values = {**inputs, **{f"@{name}": tensor for name, tensor in params.items()}, **numbers}
     for node in graph.nodes:
         values |= zip(node.outputs, node_value(node, [values[ref] for ref in node.inputs]), strict=True)
@@ -47,7 +51,5 @@ def epilogue_value(node: Node, operands: tuple["Tensor", ...]) -> tuple["Tensor"
     assert isinstance(tail, Pointwise)
     values = dict(zip(tail.variables, operands, strict=True))
     labels = tail.labels or ("y",)
-    saves = {
-        label: torch_value(reread(text), values) for label, text in zip(labels[1:], tail.outputs[1:], strict=True)
-    }
+    saves = {label: torch_value(reread(text), values) for label, text in zip(labels[1:], tail.outputs[1:], strict=True)}
     return (torch_value(reread(tail.outputs[0]), {**values, **saves}), *saves.values())

@@ -37,9 +37,7 @@ def _tags(schema: Any) -> Iterator[tuple[str, str]]:
 
 def schema_text() -> str:
     """The schema of `Spec`, draft 2020-12, as the text of a file: the same in every process."""
-    return (
-        json.dumps(Spec.model_json_schema(schema_generator=_ForEditors), indent=2, ensure_ascii=False) + "\n"
-    )
+    return json.dumps(Spec.model_json_schema(schema_generator=_ForEditors), indent=2, ensure_ascii=False) + "\n"
 
 
 def _cleared(schema: Any, named: bool = False) -> Any:

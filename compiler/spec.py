@@ -1,7 +1,7 @@
 """The spec: what one YAML file may say. Everything here is frozen, strict and without torch."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field, create_model
 
@@ -20,11 +20,26 @@ RULES = tuple(
 )
 ARCHITECTURES = models(architectures, Architecture, "kind")
 
-AnyScheme = Annotated[Union[SCHEMES], Field(discriminator="scheme")]  # type: ignore[valid-type]
-AnyRule = Annotated[Union[RULES], Field(discriminator="scheme")]  # type: ignore[valid-type]
-AnyModel = Annotated[Union[ARCHITECTURES], Field(discriminator="kind")] if len(ARCHITECTURES) > 1 else ARCHITECTURES[0]
-TargetName = Literal[tuple(TARGETS)]  # type: ignore[valid-type]
-FusePoint = Annotated[dict[Pattern, Annotated[tuple[Name, ...], Field(min_length=2)]], Field(min_length=1, max_length=1)]
+if TYPE_CHECKING:  # the unions below are made from what the packages hold, which no type checker can see
+
+    class Rule(Scheme):
+        match: str
+
+    AnyScheme = Scheme
+    AnyRule = Rule
+    AnyModel = Architecture
+    TargetName = str
+else:
+    AnyScheme = Annotated[Union[SCHEMES], Field(discriminator="scheme")]  # noqa: UP007
+    AnyRule = Annotated[Union[RULES], Field(discriminator="scheme")]  # noqa: UP007
+    AnyModel = (
+        Annotated[Union[ARCHITECTURES], Field(discriminator="kind")] if len(ARCHITECTURES) > 1 else ARCHITECTURES[0]  # noqa: UP007
+    )
+    TargetName = Literal[tuple(TARGETS)]
+
+FusePoint = Annotated[
+    dict[Pattern, Annotated[tuple[Name, ...], Field(min_length=2)]], Field(min_length=1, max_length=1)
+]
 
 
 class Promote(StrictModel):
@@ -72,7 +87,7 @@ class Spec(StrictModel):
     spec_version: Literal[1]
     name: Name
     targets: Annotated[tuple[TargetName, ...], Field(min_length=1)]
-    model: AnyModel  # type: ignore[valid-type]
+    model: AnyModel
     fuse: tuple[FusePoint, ...] = ()
     quant: QuantSpec | None = None
     train: TrainSpec

@@ -16,14 +16,66 @@ def _usable(name: str) -> str:
 
 # What a module of the generated code has by itself: the methods of torch.nn.Module, and specc's own words.
 RESERVED = frozenset(
-    "add_module apply bfloat16 buffers call_super_init children compile cpu cuda double dump_patches eval extra_repr float "
-    "forward get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia named_buffers "
-    "named_children named_modules named_parameters parameters register_backward_hook register_buffer register_forward_hook "
-    "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook "
-    "register_load_state_dict_post_hook register_load_state_dict_pre_hook register_module register_parameter "
-    "register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory "
-    "state_dict to to_empty train training type xpu zero_grad "
-    "extend skip norm_scale norm_weight norm_bias".split()
+    [
+        "add_module",
+        "apply",
+        "bfloat16",
+        "buffers",
+        "call_super_init",
+        "children",
+        "compile",
+        "cpu",
+        "cuda",
+        "double",
+        "dump_patches",
+        "eval",
+        "extra_repr",
+        "float",
+        "forward",
+        "get_buffer",
+        "get_extra_state",
+        "get_parameter",
+        "get_submodule",
+        "half",
+        "ipu",
+        "load_state_dict",
+        "modules",
+        "mtia",
+        "named_buffers",
+        "named_children",
+        "named_modules",
+        "named_parameters",
+        "parameters",
+        "register_backward_hook",
+        "register_buffer",
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+        "register_load_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_module",
+        "register_parameter",
+        "register_state_dict_post_hook",
+        "register_state_dict_pre_hook",
+        "requires_grad_",
+        "set_extra_state",
+        "set_submodule",
+        "share_memory",
+        "state_dict",
+        "to",
+        "to_empty",
+        "train",
+        "training",
+        "type",
+        "xpu",
+        "zero_grad",
+        "extend",
+        "skip",
+        "norm_scale",
+        "norm_weight",
+        "norm_bias",
+    ]
 )
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
@@ -40,7 +92,8 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a spec. `path` leads to the value at fault; `related` are (note, path) pairs to show beside it."""
+    """One thing wrong with a spec. `path` leads to the value at fault; `related` are (note, path) pairs to show
+    beside it."""
 
     path: Path
     code: str

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specc.compiler.expr import reread, variables
+from specc.compiler.expr import Expr, Var, reread
+from specc.compiler.expr.values import children
 from specc.compiler.ir import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
 
-LINE = 96  # columns that an inlined line may take, before its indent
+LINE = 100  # columns that a line may take, before its indent
 Spell = Callable[[Node, Sequence[str]], str | None]
 
 
@@ -16,7 +17,8 @@ class Body:
     """The lines of one function under construction.
 
     `names` maps graph inputs to Python names; `spell` gives the text of nodes that are no plain ops (calls of kernels,
-    groups, blocks), None for all others; `reserved` are names that locals must not take; `alive` are inputs that are read
+    groups, blocks), None for all others; `reserved` are names that locals must not take; `alive` are inputs that are
+    read
     once more when the body has ended.
     """
 
@@ -54,13 +56,15 @@ class Body:
         for ref in node.inputs:
             if ref in self.pending and self.read_twice(node, ref):
                 self.write(ref)
+        named = ", ".join(self.candidates(node, i)[0] for i in range(len(node.types)))
+        room = LINE - len(f"{named} = ")
         while True:
             args = [self.text(ref) for ref in node.inputs]
             text = self.spell(node, args)
             if text is None:
                 text = node.op.torch(args, [self.graph.types[ref] for ref in node.inputs])
             waiting = [ref for ref in node.inputs if ref in self.pending]
-            if len(text) <= LINE or not waiting:
+            if len(text) <= room or not waiting:
                 break
             self.write(max(waiting, key=lambda ref: len(self.pending[ref])))
         for ref in node.inputs:
@@ -72,9 +76,7 @@ class Body:
         if not isinstance(node.op, Pointwise):
             return False
         variable = dict(zip(node.inputs, node.op.variables, strict=True))[ref]
-        texts = " ".join(node.op.outputs)
-        counted = sum(texts[i:].startswith(variable) for i in range(len(texts)))
-        return counted > 1 and variable in variables(reread(node.op.outputs[0]))
+        return sum(_count(reread(text), variable) for text in node.op.outputs) > 1
 
     def may_wait(self, node: Node) -> bool:
         """Whether the value can stand inside the line of its only reader, or of the return."""
@@ -100,7 +102,9 @@ class Body:
 
     def assign(self, node: Node, text: str) -> None:
         names = [self.name_for(node, i) for i in range(len(node.types))]
-        for waiting in [ref for ref, other in self.pending.items() if any(self.mentions(other, name) for name in names)]:
+        for waiting in [
+            ref for ref, other in self.pending.items() if any(self.mentions(other, name) for name in names)
+        ]:
             self.write(waiting)
         self.lines.append(f"{', '.join(names)} = {text}")
         for ref, name in zip(node.outputs, names, strict=True):
@@ -150,3 +154,8 @@ class Body:
                 break
             self.write(waiting[0])
         return text
+
+
+def _count(expr: Expr, name: str) -> int:
+    """How often an expression reads a variable."""
+    return int(expr == Var(name)) + sum(_count(part, name) for part in children(expr))

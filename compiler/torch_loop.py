@@ -11,7 +11,8 @@ from specc.compiler.torch_code import LINE, Body
 def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str]) -> None:
     """Adds the loop to `body`, and to `tables` which block also reads the output of which earlier one.
 
-    Each call's first input is the output before it; others are the same in every call, a block's own state (inputs of the
+    Each call's first input is the output before it; others are the same in every call, a block's own state (inputs
+    of the
     program), or, last and only in some calls, the output of an earlier block.
     """
     graph = body.graph
@@ -51,6 +52,11 @@ def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str])
         if len(step) > LINE:
             read = f"    read = (outputs[{table}[i]],) if i in {table} else ()"
             steps = [read, f"    x = {run}({', '.join(('x', *args, '*read'))})"]
-        body.lines += ["outputs: list[Tensor] = []", f"for i, {item} in enumerate({over}):", *steps, "    outputs.append(x)"]
+        body.lines += [
+            "outputs: list[Tensor] = []",
+            f"for i, {item} in enumerate({over}):",
+            *steps,
+            "    outputs.append(x)",
+        ]
     body.texts[calls[-1].name] = "x"
     body.held["x"] = calls[-1].name

@@ -1,5 +1,6 @@
 """Turns a plan into what templates/torch/model.py.jinja may know: classes, methods, groups, tables, all as text."""
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,12 @@ from specc.compiler.ops.region import Call, Fused
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.plan import Plan
 from specc.compiler.programs import Group, owner
+from specc.compiler.python_lines import fitted
 from specc.compiler.torch_code import Body
 from specc.compiler.torch_loop import loop_lines
 
 METHODS = {"train": "forward"}  # a module is called to train it; other programs are methods of their own names
+BODY = 102  # columns of a line of a method's body
 WIDTH = 104  # columns of a line of a class body
 LOCALS = frozenset({"F", "Tensor", "nn", "torch", "weights", "self", "kept", "block", "outputs", "i", "read"})
 
@@ -35,8 +38,22 @@ class Function:
         line = f"def {self.name}({', '.join(self.arguments)}) -> {self.annotation}:"
         lines = [line]
         if len(line) > WIDTH:
-            lines = [f"def {self.name}(", *(f"    {argument}," for argument in self.arguments), f") -> {self.annotation}:"]
+            lines = [
+                f"def {self.name}(",
+                *(f"    {argument}," for argument in self.arguments),
+                f") -> {self.annotation}:",
+            ]
         return (*lines, *(f"    {text}" for text in docstring(self.doc)))
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """The lines of the body, none too long."""
+        return tuple(text for line in self.lines for text in fitted(line, BODY))
+
+    @property
+    def ending(self) -> tuple[str, ...]:
+        """The lines of the return."""
+        return fitted(f"return {self.returns}", BODY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +74,7 @@ class ClassContext:
     """An nn.Module: its parameters, the numbers it is built with, its methods."""
 
     name: str
-    doc: str
+    doc: tuple[str, ...]
     scalars: tuple[str, ...]
     init: tuple[str, ...]
     methods: tuple[Function, ...]
@@ -83,7 +100,7 @@ def docstring(text: str) -> list[str]:
     """The lines of a docstring, wrapped."""
     if not text:
         return []
-    if len(text) + 10 <= WIDTH:
+    if len(text) + 8 <= WIDTH:
         return [f'"""{text}"""']
     return [*textwrap.wrap(f'"""{text}', WIDTH - 4, break_long_words=False), '"""']
 
@@ -97,9 +114,13 @@ def model_context(plan: Plan) -> ModelContext:
     programs = plan.programs
     groups = tuple(_group(plan, group) for group in programs.groups)
     names = {group.call.name for group in groups}
-    imports = sorted({(c.rendered.module, c.rendered.function) for c in plan.choices if c.rendered.module})
+    called = {c.rendered.module: plan.called(c) for c in plan.choices if c.rendered.module}
+    own = {c.rendered.module: c.rendered.function for c in plan.choices}
+    imports = [
+        (module, own[module] if own[module] == name else f"{own[module]} as {name}") for module, name in called.items()
+    ]
     supports = tuple(dict.fromkeys(name for graph in _rendered_graphs(plan) for name in _supports(graph)))
-    reserved = LOCALS | names | {function for _, function in imports} | frozenset(supports)
+    reserved = LOCALS | names | set(called.values()) | frozenset(supports)
     blocks = tuple(_block_class(plan, name, reserved) for name in _owners(plan))
     tables: list[str] = []
     model = _model_class(plan, reserved, tables)
@@ -107,7 +128,14 @@ def model_context(plan: Plan) -> ModelContext:
     code += [line for group in groups for f in (group.forward, group.backward) for line in (*f.lines, f.returns)]
     functional = any("F." in line for line in code)
     doc = (f"{plan.name} for {plan.target.name}: {plan.title}.", *_legend(plan))
-    return ModelContext(doc, tuple(imports), supports, groups, blocks, tuple(tables), model, functional)
+    return ModelContext(
+        doc, tuple(sorted(imports, key=_by_number)), supports, groups, blocks, tuple(tables), model, functional
+    )
+
+
+def _by_number(entry: tuple[str, str]) -> str:
+    """Sorts n9 before n10, as import sorters do."""
+    return re.sub(r"\d+", lambda digits: digits[0].zfill(12), entry[0])
 
 
 def _code(context: ClassContext) -> Iterator[str]:
@@ -147,7 +175,7 @@ class Speller:
             return f"{node.op.group}({', '.join(args)})"
         choice = self.plan.choice(self.graph, node)
         if choice is not None and choice.rendered.function:
-            return f"{choice.rendered.function}({', '.join(args)})"
+            return f"{self.plan.called(choice)}({', '.join(args)})"
         return None
 
 
@@ -169,14 +197,23 @@ def _group(plan: Plan, group: Group) -> GroupContext:
     where = group_pattern(plan.programs, group, group.scope)
     members = ", ".join(member.removeprefix(f"{group.scope}.") for member in group.members)
     kept = ", ".join(name for name in group.saved if name not in inputs)
-    doc = f"Fused group {where}: {members}. " + (f"Keeps {kept} for the backward." if kept else "Keeps only its inputs.")
+    doc = f"Fused group {where}: {members}. " + (
+        f"Keeps {kept} for the backward." if kept else "Keeps only its inputs."
+    )
     arguments = tuple(f"{name}: Tensor" for name in inputs)
     call = f"{class_name(group.name)}.apply({applied}).unflatten(0, {first}.shape[:-1])"
     return GroupContext(
         class_name(group.name),
         tuple(docstring(doc)),
         Function("forward", "", ("ctx", *arguments), tuple(forward.lines), forward.text(results["y"]), "Tensor"),
-        Function("backward", "", ("ctx", "d: Tensor"), tuple(backward.lines), gradients, many if len(inputs) > 1 else "Tensor"),
+        Function(
+            "backward",
+            "",
+            ("ctx", "d: Tensor"),
+            tuple(backward.lines),
+            gradients,
+            many if len(inputs) > 1 else "Tensor",
+        ),
         Function(group.name, "The group over rows of any leading shape.", arguments, (), call, "Tensor"),
         ", ".join(saved),
         ", ".join(group.saved),
@@ -214,7 +251,7 @@ def _block_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContex
     init = (*_params(first.params), *(f"self.{scalar} = {scalar}" for scalar in first.scalars))
     methods = tuple(_method(plan, graph, reserved) for graph in functions)
     layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes))
-    return ClassContext(class_name(name), f"One block: {layers}.", first.scalars, init, methods)
+    return ClassContext(class_name(name), tuple(docstring(f"One block: {layers}.")), first.scalars, init, methods)
 
 
 def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
@@ -249,7 +286,14 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
     found = list(methods.values())
     if any(graph.name not in programs.whole for graph in programs.programs):
         found.append(_new_cache(params, state, calls))
-    return ClassContext("Model", "The whole model; each program is a method.", (), tuple(init), tuple(found), tuple(aliases))
+    return ClassContext(
+        "Model",
+        tuple(docstring("The whole model; each program is a method.")),
+        (),
+        tuple(init),
+        tuple(found),
+        tuple(aliases),
+    )
 
 
 def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
@@ -265,7 +309,10 @@ def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
     words = ", ".join(name for name, _ in ops[0].scalars)
     table = field.upper()
     comment = f"# class{' and ' + words if words else ''} of each"
-    rows = [f"    ({', '.join((name, *(repr(v) for _, v in op.scalars)))}{',' if not op.scalars else ''})," for name, op in zip(names, ops, strict=True)]
+    rows = [
+        f"    ({', '.join((name, *(repr(v) for _, v in op.scalars)))}{',' if not op.scalars else ''}),"
+        for name, op in zip(names, ops, strict=True)
+    ]
     tables.append("\n".join((comment, f"{table} = (", *rows, ")")))
     return [f"self.{field} = nn.ModuleList(make(*numbers) for make, *numbers in {table})"]
 
@@ -288,28 +335,22 @@ def _program(plan: Plan, graph: Graph, reserved: frozenset[str], tables: list[st
         doc = doc[:-1] + ", with the tokens added to `cache`, which holds `start` of them."
     name = METHODS.get(graph.name, graph.name)
     doc = f"{graph.name}: {doc}"
-    return Function(name, doc, tuple(arguments), tuple(body.lines), body.returned([ref for _, ref in outputs]), "Tensor")
+    return Function(
+        name, doc, tuple(arguments), tuple(body.lines), body.returned([ref for _, ref in outputs]), "Tensor"
+    )
 
 
 def _new_cache(params: Sequence[Named], state: Sequence[Named], calls: Sequence[Node]) -> Function:
-    """The method that makes empty state: a tuple of tensors a block."""
-    tails: dict[str, list[tuple[int | str, ...]]] = {}
-    for name, type in state:
-        tails.setdefault(name.split(".")[1], []).append(type.shape[2:])
-    like = f"self.{params[0][0]}"
-    shapes = list(tails.values())
-    lines = [f"new = {like}.new_zeros"] if state else []
-    if not state:
-        returns = "[() for _ in self.blocks]"
-    elif all(shape == shapes[0] for shape in shapes):
-        tensors = ", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in shapes[0])
-        returns = f"[({tensors}) for _ in self.blocks]"
-    else:
-        rows = [", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in tail_list) for tail_list in shapes]
-        lines += ["cache = [", *(f"    ({row},)," for row in rows), "]"]
-        returns = "cache"
+    """The method that makes empty state: a tuple of tensors a block, and every block keeps the same."""
+    kept = [type.shape[2:] for name, type in state]
+    tails = kept[: len(kept) // len(calls)]
+    assert kept == tails * len(calls)
+    lines = [f"new = self.{params[0][0]}.new_zeros"] if state else []
+    tensors = ", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in tails)
+    returns = f"[({tensors}{',' if len(tails) == 1 else ''}) for _ in self.blocks]"
+    if len(tails) > 2:
+        lines.append(f"shapes = ({', '.join(map(str, tails))})")
+        returns = "[tuple(new(rows, positions, *shape) for shape in shapes) for _ in self.blocks]"
     doc = "Empty state for `rows` sequences of at most `positions` tokens."
     arguments = ("self", "rows: int", "positions: int")
     return Function("new_cache", doc, arguments, tuple(lines), returns, "list[tuple[Tensor, ...]]")
-
-

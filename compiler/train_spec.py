@@ -60,7 +60,8 @@ OptimizerSpec = Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]
 
 
 class ScheduleSpec(StrictModel):
-    """The learning rate's multiplier: up from 0 over `warmup_steps`, 1, then down to `floor` over the last `warmdown_steps`."""
+    """The learning rate's multiplier: up from 0 over `warmup_steps`, 1, then down to `floor` over the last
+    `warmdown_steps`."""
 
     warmup_steps: NonNegative = 0
     warmdown_steps: NonNegative = 0

@@ -165,9 +165,7 @@ class _Reading:
         try:
             yield from YAML(typ="safe", pure=True).parse(self.body)
         except MarkedYAMLError as error:
-            raise self._syntax(
-                str(error.problem or error.context), error.problem_mark, error.context_mark
-            ) from None
+            raise self._syntax(str(error.problem or error.context), error.problem_mark, error.context_mark) from None
         except (YAMLError, ValueError, OverflowError, LookupError, TypeError, AttributeError) as error:
             # Some of the parser's paths end in a Python error: known is an escape beyond Unicode.
             escape = _BEYOND.search(self.text)
@@ -211,9 +209,7 @@ class _Reading:
         mark = Mark(event.start_mark.line + 1, event.start_mark.column + 1)
         self.documents += 1
         if self.documents > 1:
-            self._stop(
-                "S011", "a second document begins here", "a file holds one spec: remove the `---`", mark
-            )
+            self._stop("S011", "a second document begins here", "a file holds one spec: remove the `---`", mark)
         if event.version or event.tags:
             self._stop("S010", "a directive (`%...`)", "remove it: specs are YAML 1.2 without tags", mark)
 
@@ -237,9 +233,7 @@ class _Reading:
                 mark,
             )
         if isinstance(event, ScalarEvent | CollectionStartEvent) and event.tag is not None:
-            self._say(
-                "S010", f"a tag, {quote(event.tag)}", "remove it: the schema gives every value its type", mark
-            )
+            self._say("S010", f"a tag, {quote(event.tag)}", "remove it: the schema gives every value its type", mark)
         top = self.stack[-1] if self.stack else None
         if top is not None and top.names is not None and top.key is None:
             self._key(top, top.names, event, mark)
@@ -284,9 +278,7 @@ class _Reading:
         if event.style is None and key == "<<":
             self._say("S009", "a merge key (<<)", "write the keys out: specs have no aliases", mark)
         elif not isinstance(self._scalar(event, mark), str):
-            self._say(
-                "S012", f"the key {quote(key)} is no word", "keys are words; quote it if it is meant", mark
-            )
+            self._say("S012", f"the key {quote(key)} is no word", "keys are words; quote it if it is meant", mark)
         if first := names.get(key):
             message = f"key {quote(key)} stands twice"
             self._say("S008", message, "keep one of the two", mark, ("it stands here first", first))

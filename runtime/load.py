@@ -1,4 +1,5 @@
-"""From a spec to a module: renders with the compiler that is installed, imports what it rendered, fills the parameters."""
+"""From a spec to a module: renders with the compiler that is installed, imports what it rendered, fills the
+parameters."""
 
 import hashlib
 import importlib.util
@@ -109,7 +110,8 @@ def layer_count(programs: Programs) -> int:
 
 
 def assign(loaded: Loaded, tensors: Mapping[str, "Tensor"]) -> None:
-    """Copies named tensors into the module's parameters. Raises IntegrityError with the difference of names or shapes."""
+    """Copies named tensors into the module's parameters. Raises IntegrityError with the difference of names or
+    shapes."""
     import torch
 
     parameters = dict(loaded.model.named_parameters())
@@ -123,7 +125,9 @@ def assign(loaded: Loaded, tensors: Mapping[str, "Tensor"]) -> None:
         for name, parameter in parameters.items():
             if parameter.shape != tensors[name].shape:
                 found, wanted = list(tensors[name].shape), list(parameter.shape)
-                raise IntegrityError(f"{name} is {found} in the file but {wanted} in the model", "the file is of another spec")
+                raise IntegrityError(
+                    f"{name} is {found} in the file but {wanted} in the model", "the file is of another spec"
+                )
             parameter.copy_(tensors[name])
 
 
@@ -146,12 +150,17 @@ def choose_target(spec: Spec, wanted: str | None) -> str:
             return max(fitting, key=lambda name: TARGETS[name].arch)
     if "cpu" in spec.targets:
         return "cpu"
-    raise RunFailure(f"no target of {spec.name} runs on this machine", f"add cpu to its targets ({', '.join(spec.targets)})")
+    raise RunFailure(
+        f"no target of {spec.name} runs on this machine", f"add cpu to its targets ({', '.join(spec.targets)})"
+    )
 
 
 def runs_on(target: Target, capability: int) -> bool:
-    """Whether a GPU of this capability runs the target's code: sm80 code runs on all later ones, sm90a only on its own."""
-    return target.arch == capability or ("wgmma" not in target.features and "tcgen05" not in target.features and target.arch < capability)
+    """Whether a GPU of this capability runs the target's code: sm80 code runs on all later ones, sm90a only on its
+    own."""
+    return target.arch == capability or (
+        "wgmma" not in target.features and "tcgen05" not in target.features and target.arch < capability
+    )
 
 
 def device_of(target: Target) -> str:

@@ -1,6 +1,7 @@
 """What a run reports: log.jsonl for programs, a progress bar or plain lines for people."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specc.runtime.errors import RunFailure
 
 Say = Callable[[str], None]
 Value = str | int | float | bool | None
@@ -29,23 +32,43 @@ class Step:
 
 
 class RunLog:
-    """Appends one JSON object a line, each flushed. `event` says what it is: start, step, validation, ..."""
+    """Appends one JSON object a line, each handed to the system at once. Its `event` is start, step,
+    validation, checkpoint, end, stopped or failure. Raises RunFailure when the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
-        torn = path.exists() and path.stat().st_size > 0 and path.read_bytes()[-1:] != b"\n"
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+            torn = path.stat().st_size > 0 and _last_byte(path) != b"\n"
+        except OSError as error:
+            raise self._failure(error) from error
         if torn:  # a killed writer's last line
-            self._file.write("\n")
+            self._append(b"\n")
 
     def write(self, event: str, **values: Value) -> None:
-        self._file.write(json.dumps({"event": event, **values}, allow_nan=False) + "\n")
-        self._file.flush()
+        self._append(json.dumps({"event": event, **values}, allow_nan=False).encode() + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> RunFailure:
+        return RunFailure(f"cannot write {self._path}: {error.strerror or error}", "free some space")
 
     def step(self, step: Step) -> None:
         self.write("step", **asdict(step))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

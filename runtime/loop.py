@@ -3,6 +3,7 @@
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +18,8 @@ from specc.runtime.log import RunLog, Say, Step
 from specc.runtime.run import Run
 from specc.runtime.signals import Signals, Stopped
 from specc.runtime.trainer import Trainer
+
+_MEMORY = "lower train.micro_batch; tokens_per_step may stay"
 
 
 class Progress(Protocol):
@@ -90,16 +93,16 @@ class Loop:
                 self._log.write("stopped", step=self._trainer.step, message=failure.message)
                 raise failure from None
             except torch.OutOfMemoryError as error:
-                message = f"step {self._trainer.step + 1}: out of GPU memory"
-                raise self._failed(
-                    RunFailure(message, "lower train.micro_batch; tokens_per_step may stay")
-                ) from error
+                failure = RunFailure(f"step {self._trainer.step + 1}: out of GPU memory", _MEMORY)
+                self._log_failure(failure)
+                raise failure from error
             except RunFailure as error:
-                raise self._failed(error)
+                self._log_failure(error)
+                raise
 
-    def _failed(self, error: RunFailure) -> RunFailure:
-        self._log.write("failure", step=self._trainer.step, message=error.message)
-        return error
+    def _log_failure(self, error: RunFailure) -> None:
+        with suppress(RunFailure):  # a full disk takes no log either; what is raised says it
+            self._log.write("failure", step=self._trainer.step, message=error.message)
 
     def _train(self, check: Callable[[], None]) -> None:
         trainer, train = self._trainer, self._trainer.train
@@ -113,8 +116,8 @@ class Loop:
             torch=str(torch.__version__),
             python=platform.python_version(),
         )
-        if train.budget_seconds is not None and not self._ended(0.0):
-            trainer.warm_up(self._validation.tokenizer.vocab)
+        if (trainer.compiled or train.budget_seconds is not None) and not self._ended(0.0):
+            trainer.warm_up(self._validation.tokenizer.vocab)  # so that the clock sees no compilation
         check()
         began = time.monotonic()
         trainer.clock.start()
@@ -150,14 +153,10 @@ class Loop:
         raw = self._validate("raw", None, check)
         averaged = self._validate("average", trainer.average.tensors, check) if trainer.average else None
         ends_with = "raw" if averaged is None else "average"
-        self._log.write(
-            "end", step=trainer.step, seconds=trainer.clock.seconds, complete=complete, weights=ends_with
-        )
+        self._log.write("end", step=trainer.step, seconds=trainer.clock.seconds, complete=complete, weights=ends_with)
         if not complete:
             self._say(f"ended early after step {trainer.step:,}; continue with --resume auto")
-        return TrainResult(
-            self._run.directory, path, trainer.step, trainer.clock.seconds, complete, raw, averaged
-        )
+        return TrainResult(self._run.directory, path, trainer.step, trainer.clock.seconds, complete, raw, averaged)
 
     def _report(self, steps: list[Step]) -> None:
         for step in steps:
@@ -171,13 +170,9 @@ class Loop:
         self._log.write("checkpoint", step=self._trainer.step, path=path.name)
         return path
 
-    def _validate(
-        self, which: str, weights: Mapping[str, Tensor] | None, check: Callable[[], None]
-    ) -> BitsPerByte:
+    def _validate(self, which: str, weights: Mapping[str, Tensor] | None, check: Callable[[], None]) -> BitsPerByte:
         to, trainer = self._validation, self._trainer
-        result = trainer.evaluate(
-            to.stream, to.tokenizer, to.batch, to.max_tokens, weights, lambda done, todo: check()
-        )
+        result = trainer.evaluate(to.stream, to.tokenizer, to.batch, to.max_tokens, weights, lambda done, todo: check())
         nats = result.nats / result.tokens
         self._log.write(
             "validation",

@@ -81,9 +81,7 @@ def slow(log: str) -> str | None:
     """What ptxas says of a kernel that would run far below its speed: registers spill, wgmma waits."""
     if "C7510" in log:
         return "warning C7510, wgmma instructions are serialized"
-    spilled = [
-        f"{size} bytes {what}" for size, what in re.findall(r"(\d+) bytes (spill \w+)", log) if int(size)
-    ]
+    spilled = [f"{size} bytes {what}" for size, what in re.findall(r"(\d+) bytes (spill \w+)", log) if int(size)]
     return ", ".join(spilled) or None
 
 
@@ -93,17 +91,13 @@ def cache_folder() -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise IntegrityError(
-            f"{folder} is a link", "Compiled code is only loaded from a directory of your own."
-        )
+        raise IntegrityError(f"{folder} is a link", "Compiled code is only loaded from a directory of your own.")
     if found.st_uid != os.getuid():
         hint = "Set SPECC_CACHE_DIR to a directory of your own."
         raise IntegrityError(f"{folder} belongs to user {found.st_uid}", hint)
     if found.st_mode & 0o022:
         mode = stat.S_IMODE(found.st_mode)
-        raise IntegrityError(
-            f"{folder} has mode {mode:o}, so others can write to it", f"Run: chmod 700 {folder}"
-        )
+        raise IntegrityError(f"{folder} has mode {mode:o}, so others can write to it", f"Run: chmod 700 {folder}")
     return folder
 
 
@@ -113,9 +107,7 @@ def find_nvcc() -> str:
     found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     if found is None:
         hint = "Install the CUDA toolkit, 12.4 or later, or set CUDA_HOME."
-        raise EnvironmentFailure(
-            f"the CUTLASS kernels need nvcc; it is neither on PATH nor in {home}/bin", hint
-        )
+        raise EnvironmentFailure(f"the CUTLASS kernels need nvcc; it is neither on PATH nor in {home}/bin", hint)
     return found
 
 

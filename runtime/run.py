@@ -77,9 +77,7 @@ class Run:
         return hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
     @classmethod
-    def create(
-        cls, directory: Path, spec: Spec, target: str, data: str, overrides: Sequence[str] = ()
-    ) -> "Run":
+    def create(cls, directory: Path, spec: Spec, target: str, data: str, overrides: Sequence[str] = ()) -> "Run":
         """Makes the directory. Raises RunDirectoryError if there is something in it, RunFailure if it cannot
         be written."""
         require_free(directory)

@@ -100,18 +100,14 @@ def _prepare(run: Run, options: TrainOptions, stack: ExitStack) -> tuple[Trainer
             f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {spec.model.vocabulary:,}",
             f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
         )
-    train_stream, val_stream = (
-        open_stream(run.data, split, tokenizer, options.cache) for split in ("train", "val")
-    )
+    train_stream, val_stream = (open_stream(run.data, split, tokenizer, options.cache) for split in ("train", "val"))
     stack.callback(train_stream.close)
     stack.callback(val_stream.close)
     plan, window = spec.train, spec.model.window
     loader = Loader(train_stream, plan.micro_batch, window, plan.data.order, plan.seed, rank=0, world=1)
     stack.enter_context(loader)
     compiled = options.compiled and device.type == "cuda"
-    trainer = Trainer(
-        loaded.model, loaded.programs.params, plan, loader, window, device, compiled, run.spec_digest
-    )
+    trainer = Trainer(loaded.model, loaded.programs.params, plan, loader, window, device, compiled, run.spec_digest)
     return trainer, Validation(val_stream, tokenizer, spec.eval.batch, plan.validate_tokens)
 
 

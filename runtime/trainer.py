@@ -76,7 +76,8 @@ class Trainer:
         compiled: bool,
         spec_digest: str,
     ) -> None:
-        self.train, self.loader, self.window, self.device = train, loader, window, device
+        self.train, self.loader, self.window = train, loader, window
+        self.device, self.compiled = device, compiled
         self.micro_batches = micro_batches(train, window)
         model.to(device)
         self.masters = Masters(model, {param.name: DTYPES[param.dtype] for param in parameters})

@@ -12,7 +12,6 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     missing: dict[str, str] = {}
     if any(item.get_closest_marker("nvcc") for item in items) and shutil.which("nvcc") is None:

@@ -1,7 +1,7 @@
 """A decoder: token ids to a distribution over the next one, through a stack of residual blocks."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import Field
 
@@ -26,16 +26,27 @@ from specc.compiler.strict import Path, Problem, StrictModel
 def _one_of(role: type[StrictModel]) -> Any:
     """The union of all blocks that play a part, told apart by `kind`."""
     members = models(blocks, role, "kind")
-    return Annotated[Union[members], Field(discriminator="kind")] if len(members) > 1 else members[0]
+    if len(members) == 1:
+        return members[0]
+    return Annotated[Union[members], Field(discriminator="kind")]  # noqa: UP007  (a tuple of classes, not two)
+
+
+if TYPE_CHECKING:
+    AnyEmbed = Embed
+    AnyLayer = Layer
+    AnyNorm = Norm
+    AnySkips = Skips
+else:
+    AnyEmbed, AnyLayer, AnyNorm, AnySkips = map(_one_of, (Embed, Layer, Norm, Skips))
 
 
 class Blocks(StrictModel):
     """`count` equal blocks; each is its `layers` in order, every one behind its own `norm`."""
 
     count: Annotated[int, Field(gt=0, le=1000)]
-    norm: _one_of(Norm) = Rms(kind="rms")  # type: ignore[valid-type]
-    skips: _one_of(Skips) | None = None  # type: ignore[valid-type]
-    layers: Annotated[tuple[_one_of(Layer), ...], Field(min_length=1, max_length=64)]  # type: ignore[valid-type]
+    norm: AnyNorm = Rms(kind="rms")
+    skips: AnySkips | None = None
+    layers: Annotated[tuple[AnyLayer, ...], Field(min_length=1, max_length=64)]
 
 
 class Decoder(Architecture):
@@ -47,16 +58,14 @@ class Decoder(Architecture):
     context: Annotated[int, Field(gt=0, le=2**22)]
     init: Init = Init(normal=0.02)
     output_init: Init | None = None
-    embed: Annotated[tuple[_one_of(Embed), ...], Field(min_length=1, max_length=16)]  # type: ignore[valid-type]
+    embed: Annotated[tuple[AnyEmbed, ...], Field(min_length=1, max_length=16)]
     blocks: Blocks
-    norm: _one_of(Norm) = Rms(kind="rms")  # type: ignore[valid-type]
+    norm: AnyNorm = Rms(kind="rms")
     head: LogitHead = LogitHead()
 
     @property
     def title(self) -> str:
-        return (
-            f"decoder, {self.blocks.count} blocks of {self.dim}, {self.context} tokens, vocabulary {self.vocab}"
-        )
+        return f"decoder, {self.blocks.count} blocks of {self.dim}, {self.context} tokens, vocabulary {self.vocab}"
 
     @property
     def vocabulary(self) -> int:
@@ -103,7 +112,7 @@ class _Lowering:
         self.sources = model.blocks.skips.sources(count) if model.blocks.skips else {}
         self.functions: dict[str, Graph] = {}
         self.params: dict[str, Parameter] = {}
-        embed_titles = [(f"embed.{step.name or step.kind}", i) for i, step in enumerate(model.embed)]
+        embed_titles = [(f"embed.{step.title}", i) for i, step in enumerate(model.embed)]
         self.places: dict[str, Path] = {title: ("model", "embed", i) for title, i in embed_titles}
         self.places |= {"head": ("model", "head"), "norm": ("model", "norm")}
         for layer in range(count):
@@ -133,7 +142,8 @@ class _Lowering:
         return self.finish(b, {"loss": loss})
 
     def cached(self, name: str, tokens: int | str) -> Graph:
-        """ids i64[B, T] that follow `start` (i64[]) tokens in the caches -> logits f32[B, V] of the last, and the caches."""
+        """ids i64[B, T] that follow `start` (i64[]) tokens in the caches -> logits f32[B, V] of the last, and the
+        caches."""
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", tokens), "i64"))
         start = b.input("start", TensorType((), "i64"))
@@ -152,7 +162,9 @@ class _Lowering:
         shared_ops: dict[str, Op] = {}
         for layer in self.model.blocks.layers:
             shared_ops |= layer.shared(self.model.dim)
-        positions = b.add("positions", Positions(), (ids,) if start is None else (ids, start))
+        positions = ""
+        if shared_ops or start is not None:
+            positions = b.add("positions", Positions(), (ids,) if start is None else (ids, start))
         shared = {key: b.add(key, op, (positions,)) for key, op in shared_ops.items()}
         state: dict[str, str] = {}
         outputs: list[str] = []
@@ -183,7 +195,13 @@ class _Lowering:
         return found
 
     def body(
-        self, outer: Builder, i: int, shared_ops: Mapping[str, Op], caches: Mapping[str, TensorType] | None, skips: bool, x: str
+        self,
+        outer: Builder,
+        i: int,
+        shared_ops: Mapping[str, Op],
+        caches: Mapping[str, TensorType] | None,
+        skips: bool,
+        x: str,
     ) -> Graph:
         """The function that block `i` calls; blocks of one text share it."""
         method = "forward" if caches is None else "extend"
@@ -260,5 +278,3 @@ class _Lowering:
         assert isinstance(init, Init)
         shape = tuple(dim for dim in type.shape if isinstance(dim, int))
         self.params.setdefault(path, Parameter(path, shape, type.dtype, init))
-
-

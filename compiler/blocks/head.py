@@ -22,4 +22,6 @@ class LogitHead(Head):
             weight = b.param("logits", shape.activation(shape.vocab, shape.dim), self.init or shape.matrix_init)
         logits = b.add("logits", Linear(), (x, weight))
         cap = f"{self.softcap!r} * tanh(z / {self.softcap!r})" if self.softcap is not None else "z"
-        return b.add("softcap" if self.softcap is not None else "logits.f32", Pointwise((cap,), ("z",), dtype="f32"), (logits,))
+        return b.add(
+            "softcap" if self.softcap is not None else "logits.f32", Pointwise((cap,), ("z",), dtype="f32"), (logits,)
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from specc.compiler.expr import ExprError, number, parse
 from specc.compiler.strict import Problem, StrictModel
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
 
-def formula(*variables: str) -> object:
-    """A number, or a text of the pointwise language over `variables`, e.g. `1/sqrt(layer + 1)`."""
+def formula(*variables: str) -> AfterValidator:
+    """Holds a field to a number, or a text of the pointwise language over `variables`, e.g. `1/sqrt(layer + 1)`."""
 
     def check(value: float | str) -> float | str:
         if isinstance(value, str):
             parse(value, variables)  # ExprError is a ValueError
         return value
 
-    return Annotated[float | Annotated[str, Field(max_length=200)], AfterValidator(check)]
+    return AfterValidator(check)
 
 
 def value_of(value: float | str, **variables: float) -> float:
@@ -28,7 +28,7 @@ def value_of(value: float | str, **variables: float) -> float:
     return number(parse(value, tuple(variables)), **variables) if isinstance(value, str) else float(value)
 
 
-Size = formula("fan_in", "fan_out", "layers")
+Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 
 
 class Init(StrictModel):
@@ -37,9 +37,9 @@ class Init(StrictModel):
     Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and `layers`.
     """
 
-    normal: Size | None = None  # type: ignore[valid-type]
-    uniform: Size | None = None  # type: ignore[valid-type]
-    orthogonal: Size | None = None  # type: ignore[valid-type]
+    normal: Size | None = None
+    uniform: Size | None = None
+    orthogonal: Size | None = None
     constant: float | None = None
 
     def problems(self) -> Iterator[Problem]:
@@ -48,7 +48,9 @@ class Init(StrictModel):
         if len(given) != 1:
             found = " and ".join(given) or "none"
             hint = "keep one, e.g. `init: {normal: 0.02}`"
-            yield Problem((), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; found {found}", hint)
+            yield Problem(
+                (), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; found {found}", hint
+            )
 
     def fill(self, tensor: "Tensor", layers: int, generator: "Generator") -> None:
         """Fills f32 `tensor` in place; vectors count as matrices of one row."""

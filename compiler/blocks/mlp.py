@@ -61,7 +61,9 @@ class Mlp(Layer):
             message = f"ratio {self.ratio:g} times dim {dim} is {dim * self.ratio:g}, which is no whole number"
             yield Problem(("ratio",), "S215", message, "choose another ratio, or give the width as hidden")
         elif self.width(dim) > 2**20:
-            yield Problem(("ratio",), "S215", f"a width of {self.width(dim)} is beyond 1,048,576", "choose a smaller ratio")
+            yield Problem(
+                ("ratio",), "S215", f"a width of {self.width(dim)} is beyond 1,048,576", "choose a smaller ratio"
+            )
 
     def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
         width = self.width(shape.dim)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from specc.compiler.blocks.init import Init, constant, formula, value_of
 from specc.compiler.expr import ExprError, parse, variables
@@ -44,13 +44,13 @@ class Surroundings:
     cache: Mapping[str, str]
 
 
-LayerFormula = formula("layer", "layers")
+LayerFormula = Annotated[float | str, formula("layer", "layers")]
 
 
 class Norm(StrictModel):
     """Normalizes [..., D]. `scale` multiplies the result and may depend on the layer, counted from 0."""
 
-    scale: LayerFormula | None = None  # type: ignore[valid-type]
+    scale: LayerFormula | None = None
 
     def lower(self, b: Builder, x: str, name: str, shape: Shape) -> str:
         """Adds the norm of `x` under `name`."""
@@ -97,7 +97,10 @@ def formula_problems(value: float | str | None, at: Path, layers: int) -> Iterat
 class Embed(StrictModel):
     """One step from token ids to the first block's input."""
 
-    name: PartName | None = None
+    @property
+    def title(self) -> str:
+        """What the nodes call it: its kind."""
+        return str(getattr(self, "kind", ""))
 
     def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
         """Adds the step; `x` is what the steps before made, None for the first."""
@@ -109,7 +112,7 @@ class Layer(StrictModel):
     number a feature, from 1."""
 
     name: PartName | None = None
-    residual: Literal["learned"] | LayerFormula | None = None  # type: ignore[valid-type]
+    residual: Literal["learned"] | LayerFormula | None = None
 
     @property
     def title(self) -> str:

@@ -25,7 +25,8 @@ class Token(Embed):
 
 
 class Project(Embed):
-    """A matrix from the features so far to the model's: with a narrow table, factorized embedding (Lan et al., 2020)."""
+    """A matrix from the features so far to the model's: with a narrow table, factorized embedding (Lan et al.,
+    2020)."""
 
     kind: Literal["project"]
 

@@ -97,9 +97,7 @@ def key(expr: Expr) -> Hashable:
     """Equal for expressions that differ only in the order of terms, factors or the arguments of min and
     max."""
     if is_sum(expr):
-        return "sum", frozenset(
-            (monomial_key(factors), coefficient) for coefficient, factors in addends(expr)
-        )
+        return "sum", frozenset((monomial_key(factors), coefficient) for coefficient, factors in addends(expr))
     match expr:
         case Var() | Const():
             return expr

@@ -18,9 +18,7 @@ def name_of(expr: Expr) -> str:
     """
     name = "_".join(_words(expr))
     if len(name) > LONGEST:
-        raise ExprError(
-            f"the name {name} has {len(name)} characters; at most {LONGEST}", hint="give it one with name:"
-        )
+        raise ExprError(f"the name {name} has {len(name)} characters; at most {LONGEST}", hint="give it one with name:")
     return name
 
 

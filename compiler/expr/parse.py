@@ -46,13 +46,12 @@ def parse(text: str, variables: Collection[str] | None = None) -> Expr:
 
 
 def reread(text: str) -> Expr:
-    """Parses text that this package printed: derivatives grow beyond what a person may write, so its bounds are wider."""
+    """Parses text that this package printed: derivatives grow beyond what a person may write, so its bounds are
+    wider."""
     return _parse(text, None, 40 * LONGEST, 8 * DEEPEST, 2 * LARGEST_EXPONENT)
 
 
-def _parse(
-    text: str, variables: Collection[str] | None, longest: int, deepest: int, largest_exponent: float
-) -> Expr:
+def _parse(text: str, variables: Collection[str] | None, longest: int, deepest: int, largest_exponent: float) -> Expr:
     if len(text) > longest:
         raise ExprError(f"the expression has {len(text)} characters; at most {longest}", longest, "split it")
     text = text.translate({ord(space): " " for space in "\t\r\n"})
@@ -77,9 +76,7 @@ def _scan(text: str, deepest: int) -> None:
     opened: list[int] = []
     for column, character in enumerate(text):
         if not " " <= character <= "~" or character in "#\\":
-            raise ExprError(
-                f"the character {character!a} is not part of the language", column, "write it in ASCII"
-            )
+            raise ExprError(f"the character {character!a} is not part of the language", column, "write it in ASCII")
         if character == "(":
             opened.append(column)
         if character == ")" and not opened:
@@ -154,9 +151,7 @@ class _Reader:
         self, name: str, args: list[ast.expr], keywords: list[ast.keyword], node: ast.expr, depth: int
     ) -> tuple[Expr, float | None]:
         if name not in FUNCTIONS:
-            hint = (
-                ELSEWHERE.get(name) or suggest(name, FUNCTIONS) or f"known are {', '.join(sorted(FUNCTIONS))}"
-            )
+            hint = ELSEWHERE.get(name) or suggest(name, FUNCTIONS) or f"known are {', '.join(sorted(FUNCTIONS))}"
             fail(f"unknown function {name}", node, hint)
         signature = f"write {SIGNATURES.get(name, f'{name}(x)')}"
         if keywords:

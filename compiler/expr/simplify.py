@@ -81,9 +81,7 @@ def add(parts: Iterable[Expr]) -> Expr:
         for other, (scale, more) in enumerate(terms[index + 1 :], index + 1):
             two = lone_where(more)
             if two is not None and key(two.args[0]) == key(one.args[0]):
-                arms = (
-                    add((times(coefficient, one.args[arm]), times(scale, two.args[arm]))) for arm in (1, 2)
-                )
+                arms = (add((times(coefficient, one.args[arm]), times(scale, two.args[arm]))) for arm in (1, 2))
                 merged = where(one.args[0], *arms)
                 rest = [product_of(*term) for place, term in enumerate(terms) if place not in (index, other)]
                 return add((*rest[:index], merged, *rest[index:]))

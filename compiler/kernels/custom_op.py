@@ -60,9 +60,7 @@ def custom_op(site: Site, tail: Tail) -> CustomOp:
         n=n,
         k=k,
         x=tail.x.name,
-        signature=listed(
-            f"def {function}(", [f"{value.name}: Tensor" for value in tail.inputs], f") -> {annotation}:"
-        ),
+        signature=listed(f"def {function}(", [f"{value.name}: Tensor" for value in tail.inputs], f") -> {annotation}:"),
         promise=_promise(tail, op, n, k),
         wanted=tuple(_wanted(value, _shape(value, tail, op, "*rows", "N", "K")) for value in tail.inputs),
         allocated=tuple(_allocated(value, tail.x) for value in tail.outputs),

@@ -32,9 +32,7 @@ class GemmTile:
     @property
     def epilogue(self) -> str:
         """CUTLASS's name of the epilogue that goes with the schedule."""
-        return {"Pingpong": "TmaWarpSpecialized", "Cooperative": "TmaWarpSpecializedCooperative"}[
-            self.schedule
-        ]
+        return {"Pingpong": "TmaWarpSpecialized", "Cooperative": "TmaWarpSpecializedCooperative"}[self.schedule]
 
 
 PINGPONG = GemmTile(128, 128, 64, (2, 1), "Pingpong")

@@ -45,7 +45,8 @@ class Site:
 class Rendered:
     """The files of one kernel, template context included: file name -> (template, typed context).
 
-    `module` is the Python file (no ending) that defines `function`; `language`, `tile` and `note` are for the plan page.
+    `module` is the Python file (no ending) that defines `function`; `language`, `tile` and `note` are for the plan
+    page.
     """
 
     function: str
@@ -64,7 +65,8 @@ class Kernel:
     generation: ClassVar[int] = 1
 
     def rejects(self, site: Site) -> str | None:
-        """Why this kernel cannot take the node, in words that name numbers; None where it can. `needs`, the language and
+        """Why this kernel cannot take the node, in words that name numbers; None where it can. `needs`, the language
+        and
         the target's features are checked before."""
         raise TypeError(f"{type(self).__name__} does not say what it takes")
 

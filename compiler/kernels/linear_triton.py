@@ -197,9 +197,7 @@ def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContex
             *(f"{w.name}_tile = {w.name}_ptr + {weight}" for w in tail.weights),
         ),
         dots=(
-            _body(
-                x, _masked(f"{x}_tile + k", ["rows < M", *(["ks[None, :] < K - k"] if ragged_k else [])]), 8
-            ),
+            _body(x, _masked(f"{x}_tile + k", ["rows < M", *(["ks[None, :] < K - k"] if ragged_k else [])]), 8),
             *(
                 line
                 for p, w in zip(tail.accumulators, tail.weights, strict=True)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from specc.compiler.expr import reread, torch_text
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.kernels.lines import WIDTH, assigned, flowed, listed, unbroken
 from specc.compiler.ops.linear import Product
 
 
@@ -29,11 +30,8 @@ class EpilogueContext:
     """What templates/torch/product.py.jinja may know."""
 
     TEMPLATE: ClassVar[str] = "torch/product.py.jinja"
-    function: str
-    label: str
-    types: str
+    header: str
     signature: str
-    annotation: str
     lines: tuple[str, ...]
     returns: str
     uses_torch: bool
@@ -42,7 +40,8 @@ class EpilogueContext:
 
 @dataclass(frozen=True, slots=True)
 class EpilogueProduct(Kernel):
-    """A product and its epilogue as a plain Torch function: for reading, for the CPU, and for whatever it can be put to."""
+    """A product and its epilogue as a plain Torch function: for reading, for the CPU, and for whatever it can be put
+    to."""
 
     def rejects(self, site: Site) -> str | None:
         if "gpu" in site.target.features:
@@ -64,22 +63,30 @@ class EpilogueProduct(Kernel):
         labels = tail.output_labels or ("y",)
         texts = [torch_text(reread(text)) for text in tail.outputs]
         lines = [f"{v} = {op.product_text(rows, w)}" for v, w in products]
-        lines += [f"{label} = {text}" for label, text in zip(labels[1:], texts[1:], strict=True)]
+        lines += [_body(label, text) for label, text in zip(labels[1:], texts[1:], strict=True)]
         returns = ", ".join((texts[0], *labels[1:]))
         names = (rows, *weights, *(v for v, _ in site.operands))
+        annotation = "Tensor" if len(texts) == 1 else f"tuple[{', '.join('Tensor' for _ in texts)}]"
+        types = f"{' x '.join(map(str, site.inputs))} -> {', '.join(map(str, site.node.types))}"
         code = "\n".join((*lines, returns))
         context = EpilogueContext(
-            function,
-            site.label,
-            " x ".join(map(str, site.inputs)) + " -> " + ", ".join(map(str, site.node.types)),
-            ", ".join(f"{name}: Tensor" for name in names),
-            "Tensor" if len(texts) == 1 else f"tuple[{', '.join('Tensor' for _ in texts)}]",
+            flowed(f"{unbroken(site.label)}    {types}", "# ", "    ", 88),
+            listed(f"def {function}(", [f"{name}: Tensor" for name in names], f") -> {annotation}:"),
             tuple(lines),
-            returns,
+            _returned(returns),
             "torch." in code,
             "F." in code,
         )
         return Rendered(function, module, {f"{module}.py": (EpilogueContext.TEMPLATE, context)}, "")
+
+
+def _body(name: str, value: str) -> str:
+    """An assignment for the template to indent: its first line comes without the blanks that its others have."""
+    return assigned(name, value, 4).lstrip()
+
+
+def _returned(value: str) -> str:
+    return f"return {value}" if len(value) + 11 <= WIDTH else f"return (\n{flowed(value, ' ' * 8)}\n    )"
 
 
 LIBRARY_PRODUCT = LibraryProduct("torch", "torch", frozenset())

@@ -16,7 +16,8 @@ def _reference(q: "Tensor", k: "Tensor", v: "Tensor", allowed: "Tensor") -> "Ten
     k, v = (tensor.repeat_interleave(shared, dim=-2) for tensor in (k, v))
     scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) / q.shape[-1] ** 0.5
     weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
-    return (weights @ v.transpose(1, 2)).transpose(1, 2)
+    attended: Tensor = weights @ v.transpose(1, 2)
+    return attended.transpose(1, 2)
 
 
 def _check(q: TensorType, k: TensorType, v: TensorType) -> None:
@@ -46,8 +47,9 @@ class Sdpa(Op):
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         q = inputs[0]
         tokens = q.with_shape(q.shape[1]).count(sizes)
-        seen = (tokens + 1) / 2 if self.window is None else min((tokens + 1) / 2, self.window)
-        return int(4 * q.count(sizes) * seen)
+        most = min(self.window or tokens, tokens)
+        pairs = most * tokens - most * (most - 1) // 2  # the first tokens see fewer
+        return 4 * q.count(sizes) // tokens * pairs
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         window = () if self.window is None else (str(self.window),)
@@ -105,7 +107,8 @@ class CacheWrite(Op):
 
 @dataclass(frozen=True, slots=True)
 class SdpaCached(Op):
-    """Attention of q [B, T, H, C] at `positions` (i64[T]) over caches k, v [B, S, G, C], whose later rows it ignores."""
+    """Attention of q [B, T, H, C] at `positions` (i64[T]) over caches k, v [B, S, G, C], whose later rows it
+    ignores."""
 
     name: ClassVar[str] = "sdpa_cached"
     window: int | None = None

@@ -1,4 +1,5 @@
-"""Matrix products: the linear layer and its two gradients. What follows one of them is an epilogue, never another op."""
+"""Matrix products: the linear layer and its two gradients. What follows one of them is an epilogue, never another
+op."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,9 +47,13 @@ class Linear(Product):
         return 1 + self.weights
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        if len(inputs) != self.arity:
+            raise TypeRuleError(f"takes {self.arity} inputs but is given {len(inputs)}")
         x, *weights = inputs
         for i, weight in enumerate(weights, 1):
-            if len(weight.shape) != 2 or weight.width != x.width:
+            if len(weight.shape) != 2:
+                raise TypeRuleError(f"takes a matrix [N, K], not {weight}", (i,))
+            if weight.width != x.width:
                 raise TypeRuleError(f"takes {weight.width} features but {{input}} gives {x.width}", (0, i))
             if weight.shape != weights[0].shape:
                 raise TypeRuleError(f"has weights of shapes {weights[0].shape} and {weight.shape}", (1, i))

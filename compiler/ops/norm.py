@@ -42,8 +42,8 @@ class RmsNorm(Op):
         return f"F.rms_norm({args[0]}, ({inputs[0].width},){weight}, eps={self.eps})"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        weight = (Input(1),) if self.affine else ()
-        return Traced("rms_norm", (Input(0), (inputs[0].width,), *weight), (("eps", self.eps),))
+        weight = (("weight", Input(1)),) if self.affine else ()  # fx records it by keyword
+        return Traced("rms_norm", (Input(0), (inputs[0].width,)), (*weight, ("eps", self.eps)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, *weight = inputs
@@ -73,7 +73,8 @@ class LayerNorm(Op):
         return f"F.layer_norm({args[0]}, ({inputs[0].width},), {args[1]}, {args[2]}, eps={self.eps})"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("layer_norm", (Input(0), (inputs[0].width,), Input(1), Input(2)), (("eps", self.eps),))
+        learned = (("weight", Input(1)), ("bias", Input(2)))  # fx records them by keyword
+        return Traced("layer_norm", (Input(0), (inputs[0].width,)), (*learned, ("eps", self.eps)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, weight, bias = inputs

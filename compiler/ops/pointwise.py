@@ -27,7 +27,8 @@ def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
 class Pointwise(Op):
     """`outputs` are expressions over `variables`, which stand for the inputs in order; `labels` name further outputs.
 
-    `title` is the name that kernels give it, where the spec sets one. With `dtype` the inputs are converted first and the outputs have that dtype; else that of the first input.
+    `title` is the name that kernels give it, where the spec sets one. With `dtype` the inputs are converted first
+    and the outputs have that dtype; else that of the first input.
     """
 
     name: ClassVar[str] = "pointwise"

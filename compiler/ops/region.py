@@ -56,7 +56,8 @@ class Fused(Op):
 
 @dataclass(frozen=True, slots=True)
 class Scan(Op):
-    """Runs function `callee` once for each step of time; its first `carried` outputs are the next step's first inputs."""
+    """Runs function `callee` once for each step of time; its first `carried` outputs are the next step's first
+    inputs."""
 
     name: ClassVar[str] = "scan"
     inline: ClassVar[bool] = False

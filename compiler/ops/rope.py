@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Positions(Op):
-    """The position of each token of ids [B, T], as i64[T]: 0, 1, ..., counted from `start` (i64[]) where it is given."""
+    """The position of each token of ids [B, T], as i64[T]: 0, 1, ..., counted from `start` (i64[]) where it is
+    given."""
 
     name: ClassVar[str] = "positions"
     inline: ClassVar[bool] = False
@@ -32,7 +33,8 @@ class Positions(Op):
         return counted if len(args) == 1 else f"{args[1]} + {counted}"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("arange", (Traced("getitem", (Traced("getattr", (Input(0), "shape")), 1)),))
+        counted = Traced("arange", (Traced("getitem", (Traced("getattr", (Input(0), "shape")), 1)),))
+        return counted if len(inputs) == 1 else Traced("add", (Input(1), counted))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -84,7 +86,8 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Op):
-    """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R]: pairs are channel i and channel R + i."""
+    """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R]: pairs are channel i and channel R +
+    i."""
 
     name: ClassVar[str] = "rope"
     keeps_features: ClassVar[bool] = True

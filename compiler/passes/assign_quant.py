@@ -8,7 +8,7 @@ from specc.compiler.programs import LoweringError, Parameter, Programs
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import QuantSpec
-from specc.compiler.strict import Problem
+from specc.compiler.strict import Path, Problem
 
 Allocation = Mapping[str, Scheme]
 
@@ -26,7 +26,9 @@ def allocation(quant: QuantSpec | None, params: tuple[Parameter, ...]) -> Alloca
         covered = [param for param in params if matches(rule.match, param.name)]
         if not covered:
             hint = f"parameters are named like {_examples(params)}"
-            problems.append(Problem(("quant", "rules", i, "match"), "S305", f"rule {rule.match} matches no parameter", hint))
+            problems.append(
+                Problem(("quant", "rules", i, "match"), "S305", f"rule {rule.match} matches no parameter", hint)
+            )
         for param in covered:
             first = ruled.setdefault(param.name, i)
             if first != i:
@@ -36,12 +38,12 @@ def allocation(quant: QuantSpec | None, params: tuple[Parameter, ...]) -> Alloca
                 problems.append(Problem(("quant", "rules", i, "match"), "S306", message, hint, related))
                 break
     chosen: dict[str, Scheme] = {}
-    refused: dict[tuple[str | int, ...], tuple[str, str]] = {}
+    refused: dict[Path, tuple[str, str]] = {}
     for param in params:
         index = ruled.get(param.name)
         scheme: Scheme = quant.default if index is None else quant.rules[index]
         if reason := scheme.rejects(param.shape):
-            path = ("quant", "default") if index is None else ("quant", "rules", index)
+            path: Path = ("quant", "default") if index is None else ("quant", "rules", index)
             refused.setdefault(path, (param.name, reason))
         chosen[param.name] = scheme
     for path, (name, reason) in refused.items():
@@ -49,7 +51,9 @@ def allocation(quant: QuantSpec | None, params: tuple[Parameter, ...]) -> Alloca
         problems.append(Problem(path, "S307", f"{name}: {reason}", hint))
     if quant.promote is not None and not any(matches(quant.promote.match, param.name) for param in params):
         message = f"promote {quant.promote.match} matches no parameter"
-        problems.append(Problem(("quant", "promote"), "S305", message, f"parameters are named like {_examples(params)}"))
+        problems.append(
+            Problem(("quant", "promote"), "S305", message, f"parameters are named like {_examples(params)}")
+        )
     if problems:
         raise LoweringError(tuple(problems))
     return chosen

@@ -65,9 +65,11 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
     chosen = [key for key, covered in places.items() if any(covered.values())]
     if not chosen:
         known = sorted({f"{at}.{scope}" if at else scope for (_, scope), ats in places.items() for at in ats})
-        raise _Unmatched("S302", f"fusion point {pattern} matches no part of the model", f"its parts are {_short(known)}")
-    for graph, scope in chosen:
-        covered = places[graph, scope]
+        raise _Unmatched(
+            "S302", f"fusion point {pattern} matches no part of the model", f"its parts are {_short(known)}"
+        )
+    for key in chosen:
+        covered = places[key]
         if not all(covered.values()):
             left = [at for at, hit in covered.items() if not hit]
             hint = "let the pattern cover all blocks that share their code, e.g. `blocks.*.mlp`"
@@ -75,7 +77,11 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
     fusable = [key for key in chosen if _complete(programs, key, members)]
     if not fusable:
         name, scope = chosen[0]
-        known = [node.name.removeprefix(f"{scope}.") for node in _graph(programs, name).nodes if node.name.startswith(f"{scope}.")]
+        known = [
+            node.name.removeprefix(f"{scope}.")
+            for node in _graph(programs, name).nodes
+            if node.name.startswith(f"{scope}.")
+        ]
         unknown = [member for member in members if member not in known]
         raise _Unmatched("S302", f"{pattern} has no node {unknown[0]}", f"its nodes are {_short(known)}")
     for name, scope in fusable:

@@ -37,7 +37,9 @@ def _built(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
     derivation = _Derivation(graph, forward, tuple(names.values()))
     backward = derivation.run(f"{name}.backward")
     saved = tuple(label for label, _ in backward.inputs if label != "d")
-    return Group(name, scope, tuple(node.name for node in members), _returning(forward, saved), join_tails(backward), saved)
+    return Group(
+        name, scope, tuple(node.name for node in members), _returning(forward, saved), join_tails(backward), saved
+    )
 
 
 def _check(graph: Graph, members: Sequence[Node]) -> None:
@@ -46,6 +48,8 @@ def _check(graph: Graph, members: Sequence[Node]) -> None:
         if not isinstance(node.op, Linear | Pointwise):
             reason = f"is a {node.op.name}; only linear and pointwise nodes state the derivative that a group needs"
             raise Unfusable(node.name, reason)
+        if numbers := [ref[1:] for ref in node.inputs if ref[0] == "$"]:
+            raise Unfusable(node.name, f"reads {numbers[0]}, which differs from layer to layer and is no tensor")
     returned = dict(graph.outputs).values()
     for node in members[:-1]:
         readers = [reader.name for reader in graph.consumers[node.name] if reader.name not in inside]
@@ -57,7 +61,8 @@ def _check(graph: Graph, members: Sequence[Node]) -> None:
 
 
 def _input_names(refs: Sequence[str]) -> Mapping[str, str]:
-    """Short names for what a group reads: parameters by their last word, activations `x`; longer ones where two meet."""
+    """Short names for what a group reads: parameters by their last word, activations `x`; longer ones where two
+    meet."""
     names: dict[str, str] = {}
     for ref in refs:
         path = ref.lstrip("@$").replace(":", "_")
@@ -92,7 +97,8 @@ def _forward(graph: Graph, name: str, names: Mapping[str, str], members: Sequenc
 
 
 def _with_saves(op: Pointwise, accumulators: tuple[str, ...]) -> Pointwise:
-    """`op` with the further outputs that its backward reads: what the plan saves, and products that are needed whole."""
+    """`op` with the further outputs that its backward reads: what the plan saves, and products that are needed
+    whole."""
     expression = reread(op.outputs[0])
     plan = plan_backward(expression, accumulators)
     operands = [v for v in op.variables if v not in accumulators]
@@ -184,18 +190,26 @@ class _Derivation:
         found: list[tuple[str, str]] = []
         for group in texts:
             suffix = "grad" if set(group) & set(accumulators) else f"grad_{next(iter(group))}"
-            found += self.emitted(f"{node.name}.{suffix}", group, operands, readable, grad)
+            title = f"{original.title}_{suffix}" if original.title else ""
+            found += self.emitted(f"{node.name}.{suffix}", title, group, operands, readable, grad)
         return found
 
     def emitted(
-        self, name: str, texts: Mapping[str, str], operands: Mapping[str, str], readable: Mapping[str, str], grad: str
+        self,
+        name: str,
+        title: str,
+        texts: Mapping[str, str],
+        operands: Mapping[str, str],
+        readable: Mapping[str, str],
+        grad: str,
     ) -> list[tuple[str, str]]:
-        """One node for the gradients `texts` by variable, summed where an operand was stretched to the others' shape."""
+        """One node for the gradients `texts` by variable, summed where an operand was stretched to the others'
+        shape."""
         read = tuple(dict.fromkeys(v for text in texts.values() for v in variables(reread(text)) if v != "d"))
         inputs = (grad, *(self.kept(readable[v]) for v in read))
         wanted = [self.forward.types[operands[v]] for v in texts]
         cast = wanted[0].dtype if self.b.types[grad].dtype != wanted[0].dtype else ""
-        op = Pointwise(tuple(texts.values()), ("d", *read), tuple(texts) if len(texts) > 1 else (), cast)
+        op = Pointwise(tuple(texts.values()), ("d", *read), tuple(texts) if len(texts) > 1 else (), cast, title)
         made = self.b.add(name, op, inputs)
         results = []
         for ref, type, v in zip(self.b.nodes[-1].outputs, wanted, texts, strict=True):

@@ -9,7 +9,8 @@ from specc.compiler.train_spec import MuonSpec, TrainSpec
 
 
 def owners(train: TrainSpec, params: tuple[Parameter, ...]) -> Mapping[str, int]:
-    """Parameter name -> index into `train.optimizers`. Raises LoweringError with every pattern or parameter left over."""
+    """Parameter name -> index into `train.optimizers`. Raises LoweringError with every pattern or parameter left
+    over."""
     found: dict[str, int] = {}
     for i, optimizer in enumerate(train.optimizers):
         for param in params:

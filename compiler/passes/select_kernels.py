@@ -16,7 +16,8 @@ from specc.compiler.targets import Target
 
 
 def select_kernels(programs: Programs, target: Target, title: str, source: str) -> Plan:
-    """The plan of `programs` on `target`. Raises LoweringError with every node that no kernel takes, and all reasons."""
+    """The plan of `programs` on `target`. Raises LoweringError with every node that no kernel takes, and all
+    reasons."""
     choices: list[Choice] = []
     problems: list[Problem] = []
     for group, graph, node in _products(programs):
@@ -50,7 +51,11 @@ def _products(programs: Programs) -> Iterator[tuple[Group, Graph, Node]]:
 
 def _callers(programs: Programs, group: Group) -> tuple[str, ...]:
     """The graphs that run a group."""
-    runs = (g.name for g in programs.graphs if any(n.op.name == Fused.name and n.op.group == group.name for n in g.nodes))  # type: ignore[attr-defined]
+    runs = (
+        graph.name
+        for graph in programs.graphs
+        if any(isinstance(node.op, Fused) and node.op.group == group.name for node in graph.nodes)
+    )
     return tuple(runs)
 
 
@@ -65,7 +70,9 @@ def _place(programs: Programs, group: Group) -> tuple[str | int, ...]:
 
 def _site(programs: Programs, group: Group, graph: Graph, node: Node, target: Target) -> Site:
     prefix = group_pattern(programs, group, node.name)
-    tails = [member.rpartition(".")[2] if member.count(".") == 1 else member.partition(".")[2] for member in node.members]
+    tails = [
+        member.rpartition(".")[2] if member.count(".") == 1 else member.partition(".")[2] for member in node.members
+    ]
     label = " + ".join((prefix, *tails[1:]))
     return Site(node, tuple(graph.types[ref] for ref in node.inputs), target, label, programs.name)
 
@@ -83,22 +90,31 @@ def _choose(graph: Graph, site: Site) -> Choice | tuple[tuple[str, str], ...]:
     if not taking:
         return tuple(rejected)
     best = min(taking, key=lambda kernel: (kernel.rank(site), kernel.name))
-    rejected += [(kernel.name, f"rank {kernel.rank(site)} against {best.rank(site)}") for kernel in taking if kernel is not best]
+    rejected += [
+        (kernel.name, f"rank {kernel.rank(site)} against {best.rank(site)}") for kernel in taking if kernel is not best
+    ]
     runnable = {kernel.name for kernel in known if missing(kernel, site.target) is None}
     considered = tuple((name, reason) for name, reason in rejected if name in runnable)
     return Choice(graph.name, site, best, best.render(site), tuple(rejected), considered)
 
 
 def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
-    """Two different epilogues that would be spelled with one name."""
-    seen: dict[str, Site] = {}
+    """Different epilogues that would be spelled with one name, and different kernels that would share a file."""
+    functions: dict[str, Site] = {}
+    files: dict[str, Site] = {}
     for choice in choices:
-        site = choice.site
-        if site.epilogue is None:
+        site, epilogue = choice.site, choice.site.epilogue
+        if epilogue is None:
             continue
-        name = symbol(site)[0]
-        first = seen.setdefault(name, site)
-        if first.epilogue != site.epilogue and first.node.op == site.node.op:
-            message = f"two epilogues are named {name}: {first.epilogue.outputs[0]} and {site.epilogue.outputs[0]}"  # type: ignore[union-attr]
+        function, file = symbol(site)
+        first, alike = functions.setdefault(function, site), files.setdefault(file, site)
+        assert first.epilogue is not None
+        message = ""
+        if (first.node.op, first.epilogue) != (site.node.op, epilogue):
+            message = f"two epilogues are named {function}: {first.epilogue.outputs[0]} and {epilogue.outputs[0]}"
+        elif (alike.inputs, alike.node.types) != (site.inputs, site.node.types):
+            types = [", ".join(map(str, (*one.inputs, *one.node.types))) for one in (alike, site)]
+            message = f"two kernels are named {file}, of {types[0]} and of {types[1]}"
+        if message:
             hint = "give one of the activations a name: `act: {expr: ..., name: ...}`"
             yield Problem(programs.place(site.label.split(" ")[0].replace("*", "0")), "S403", message, hint)

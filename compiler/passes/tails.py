@@ -1,4 +1,5 @@
-"""Joins a pointwise node into the matrix products that feed it: it becomes their epilogue, computed before the store."""
+"""Joins a pointwise node into the matrix products that feed it: it becomes their epilogue, computed before the
+store."""
 
 from dataclasses import replace
 
@@ -53,4 +54,3 @@ def _joined(graph: Graph, tail: Node, products: tuple[Node, ...]) -> Graph:
     nodes = tuple(node if old is tail else old for old in graph.nodes if old not in products)
     renamed = dict(zip(tail.outputs, node.outputs, strict=True))
     return rename(replace(graph, nodes=nodes), renamed)
-

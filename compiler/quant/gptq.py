@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
+
 from specc.compiler.quant.gptq_solver import Factor, factorize, solve, weighted_error
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized, row_quantile
 from specc.compiler.quant.scheme import SchemeError, check_finite, check_shape
 from specc.compiler.strict import Positive
 
 if TYPE_CHECKING:
-    from specc.compiler.quant.scheme import Array
     from torch import Tensor
+
+    from specc.compiler.quant.scheme import Array
 
 Quantile = Annotated[float, Field(gt=0, le=1)]
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 from specc.compiler.quant.scheme import ITEM_BYTES, Scheme, SchemeError, Stored, check_arrays, check_finite
 
 if TYPE_CHECKING:
-    from specc.compiler.quant.scheme import Array
     from torch import Tensor
+
+    from specc.compiler.quant.scheme import Array
 
 
 class Unquantized(Scheme):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
+
 from specc.compiler.quant.rows import PerRow, arrays_of, row_quantile
 from specc.compiler.quant.scheme import check_finite, check_shape
 
 if TYPE_CHECKING:
-    from specc.compiler.quant.scheme import Array
     from torch import Tensor
+
+    from specc.compiler.quant.scheme import Array
 
 
 class Round(PerRow):

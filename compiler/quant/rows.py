@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, ValidationError
+
 from specc.compiler.quant.scheme import Scheme, SchemeError, Stored, check_arrays
 
 if TYPE_CHECKING:
-    from specc.compiler.quant.scheme import Array
     from torch import Tensor
+
+    from specc.compiler.quant.scheme import Array
 
 SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
 LARGEST_SCALE = 65504.0  # the largest finite float16

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.stream import TokenStream
 from specc.runtime.data.tokenizer import PieceBytes, Tokenizer
@@ -127,9 +128,7 @@ def evaluate_bits(
     """
     stride = length if stride is None else stride
     if length < 1 or batch < 1 or not 1 <= stride <= length or not 0 <= rank < world:
-        raise ValueError(
-            f"{length=} and {batch=} must be positive, {stride=} 1 .. length, and 0 <= {rank=} < {world=}"
-        )
+        raise ValueError(f"{length=} and {batch=} must be positive, {stride=} 1 .. length, and 0 <= {rank=} < {world=}")
     if world > 1 and reduce is None:
         raise ValueError("sharing the work among ranks needs `reduce`")
     last = _last_target(stream, tokenizer, max_tokens)
@@ -163,9 +162,7 @@ def _last_target(stream: TokenStream, tokenizer: Tokenizer, max_tokens: int | No
         )
     last = stream.tokens - 1 if max_tokens is None else min(stream.tokens - 1, max_tokens)
     if last < 1:
-        raise DataError(
-            f"nothing to score: the stream has {stream.tokens} tokens, max_tokens is {max_tokens}"
-        )
+        raise DataError(f"nothing to score: the stream has {stream.tokens} tokens, max_tokens is {max_tokens}")
     opening = int(stream.read(0, 1)[0])
     if opening != tokenizer.bos:
         raise DataError(

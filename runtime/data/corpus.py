@@ -109,9 +109,7 @@ def find_corpus(source: str | Path, split: Split) -> Corpus:
         files = _folder_files(path)
     elif path.exists():
         if not _kind(path):
-            raise DataError(
-                f"{source}: cannot read documents from a {path.suffix or 'suffixless'} file", _SUPPORTED
-            )
+            raise DataError(f"{source}: cannot read documents from a {path.suffix or 'suffixless'} file", _SUPPORTED)
         files = [(path.name, path)]
     else:
         raise DataError(f"{source}: no such file or folder", "`stdlib` is a source that needs no files")
@@ -122,15 +120,11 @@ def find_corpus(source: str | Path, split: Split) -> Corpus:
         return Corpus(str(source), split, tuple(files), by_document=True)
     named["train"] = named["train"] or [file for file in files if file not in named["val"]]
     if not named[split]:
-        raise DataError(
-            f"{source}: no files for the {split} split", f"put a {split}.txt or {split}.jsonl beside them"
-        )
+        raise DataError(f"{source}: no files for the {split} split", f"put a {split}.txt or {split}.jsonl beside them")
     return Corpus(str(source), split, tuple(named[split]), by_document=False)
 
 
-_SUPPORTED = (
-    f"readable: {', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}; token shards end in .bin"
-)
+_SUPPORTED = f"readable: {', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}; token shards end in .bin"
 
 
 def is_val(key: bytes) -> bool:
@@ -143,9 +137,7 @@ def _stdlib_files() -> list[tuple[str, Path]]:
     files = [file for file in _walk(root, _NOT_STDLIB) if file[1].suffix == ".py"]
     files = [file for file in files if not file[1].name.startswith("_sysconfigdata") and _is_utf8(file[1])]
     if not files:
-        raise DataError(
-            f"Python {platform.python_version()} has no source of its library in {root}", "use other data"
-        )
+        raise DataError(f"Python {platform.python_version()} has no source of its library in {root}", "use other data")
     return files
 
 
@@ -253,9 +245,7 @@ def _json_lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes]:
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{where}: not valid UTF-8 at byte {error.start} of the line", _LINE_HINT
-            ) from None
+            raise DataError(f"{where}: not valid UTF-8 at byte {error.start} of the line", _LINE_HINT) from None
         except (ValueError, RecursionError) as error:
             what = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
             raise DataError(f"{where}: not JSON: {what}", _LINE_HINT) from None
@@ -264,16 +254,12 @@ def _json_lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes]:
             if not isinstance(record, dict):
                 found = f"a JSON {type(record).__name__}"
             else:
-                found = (
-                    f'"text" is a {type(text).__name__}' if "text" in record else 'an object without "text"'
-                )
+                found = f'"text" is a {type(text).__name__}' if "text" in record else 'an object without "text"'
             raise DataError(f'{where}: expected an object with a string "text", found {found}', _LINE_HINT)
         try:
             yield text.encode("utf-8")
         except UnicodeEncodeError:
-            raise DataError(
-                f'{where}: "text" has half a surrogate pair, which is no character', _LINE_HINT
-            ) from None
+            raise DataError(f'{where}: "text" has half a surrogate pair, which is no character', _LINE_HINT) from None
 
 
 _LINE_HINT = 'each line must be one JSON object such as {"text": "a document"}; correct the line or remove it'

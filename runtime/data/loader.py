@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.stream import TokenStream
 
@@ -139,9 +140,7 @@ class Loader:
         if order not in ORDERS:
             raise DataError(f"unknown order {order!r}", f"use {' or '.join(ORDERS)}")
         if batch < 1 or length < 1 or prefetch < 1 or not 0 <= rank < world:
-            raise ValueError(
-                f"{batch=}, {length=}, {prefetch=} must be positive, and 0 <= {rank=} < {world=}"
-            )
+            raise ValueError(f"{batch=}, {length=}, {prefetch=} must be positive, and 0 <= {rank=} < {world=}")
         if stream.tokens < length + 1:
             raise DataError(
                 f"the stream has {stream.tokens:,} tokens; windows of length {length:,} need {length + 1:,}",

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
 from specc.runtime.data.errors import DataError, DataIntegrityError
 
 MAGIC = 20240520
@@ -116,9 +117,7 @@ class TokenShard:
             raise self._damage(f"{size:,} bytes, but a shard's header alone has {HEADER_BYTES:,}")
         header = np.frombuffer(os.pread(self._descriptor, HEADER_BYTES, 0), "<i4")
         if header.size != 256 or header[0] != MAGIC:
-            raise self._damage(
-                f"not a token shard (magic {header[0] if header.size else '?'}, expected {MAGIC})"
-            )
+            raise self._damage(f"not a token shard (magic {header[0] if header.size else '?'}, expected {MAGIC})")
         if header[1] != VERSION:
             raise self._damage(f"shard version {header[1]}; this reads version {VERSION} (uint16 tokens)")
         count = int(header[2])
@@ -145,9 +144,7 @@ class TokenShard:
             part = os.pread(self._descriptor, wanted, HEADER_BYTES + 2 * (start + count) - wanted)
             if not part:
                 size = os.fstat(self._descriptor).st_size
-                raise self._damage(
-                    f"cut while in use: {size:,} of {HEADER_BYTES + 2 * self.tokens:,} bytes are left"
-                )
+                raise self._damage(f"cut while in use: {size:,} of {HEADER_BYTES + 2 * self.tokens:,} bytes are left")
             parts.append(part)
             wanted -= len(part)
         return np.frombuffer(b"".join(parts), "<u2").astype(np.uint16)

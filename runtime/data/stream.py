@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
+
 from specc.runtime.data.corpus import Corpus, find_corpus
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards import ShardWriter, Split, TokenShard, find_shards, sync_folder
@@ -153,9 +154,7 @@ def _build(
     try:
         record = _tokenize(corpus, tokenizer, temporary, progress)
         if _key(corpus, tokenizer) != key:
-            raise DataError(
-                f"{corpus.source}: changed while it was being tokenized", "run again when it is complete"
-            )
+            raise DataError(f"{corpus.source}: changed while it was being tokenized", "run again when it is complete")
         with open(temporary / _RECORD, "w", encoding="utf-8") as file:
             json.dump(record, file, indent=1)
             file.flush()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from specc.runtime.data.errors import DataError
 
 TokenArray = npt.NDArray[np.integer[Any]]
@@ -182,18 +183,14 @@ class SentencePieceTokenizer:
         model, ids = self._model, range(self.vocab)
         pieces = [str(model.id_to_piece(i)) for i in ids]
         is_byte = np.array([model.is_byte(i) for i in ids], np.bool_)
-        boundary = np.array(
-            [model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids], np.bool_
-        )
+        boundary = np.array([model.is_control(i) or model.is_unknown(i) or model.is_unused(i) for i in ids], np.bool_)
         if not any(piece == SPACE_MARK and not boundary[i] for i, piece in enumerate(pieces)):
             raise DataError(
                 f"{self.name}: U+2581 (the space mark) is not a piece, so bytes cannot be counted by pieces",
                 "train the model with U+2581 among the required characters, or use another tokenizer",
             )
         space = np.array([piece.startswith(SPACE_MARK) for piece in pieces], np.bool_)
-        lengths = [
-            len(piece.removeprefix(SPACE_MARK).replace(SPACE_MARK, " ").encode("utf-8")) for piece in pieces
-        ]
+        lengths = [len(piece.removeprefix(SPACE_MARK).replace(SPACE_MARK, " ").encode("utf-8")) for piece in pieces]
         base = np.where(is_byte, 1, np.array(lengths, np.int64))
         base[boundary] = 0
         return PieceBytes(base, space & ~is_byte & ~boundary, boundary)
@@ -224,9 +221,7 @@ class TiktokenTokenizer:
         self.vocab = len(ranks) + 1
         self.bos: int | None = len(ranks)
         self._pieces = sorted(ranks, key=ranks.__getitem__)
-        self._byte_ids: TokenArray = np.array(
-            [ranks[bytes([value])] for value in range(256)], _dtype(self.vocab)
-        )
+        self._byte_ids: TokenArray = np.array([ranks[bytes([value])] for value in range(256)], _dtype(self.vocab))
         self._encoding = Encoding(
             self.name,
             pat_str=GPT2_PATTERN,
@@ -290,9 +285,7 @@ def open_tokenizer(name: str, search: Sequence[Path] = ()) -> Tokenizer:
         if place.is_file():
             return kind(place)
     looked = ", ".join(str(place) for place in places)
-    raise DataError(
-        f"no tokenizer {name!r}; looked at {looked}", "give its path; tokenizers are never downloaded"
-    )
+    raise DataError(f"no tokenizer {name!r}; looked at {looked}", "give its path; tokenizers are never downloaded")
 
 
 def _segments(text: str) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically

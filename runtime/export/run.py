@@ -23,9 +23,7 @@ class ExportError(RuntimeFailure):
     exit_code = 2
 
 
-def export(
-    path: Path, format: Format, out: Path | None = None, *, force: bool = False, say: Say | None = None
-) -> Path:
+def export(path: Path, format: Format, out: Path | None = None, *, force: bool = False, say: Say | None = None) -> Path:
     """Writes the run at `path` as one file, `out`, and returns where; unless it is given, into the run as
     NAME.specc or NAME.safetensors.
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
+
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.atomic import write_atomically
-from torch import Tensor
 
 
 def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -21,9 +22,7 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
-            raise RunFailure(
-                f"{path}: {name} is a {tensor.layout} tensor, and safetensors holds dense ones only"
-            )
+            raise RunFailure(f"{path}: {name} is a {tensor.layout} tensor, and safetensors holds dense ones only")
     whole = torch.contiguous_format
     own = {name: tensors[name].detach().cpu().clone(memory_format=whole) for name in sorted(tensors)}
     try:

@@ -27,6 +27,7 @@ from enum import IntEnum
 from typing import BinaryIO
 
 import brotli
+
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.errors import IntegrityError
 

@@ -57,9 +57,7 @@ class Optimizers:
         groups = assign({name: master.shape for name, master in masters.items()}, specs)
         self._masters = masters
         self._parts = tuple(
-            (group, _optimizer(group.spec, [masters[name] for name in group.names]))
-            for group in groups
-            if group.names
+            (group, _optimizer(group.spec, [masters[name] for name in group.names])) for group in groups if group.names
         )
 
     def step(self, multiplier: float, step: int) -> None:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 import torch
-from specc.runtime.errors import QuantizeError
 from torch import Tensor
+
+from specc.runtime.errors import QuantizeError
 
 # Rows converted to the accumulation dtype at once: 64 MiB of float64 at 1,024 features.
 CHUNK_ROWS = 8192
@@ -56,9 +57,7 @@ class Hessians:
             if self._rows[name] == 0:
                 raise QuantizeError(f"{name}: calibration gave its input no rows")
             if not bool(total.isfinite().all()):
-                raise QuantizeError(
-                    f"{name}: its input holds NaN or infinity", "calibrate from an earlier checkpoint"
-                )
+                raise QuantizeError(f"{name}: its input holds NaN or infinity", "calibrate from an earlier checkpoint")
             means[name] = total / self._rows[name]
         return means
 

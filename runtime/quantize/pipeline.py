@@ -93,9 +93,7 @@ class QuantizeOptions:
     cache: Path | None = None
 
 
-def quantize(
-    path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None
-) -> QuantizeResult:
+def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
     """Quantizes the weights that a run ends with, as its spec's `quant` says, into the run's `quantized/`.
 
     That folder holds the artifact, spec.json (resolved) and report.json, and is replaced as one. The same run
@@ -149,8 +147,7 @@ def resolved(spec: Spec, schemes: Allocation) -> Spec:
     assert spec.quant is not None
     rule_of = dict(zip(SCHEMES, RULES, strict=True))
     rules = tuple(
-        rule_of[type(scheme)].model_validate({"match": name, **dict(scheme)})
-        for name, scheme in schemes.items()
+        rule_of[type(scheme)].model_validate({"match": name, **dict(scheme)}) for name, scheme in schemes.items()
     )
     return spec.model_copy(update={"quant": spec.quant.model_copy(update={"rules": rules, "promote": None})})
 

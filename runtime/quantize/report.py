@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specc.runtime.quantize.tensors import QuantizedModel, dequantized
 from torch import Tensor
+
+from specc.runtime.quantize.tensors import QuantizedModel, dequantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,7 @@ class Row:
     bytes: int
 
 
-def report(
-    params: Mapping[str, Tensor], model: QuantizedModel, hessians: Mapping[str, Tensor]
-) -> tuple[Row, ...]:
+def report(params: Mapping[str, Tensor], model: QuantizedModel, hessians: Mapping[str, Tensor]) -> tuple[Row, ...]:
     """A row per parameter, in the model's order. `params` are the originals; `hessians` may lack names."""
     restored = dequantized(model)
     rows: list[Row] = []

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
+
 from specc.compiler.quant.scheme import Scheme, SchemeError, Stored
 from specc.runtime.errors import IntegrityError, QuantizeError
-from torch import Tensor
 
 Array = npt.NDArray[Any]
 Layout = tuple[tuple[str, Stored], ...]

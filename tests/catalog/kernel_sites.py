@@ -129,9 +129,7 @@ def _computed(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
     assert tail is not None
     products = op.reference(*inputs[: op.arity])
     accumulators = products if isinstance(products, tuple) else (products,)
-    values: dict[str, Tensor | float] = dict(
-        zip(tail.variables, (*accumulators, *inputs[op.arity :]), strict=True)
-    )
+    values: dict[str, Tensor | float] = dict(zip(tail.variables, (*accumulators, *inputs[op.arity :]), strict=True))
     further = [torch_value(parse(text), values) for text in tail.outputs[1:]]
     saved = zip(tail.labels[1:], further, strict=True) if tail.labels else ()
     values = {**dict(saved), **values}
@@ -143,8 +141,7 @@ def poisoned(site: Site, m: int, device: str = "cpu") -> list[Tensor]:
     n = site.node.type.width
     assert isinstance(n, int)
     return [
-        torch.full((m * n + 2 * GUARD,), torch.nan, dtype=DTYPES[type.dtype], device=device)
-        for type in site.node.types
+        torch.full((m * n + 2 * GUARD,), torch.nan, dtype=DTYPES[type.dtype], device=device) for type in site.node.types
     ]
 
 

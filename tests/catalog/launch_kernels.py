@@ -28,13 +28,15 @@ def main() -> None:
                 continue
             for rows in ROWS:
                 shapes = [tuple(d for d in type.shape if isinstance(d, int)) for type in choice.site.inputs]
-                shapes = [s if len(s) == len(t.shape) else (rows, *s) for s, t in zip(shapes, choice.site.inputs)]
+                shapes = [
+                    s if len(s) == len(t.shape) else (rows, *s) for s, t in zip(shapes, choice.site.inputs, strict=True)
+                ]
                 inputs = [torch.randn(shape).div(shape[-1] ** 0.5).cuda().bfloat16() for shape in shapes]
                 found = module[choice.rendered.function](*inputs)
                 found = found if isinstance(found, tuple) else (found,)
                 torch.cuda.synchronize()
                 exact = reference.node_value(choice.site.node, [tensor.double() for tensor in inputs])
-                errors = [((f.double() - e).norm() / e.norm()).item() for f, e in zip(found, exact)]
+                errors = [((f.double() - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)]
                 print(choice.rendered.module, rows, errors, flush=True)
                 assert max(errors) < 1e-2
 

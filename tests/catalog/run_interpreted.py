@@ -1,7 +1,7 @@
 """Runs generated kernels in Triton's interpreter: `TRITON_INTERPRET=1 python run_interpreted.py CASES OUT`.
 
-CASES is a saved list of (folder, package.module, inputs, buffers, columns); saved to OUT are the buffers after
-the launch, and whether the inputs are as they were.
+CASES is a saved list of (folder, package.module, inputs, buffers, columns); saved to OUT are the buffers
+after the launch, and whether the inputs are as they were.
 """
 
 import importlib

@@ -74,9 +74,7 @@ def test_sm90_kernels_load_by_tma_and_multiply_by_wgmma(name: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.parametrize("target", ["sm80", "sm86"])
-def test_ampere_kernels_copy_asynchronously_and_use_tensor_cores(
-    name: str, target: str, tmp_path: Path
-) -> None:
+def test_ampere_kernels_copy_asynchronously_and_use_tensor_cores(name: str, target: str, tmp_path: Path) -> None:
     site = make_site(name, target=target)
     code = compiled(site, tmp_path / f"compiled_{target}_{name}")
     ptx = code.asm["ptx"]

@@ -64,15 +64,11 @@ def test_interpreted_kernels_give_the_reference(case: Case, results: dict[tuple[
     for m in ROWS[case[1]]:
         buffers, unchanged = results[case, m]
         assert unchanged, "an input was written"
-        for i, (buffer, wanted) in enumerate(
-            zip(buffers, expected(site, sample_inputs(site, m, m)), strict=True)
-        ):
+        for i, (buffer, wanted) in enumerate(zip(buffers, expected(site, sample_inputs(site, m, m)), strict=True)):
             check_guards(buffer, f"output {i}")
             got = inner(buffer, site).double()
             # Half a unit in the last place for the one rounding, and a few fp32 roundings before it.
             rounding = 2.0**-11 if buffer.dtype == torch.float16 else 2.0**-24
             tolerance = rounding * wanted.abs() * 1.001 + 2.0**-25 + 4e-6 * (1 + wanted.abs())
             excess = (got - wanted).abs() / tolerance
-            assert m == 0 or excess.max() <= 1, (
-                f"output {i} with {m} rows is off by {excess.max():.3g} tolerances"
-            )
+            assert m == 0 or excess.max() <= 1, f"output {i} with {m} rows is off by {excess.max():.3g} tolerances"

@@ -60,9 +60,7 @@ def test_two_builds_of_one_kernel_live_side_by_side(way: str, tmp_path: Path) ->
     first = imported(kernel, narrow, tmp_path / f"first_{way}")
     second = imported(kernel, wide, tmp_path / f"second_{way}")
     assert first.NAMESPACE != second.NAMESPACE
-    inputs = [
-        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((5, 32), (32, 64), (5, 64))
-    ]
+    inputs = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((5, 32), (32, 64), (5, 64))]
     for module, dtype in ((first, narrow.node.type.dtype), (second, wide.node.type.dtype)):
         assert module.dgrad_mul(*inputs).dtype == DTYPES[dtype]
         registered = getattr(torch.ops, module.NAMESPACE).dgrad_mul__n64_k32

@@ -26,14 +26,10 @@ KERNELS = {"triton": LINEAR_TRITON, "cutlass": GEMM_EVT}
 TEMPLATES = sorted(Path(specc.templates.__path__[0]).rglob("*.jinja"))
 
 
-def with_tail(
-    site: Site, *outputs: str, variables: tuple[str, ...] = (), labels: tuple[str, ...] = ()
-) -> Site:
+def with_tail(site: Site, *outputs: str, variables: tuple[str, ...] = (), labels: tuple[str, ...] = ()) -> Site:
     """The site with another epilogue; its outputs have the type of the first."""
     assert site.epilogue is not None
-    tail = replace(
-        site.epilogue, outputs=outputs, variables=variables or site.epilogue.variables, labels=labels
-    )
+    tail = replace(site.epilogue, outputs=outputs, variables=variables or site.epilogue.variables, labels=labels)
     return replace(site, node=replace(site.node, epilogue=tail, types=(site.node.type,) * len(outputs)))
 
 
@@ -105,9 +101,7 @@ BOTH_REFUSE = {
         "cannot print y: the constant 1e+39 does not fit a float",
     ),
 }
-REFUSALS = [
-    (name, site, words, kernel) for name, (site, words) in BOTH_REFUSE.items() for kernel in KERNELS
-] + [
+REFUSALS = [(name, site, words, kernel) for name, (site, words) in BOTH_REFUSE.items() for kernel in KERNELS] + [
     (
         "accumulators",
         three_weights(),
@@ -137,9 +131,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "site", "words", "kernel"), REFUSALS, ids=[f"{r[0]}-{r[3]}" for r in REFUSALS]
-)
+@pytest.mark.parametrize(("name", "site", "words", "kernel"), REFUSALS, ids=[f"{r[0]}-{r[3]}" for r in REFUSALS])
 def test_refusals_say_why_with_numbers(name: str, site: Site, words: str, kernel: str) -> None:
     assert KERNELS[kernel].rejects(site) == words
 
@@ -183,9 +175,7 @@ def random_site(generator: random.Random) -> Site:
     target = generator.choice((*["sm90"] * 5, "sm80", "sm86", "sm89", "sm100", "sm120"))
     rows = generator.choice((("T",), ("B", "T"), (4, "T", 3)))
     label = ".".join(generator.choice(("blocks", "*", "encoder_of_things", "mlp", "up")) for _ in range(6))
-    site = make_site(
-        name, n, k, target, generator.choice(("bf16", "f16")), rows, generator.choice(("", "", "f32"))
-    )
+    site = make_site(name, n, k, target, generator.choice(("bf16", "f16")), rows, generator.choice(("", "", "f32")))
     return replace(site, label=label)
 
 
@@ -235,9 +225,7 @@ def test_a_measured_tile_replaces_the_rule(tmp_path: Path) -> None:
     assert "BLOCK_M, BLOCK_N, BLOCK_K = 64, 128, 64\nWARPS, STAGES = 4, 5\n" in path.read_text()
     source, _ = written(replace(GEMM_EVT, tile=COOPERATIVE), site, tmp_path / "cutlass")
     text = source.read_text()
-    assert (
-        "KernelTmaWarpSpecializedCooperative;" in text and "epilogue::TmaWarpSpecializedCooperative;" in text
-    )
+    assert "KernelTmaWarpSpecializedCooperative;" in text and "epilogue::TmaWarpSpecializedCooperative;" in text
     assert "cute::Shape<cute::Int<128>, cute::Int<256>, cute::Int<64>>" in text
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+
 from specc.compiler import quant
 from specc.compiler.catalog import models
 from specc.compiler.quant.gptq import Gptq
@@ -250,9 +251,7 @@ def test_round_clips_at_the_quantile() -> None:
     for clip in (0.5, 0.9, 0.999, 0.9999984, 1.0):
         scale = Round(bits=8, clip=clip).quantize(weight, None)["scale"].astype(np.float64)
         want = np.quantile(weight.abs().double().numpy(), clip, axis=1) / 127
-        assert (scale >= want * (1 - 1e-12)).all() and (
-            scale <= np.maximum(want * (1 + 2**-10), want + 2**-24)
-        ).all()
+        assert (scale >= want * (1 - 1e-12)).all() and (scale <= np.maximum(want * (1 + 2**-10), want + 2**-24)).all()
 
 
 def test_row_quantile_is_numpys() -> None:

@@ -3,6 +3,7 @@
 import random
 
 import torch
+
 from specc.compiler.expr import Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, parse, torch_value
 from specc.compiler.expr.values import children
 

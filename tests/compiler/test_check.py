@@ -232,9 +232,7 @@ def test_codes_are_those_that_the_compiler_gives() -> None:
 
 
 def test_checking_leaves_torch_alone() -> None:
-    code = (
-        "import sys; from specc.compiler.check import load; load(sys.argv[1]); exit('torch' in sys.modules)"
-    )
+    code = "import sys; from specc.compiler.check import load; load(sys.argv[1]); exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, BASE], check=True)
 
 

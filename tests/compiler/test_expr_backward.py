@@ -3,12 +3,11 @@
 import pytest
 import torch
 from expr_samples import expressions, values
+
 from specc.compiler.expr import Backward, ExprError, Var, parse, plan_backward, torch_value, variables
 
 
-def planned(
-    text: str, wrt: tuple[str, ...] = ("x",)
-) -> tuple[str, list[str], str, list[str], tuple[str, ...]]:
+def planned(text: str, wrt: tuple[str, ...] = ("x",)) -> tuple[str, list[str], str, list[str], tuple[str, ...]]:
     plan = plan_backward(parse(text), wrt)
     assert [name for name, _ in plan.grads] == list(wrt)
     saves = [f"{name} = {expr}" for name, expr in plan.saves]
@@ -99,9 +98,7 @@ def test_saves_are_shared_and_only_what_is_needed() -> None:
 
 
 def test_a_slope_that_is_steeper_than_the_function_does_not_give_its_value() -> None:
-    assert (
-        planned("abs(x) ** 0.5 * scale")[2] == "scale * sqrt(abs(x))"
-    )  # at 0 slope * x would be infinite * 0
+    assert planned("abs(x) ** 0.5 * scale")[2] == "scale * sqrt(abs(x))"  # at 0 slope * x would be infinite * 0
     assert planned("scale / x")[2] == "scale / x"
 
 
@@ -138,9 +135,7 @@ def check(plan: Backward, text: str, wrt: tuple[str, ...], at: dict[str, torch.T
         got = torch_value(grad, kept).expand(len(d))
         fine = good & wanted.isfinite() & (wanted.abs() < 1e6)
         compared += int(fine.sum())
-        torch.testing.assert_close(
-            got[fine], wanted[fine], rtol=rtol, atol=rtol, msg=f"{text} by {name}: {grad}"
-        )
+        torch.testing.assert_close(got[fine], wanted[fine], rtol=rtol, atol=rtol, msg=f"{text} by {name}: {grad}")
     return compared
 
 

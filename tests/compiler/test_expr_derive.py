@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expr_samples import NAMES, expressions, values
+
 from specc.compiler.expr import ExprError, derive, homogeneous_degree, parse, torch_value
 
 

@@ -1,6 +1,7 @@
 """Names of epilogues."""
 
 import pytest
+
 from specc.compiler.expr import ExprError, name_of, parse
 
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 from expr_samples import expressions
+
 from specc.compiler.expr import (
     Binary,
     Call,
@@ -49,9 +50,7 @@ def test_values_are_hashable_and_compare_by_structure() -> None:
 def test_variables_in_reading_order_and_substitution_all_at_once() -> None:
     expr = parse("silu(gate) * x + where(gate > bias, x, 0)")
     assert variables(expr) == ("gate", "x", "bias")
-    assert substitute(expr, {"gate": Var("x"), "x": Var("gate")}) == parse(
-        "silu(x) * gate + where(x > bias, gate, 0)"
-    )
+    assert substitute(expr, {"gate": Var("x"), "x": Var("gate")}) == parse("silu(x) * gate + where(x > bias, gate, 0)")
     assert substitute(parse("-x"), {"x": Const(2)}) == Const(-2)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expr_samples import expressions, values
+
 from specc.compiler.expr import Expr, ExprError, parse, simplify, torch_value
 
 

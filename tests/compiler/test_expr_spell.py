@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from expr_samples import NAMES, POINTS, check_single, expressions, values
-from specc.compiler.expr import ExprError, cuda_text, parse, torch_text, torch_value, triton_text
 from torch.nn import functional as F
+
+from specc.compiler.expr import ExprError, cuda_text, parse, torch_text, torch_value, triton_text
 
 EXPRESSIONS = expressions(500, 30)
 
@@ -68,14 +69,10 @@ EXPRESSIONS = expressions(500, 30)
         ("where(1 < 2, x, -x)", "x", "x", "x"),
     ],
 )
-def test_reads_well(
-    text: str, torch_source: str | None, triton_source: str | None, cuda_source: str | None
-) -> None:
+def test_reads_well(text: str, torch_source: str | None, triton_source: str | None, cuda_source: str | None) -> None:
     expr = parse(text)
     if torch_source is None:
-        assert "tanh" not in torch_text(expr) + triton_text(expr) + cuda_text(
-            expr
-        )  # a constant is one number
+        assert "tanh" not in torch_text(expr) + triton_text(expr) + cuda_text(expr)  # a constant is one number
         return
     assert (torch_text(expr), triton_text(expr), cuda_text(expr)) == (
         torch_source,
@@ -90,10 +87,7 @@ def test_names_are_replaced_and_get_parentheses_only_where_needed() -> None:
     assert torch_text(expr, names) == "x_TF * (a + b) ** 2 - scale[None, :] * frag(0) + (p - q)"
     assert triton_text(expr, names) == "x_TF * (a + b) * (a + b) - scale[None, :] * frag(0) + (p - q)"
     assert cuda_text(parse("-x"), {"x": "-a"}) == "-(-a)"
-    assert (
-        cuda_text(parse("x * y"), {"x": "static_cast<float>(a)", "y": "p->v"})
-        == "(static_cast<float>(a)) * (p->v)"
-    )
+    assert cuda_text(parse("x * y"), {"x": "static_cast<float>(a)", "y": "p->v"}) == "(static_cast<float>(a)) * (p->v)"
 
 
 def test_torch_text_keeps_the_dtype() -> None:
@@ -129,9 +123,7 @@ def test_torch_text_has_the_values_of_the_reference() -> None:
     for expr in EXPRESSIONS:
         want = torch_value(expr, at).expand(POINTS)
         got = torch.as_tensor(eval(torch_text(expr), {"torch": torch, "F": F, **at}), dtype=torch.float64)
-        torch.testing.assert_close(
-            got.expand(POINTS), want, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(expr)
-        )
+        torch.testing.assert_close(got.expand(POINTS), want, rtol=1e-12, atol=1e-12, equal_nan=True, msg=str(expr))
         compared += int(want.isfinite().sum())
     assert compared > 6000
 
@@ -143,9 +135,7 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, list[float]
     assert compiler, "the tests need a C++ compiler"
     folder: Path = tmp_path_factory.mktemp("cuda_text")
     parameters = ", ".join(f"float {name}" for name in NAMES)
-    functions = [
-        f"static float f{i}({parameters}) {{ return {cuda_text(e)}; }}" for i, e in enumerate(EXPRESSIONS)
-    ]
+    functions = [f"static float f{i}({parameters}) {{ return {cuda_text(e)}; }}" for i, e in enumerate(EXPRESSIONS)]
     table = ", ".join(f"f{i}" for i in range(len(EXPRESSIONS)))
     source = folder / "expressions.cpp"
     source.write_text(

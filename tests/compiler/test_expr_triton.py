@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from expr_samples import NAMES, POINTS, check_single, expressions, values
+
 from specc.compiler.expr import FUNCTIONS, Expr, derive, parse, plan_backward, triton_text
 
 pytest.importorskip("triton")
@@ -70,9 +71,7 @@ def test_interpreted_values_are_those_of_the_reference(tmp_path: Path) -> None:
     torch.save(list(floats.values()), tmp_path / "inputs.pt")
     module = write_module(tmp_path / "module.py", exprs)
     command = [sys.executable, str(module), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, timeout=500
-    )
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     compared = 0
     for expr, got in zip(exprs, torch.load(tmp_path / "out.pt").double(), strict=True):

@@ -87,9 +87,7 @@ def mutated(data: Any, rng: random.Random) -> Any:
     elif change == 2:
         holder[f"{path[-1]}x"] = holder.pop(path[-1])
     else:
-        holder[rng.choice(("kind", "scheme", "bits", "dim", "steps", "title"))] = copy.deepcopy(
-            rng.choice(VALUES)
-        )
+        holder[rng.choice(("kind", "scheme", "bits", "dim", "steps", "title"))] = copy.deepcopy(rng.choice(VALUES))
     return data
 
 

@@ -105,9 +105,7 @@ def test_three_typos_of_every_key_are_errors_with_the_right_suggestion() -> None
                 value = body.pop(key, None)
                 body[typo] = example(info.annotation) if value is None else value
                 text = frame.replace('"GOAL"', json.dumps(body, indent=1))
-                line = next(
-                    i for i, row in enumerate(text.split("\n"), 1) if row.strip().startswith(f'"{typo}":')
-                )
+                line = next(i for i, row in enumerate(text.split("\n"), 1) if row.strip().startswith(f'"{typo}":'))
                 found = errors_of(text)
                 tagged = tag_of(model, key) is not None
                 # Without its tag nobody can know which member of a union this is: then the tag is missing.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.export.artifact import Artifact, write_artifact
 

@@ -132,9 +132,7 @@ def test_everything_is_synced_before_the_rename_and_the_folder_after(folder: Pat
     members = {path for name, path in calls[:renamed] if name == "write"}
     assert members == {path.name for path in (folder / "step_00000003").iterdir()}
     for member in members:
-        assert calls.index(("fsync", member)) > max(
-            i for i, call in enumerate(calls) if call == ("write", member)
-        )
+        assert calls.index(("fsync", member)) > max(i for i, call in enumerate(calls) if call == ("write", member))
     last_file = max(calls.index(("fsync", member)) for member in members)
     assert last_file == calls.index(("fsync", "COMMIT"))
     assert last_file < calls.index(("fsync", temporary)) < renamed < calls.index(("fsync", "checkpoints"))

@@ -46,10 +46,7 @@ def snapshot(step: int, averaged: bool = True) -> Snapshot:
 
 
 def bits(tensors: dict[str, Tensor] | None) -> dict[str, tuple[object, ...]]:
-    return {
-        name: (tensor.dtype, tensor.shape, tensor.numpy().tobytes())
-        for name, tensor in (tensors or {}).items()
-    }
+    return {name: (tensor.dtype, tensor.shape, tensor.numpy().tobytes()) for name, tensor in (tensors or {}).items()}
 
 
 def same(one: Snapshot, other: Snapshot) -> bool:
@@ -217,9 +214,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("name", "data"), [(name, data) for name in HOSTILE for data in HOSTILE[name]])
-def test_hostile_content_with_right_hashes_is_an_integrity_error(
-    folder: Path, name: str, data: bytes
-) -> None:
+def test_hostile_content_with_right_hashes_is_an_integrity_error(folder: Path, name: str, data: bytes) -> None:
     path = checkpoint.save(folder, snapshot(1))
     (path / name).write_bytes(data)
     reseal(path)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+
 from specc.runtime.data import (
     BitsPerByte,
     ByteTokenizer,
@@ -139,9 +140,7 @@ def test_both_metrics_agree_with_a_second_implementation(
     assert found.bpb_pieces == pytest.approx(bpb_pieces, rel=1e-9, abs=0)
     assert (found.tokens, found.piece_bytes) == (stream.tokens - 1, size)
     assert found.document_bytes == sum(map(len, documents(folder / "val.jsonl", "val")))
-    assert (
-        (found.bpb == found.bpb_pieces) == tokenizer.lossless == (found.piece_bytes == found.document_bytes)
-    )
+    assert (found.bpb == found.bpb_pieces) == tokenizer.lossless == (found.piece_bytes == found.document_bytes)
 
 
 @pytest.mark.parametrize("name", ["bytes", "small.tiktoken", "small.model"])
@@ -175,9 +174,7 @@ def test_windows_meet_every_target_once_and_keep_their_context() -> None:
             targets = range(window.start + 1, window.start + window.length + 1)
             new = targets[window.length - window.new :]
             if k:
-                assert (
-                    new[0] - window.start > length - stride
-                )  # tokens of context, the target's own input included
+                assert new[0] - window.start > length - stride  # tokens of context, the target's own input included
             met += new
         assert met == list(range(1, last + 1))
 
@@ -317,9 +314,7 @@ def test_shards_know_their_bytes_only_through_a_lossless_tokenizer(folder: Path,
         shards = open_stream(tmp_path / name, "val", tokenizer, tmp_path / "cache")
         found = evaluate_bits(score, shards, tokenizer, 64, 4)
         wanted = evaluate_bits(score, text, tokenizer, 64, 4)
-        assert found == dataclasses.replace(
-            wanted, document_bytes=None, bpb=wanted.bpb if tokenizer.lossless else None
-        )
+        assert found == dataclasses.replace(wanted, document_bytes=None, bpb=wanted.bpb if tokenizer.lossless else None)
 
 
 def test_nothing_to_score(tmp_path: Path) -> None:

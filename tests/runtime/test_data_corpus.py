@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from specc.runtime.data import DataError, DataIntegrityError, documents
 from specc.runtime.data.corpus import BLOCK_BYTES, RUNNING_BYTES
 
@@ -37,9 +38,7 @@ def test_documents_and_separators_make_up_the_file(tmp_path: Path) -> None:
         "\xe9😀\r\n".encode(),
         b"\xff\0\n",
     ]
-    wanted = [b"".join(generator.choices(lines, k=generator.randrange(9))) for _ in range(500)] + [
-        b"no line end"
-    ]
+    wanted = [b"".join(generator.choices(lines, k=generator.randrange(9))) for _ in range(500)] + [b"no line end"]
     (tmp_path / "val.txt").write_bytes(SEPARATOR.join(wanted))
     found = list(documents(tmp_path / "val.txt", "val"))
     assert found == [document for document in wanted if document]
@@ -47,9 +46,7 @@ def test_documents_and_separators_make_up_the_file(tmp_path: Path) -> None:
 
 
 def test_separators_may_end_in_crlf_or_in_the_file(tmp_path: Path) -> None:
-    (tmp_path / "val.txt").write_bytes(
-        b"<|endoftext|>\r\na\r\n<|endoftext|>\r\n<|endoftext|>\nb\n<|endoftext|>"
-    )
+    (tmp_path / "val.txt").write_bytes(b"<|endoftext|>\r\na\r\n<|endoftext|>\r\n<|endoftext|>\nb\n<|endoftext|>")
     assert list(documents(tmp_path / "val.txt", "val")) == [b"a\r\n", b"b\n"]
 
 
@@ -88,9 +85,7 @@ def test_one_document_in_ten_is_val_wherever_it_stands(tmp_path: Path) -> None:
     assert sorted(train + val) == sorted(text.encode() for text in texts)
     assert 150 < len(val) < 250
     random.Random(3).shuffle(texts)
-    folder = write_folder(
-        tmp_path / "many", {f"{n % 7}/{n}.md": text.encode() for n, text in enumerate(texts)}
-    )
+    folder = write_folder(tmp_path / "many", {f"{n % 7}/{n}.md": text.encode() for n, text in enumerate(texts)})
     assert [sorted(split) for split in both(folder)] == [sorted(train), sorted(val)]
 
 
@@ -112,9 +107,7 @@ def test_names_decide_the_split_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_words_that_only_begin_like_a_split_are_not_one(tmp_path: Path) -> None:
-    names = {
-        f"{name}_{n}.py": b"%d" % n for n, name in enumerate(["trainer", "values", "valley", "training"] * 40)
-    }
+    names = {f"{name}_{n}.py": b"%d" % n for n, name in enumerate(["trainer", "values", "valley", "training"] * 40)}
     train, val = both(write_folder(tmp_path, names))
     assert len(train) + len(val) == 160 and 4 < len(val) < 40
 
@@ -125,9 +118,7 @@ def test_compressed_files_give_the_same_documents(tmp_path: Path, kind: str) -> 
     (tmp_path / f"val.{kind}").write_bytes(content)
     (tmp_path / f"val.{kind}.xz").write_bytes(lzma.compress(content))
     (tmp_path / f"val.{kind}.gz").write_bytes(gzip.compress(content))
-    plain, xz, gz = (
-        list(documents(tmp_path / f"val.{kind}{suffix}", "val")) for suffix in ("", ".xz", ".gz")
-    )
+    plain, xz, gz = (list(documents(tmp_path / f"val.{kind}{suffix}", "val")) for suffix in ("", ".xz", ".gz"))
     assert plain == xz == gz and len(plain) == (100 if kind == "jsonl" else 1)
 
 

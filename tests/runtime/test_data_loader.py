@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from specc.runtime.data import (
     ByteTokenizer,
     DataError,
@@ -74,9 +75,7 @@ def take(loader: Loader, steps: int) -> list[list[int]]:
     st.integers(0, 9),
     st.sampled_from(ORDERS),
 )
-def test_an_epoch_meets_every_block_once(
-    length: int, extra: int, seed: int, epoch: int, order: Order
-) -> None:
+def test_an_epoch_meets_every_block_once(length: int, extra: int, seed: int, epoch: int, order: Order) -> None:
     tokens = length + extra
     plan = epoch_order(tokens, length, order, seed, epoch)
     offsets = [plan.offset(k) for k in range(plan.blocks)]
@@ -93,9 +92,7 @@ def test_an_epoch_meets_every_block_once(
 
 def test_the_order_is_a_fixed_function_of_seed_and_epoch() -> None:
     plans = {
-        (seed, epoch): epoch_order(TOKENS, 10, "coprime_stride", seed, epoch)
-        for seed in range(9)
-        for epoch in range(9)
+        (seed, epoch): epoch_order(TOKENS, 10, "coprime_stride", seed, epoch) for seed in range(9) for epoch in range(9)
     }
     assert len({(plan.start, plan.stride) for plan in plans.values()}) > 75
     assert {plan.phase for plan in plans.values()} == set(range(10))
@@ -117,9 +114,7 @@ def test_every_world_trains_on_the_same_global_batches(stream: TokenStream, orde
     wanted = take(alone, steps)
     alone.close()
     for world in (2, 4, 8):
-        ranks = [
-            Loader(stream, 8 // world, 200, order, seed=5, rank=rank, world=world) for rank in range(world)
-        ]
+        ranks = [Loader(stream, 8 // world, 200, order, seed=5, rank=rank, world=world) for rank in range(world)]
         shares = [take(loader, steps) for loader in ranks]
         for step in range(steps):
             interleaved = [shares[k % world][step][k // world] for k in range(8)]
@@ -152,9 +147,7 @@ def test_resume_is_exact_at_any_point_on_any_number_of_ranks(stream: TokenStream
         assert take(first, 2) == wanted[stop : stop + 2]
         first.close()
         for world in (1, 2, 4):
-            ranks = [
-                Loader(stream, 4 // world, 333, "coprime_stride", 11, rank, world) for rank in range(world)
-            ]
+            ranks = [Loader(stream, 4 // world, 333, "coprime_stride", 11, rank, world) for rank in range(world)]
             for loader in ranks:
                 loader.restore(state)
                 assert loader.state() == state
@@ -221,9 +214,7 @@ def test_too_short_a_stream_says_both_numbers(tmp_path: Path) -> None:
             assert take(loader, 3) == [[0, 0]] * 3
 
 
-@pytest.mark.parametrize(
-    "bad", [{"batch": 0}, {"length": 0}, {"rank": 2}, {"rank": -1}, {"world": 0}, {"prefetch": 0}]
-)
+@pytest.mark.parametrize("bad", [{"batch": 0}, {"length": 0}, {"rank": 2}, {"rank": -1}, {"world": 0}, {"prefetch": 0}])
 def test_sizes_that_make_no_sense_are_refused(stream: TokenStream, bad: dict[str, int]) -> None:
     good: dict[str, int] = {"batch": 1, "length": 9, "seed": 0, "rank": 0, "world": 2}
     with pytest.raises(ValueError, match="must be positive"):
@@ -268,9 +259,7 @@ def test_a_shard_cut_during_training_is_an_error(tmp_path: Path) -> None:
         os.truncate(tmp_path / "train_003000.bin", 1024 + 2 * 1000)
         with pytest.raises(DataIntegrityError, match=r"train_003000\.bin: cut while in use"):
             take(loader, 90)
-        assert (
-            loader.state()["position"] == 39
-        )  # windows 0 .. 38 lie in the first 4,000 tokens, target included
+        assert loader.state()["position"] == 39  # windows 0 .. 38 lie in the first 4,000 tokens, target included
 
 
 def test_no_thread_outlives_its_loader(stream: TokenStream) -> None:

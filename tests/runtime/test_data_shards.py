@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from specc.runtime.data import DataError, DataIntegrityError, ShardWriter, TokenShard
 from specc.runtime.data.shards import find_shards
 
@@ -61,9 +62,7 @@ def test_a_failed_write_leaves_the_old_shard_and_nothing_else(tmp_path: Path) ->
     np.testing.assert_array_equal(TokenShard(path).read(0, 10), np.arange(10))
 
 
-def test_the_name_appears_only_after_the_content_is_synced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_name_appears_only_after_the_content_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from specc.runtime.data import (
     ByteTokenizer,
     DataError,
@@ -49,9 +50,7 @@ def write_corpus(folder: Path, seed: int = 1, count: int = 200) -> Path:
 
 
 def expected_tokens(source: Path) -> np.ndarray:
-    return np.array(
-        [token for document in documents(source, "train") for token in (256, *document)], np.uint16
-    )
+    return np.array([token for document in documents(source, "train") for token in (256, *document)], np.uint16)
 
 
 @pytest.fixture
@@ -71,9 +70,7 @@ def test_each_document_is_bos_and_its_tokens(source: Path, tmp_path: Path) -> No
     assert (record["documents"], record["tokens"]) == (200, len(expected))
 
 
-def test_a_stream_of_many_shards_reads_as_one(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_of_many_shards_reads_as_one(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "SHARD_TOKENS", 5000)
     monkeypatch.setattr(stream, "_BATCH_BYTES", 900)
     found = open_stream(source, "train", ByteTokenizer(), tmp_path / "cache")
@@ -273,9 +270,7 @@ def child(source: Path, cache: Path, what: str, count: int, pause: float = 0.0) 
     ("what", "count"),
     [("encode", 1), ("encode", 5), ("replace", 1), ("rename", 1), *(("fsync", call) for call in range(1, 6))],
 )
-def test_a_killed_build_leaves_nothing_half_valid(
-    source: Path, tmp_path: Path, what: str, count: int
-) -> None:
+def test_a_killed_build_leaves_nothing_half_valid(source: Path, tmp_path: Path, what: str, count: int) -> None:
     cache = tmp_path / "cache"
     process = child(source, cache, what, count)
     process.communicate()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiktoken
+
 from specc.runtime.data import DataError, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer, open_tokenizer
 from specc.runtime.data.tokenizer import GPT2_PATTERN
 
@@ -50,9 +51,7 @@ def train_sentencepiece(folder: Path, name: str, text: str, **options: object) -
         "byte_fallback": True,
         "minloglevel": 2,
     }
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(source), model_prefix=str(folder / name), **(defaults | options)
-    )
+    sentencepiece.SentencePieceTrainer.train(input=str(source), model_prefix=str(folder / name), **(defaults | options))
     return folder / f"{name}.model"
 
 
@@ -129,9 +128,7 @@ def test_identity_sentencepiece_counts_every_byte_but_the_space_after_bos(folder
     tokenizer = open_tokenizer("identity.model", [folder])
     assert not tokenizer.lossless
     table = tokenizer.piece_bytes()
-    documents = [
-        d for d in random_documents(4, 1000, invalid=False) if b"\x00" not in d and b"\xe2\x96\x81" not in d
-    ]
+    documents = [d for d in random_documents(4, 1000, invalid=False) if b"\x00" not in d and b"\xe2\x96\x81" not in d]
     assert len(documents) > 300
     for document in documents:
         ids = tokenizer.encode(document)
@@ -176,9 +173,7 @@ def test_a_model_without_the_space_mark_is_not_counted_by_pieces(tmp_path: Path)
 def test_the_separator_is_bos_or_else_eos_or_else_none(tmp_path: Path, folder: Path) -> None:
     assert open_tokenizer("small.model", [folder]).bos == 1
     assert SentencePieceTokenizer(train_sentencepiece(tmp_path, "eos", TEXT, bos_id=-1, eos_id=1)).bos == 1
-    assert (
-        SentencePieceTokenizer(train_sentencepiece(tmp_path, "none", TEXT, bos_id=-1, eos_id=-1)).bos is None
-    )
+    assert SentencePieceTokenizer(train_sentencepiece(tmp_path, "none", TEXT, bos_id=-1, eos_id=-1)).bos is None
 
 
 def test_sentencepiece_refuses_invalid_utf8(folder: Path) -> None:
@@ -200,9 +195,7 @@ def test_tokenizers_are_found_as_given_then_in_the_search_folders(folder: Path, 
     assert open_tokenizer("small.model", [tmp_path, folder]).vocab == 330
     with pytest.raises(DataError) as caught:
         open_tokenizer("small.model", [tmp_path])
-    assert (
-        caught.value.message == f"no tokenizer 'small.model'; looked at small.model, {tmp_path}/small.model"
-    )
+    assert caught.value.message == f"no tokenizer 'small.model'; looked at small.model, {tmp_path}/small.model"
     with pytest.raises(DataError, match="unknown tokenizer 'gpt2'"):
         open_tokenizer("gpt2", [folder])
 

@@ -22,6 +22,7 @@ from export_samples import (
     spec_of,
     write,
 )
+
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
@@ -65,11 +66,7 @@ def test_arrays_longer_than_a_section(tmp_path: Path) -> None:
     tensors = write(tmp_path / "m.specc", layout)
     assert_same(read_artifact(tmp_path / "m.specc", layout_of), layout, tensors)
     pieces = {row.kind: (row.pieces, row.raw) for row in artifact_size(tmp_path / "m.specc").sections}
-    assert (
-        pieces["codes"] == (2, 2 * chunk)
-        and pieces["scales"] == (2, chunk + 6)
-        and pieces["f32"] == (3, 3 * chunk)
-    )
+    assert pieces["codes"] == (2, 2 * chunk) and pieces["scales"] == (2, chunk + 6) and pieces["f32"] == (3, 3 * chunk)
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 7, 8])
@@ -110,9 +107,7 @@ def test_full_quality_and_the_sizes_that_are_told(tmp_path: Path) -> None:
     layout = list(model.layout())
     spec = spec_of(layout)
     path = tmp_path / "m.specc"
-    told = write_artifact(
-        path, spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=model.tensors
-    )
+    told = write_artifact(path, spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=model.tensors)
     assert told == artifact_size(path)
     assert told.total == path.stat().st_size == told.header + sum(row.compressed for row in told.sections)
     assert told.total == measured_bytes(spec=spec, layout=layout, tensors=model.tensors)
@@ -132,9 +127,7 @@ def test_equal_contents_are_equal_bytes(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         write(tmp_path / "two", layout)
         assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    reordered = {
-        name: dict(reversed(arrays.items())) for name, arrays in reversed(random_arrays(layout, 0).items())
-    }
+    reordered = {name: dict(reversed(arrays.items())) for name, arrays in reversed(random_arrays(layout, 0).items())}
     spec = spec_of(layout)
     write_artifact(
         tmp_path / "two",
@@ -172,9 +165,7 @@ def test_arguments_that_do_not_fit_are_refused_before_writing(tmp_path: Path) ->
     tensors = random_arrays(SMALL, 0)
 
     def attempt(layout: Layout, given: Tensors, interface: bytes = INTERFACE, spec: bytes = b"{}") -> None:
-        write_artifact(
-            path, spec=spec, interface=interface, code=CODE, layout=layout, tensors=given, quality=5
-        )
+        write_artifact(path, spec=spec, interface=interface, code=CODE, layout=layout, tensors=given, quality=5)
 
     with pytest.raises(RunFailure, match="b, value"):
         attempt(SMALL, {name: arrays for name, arrays in tensors.items() if name != "b"})

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.atomic import write_atomically
 
@@ -107,9 +108,7 @@ def test_an_error_at_any_call_leaves_the_old_or_the_new_file(
     assert failed == (count >= nth)
     # Only a failure after the rename, of the folder's fsync, can leave the new file behind an error.
     late = failed and (name, nth) in {("fsync", 2), ("open", 2), ("open", 3)}
-    assert (tmp_path / "m").read_bytes() in (
-        [b"the new one"] if not failed else [b"old"] + [b"the new one"] * late
-    )
+    assert (tmp_path / "m").read_bytes() in ([b"the new one"] if not failed else [b"old"] + [b"the new one"] * late)
     assert names(tmp_path) == ["m"]
 
 
@@ -158,9 +157,7 @@ def test_killed_while_writing(tmp_path: Path) -> None:
     path = tmp_path / "m.specc"
     rng, leftovers = random.Random(0), 0
     for _ in range(30):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-        )
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
         first = writer.stdout.readline()
         assert first == "1\n"
@@ -189,9 +186,7 @@ def test_writers_at_once_all_succeed_and_one_wins(tmp_path: Path) -> None:
         "    write_atomically(Path(sys.argv[1]), [sys.argv[2].encode() * 1000], lambda path: None)\n"
     )
     writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", body, str(tmp_path / "m"), letter], stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", body, str(tmp_path / "m"), letter], stderr=subprocess.PIPE, text=True)
         for letter in "abcd"
     ]
     for writer in writers:

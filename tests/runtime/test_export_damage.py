@@ -15,6 +15,7 @@ import brotli
 import numpy as np
 import pytest
 from export_samples import CODE, INTERFACE, SMALL, Layout, assert_same, layout_of, spec_of, write
+
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.errors import IntegrityError
 from specc.runtime.export import sections
@@ -100,10 +101,7 @@ def forge(entries: list[tuple[int, bytes, int]], **fields: Any) -> bytes:
         CODE,
     )
     for kind, body, raw in entries:
-        prefix += (
-            struct.pack("<III", kind, fields.get("compressed", len(body)), raw)
-            + hashlib.sha256(body).digest()
-        )
+        prefix += struct.pack("<III", kind, fields.get("compressed", len(body)), raw) + hashlib.sha256(body).digest()
     return prefix + hashlib.sha256(prefix).digest() + b"".join(body for _, body, _ in entries)
 
 
@@ -114,9 +112,7 @@ def forged_model(codes: bytes, declared: int, shape: list[int], **fields: Any) -
 
 def test_a_forged_file_that_tells_the_truth_is_read(tmp_path: Path) -> None:
     (tmp_path / "m").write_bytes(forged_model(brotli.compress(b"\1" * 12), 12, [3, 4]))
-    assert np.array_equal(
-        read_artifact(tmp_path / "m", layout_of).tensors["a"]["codes"], np.ones((3, 4), np.int8)
-    )
+    assert np.array_equal(read_artifact(tmp_path / "m", layout_of).tensors["a"]["codes"], np.ones((3, 4), np.int8))
 
 
 def test_lies_are_named(tmp_path: Path) -> None:
@@ -237,9 +233,7 @@ def layout_of(spec):
 
 def in_process(body: str, *arguments: str) -> str:
     code = READ.replace("INTERFACE", repr(INTERFACE.hex())) + body
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

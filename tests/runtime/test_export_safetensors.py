@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.safetensors import export_safetensors
 

@@ -1,5 +1,6 @@
 """Generation: the cache changes nothing, draws follow their distribution, text comes out whole."""
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ def single() -> Iterator[None]:
 
 
 def uncached(model: Generated, tokens: list[int]) -> Tensor:
-    """Log-probabilities after each of `tokens`, [tokens, 257]: one row of the score program a possible target."""
+    """Log-probabilities after each of `tokens`, [tokens, 257], by `score`: a row for each possible target."""
     ids = torch.tensor([tokens]).repeat(257, 1)
     targets = torch.arange(257)[:, None].repeat(1, len(tokens))
     with torch.no_grad():
@@ -89,8 +90,6 @@ def reference(logits: list[float], temperature: float, top_k: int | None, top_p:
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if temperature == 0:
         return [1.0 if i == order[0] else 0.0 for i in range(len(logits))]
-    import math
-
     order = order[:top_k]
     weights = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
     total, kept, mass = sum(weights.values()), [], 0.0
@@ -105,8 +104,8 @@ def reference(logits: list[float], temperature: float, top_k: int | None, top_p:
 
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
-    [(1.0, None, 1.0), (0.7, 5, 1.0), (1.3, None, 0.8), (0.9, 12, 0.5), (2.0, 1, 1.0), (0.0, 3, 0.5), (1e-300, 4, 1.0),
-     (1.0, 999, 0.999), (1.0, None, 1e-9)],
+    [(1.0, None, 1.0), (0.7, 5, 1.0), (1.3, None, 0.8), (0.9, 12, 0.5), (2.0, 1, 1.0), (0.0, 3, 0.5),
+     (1e-300, 4, 1.0), (1.0, 999, 0.999), (1.0, None, 1e-9)],
 )  # fmt: skip
 def test_probabilities_are_those_of_the_definition(temperature: float, top_k: int | None, top_p: float) -> None:
     for seed in range(20):
@@ -118,7 +117,9 @@ def test_probabilities_are_those_of_the_definition(temperature: float, top_k: in
         assert float(got.sum()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=4), Sampling(1.2, top_p=0.7), Sampling(1, 6, 0.9)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(0.8, top_k=4), Sampling(1.2, top_p=0.7), Sampling(1.0, 6, 0.9)]
+)
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
     chances = sampling.probabilities(logits)
@@ -318,9 +319,13 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SentencePieceTo
     source = folder / "text.txt"
     source.write_text("the quick brown fox thinks in the sun\n" * 40, encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-        input=str(source), model_prefix=str(folder / "p"), vocab_size=300, model_type="bpe", byte_fallback=True,
-        character_coverage=1.0, minloglevel=2,
-    )  # fmt: skip
+        input=str(source),
+        model_prefix=str(folder / "p"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
     yield SentencePieceTokenizer(folder / "p.model")
 
 

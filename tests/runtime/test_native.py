@@ -36,9 +36,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ca
     """Puts a stand-in for nvcc on PATH; what it gives back tells the commands that were run."""
     monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
 
-    def put(
-        output: str = GOOD, code: int = 0, version: str = "nvcc 1.0", delay: float = 0
-    ) -> Callable[[], list[str]]:
+    def put(output: str = GOOD, code: int = 0, version: str = "nvcc 1.0", delay: float = 0) -> Callable[[], list[str]]:
         bin, log = tmp_path / "bin", tmp_path / "log"
         bin.mkdir(exist_ok=True)
         words = {"python": sys.executable, "log": str(log), "delay": delay}
@@ -121,8 +119,7 @@ def test_another_compiler_flag_or_header_version_compiles_anew(
         (
             "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async\n" + GOOD,
             0,
-            "ptxas makes a slow kernel of dgrad_mul__n64_k32.cu: warning C7510, "
-            "wgmma instructions are serialized",
+            "ptxas makes a slow kernel of dgrad_mul__n64_k32.cu: warning C7510, wgmma instructions are serialized",
         ),
     ],
 )
@@ -144,9 +141,7 @@ def test_what_ptxas_says_of_a_good_kernel_is_no_reason() -> None:
     assert slow(GOOD + "ptxas info : Used 168 registers, used 2 barriers\n") is None
 
 
-def test_processes_that_want_one_kernel_compile_it_once(
-    install: Install, source: Path, tmp_path: Path
-) -> None:
+def test_processes_that_want_one_kernel_compile_it_once(install: Install, source: Path, tmp_path: Path) -> None:
     commands = install(delay=1.0)
     script = "import pathlib, sys; from specc.runtime.native import compile_only\n"
     script += "print(compile_only(pathlib.Path(sys.argv[1])).read_bytes())"
@@ -157,10 +152,8 @@ def test_processes_that_want_one_kernel_compile_it_once(
     assert len(commands()) == 1 and len(kept(tmp_path)) == 1
 
 
-def test_an_interrupted_compile_leaves_nothing_to_load(
-    install: Install, source: Path, tmp_path: Path
-) -> None:
-    commands = install(delay=30)
+def test_an_interrupted_compile_leaves_nothing_to_load(install: Install, source: Path, tmp_path: Path) -> None:
+    commands = install(delay=5)
     script = "import pathlib, sys; from specc.runtime.native import compile_only\n"
     script += "compile_only(pathlib.Path(sys.argv[1]))"
     process = subprocess.Popen([sys.executable, "-c", script, str(source)])
@@ -193,9 +186,7 @@ def test_a_linked_cache_is_refused(install: Install, source: Path, tmp_path: Pat
     assert commands() == []
 
 
-def test_a_cache_of_another_user_is_refused(
-    install: Install, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_another_user_is_refused(install: Install, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = install()
     owner = cache_folder().stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
@@ -214,9 +205,7 @@ def test_without_nvcc_the_error_says_what_to_install(
     assert caught.value.exit_code == 3 and "CUDA toolkit" in caught.value.hint
 
 
-def test_nvcc_of_cuda_home_is_found(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvcc_of_cuda_home_is_found(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install()
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))

@@ -15,7 +15,7 @@ from specc.compiler.build import canonical
 from specc.runtime import opened
 from specc.runtime.data import DataError
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
-from specc.runtime.export.artifact import read_artifact, write_artifact
+from specc.runtime.export.artifact import peek_spec, read_artifact, write_artifact
 from specc.runtime.opened import Deployment, deployment_of, open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.run import Run, RunDirectoryError
@@ -83,7 +83,8 @@ def test_load_from_python_is_that_model(run: Run, artifact: Path) -> None:
         assert isinstance(model, torch.nn.Module) and not model.training
         with torch.no_grad():
             assert torch.equal(model(ids, targets), open_model(path).model(ids, targets))
-            assert float(model(ids, targets)) == pytest.approx(float(model.score(ids, targets).mean()), rel=1e-5)
+            mean = float(model.score(ids, targets).mean())
+            assert float(model(ids, targets)) == pytest.approx(mean, rel=1e-5)
 
 
 def test_the_code_lies_where_only_the_user_can_write_and_goes_with_the_model(run: Run) -> None:
@@ -128,9 +129,7 @@ def test_what_is_not_there_is_a_usage_error(run: Run, tmp_path: Path) -> None:
     assert missing.value.hint == f"first: specc quantize {bare.directory}"
 
 
-def test_a_gpu_target_without_a_gpu_is_an_environment_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_target_without_a_gpu_is_an_environment_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = make_run(tmp_path / "run", small_spec("targets=[sm90]", "fuse=[]"), "stdlib")
     with pytest.raises(EnvironmentFailure, match="needs an NVIDIA GPU"):
@@ -178,8 +177,8 @@ def test_a_cut_file_is_found(artifact: Path, size: int) -> None:
 
 def rewritten(artifact: Path, spec: bytes | None = None, code: bytes | None = None, **arrays: object) -> None:
     """Writes the artifact anew, sound as a file, with something else in it."""
-    old = read_artifact(artifact, lambda text: (deployment_of(text)[1].interface, deployment_of(text)[1].layout))
-    deployment = deployment_of(old.spec)[1]
+    deployment = deployment_of(peek_spec(artifact))[1]
+    old = read_artifact(artifact, lambda _: (deployment.interface, deployment.layout))
     tensors = {name: dict(stored) for name, stored in old.tensors.items()}
     for name, array in arrays.items():
         tensors[name.replace("__", ".")]["codes"] = array  # type: ignore[assignment]
@@ -205,7 +204,7 @@ def rewritten(artifact: Path, spec: bytes | None = None, code: bytes | None = No
         ('"dim":32', '"dim":40', "its parameters are not those"),
         ('"count":2', '"count":1', "matches no parameter"),
         ('"tied":true', '"tied":false', "its parameters are not those"),
-        ('{', '[', "not one that this specc understands"),
+        ("{", "[", "not one that this specc understands"),
     ],
 )
 def test_a_spec_that_makes_no_such_model_is_found(artifact: Path, old: str, new: str, message: str) -> None:

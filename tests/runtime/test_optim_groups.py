@@ -60,19 +60,13 @@ def test_a_parameter_that_none_covers_is_named() -> None:
 
 
 def test_muon_takes_no_vector() -> None:
-    with pytest.raises(
-        OptimizerError, match=r"optimizers\[1\] \(muon\) covers blocks\.0\.gain of shape \[4\]"
-    ):
+    with pytest.raises(OptimizerError, match=r"optimizers\[1\] \(muon\) covers blocks\.0\.gain of shape \[4\]"):
         assign(SHAPES, specs(adamw("embed"), muon("*")))
 
 
 def test_state_is_by_name() -> None:
     names = set(Optimizers(masters(), ENTRIES).state())
-    adam = {
-        f"adamw.{slot}/{name}"
-        for slot in ("step", "exp_avg", "exp_avg_sq")
-        for name in ("embed", "blocks.0.gain")
-    }
+    adam = {f"adamw.{slot}/{name}" for slot in ("step", "exp_avg", "exp_avg_sq") for name in ("embed", "blocks.0.gain")}
     assert names == adam | {"muon.momentum/blocks.0.up", "muon.momentum/blocks.0.down"}
 
 

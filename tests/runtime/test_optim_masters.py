@@ -46,9 +46,7 @@ def test_gradients_are_the_f32_mean_of_micro_batches(dtypes: dict[str, torch.dty
     """Five micro-batches: their gradients, as the model gives them, averaged in float64."""
     model = Toy(noise=0.0)
     masters = Masters(model, dtypes)
-    expected = {
-        name: torch.zeros(tuple(param.shape), dtype=torch.float64) for name, param in model.named_parameters()
-    }
+    expected = {name: torch.zeros(tuple(param.shape), dtype=torch.float64) for name, param in model.named_parameters()}
     for seed in range(5):
         lone = Toy(noise=0.0)
         Masters(lone, dtypes)

@@ -31,9 +31,7 @@ def test_orthogonalize_is_the_polynomial_of_the_singular_values(shape: tuple[int
     batch = random(3, *shape) * torch.tensor([1e-3, 1.0, 1e4])[:, None, None]
     found = orthogonalize(batch, steps)
     for one, matrix in zip(found, batch, strict=True):
-        torch.testing.assert_close(
-            one.double(), reference(matrix, steps), rtol=0, atol=1e-3 if steps > 5 else 2e-4
-        )
+        torch.testing.assert_close(one.double(), reference(matrix, steps), rtol=0, atol=1e-3 if steps > 5 else 2e-4)
 
 
 @pytest.mark.parametrize("shape", [(64, 16), (16, 64), (96, 32)])

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
@@ -64,13 +65,9 @@ def test_the_largest_traces_first(count: int) -> None:
 
 
 def test_match_restricts_the_candidates() -> None:
-    got = promote(
-        TRACES, BASE, count=2, to_bits=7, match=["blocks.*.up", "embed.*"], budget_bytes=None, measure=None
-    )
+    got = promote(TRACES, BASE, count=2, to_bits=7, match=["blocks.*.up", "embed.*"], budget_bytes=None, measure=None)
     assert promoted(got, 7) == {"blocks.3.mlp.up", "blocks.1.mlp.up"}
-    got = promote(
-        TRACES, BASE, count=1, to_bits=6, match=["blocks.{0,1}.mlp.*"], budget_bytes=None, measure=None
-    )
+    got = promote(TRACES, BASE, count=1, to_bits=6, match=["blocks.{0,1}.mlp.*"], budget_bytes=None, measure=None)
     assert promoted(got) == {"blocks.0.mlp.down"}
 
 
@@ -87,9 +84,7 @@ def test_parameters_without_a_trace_or_with_as_many_bits_are_no_candidates() -> 
 def test_a_budget_is_kept_to_the_byte(fits: int, slack: int) -> None:
     budget = 1000 + 100 * fits + slack
     if budget < 1000:
-        with pytest.raises(
-            QuantizeError, match=r"takes 1,000 bytes before any promotion, and the budget is 999"
-        ):
+        with pytest.raises(QuantizeError, match=r"takes 1,000 bytes before any promotion, and the budget is 999"):
             promote(TRACES, BASE, count=None, to_bits=6, match=[], budget_bytes=budget, measure=sizes)
         return
     got = promote(TRACES, BASE, count=None, to_bits=6, match=[], budget_bytes=budget, measure=sizes)
@@ -107,9 +102,7 @@ def test_it_stops_at_the_first_that_does_not_fit() -> None:
     """A smaller parameter further down the ranking does not jump the queue."""
 
     def measure(chosen: Mapping[str, Scheme]) -> int:
-        return 1000 + sum(
-            (500 if name == RANKED[1] else 10) for name in BASE if chosen[name].bits_per_value() == 6
-        )
+        return 1000 + sum((500 if name == RANKED[1] else 10) for name in BASE if chosen[name].bits_per_value() == 6)
 
     got = promote(TRACES, BASE, count=None, to_bits=6, match=[], budget_bytes=1100, measure=measure)
     assert promoted(got) == {RANKED[0]}
@@ -138,9 +131,7 @@ def test_a_real_model_under_a_real_budget() -> None:
         model = quantize_tensors(params, chosen, hessians)
         return measured_bytes(spec=b"{}", layout=model.layout(), tensors=model.tensors, quality=11)
 
-    every = [
-        {**base, **{f"b{i}": Gptq(bits=6, clip_quantiles=(1.0,)) for i in range(5 - n, 5)}} for n in range(6)
-    ]
+    every = [{**base, **{f"b{i}": Gptq(bits=6, clip_quantiles=(1.0,)) for i in range(5 - n, 5)}} for n in range(6)]
     exact = [measure(chosen) for chosen in every]
     assert exact == sorted(exact)
     for n in range(6):
@@ -157,9 +148,7 @@ def test_a_real_model_under_a_real_budget() -> None:
                         measure=measure,
                     )
                 continue
-            got = promote(
-                traces, base, count=None, to_bits=6, match=[], budget_bytes=exact[n] + slack, measure=measure
-            )
+            got = promote(traces, base, count=None, to_bits=6, match=[], budget_bytes=exact[n] + slack, measure=measure)
             assert got == every[n - 1 if slack == -1 else n]
 
 

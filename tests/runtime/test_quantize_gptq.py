@@ -7,11 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.gptq_solver import factorize, solve, weighted_error
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import SchemeError
-from torch import Tensor
 
 
 def obq_reference(weight: Tensor, scale: Tensor, hessian: Tensor, order: list[int], top: int) -> Tensor:
@@ -63,9 +64,7 @@ def test_codes_are_those_of_optimal_brain_quantization(bits: int, order: str) ->
         damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
         diagonal = hessian.diagonal()
         turns = (
-            sorted(range(columns), key=lambda j: -float(diagonal[j]))
-            if order == "descending"
-            else list(range(columns))
+            sorted(range(columns), key=lambda j: -float(diagonal[j])) if order == "descending" else list(range(columns))
         )
         assert torch.equal(got, obq_reference(weight, scale, damped, turns, scheme.top))
 
@@ -134,9 +133,7 @@ def test_never_nan_and_never_worse_than_rounding_to_nearest(kind: str) -> None:
     won = 0
     for i in range(50):
         rows, columns = rng.randint(1, 12), rng.randint(1, 40)
-        weight = torch.randn(rows, columns, generator=generator) ** rng.choice((1, 3)) * 10.0 ** rng.randint(
-            -3, 2
-        )
+        weight = torch.randn(rows, columns, generator=generator) ** rng.choice((1, 3)) * 10.0 ** rng.randint(-3, 2)
         hessian = hostile(kind, columns, generator) * 10.0 ** rng.choice((-8, 0, 8))
         # Half of them as float32 sums, which are indefinite by rounding.
         hessian = hessian.float() if i % 2 else hessian
@@ -216,9 +213,7 @@ def test_more_clips_to_choose_from_are_never_worse() -> None:
     for _ in range(20):
         weight, hessian = torch.randn(6, 64, generator=generator) ** 3, well_conditioned(64, generator)
         few, many = Gptq(bits=4, clip_quantiles=(1.0,)), Gptq(bits=4, clip_quantiles=(0.9, 0.97, 0.99, 1.0))
-        errors = [
-            _error(weight, s.dequantize(s.quantize(weight, hessian), (6, 64)), hessian) for s in (few, many)
-        ]
+        errors = [_error(weight, s.dequantize(s.quantize(weight, hessian), (6, 64)), hessian) for s in (few, many)]
         assert errors[1] <= errors[0] * (1 + 1e-12)
         better += errors[1] < 0.95 * errors[0]
     assert better >= 10

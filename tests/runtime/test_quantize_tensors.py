@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
@@ -13,7 +15,6 @@ from specc.runtime.errors import IntegrityError, QuantizeError, RunFailure, Runt
 from specc.runtime.quantize.hessian import CHUNK_ROWS, Hessians, traces
 from specc.runtime.quantize.report import report, table
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
-from torch import Tensor
 
 
 def model() -> tuple[dict[str, Tensor], dict[str, Scheme], dict[str, Tensor]]:
@@ -53,9 +54,7 @@ def test_hessians_are_the_mean_of_outer_products(dtype: torch.dtype, device: str
         hessians.add("a", x)
     got = hessians.mean()["a"]
     assert got.dtype == dtype
-    assert np.allclose(
-        got.double().numpy(), sums / rows, rtol=1e-12 if dtype == torch.float64 else 2e-5, atol=1e-6
-    )
+    assert np.allclose(got.double().numpy(), sums / rows, rtol=1e-12 if dtype == torch.float64 else 2e-5, atol=1e-6)
 
 
 def test_float64_sums_do_not_lose_small_batches() -> None:
@@ -119,9 +118,7 @@ def test_a_model_there_and_back() -> None:
         assert tensor.shape == params[name].shape and tensor.dtype == torch.float32
         relative = (tensor - params[name]).norm() / params[name].norm()
         assert float(relative) < {"blocks.0.up": 0.1, "blocks.0.down": 0.05}.get(name, 0.01)
-        alone = schemes[name].dequantize(
-            schemes[name].quantize(params[name], hessians.get(name)), tuple(tensor.shape)
-        )
+        alone = schemes[name].dequantize(schemes[name].quantize(params[name], hessians.get(name)), tuple(tensor.shape))
         assert torch.equal(tensor, alone)
     assert torch.equal(back["scalar"], params["scalar"])
 

@@ -42,9 +42,7 @@ def test_numbers_come_a_step_late_and_are_those_of_the_cpu(tmp_path: Path) -> No
 
 def test_resuming_goes_on(tmp_path: Path) -> None:
     whole = gpu_trainer(tmp_path)
-    losses = [step.loss for _ in range(20) for step in whole.advance()] + [
-        step.loss for step in whole.settle()
-    ]
+    losses = [step.loss for _ in range(20) for step in whole.advance()] + [step.loss for step in whole.settle()]
     half = gpu_trainer(tmp_path)
     for _ in range(9):
         half.advance()
@@ -52,9 +50,7 @@ def test_resuming_goes_on(tmp_path: Path) -> None:
     saved = checkpoint.load(checkpoint.save(tmp_path / "c", half.snapshot()))
     resumed = gpu_trainer(tmp_path)
     resumed.restore(saved)
-    again = [step.loss for _ in range(11) for step in resumed.advance()] + [
-        step.loss for step in resumed.settle()
-    ]
+    again = [step.loss for _ in range(11) for step in resumed.advance()] + [step.loss for step in resumed.settle()]
     assert again == pytest.approx(losses[9:], rel=1e-3)  # sums of gradients by atomics come in any order
 
 

@@ -80,11 +80,7 @@ def ends(folder: Path, name: str) -> dict[str, Any]:
 
 def events(folder: Path, name: str, *kinds: str) -> list[tuple[Any, ...]]:
     records = read_log(folder / name / "log.jsonl")
-    return [
-        (record["event"], record["step"], record.get("weights"))
-        for record in records
-        if record["event"] in kinds
-    ]
+    return [(record["event"], record["step"], record.get("weights")) for record in records if record["event"] in kinds]
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -102,11 +98,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         ("validation", 20, "raw"), ("validation", 20, "average"), ("end", 20, "average"),
     ]  # fmt: skip
     assert len(losses(tmp_path, "run")) == 20 and losses(tmp_path, "run")[-1] < losses(tmp_path, "run")[0]
-    assert (
-        result.averaged is not None
-        and result.final is result.averaged
-        and result.raw.nats != result.averaged.nats
-    )
+    assert result.averaged is not None and result.final is result.averaged and result.raw.nats != result.averaged.nats
     assert len([text for text in said if "validation" in text]) == 4
 
 
@@ -234,9 +226,7 @@ def test_full_gpu_memory_names_what_to_lower(tmp_path: Path) -> None:
     assert events(tmp_path, "run", "checkpoint", "failure") == [("checkpoint", 3, None), ("failure", 4, None)]
 
 
-def test_a_full_disk_is_a_failure_that_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_a_failure_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = train_spec(checkpoint_every=5)
     go(tmp_path, "whole", train)
     real = os.fsync

@@ -9,7 +9,7 @@ import pytest
 
 from specc.compiler import check
 from specc.compiler.spec import Spec
-from specc.runtime.errors import IntegrityError
+from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import RunLog, Step, read_log
 from specc.runtime.run import (
     Run,
@@ -152,6 +152,14 @@ def test_the_log_has_a_record_a_line(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="JSON"):
         log.write("step", loss=float("nan"))
+    log.close()
+
+
+def test_a_log_on_a_full_disk_is_a_run_failure() -> None:
+    log = RunLog(Path("/dev/full"))
+    with pytest.raises(RunFailure, match="cannot write /dev/full: No space left") as caught:
+        log.write("step", step=1)
+    assert caught.value.exit_code == 4
     log.close()
 
 

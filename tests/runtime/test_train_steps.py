@@ -29,11 +29,7 @@ def values(snapshot: Snapshot) -> dict[str, Tensor]:
         "optimizer": snapshot.optimizer,
         "rng": snapshot.rng,
     }
-    return {
-        f"{group}/{name}": t.detach().clone()
-        for group, tensors in groups.items()
-        for name, t in tensors.items()
-    }
+    return {f"{group}/{name}": t.detach().clone() for group, tensors in groups.items() for name, t in tensors.items()}
 
 
 def equal(one: Snapshot, other: dict[str, Tensor]) -> bool:
@@ -98,9 +94,7 @@ def test_updates_are_the_spec_in_float64(tmp_path: Path) -> None:
     snapshot = found.snapshot()
     assert snapshot.average is not None
     for name, param in named.items():
-        torch.testing.assert_close(
-            snapshot.weights[name].detach().double(), param.detach(), rtol=0, atol=2e-4
-        )
+        torch.testing.assert_close(snapshot.weights[name].detach().double(), param.detach(), rtol=0, atol=2e-4)
         torch.testing.assert_close(snapshot.average[name].double(), average[name], rtol=0, atol=2e-4)
 
 
@@ -156,8 +150,7 @@ def test_bf16_trains_on_f32_masters(tmp_path: Path) -> None:
 
 def test_micro_batches_make_the_same_step(tmp_path: Path) -> None:
     many, one = (
-        trainer(tmp_path, train_spec(micro_batch=size, tokens_per_step=4 * WINDOW), Toy(noise=0.0))
-        for size in (1, 4)
+        trainer(tmp_path, train_spec(micro_batch=size, tokens_per_step=4 * WINDOW), Toy(noise=0.0)) for size in (1, 4)
     )
     assert (many.micro_batches, one.micro_batches) == (4, 1)
     assert steps(many, 10) == pytest.approx(steps(one, 10), rel=1e-4)
@@ -167,9 +160,7 @@ def test_micro_batches_make_the_same_step(tmp_path: Path) -> None:
 def test_a_batch_that_does_not_come_out_even_says_the_numbers(tokens: int, hint: str) -> None:
     with pytest.raises(BatchError) as caught:
         micro_batches(train_spec(micro_batch=2, tokens_per_step=tokens), 32)
-    assert (
-        f"tokens_per_step {tokens} is no multiple of micro_batch 2 x 32 tokens = 64" in caught.value.message
-    )
+    assert f"tokens_per_step {tokens} is no multiple of micro_batch 2 x 32 tokens = 64" in caught.value.message
     assert hint in caught.value.hint and caught.value.exit_code == 2
     with pytest.raises(BatchError, match="x 2 processes = 128"):
         micro_batches(train_spec(micro_batch=2, tokens_per_step=64), 32, world=2)
@@ -259,9 +250,7 @@ def test_validation_scores_the_weights_that_it_is_given(tmp_path: Path) -> None:
         lone.load_state_dict({name: tensor.detach() for name, tensor in weights.items()})
         tokens = torch.from_numpy(val.read(0, val.tokens).astype("int64"))
         with torch.no_grad():
-            expected = sum(
-                float(lone.score(tokens[i : i + 1, None], tokens[i + 1 : i + 2, None])) for i in range(400)
-            )
+            expected = sum(float(lone.score(tokens[i : i + 1, None], tokens[i + 1 : i + 2, None])) for i in range(400))
         result = one.evaluate(val, ByteTokenizer(), 3, 400, weights)
         assert result.tokens == 400 and result.nats == pytest.approx(expected, rel=1e-5)
     raw = one.evaluate(val, ByteTokenizer(), 3, 400)

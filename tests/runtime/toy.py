@@ -100,6 +100,4 @@ def trainer(
     train = train or train_spec()
     torch.manual_seed(train.seed)
     loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed)
-    return Trainer(
-        model or Toy(), parameters(dtype), train, loader, WINDOW, torch.device("cpu"), False, "digest"
-    )
+    return Trainer(model or Toy(), parameters(dtype), train, loader, WINDOW, torch.device("cpu"), False, "digest")

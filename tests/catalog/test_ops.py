@@ -1,0 +1,297 @@
+"""Every op: its Torch spelling against its reference in float64, its types against real tensors, its costs, its
+rule."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from specc.compiler import ops, witness
+from specc.compiler.catalog import classes
+from specc.compiler.ir import Builder, Op, TensorType, TypeRuleError
+from specc.compiler.ops.attention import CacheWrite, Sdpa, SdpaCached
+from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
+from specc.compiler.ops.loss import CrossEntropy
+from specc.compiler.ops.norm import LayerNorm, RmsNorm
+from specc.compiler.ops.pointwise import Pointwise, SumTo
+from specc.compiler.ops.region import Call, Fused, Scan
+from specc.compiler.ops.rope import Positions, Rope, RopeAngles
+from specc.compiler.ops.shape import Embedding, Last, MergeHeads, SplitHeads
+from specc.compiler.render import render
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i64": torch.int64}
+B, T, S = 3, 5, 9
+SIZES = {"B": B, "T": T, "S": S}
+X, IDS = "f32[B,T,8]", "i64[B,T]"
+HEADS = "f32[B,T,4,6]"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An op on inputs of some types; `ids` bounds what i64 inputs hold."""
+
+    op: Op
+    inputs: tuple[str, ...]
+    ids: int = 7
+    arithmetic: bool = False  # torch.fx finds arithmetic instead of one call
+
+
+SAMPLES = [
+    Sample(Linear(), (X, "f32[6,8]")),
+    Sample(Linear(), ("f32[B,8]", "f32[6,8]")),
+    Sample(Dgrad(), (X, "f32[8,6]"), arithmetic=True),
+    Sample(Wgrad(), ("f32[T,8]", "f32[T,6]"), arithmetic=True),
+    Sample(RmsNorm(), (X,)),
+    Sample(RmsNorm(eps=0.5), (HEADS,)),
+    Sample(RmsNorm(eps=1e-3, affine=True), (X, "f32[8]")),
+    Sample(LayerNorm(), (X, "f32[8]", "f32[8]")),
+    Sample(LayerNorm(eps=0.25), (X, "f32[8]", "f32[8]")),
+    Sample(Sdpa(), (HEADS, HEADS, HEADS)),
+    Sample(Sdpa(), (HEADS, "f32[B,T,2,6]", "f32[B,T,2,6]")),
+    Sample(Sdpa(window=2), (HEADS, "f32[B,T,1,6]", "f32[B,T,1,6]")),
+    Sample(Sdpa(window=50), (HEADS, HEADS, HEADS)),
+    Sample(SdpaCached(), (HEADS, "f32[B,S,2,6]", "f32[B,S,2,6]", "i64[T]")),
+    Sample(SdpaCached(window=3), (HEADS, "f32[B,S,4,6]", "f32[B,S,4,6]", "i64[T]")),
+    Sample(CacheWrite(), ("f32[B,S,4,6]", HEADS, "i64[T]")),
+    Sample(Positions(), (IDS,)),
+    Sample(Positions(), (IDS, "i64[]")),
+    Sample(RopeAngles(6, 100.0), ("i64[T]",)),
+    Sample(RopeAngles(2, 10000.0), ("i64[T]",)),
+    Sample(Rope(), (HEADS, "f32[T,3]", "f32[T,3]")),
+    Sample(Rope(), (HEADS, "f32[T,1]", "f32[T,1]")),
+    Sample(Embedding(), (IDS, "f32[7,8]")),
+    Sample(SplitHeads(4), (X,)),
+    Sample(MergeHeads(), (HEADS,)),
+    Sample(Last(), (X,)),
+    Sample(CrossEntropy("mean"), ("f32[B,T,7]", IDS)),
+    Sample(CrossEntropy("none"), ("f32[B,T,7]", IDS)),
+    Sample(Pointwise(("leaky_relu(x, 0.5) ** 2",), ("x",)), (X,), arithmetic=True),
+    Sample(Pointwise(("silu(gate) * x",), ("x", "gate")), (X, X), arithmetic=True),
+    Sample(Pointwise(("x + scale * branch",), ("x", "branch", "scale")), (X, X, "f32[8]"), arithmetic=True),
+    Sample(Pointwise(("q * gain",), ("q", "gain")), (HEADS, "f32[4,1]"), arithmetic=True),
+    Sample(Pointwise(("x * scale",), ("x", "scale")), (X, "f32[]"), arithmetic=True),
+    Sample(Pointwise(("where(x > y, x - 1, abs(y))",), ("x", "y")), (X, X), arithmetic=True),
+    Sample(Pointwise(("z",), ("z",), dtype="f32"), ("bf16[B,T,8]",), arithmetic=True),
+    Sample(Pointwise(("3 * tanh(z / 3)",), ("z",), dtype="f32"), ("bf16[B,T,8]",), arithmetic=True),
+    Sample(Pointwise(("x + 1", "max(x, y)"), ("x", "y"), ("y", "most")), (X, X), arithmetic=True),
+    Sample(SumTo((8,)), (X,), arithmetic=True),
+    Sample(SumTo((4, 1)), (HEADS,), arithmetic=True),
+]  # fmt: skip
+REGIONS = {Call.name, Fused.name, Scan.name}  # they run other graphs and have no arithmetic of their own
+
+
+def named(sample: Sample) -> str:
+    return f"{sample.op.name}{sample.op.settings()}({','.join(sample.inputs)})"
+
+
+def types_of(sample: Sample) -> list[TensorType]:
+    from specc.compiler.ir_text import parse_type
+
+    return [parse_type(text) for text in sample.inputs]
+
+
+def shape(type: TensorType) -> tuple[int, ...]:
+    return tuple(SIZES[dim] if isinstance(dim, str) else dim for dim in type.shape)
+
+
+def values(sample: Sample, seed: int) -> list[Tensor]:
+    """Random inputs; positions are in order and inside the cache."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for type in types_of(sample):
+        if type.dtype != "i64":
+            found.append(torch.randn(shape(type), generator=generator, dtype=DTYPES[type.dtype]))
+        elif type.shape == ("T",):
+            found.append(torch.arange(T) + seed % (S - T))
+        else:
+            found.append(torch.randint(sample.ids, shape(type), generator=generator))
+    return found
+
+
+def module_of(sample: Sample) -> ModuleType:
+    """A module with the support functions that the op calls and a function `f` of its spelling."""
+    types = types_of(sample)
+    names = [f"v{i}" for i in range(len(types))]
+    lines = ["import torch", "from torch import Tensor, nn", "from torch.nn import functional as F", ""]
+    if support := sample.op.support(types):
+        lines.append(render(f"torch/{support}.py.jinja", None, "", ""))
+    text = sample.op.torch(names, types)
+    lines += ["class M(nn.Module):", f"    def forward(self, {', '.join(names)}):", f"        return {text}"]
+    module = ModuleType("spelled")
+    exec("\n".join(lines), vars(module))
+    return module
+
+
+def many(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def in_float64(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+def test_every_op_has_a_sample() -> None:
+    assert {sample.op.name for sample in SAMPLES} | REGIONS == set(classes(ops, Op))
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=named)
+@pytest.mark.parametrize("seed", [0, 3])
+def test_spelling_equals_the_reference(sample: Sample, seed: int) -> None:
+    casts = isinstance(sample.op, Pointwise) and sample.op.dtype  # the text then names f32 itself
+    given = values(sample, seed) if casts else in_float64(values(sample, seed))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = many(module_of(sample).M()(*[tensor.clone() for tensor in given]))
+    finally:
+        torch.set_default_dtype(before)
+    wanted = many(sample.op.reference(*in_float64(given)))
+    assert len(found) == len(wanted)
+    for have, want in zip(found, wanted, strict=True):
+        assert want.dtype in (torch.float64, torch.int64)
+        tolerance = 1e-6 if casts else 1e-12
+        torch.testing.assert_close(have.to(want.dtype), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=named)
+def test_types_are_those_of_real_tensors(sample: Sample) -> None:
+    found = many(module_of(sample).M()(*values(sample, 1)))
+    wanted = sample.op.infer(types_of(sample))
+    assert [tuple(tensor.shape) for tensor in found] == [shape(type) for type in wanted]
+    assert [tensor.dtype for tensor in found] == [DTYPES[type.dtype] for type in wanted]
+
+
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if not isinstance(s.op, Dgrad | Wgrad | SumTo)], ids=named)
+def test_torch_fx_finds_what_the_op_says(sample: Sample) -> None:
+    if isinstance(sample.op, Pointwise) and len(sample.op.outputs) > 1:
+        sample = replace(sample, op=replace(sample.op, outputs=sample.op.outputs[:1], labels=()))
+    module = module_of(sample)
+    graph = graph_of(sample)
+    if len(sample.op.infer(types_of(sample))) > 1:
+        text = f"class N(M):\n    def forward(self, {', '.join(n for n, _ in graph.inputs)}):\n"
+        exec(f"{text}        return M.forward(self, {', '.join(n for n, _ in graph.inputs)})[0]", vars(module))
+    traced = witness.trace(vars(module).get("N", module.M)(), module, "forward")
+    assert witness.compare(graph, {}, traced).keys() == {"n"}
+    changed = different(sample)
+    if changed is not None:
+        with pytest.raises(witness.Mismatch, match=r"^n "):
+            witness.compare(graph_of(changed), {}, traced)
+
+
+def graph_of(sample: Sample):  # type: ignore[no-untyped-def]
+    b = Builder("g")
+    names = [b.input(f"v{i}", type) for i, type in enumerate(types_of(sample))]
+    return b.build({"y": b.add("n", sample.op, names)})
+
+
+def different(sample: Sample) -> Sample | None:
+    """The same op with one setting changed, where it has one that leaves its types alone."""
+    changes: dict[type[Op], dict[str, object]] = {
+        RmsNorm: {"eps": 0.125},
+        LayerNorm: {"eps": 0.125},
+        RopeAngles: {"base": 77.0},
+    }
+    if isinstance(sample.op, Sdpa | SdpaCached):
+        return replace(sample, op=replace(sample.op, window=(sample.op.window or 0) + 1))
+    if isinstance(sample.op, Pointwise):
+        text = sample.op.outputs[0]
+        return replace(sample, op=replace(sample.op, outputs=(f"({text}) + 1",)))
+    change = changes.get(type(sample.op))
+    return replace(sample, op=replace(sample.op, **change)) if change else None  # type: ignore[arg-type]
+
+
+PRODUCTS = [sample for sample in SAMPLES if isinstance(sample.op, Linear | Dgrad | Wgrad)]
+
+
+@pytest.mark.parametrize("sample", PRODUCTS, ids=named)
+def test_flops_of_products_are_torchs_count(sample: Sample) -> None:
+    types = types_of(sample)
+    given = values(sample, 0)
+    with FlopCounterMode(display=False) as counter:
+        module_of(sample).M()(*given)
+    assert sample.op.flops(types, sample.op.infer(types), SIZES) == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 9])
+def test_flops_of_attention_count_the_pairs_that_see_each_other(window: int | None) -> None:
+    type = TensorType(("B", "T", 4, 6), "f32")
+    pairs = sum(0 <= row - column < (window or T) for row in range(T) for column in range(T))
+    assert Sdpa(window).flops([type] * 3, [type], SIZES) == 4 * B * 4 * 6 * pairs
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=named)
+def test_flops_grow_in_proportion_to_the_rows(sample: Sample) -> None:
+    types = types_of(sample)
+    one, three = (sample.op.flops(types, sample.op.infer(types), {**SIZES, "B": rows}) for rows in (1, 3))
+    rowless = not any("B" in type.shape for type in types) or isinstance(sample.op, Positions)
+    assert three == (one if rowless else 3 * one)
+    moves = (Embedding, SplitHeads, MergeHeads, Last, CacheWrite, Positions)
+    assert (one == 0) == isinstance(sample.op, moves)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_derivative_of_linear_equals_autograd(seed: int) -> None:
+    rng = random.Random(seed)
+    rows, n, k = ((rng.randint(1, 4), rng.randint(1, 5)), rng.randint(1, 6), rng.randint(1, 7))
+    generator = torch.Generator().manual_seed(seed)
+    x, w, d = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((*rows, k), (n, k), (*rows, n)))
+    held = {"x": x, "w": w, "d": d}
+    made: list[Tensor] = []
+
+    def emit(name: str, op: Op, inputs: Sequence[str]) -> str:
+        made.append(many(op.reference(*(held[ref] for ref in inputs)))[0])
+        held[name] = made[-1]
+        return name
+
+    gradients = Linear().derivative(("x", "w"), "d", emit)
+    assert gradients is not None
+    x, w = x.requires_grad_(), w.requires_grad_()
+    wanted = torch.autograd.grad((x @ w.T), (x, w), d)
+    for name, want in zip(gradients, wanted, strict=True):
+        assert name is not None
+        torch.testing.assert_close(held[name], want, rtol=1e-12, atol=1e-12)
+
+
+def test_ops_without_a_rule_say_so() -> None:
+    ruled = {
+        sample.op.name
+        for sample in SAMPLES
+        if not isinstance(sample.op, Pointwise)  # the pointwise language derives its own
+        and type(sample.op).derivative is not Op.derivative
+    }
+    assert ruled == {"linear"}
+
+
+ERRORS = [
+    (Linear(), ("f32[B,T,8]", "f32[6,7]"), "n takes 7 features but v0 gives 8"),
+    (Linear(), ("f32[B,T,8]", "f32[8]"), "n takes a matrix [N, K], not f32[8]"),
+    (Linear(2), (X, "f32[6,8]", "f32[5,8]"), "n has weights of shapes (6, 8) and (5, 8)"),
+    (Linear(2), (X, "f32[6,8]"), "n takes 3 inputs but is given 2"),
+    (Dgrad(), ("f32[T,8]", "f32[6,8]"), "n takes 6 features but v0 gives 8"),
+    (Wgrad(), ("f32[T,8]", "f32[B,8]"), "n sums over rows ('T',) and ('B',)"),
+    (RmsNorm(affine=True), (X, "f32[7]"), "n scales (7,) but v0 gives 8 features"),
+    (LayerNorm(), (X, "f32[8]", "f32[9]"), "n scales (9,) but v0 gives 8 features"),
+    (Sdpa(), (HEADS, "f32[B,T,3,6]", "f32[B,T,3,6]"), "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
+    (Sdpa(), (HEADS, HEADS, "f32[B,T,4,7]"), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,4,7]"),
+    (CacheWrite(), ("f32[B,S,4,6]", "f32[B,T,2,6]", "i64[T]"), "n keeps f32[B,S,4,6] but is given f32[B,T,2,6]"),
+    (Rope(), (HEADS, "f32[T,4]", "f32[T,4]"), "n rotates 8 dims of heads of 6"),
+    (SplitHeads(3), (X,), "n splits v0 of 8 features into 3 equal heads"),
+    (CrossEntropy("mean"), ("f32[B,T,7]", "i64[B]"), "n scores f32[B,T,7] by targets i64[B]"),
+    (Pointwise(("x + y",), ("x", "y")), (X, "f32[7]"), "n cannot broadcast ['B', 'T', 8] with [7]"),
+    (Pointwise(("x + y",), ("x", "y")), (X,), "n names 2 operands but is given 1"),
+    (Pointwise(("x + z",), ("x", "y")), (X, X), "n reads 'z', which is none of its operands ['x', 'y']"),
+    (SumTo((7,)), (X,), "n cannot broadcast ['B', 'T', 8] with [7]"),
+    (SumTo((2, "B", "T", 8)), (X,), "n sums f32[B,T,8] to [2, 'B', 'T', 8]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "inputs", "message"), ERRORS, ids=[message for *_, message in ERRORS])
+def test_a_type_error_names_the_node_and_both_numbers(op: Op, inputs: tuple[str, ...], message: str) -> None:
+    with pytest.raises(TypeRuleError) as caught:
+        graph_of(Sample(op, inputs))
+    assert caught.value.message == message

@@ -1,0 +1,349 @@
+"""One spec, one set of bytes; one changed activation, one set of changed lines; builds that are cut off or race."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tiny_models import spec_data
+
+from specc.compiler.build import build, canonical, check, compile_loaded, compile_spec, interface_digest, spec_of
+from specc.compiler.check import load
+from specc.compiler.errors import SpecError
+from specc.compiler.programs import LoweringError
+
+ROOT = Path(__file__).parents[2]
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+GOLF = (ROOT / "specs/gpt_mlp35.yaml").read_text()
+BASE = compile_spec(ROOT / "specs/gpt_mlp35.yaml").files
+
+
+def files_of(text: str) -> Mapping[str, str]:
+    return compile_loaded(*load(text)).files
+
+
+def changed(text: str) -> tuple[Mapping[str, str], dict[str, str]]:
+    """The files of the golf spec with another text, and how each that differs does."""
+    files = files_of(text)
+    words = {(True, True): "changed", (True, False): "gone", (False, True): "new"}
+    states = {
+        name: words[name in BASE, name in files] for name in {**BASE, **files} if BASE.get(name) != files.get(name)
+    }
+    return files, states
+
+
+def lines(files: Mapping[str, str], name: str) -> tuple[list[str], list[str]]:
+    """The lines of one file that went and that came."""
+    old, new = BASE[name].splitlines(), files[name].splitlines()
+    gone, come = list(old), list(new)
+    for line in old:
+        if line in come:
+            come.remove(line)
+            gone.remove(line)
+    return gone, come
+
+
+def test_another_activation_changes_the_kernel_and_the_lines_that_name_it() -> None:
+    files, states = changed(GOLF.replace("leaky_relu(x, 0.5) ** 2", "gelu(x)"))
+    kernels = {f"{target}/linear_gelu__n1792_k512.py": "new" for target in ("cpu", "sm90")}
+    kernels |= {f"{target}/linear_leaky_relu2__n1792_k512.py": "gone" for target in ("cpu", "sm90")}
+    pages = dict.fromkeys(("PLAN.md", "manifest.json", "cpu/model.py", "sm90/model.py"), "changed")
+    assert states == {**kernels, **pages}
+    for target in ("cpu", "sm90"):
+        gone, come = lines(files, f"{target}/model.py")
+        assert gone == [
+            "from .linear_leaky_relu2__n1792_k512 import linear_leaky_relu2",
+            "        act, slope = linear_leaky_relu2(x, up)",
+            *[
+                "        up = F.linear(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up)",
+                "        return x + self.mlp.residual * F.linear(F.leaky_relu(up, 0.5) ** 2, self.mlp.down)",
+            ]
+            * 2,
+        ]
+        assert come == [
+            "from .linear_gelu__n1792_k512 import linear_gelu",
+            "        act, slope = linear_gelu(x, up)",
+            *[
+                "        act = F.gelu(F.linear(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up))",
+                "        return x + self.mlp.residual * F.linear(act, self.mlp.down)",
+            ]
+            * 2,
+        ]
+
+
+def test_relu_squared_saves_no_slope() -> None:
+    files, states = changed(GOLF.replace("leaky_relu(x, 0.5) ** 2", "relu(x) ** 2"))
+    pages = dict.fromkeys(("PLAN.md", "manifest.json", "cpu/model.py", "sm90/model.py"), "changed")
+    kernels = {}
+    for target, endings in (("cpu", ("py",)), ("sm90", ("py", "cu"))):
+        kernels |= {
+            f"{target}/linear_relu2__n1792_k512.py": "new",
+            f"{target}/linear_leaky_relu2__n1792_k512.py": "gone",
+        }
+        kernels |= {f"{target}/dgrad_mul_sqrt__n1792_k512.{ending}": "new" for ending in endings}
+        kernels |= {f"{target}/dgrad_mul__n1792_k512.{ending}": "gone" for ending in endings}
+    assert states == {**kernels, **pages}
+    for target in ("cpu", "sm90"):
+        _, come = lines(files, f"{target}/model.py")
+        assert come == [
+            "from .dgrad_mul_sqrt__n1792_k512 import dgrad_mul_sqrt",
+            "from .linear_relu2__n1792_k512 import linear_relu2",
+            '    """Fused group blocks.*.mlp: up, act, down. Keeps act for the backward."""',
+            "        act = linear_relu2(x, up)",
+            "        ctx.save_for_backward(act, down, x, up)",
+            "        act, down, x, up = ctx.saved_tensors",
+            "        down_dgrad = dgrad_mul_sqrt(d, down, act)",
+            *[
+                "        act = F.relu(F.linear(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up)) ** 2",
+                "        return x + self.mlp.residual * F.linear(act, self.mlp.down)",
+            ]
+            * 2,
+        ]
+
+
+def test_a_gate_brings_its_parameter_and_its_lines() -> None:
+    files, states = changed(GOLF.replace("leaky_relu(x, 0.5) ** 2", "silu(gate) * x"))
+    pages = dict.fromkeys(("PLAN.md", "manifest.json", "cpu/model.py", "sm90/model.py"), "changed")
+    assert {name: state for name, state in states.items() if state == "changed"} == pages
+    kernels = {name.rpartition("/")[2].partition("__")[0] for name in states.keys() - pages.keys()}
+    assert kernels == {"linear_leaky_relu2", "linear_silu_mul", "dgrad_mul", "dgrad_mul_mul", "dgrad_add"}
+    for target in ("cpu", "sm90"):
+        gone, come = lines(files, f"{target}/model.py")
+        about = re.compile(r"\b(mlp|up|gate|act|down|slope|d_x|dgrad\w*|linear_\w+|down_dgrad|\w+_dgrad_gate|silu)\b")
+        assert [line for line in (*gone, *come) if line and not about.search(line) and "def backward" not in line] == [
+            "        h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale"
+        ] * 4  # read by two products now, in two methods of two classes
+        assert (
+            come.count(
+                "        self.mlp = weights(up=(1792, 512), gate=(1792, 512), down=(512, 1792), residual=(512,))"
+            )
+            == 2
+        )
+        assert [line for line in come if line.startswith("from .")] == [
+            "from .dgrad_add__n512_k1792 import dgrad_add",
+            "from .dgrad_mul_mul__n1792_k512 import dgrad_mul_mul",
+            "from .linear_silu_mul__n1792_k512 import linear_silu_mul",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("lr: 0.035", "lr: 0.034"),
+        ("clip_norm: 0.3", "clip_norm: 0.4"),
+        ("tokenizer: fineweb_1024_bpe.model", "tokenizer: bytes"),
+        ("{orthogonal: 1.0}", "{orthogonal: 0.9}"),
+        ("eval: {stride: 64}", "eval: {stride: 32}"),
+    ],
+)
+def test_how_a_model_is_trained_touches_the_manifest_alone(before: str, after: str) -> None:
+    assert before in GOLF
+    files, states = changed(GOLF.replace(before, after))
+    assert states == {"manifest.json": "changed"}
+    assert [line.strip()[:6] for line in lines(files, "manifest.json")[1]] == ['"spec"']
+
+
+def test_comments_layout_and_written_defaults_change_nothing() -> None:
+    text = "# another comment\n" + re.sub(r"#.*", "", GOLF).replace("  tied: true", "  tied:  true")
+    assert changed(text)[1] == {}
+    written = GOLF.replace("  clip_norm: 0.3", "  clip_norm: 0.3\n  seed: 1337\n  validate_every: 0")
+    assert changed(written)[1] == {}
+
+
+def test_a_rule_of_storage_changes_the_plan_and_no_code() -> None:
+    _, states = changed(GOLF.replace("default: {scheme: gptq, bits: 5}", "default: {scheme: gptq, bits: 6}"))
+    assert states == {"manifest.json": "changed", "PLAN.md": "changed"}
+
+
+def test_a_longer_context_changes_no_kernel() -> None:
+    _, states = changed(GOLF.replace("context: 2048", "context: 1024"))
+    assert set(states) == {"manifest.json", "PLAN.md", "cpu/model.py", "sm90/model.py"}
+
+
+SCRIPT = """
+import hashlib, json, random, sys
+from pathlib import Path
+from specc.compiler.build import compile_loaded
+from specc.compiler.check import load
+from specc.compiler.yaml_text import parse
+
+def shuffled(value):
+    if isinstance(value, dict):
+        items = list(value.items())
+        random.shuffle(items)
+        return {key: shuffled(item) for key, item in items}
+    return [shuffled(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+random.seed(int(sys.argv[2]))
+digests = []
+for path in sorted(Path(sys.argv[1]).glob("*.yaml")):
+    text = path.read_text(encoding="utf-8")
+    data = shuffled(json.loads(sys.argv[3])[path.stem])
+    for origin in (path, json.dumps(data)):
+        files = compile_loaded(*load(origin)).files
+        digests.append({name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()})
+print(json.dumps(digests))
+"""
+
+
+def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
+    """40 hash seeds, two locales and two working directories, mapping keys shuffled anew in each."""
+    import ruamel.yaml
+
+    specs = {path.stem: ruamel.yaml.YAML(typ="safe").load(path) for path in SPECS}
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    locales, folders = ("C.UTF-8", "POSIX"), (ROOT, tmp_path)
+    waiting: list[subprocess.Popen[str]] = []
+    found: set[str] = set()
+
+    def collect() -> None:
+        process = waiting.pop(0)
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        found.add(output)
+
+    for seed in range(40):
+        environment = {
+            "PYTHONHASHSEED": str(seed),
+            "LC_ALL": locales[seed % 2],
+            "PATH": os.environ["PATH"],
+            "TZ": f"UTC-{seed % 5}",
+        }
+        command = [sys.executable, str(script), str(ROOT / "specs"), str(seed), json.dumps(specs)]
+        folder = folders[seed // 2 % 2]
+        waiting.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=-1, stderr=-1, text=True))
+        if len(waiting) == 2:
+            collect()
+    while waiting:
+        collect()
+    assert len(found) == 1
+    by_spec = json.loads(found.pop())
+    assert len(by_spec) == 2 * len(SPECS)
+    for plain, shuffled in zip(by_spec[::2], by_spec[1::2], strict=True):
+        assert plain == shuffled
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(json.dumps(spec_data()))
+    return path
+
+
+def test_build_writes_and_check_finds_nothing(small: Path, tmp_path: Path) -> None:
+    changes = build(small, tmp_path / "generated")
+    assert {state for state, _ in changes} == {"new"}
+    assert build(small, tmp_path / "generated") == ()
+    assert check(small, tmp_path / "generated") == ()
+    (tmp_path / "generated/tiny/cpu/model.py").unlink()
+    assert check(small, tmp_path / "generated") == ("tiny/cpu/model.py: missing",)
+
+
+def test_the_manifest_tells_digests_and_nodes(small: Path) -> None:
+    built = compile_spec(small)
+    manifest = json.loads(built.files["manifest.json"])
+    assert manifest["spec"] == hashlib.sha256(canonical(built.spec).encode()).hexdigest()
+    others = {
+        name: hashlib.sha256(text.encode()).hexdigest() for name, text in built.files.items() if name != "manifest.json"
+    }
+    assert manifest["files"] == others
+    assert manifest["nodes"] == {
+        "cpu": {"blocks.*.mlp.down.dgrad": "dgrad_mul_sqrt__n12_k8.py", "blocks.*.mlp.up": "linear_relu2__n12_k8.py"}
+    }
+
+
+def test_an_override_is_a_part_of_the_spec(small: Path) -> None:
+    plain, other = compile_spec(small), compile_spec(small, ("train.steps=7",))
+    assert other.spec.train.steps == 7
+    assert json.loads(plain.files["manifest.json"])["spec"] != json.loads(other.files["manifest.json"])["spec"]
+
+
+def test_the_resolved_spec_reads_back() -> None:
+    for path in SPECS:
+        spec, _ = load(path)
+        assert spec_of(canonical(spec)) == spec
+        assert compile_loaded(spec_of(canonical(spec)), None).files == compile_spec(path).files
+
+
+def test_one_target_of_several() -> None:
+    whole = compile_spec(ROOT / "specs/gpt_mini.yaml")
+    one = compile_spec(ROOT / "specs/gpt_mini.yaml", (), ("cpu",))
+    assert set(one.plans) == {"cpu"}
+    same = {name: text for name, text in whole.files.items() if name.startswith("cpu/")}
+    assert {name: text for name, text in one.files.items() if name.startswith("cpu/")} == same
+
+
+def test_errors_have_places_where_there_is_a_text() -> None:
+    data = spec_data(fuse=({"blocks.*.nope": ["up", "act"]},))
+    with pytest.raises(SpecError, match="S302"):
+        compile_loaded(*load(json.dumps(data)))
+    with pytest.raises(LoweringError, match="matches no part"):
+        compile_loaded(load(json.dumps(data))[0], None)
+
+
+def test_an_error_of_every_target_is_told_once() -> None:
+    data = spec_data(fuse=({"blocks.*.nope": ["up", "act"]},), targets=("cpu", "sm90"))
+    with pytest.raises(SpecError) as caught:
+        compile_loaded(*load(json.dumps(data)))
+    assert len(caught.value.diagnostics) == 1
+
+
+def test_the_interface_is_names_shapes_and_storage() -> None:
+    programs = compile_spec(ROOT / "specs/gpt_mini.yaml").plans["cpu"].programs
+    storage = {param.name: "int5" for param in programs.params}
+    digest = interface_digest(programs, storage)
+    gpu = compile_spec(ROOT / "specs/gpt_mini.yaml").plans["sm90"].programs
+    assert interface_digest(gpu, storage) == digest
+    assert interface_digest(programs, {**storage, "embed.token": "int8"}) != digest
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", "from specc.compiler.cli import main; main()", *arguments]
+
+
+def test_a_killed_build_is_finished_by_the_next(small: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(small.read_text().replace("relu(x) ** 2", "gelu(x)"))
+    into = tmp_path / "generated"
+    build(small, into)
+    rng = random.Random(0)
+    slow = (
+        "import os, time\nfrom pathlib import Path\nfrom specc.compiler import artifact, build\n"
+        "real = os.replace\n"
+        "def replace(a, b):\n    time.sleep(0.02); real(a, b); time.sleep(0.02)\n"
+        "artifact.os.replace = replace\nprint('ready', flush=True)\n"
+        f"build.build(Path({str(other)!r}), Path({str(into)!r}))\n"
+    )
+    for spec in (other, small) * 3:
+        text = slow.replace(str(other), str(spec))
+        process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.05 + 0.25 * rng.random())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        build(spec, into)
+        assert check(spec, into) == ()
+        assert list(into.rglob(".*")) == []
+
+
+def test_two_builds_at_once_leave_a_whole_one(small: Path, tmp_path: Path) -> None:
+    into = tmp_path / "generated"
+    for _ in range(2):
+        processes = [subprocess.Popen(command("build", str(small), "--into", str(into)), stdout=-1) for _ in range(3)]
+        for process in processes:
+            process.communicate()
+            assert process.returncode == 0
+        assert check(small, into) == ()
+        for path in into.rglob("*.py"):
+            path.unlink()

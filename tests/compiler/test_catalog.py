@@ -1,0 +1,99 @@
+"""Finding features by scanning a package."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from specc.compiler import blocks, kernels, ops, quant
+from specc.compiler.blocks.roles import Embed, Layer
+from specc.compiler.catalog import catalog, classes, models
+from specc.compiler.ir import Op
+from specc.compiler.kernels.kernel import Kernel
+from specc.compiler.quant.scheme import Scheme
+from specc.compiler.targets import Target
+
+
+@pytest.fixture
+def package(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """A package of two modules, each with the text that the test gives."""
+    name = f"scanned_{abs(hash(request.node.name))}"
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for module, text in zip("ba", request.param, strict=True):
+        (folder / f"{module}.py").write_text(text)
+    sys.path.insert(0, str(tmp_path))
+    yield __import__(name)
+    sys.path.remove(str(tmp_path))
+    for loaded in [loaded for loaded in sys.modules if loaded.partition(".")[0] == name]:
+        del sys.modules[loaded]
+
+
+HEAD = (
+    "from specc.compiler.targets import Target\nfrom specc.compiler.blocks.roles import Layer\n"
+    "from typing import Literal\n"
+)
+ONE = "T{0} = Target('{0}', 'a', 'f32', frozenset(), ())\n"
+
+
+@pytest.mark.parametrize("package", [(HEAD + ONE.format("x"), HEAD + ONE.format("z") + ONE.format("y"))], indirect=True)
+def test_values_are_found_in_order_of_file_then_of_line(package: ModuleType) -> None:
+    found = catalog(package, Target)
+    assert list(found) == ["z", "y", "x"]
+    assert catalog(package, Target) is found
+    with pytest.raises(TypeError):
+        found["w"] = found["x"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "package", [(HEAD + ONE.format("x"), HEAD + ONE.format("x").replace("'a'", "'b'"))], indirect=True
+)
+def test_two_values_of_one_name_are_refused(package: ModuleType) -> None:
+    with pytest.raises(ValueError, match="two entries are named 'x'"):
+        catalog(package, Target)
+
+
+@pytest.mark.parametrize(
+    "package", [(HEAD + ONE.format("x"), HEAD + f"from scanned_{{}}.b import Tx\n{ONE.format('y')}")], indirect=True
+)
+def test_a_value_that_another_module_imports_counts_once(package: ModuleType) -> None:
+    Path(str(package.__file__)).with_name("a.py").write_text(
+        f"{HEAD}from {package.__name__}.b import Tx\n{ONE.format('y')}"
+    )
+    assert sorted(catalog(package, Target)) == ["x", "y"]
+
+
+LAYER = "class A(Layer):\n    kind: Literal['{0}']\n"
+OP = "from specc.compiler.ir import Op\nclass A(Op):\n    name = '{0}'\n"
+
+
+@pytest.mark.parametrize("package", [(HEAD + LAYER.format("p"), HEAD + LAYER.format("p"))], indirect=True)
+def test_two_models_of_one_word_are_refused(package: ModuleType) -> None:
+    with pytest.raises(ValueError, match="two models are of kind 'p'"):
+        models(package, Layer, "kind")
+
+
+@pytest.mark.parametrize("package", [(OP.format("n"), OP.format("n"))], indirect=True)
+def test_two_classes_of_one_name_are_refused(package: ModuleType) -> None:
+    with pytest.raises(ValueError, match="two classes are named 'n'"):
+        classes(package, Op)
+
+
+@pytest.mark.parametrize("package", [(OP.format("b"), OP.format("a") + "class Base(Op):\n    pass\n")], indirect=True)
+def test_classes_without_a_name_are_bases(package: ModuleType) -> None:
+    assert list(classes(package, Op)) == ["a", "b"]
+
+
+def test_the_catalogs_of_specc() -> None:
+    assert {"attention", "mlp"} <= {
+        model.model_fields["kind"].annotation.__args__[0] for model in models(blocks, Layer, "kind")
+    }  # type: ignore[union-attr]
+    assert {model.__name__ for model in models(blocks, Embed, "kind")} == {"Token", "Project", "EmbedNorm"}
+    assert set(catalog(kernels, Kernel)) >= {"torch", "torch_epilogue", "linear_triton", "gemm_evt"}
+    assert {"round", "gptq", "none"} == {
+        model.model_fields["scheme"].annotation.__args__[0] for model in models(quant, Scheme, "scheme")
+    }  # type: ignore[union-attr]
+    assert {"linear", "dgrad", "wgrad", "pointwise", "sdpa", "call", "fused", "scan"} <= set(classes(ops, Op))

@@ -1,0 +1,79 @@
+"""What a model costs, counted by hand."""
+
+from pathlib import Path
+
+import pytest
+from tiny_models import ATTENTION, MLP, tiny
+
+from specc.compiler import pipeline
+from specc.compiler.check import load
+from specc.compiler.cost import flops_per_token, node_costs
+from specc.compiler.plan_page import quantity
+
+SPECS = Path(__file__).parents[2] / "specs"
+
+
+def test_a_token_of_gpt2_costs_797_8_megaflop_forward_and_backward() -> None:
+    spec, _ = load(SPECS / "gpt2_124m.yaml")
+    forward = flops_per_token(pipeline.lower(spec, "cpu"), spec.model.window)
+    by_hand = 2 * 123_532_032 + 12 * 4 * 768 * 1025 / 2  # every weight once, and the half square of attention
+    assert forward == pytest.approx(by_hand, rel=1e-9)
+    assert 3 * forward / 1e6 == pytest.approx(797.8, abs=0.1)
+
+
+def test_fusing_costs_the_same() -> None:
+    for name in ("gpt_mini", "gpt_mlp35"):
+        spec, _ = load(SPECS / f"{name}.yaml")
+        costs = {flops_per_token(pipeline.run(spec, "cpu", until), 64) for until in ("lower", "fuse")}
+        assert len(costs) == 1
+
+
+def test_costs_of_nodes() -> None:
+    programs = pipeline.lower(tiny(layers=({**ATTENTION, "kv_heads": 1}, {**MLP, "act": "silu(gate) * x"})), "cpu")
+    rows, tokens = 3, 5
+    costs = {cost.name: cost for cost in node_costs(programs, "train", {"B": rows, "T": tokens})}
+    n = rows * tokens
+    flops = {
+        "embed.token": 0,
+        "blocks.0.attention.h": 4 * n * 8,
+        "blocks.0.attention.q": 2 * n * 8 * 8,
+        "blocks.0.attention.k": 2 * n * 8 * 4,
+        "blocks.0.attention.q.heads": 0,
+        "blocks.0.attention.y": 4 * 8 * rows * tokens * (tokens + 1) // 2,
+        "blocks.1.mlp.gate": 2 * n * 8 * 12,
+        "blocks.1.mlp.act": n * 12,
+        "blocks.1.mlp.x": n * 8,
+        "head.logits": 2 * n * 8 * 11,
+        "loss": 4 * n * 11,
+    }
+    assert {name: costs[name].flops for name in flops} == flops
+    moved = {
+        "embed.token": 8 * n + 4 * (11 * 8 + n * 8),
+        "blocks.0.attention.q": 4 * (n * 8 + 64 + n * 8),
+        "blocks.1.mlp.act": 4 * 3 * n * 12,
+        "loss": 4 * n * 11 + 8 * n + 4,
+    }
+    assert {name: costs[name].bytes for name in moved} == moved
+    matrices = {name for name, cost in costs.items() if cost.matrix}
+    words = {name.rpartition(".")[2] for name in matrices}
+    assert words == {"q", "k", "v", "y", "out", "up", "gate", "down", "logits"}
+    assert len(matrices) == 2 * 8 + 1
+
+
+def test_a_window_makes_attention_cheaper() -> None:
+    def attention(window: int | None) -> int:
+        layer = ATTENTION if window is None else {**ATTENTION, "window": window}
+        programs = pipeline.lower(tiny(layers=(layer,), fuse=()), "cpu")
+        return next(c.flops for c in node_costs(programs, "train", {"B": 1, "T": 10}) if c.op == "sdpa")
+
+    assert attention(None) == 4 * 8 * 55
+    assert attention(3) == 4 * 8 * (1 + 2 + 3 * 8)
+    assert attention(10) == attention(None)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.0 k"), (29_374_040, "29.4 M"), (2.5e9, "2.5 G"), (3e12, "3.0 T")],
+)
+def test_quantities(value: float, text: str) -> None:
+    assert quantity(value) == text

@@ -1,0 +1,115 @@
+"""Storage: which scheme takes each parameter, and every way in which rules can be wrong."""
+
+from typing import Any
+
+import pytest
+from tiny_models import spec_data, spec_of
+
+from specc.compiler import pipeline
+from specc.compiler.passes.assign_quant import allocation, storage_name
+from specc.compiler.programs import LoweringError
+from specc.compiler.quant.none import Unquantized
+from specc.compiler.quant.round import Round
+from specc.compiler.strict import Problem
+
+INT8 = {"scheme": "round", "bits": 8}
+
+
+def quantized(quant: dict[str, Any] | None, **words: Any) -> dict[str, str]:
+    """Parameter name -> storage, after the pass."""
+    data = spec_data(**words)
+    if quant is not None:
+        data["quant"] = quant
+    return {param.name: param.storage for param in pipeline.run(spec_of(data), "cpu", "assign_quant").params}
+
+
+def refused(quant: dict[str, Any], **words: Any) -> tuple[Problem, ...]:
+    with pytest.raises(LoweringError) as caught:
+        quantized(quant, **words)
+    return caught.value.problems
+
+
+def test_without_a_quant_section_all_is_f32() -> None:
+    assert set(quantized(None).values()) == {"f32"}
+
+
+def test_a_rule_holds_before_the_default() -> None:
+    rules = [
+        {"match": "embed.*", **INT8},
+        {"match": "*.{up,down}", "scheme": "gptq", "bits": 6},
+        {"match": "blocks.1.attention.q", "scheme": "none", "dtype": "f16"},
+    ]
+    found = quantized({"default": {"scheme": "gptq", "bits": 5}, "rules": rules})
+    assert found == {
+        "embed.token": "int8",
+        "blocks.0.attention.q": "int5",
+        "blocks.0.attention.k": "int5",
+        "blocks.0.attention.v": "int5",
+        "blocks.0.attention.out": "int5",
+        "blocks.0.mlp.up": "int6",
+        "blocks.0.mlp.down": "int6",
+        "blocks.1.attention.q": "f16",
+        "blocks.1.attention.k": "int5",
+        "blocks.1.attention.v": "int5",
+        "blocks.1.attention.out": "int5",
+        "blocks.1.mlp.up": "int6",
+        "blocks.1.mlp.down": "int6",
+    }
+
+
+def test_the_pass_changes_the_table_alone() -> None:
+    data = spec_data()
+    data["quant"] = {"default": INT8}
+    before, after = (pipeline.run(spec_of(data), "cpu", until) for until in ("lower", "assign_quant"))
+    assert before.graphs == after.graphs
+    assert [param.storage for param in before.params] == [""] * len(before.params)
+    assert [(p.name, p.shape) for p in before.params] == [(p.name, p.shape) for p in after.params]
+
+
+def test_a_rule_that_matches_nothing() -> None:
+    (problem,) = refused({"default": INT8, "rules": [{"match": "*.router", **INT8}]})
+    assert (problem.code, problem.path) == ("S305", ("quant", "rules", 0, "match"))
+    assert problem.message == "rule *.router matches no parameter"
+    assert problem.hint == "parameters are named like blocks.0.attention.q, blocks.1.attention.q, embed.token"
+
+
+def test_two_rules_on_one_parameter_are_told_with_both_places() -> None:
+    rules = [{"match": "blocks.*", **INT8}, {"match": "*.up", "scheme": "round", "bits": 4}]
+    (problem,) = refused({"default": INT8, "rules": rules})
+    assert (problem.code, problem.path) == ("S306", ("quant", "rules", 1, "match"))
+    assert problem.message == "rules blocks.* and *.up both match blocks.0.mlp.up"
+    assert problem.related == (("the first rule", ("quant", "rules", 0, "match")),)
+
+
+def test_a_scheme_that_cannot_take_a_parameter_is_told_once_a_rule() -> None:
+    layers = ({"kind": "attention", "heads": 2, "residual": "learned"}, {"kind": "mlp", "hidden": 12, "act": "relu(x)"})
+    (problem,) = refused({"default": {"scheme": "gptq", "bits": 5}}, layers=layers)
+    assert (problem.code, problem.path) == ("S307", ("quant", "default"))
+    assert problem.message.startswith("blocks.0.attention.residual: ")
+    assert '"*.residual"' in problem.hint
+
+
+def test_a_promotion_that_matches_nothing() -> None:
+    quant = {"default": {"scheme": "gptq", "bits": 5}, "promote": {"bits": 6, "count": 1, "match": "*.router"}}
+    (problem,) = refused(quant)
+    assert (problem.code, problem.path) == ("S305", ("quant", "promote"))
+
+
+def test_all_problems_are_told_at_once() -> None:
+    rules = [{"match": "nothing", **INT8}, {"match": "*.up", **INT8}, {"match": "*.{up,q}", **INT8}]
+    assert [problem.code for problem in refused({"default": INT8, "rules": rules})] == ["S305", "S306"]
+
+
+def test_names_of_storage() -> None:
+    assert storage_name(Unquantized(scheme="none", dtype="f16")) == "f16"
+    assert storage_name(Round(scheme="round", bits=8)) == "int8"
+
+
+def test_the_allocation_is_the_spec_value_itself() -> None:
+    data = spec_data()
+    data["quant"] = {"default": INT8, "rules": [{"match": "embed.token", "scheme": "none", "dtype": "bf16"}]}
+    spec = spec_of(data)
+    chosen = allocation(spec.quant, pipeline.lower(spec, "cpu").params)
+    assert spec.quant is not None
+    assert chosen["embed.token"] is spec.quant.rules[0]
+    assert chosen["blocks.0.mlp.up"] is spec.quant.default
