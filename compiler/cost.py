@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from specc.compiler.ir import Graph
-from specc.compiler.ops.attention import Sdpa, SdpaCached
-from specc.compiler.ops.linear import Product
 from specc.compiler.programs import Programs, flatten
 
 
@@ -32,7 +30,7 @@ def _costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
         inputs = [types[ref] for ref in node.inputs]
         flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
         moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
-        yield NodeCost(node.name, node.op.name, flops, moved, isinstance(node.op, Product | Sdpa | SdpaCached))
+        yield NodeCost(node.name, node.op.name, flops, moved, node.op.matrix)
 
 
 def flops_per_token(programs: Programs, tokens: int) -> int:

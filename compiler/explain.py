@@ -49,9 +49,8 @@ def explain(plan: Plan, node: str | None) -> Iterator[Explained]:
     programs = plan.programs
     seen: set[str] = set()
     for graph in programs.graphs:
-        same = tuple(other.name for other in programs.functions if other.name == graph.name)
         for found in graph.nodes:
-            path = place_pattern(programs, same, found.name)
+            path = place_pattern(programs, (graph.name,), found.name)
             if isinstance(found.op, Call | Fused) or path in seen or not _covers(node, path):
                 continue
             seen.add(path)

@@ -86,6 +86,8 @@ class Op:
     inline: ClassVar[bool] = True
     # It computes a gradient, so code names its value for itself and not for what it follows.
     gradient: ClassVar[bool] = False
+    # A matrix product or attention: what the cost of a model is counted in, and a plan lists.
+    matrix: ClassVar[bool] = False
     # The features of the output are those of the first input, so an error about them is that input's.
     keeps_features: ClassVar[bool] = False
 

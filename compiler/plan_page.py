@@ -123,7 +123,7 @@ def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
         if not _whole(programs, graph.name):
             continue
         for node in graph.nodes:
-            if isinstance(node.op, Product) or node.op.name.startswith("sdpa"):
+            if node.op.matrix:
                 path = place_pattern(programs, _alike(programs, node.name), node.name)
                 if (path, node.op.name) not in seen:
                     seen.add((path, node.op.name))

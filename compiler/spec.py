@@ -1,7 +1,7 @@
 """The spec: what one YAML file may say. Everything here is frozen, strict and without torch."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import Field, create_model
 
@@ -9,7 +9,7 @@ from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.strict import Name, Positive, Problem, StrictModel, tag_of
+from specc.compiler.strict import Name, Positive, Problem, StrictModel
 from specc.compiler.targets import TARGETS
 from specc.compiler.train_spec import EvalSpec, Pattern, TrainSpec
 
@@ -98,11 +98,3 @@ class Spec(StrictModel):
         for i, target in enumerate(self.targets):
             if target in self.targets[:i]:
                 yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")
-
-
-def tagged(base_models: tuple[type[StrictModel], ...], field: str) -> dict[str, type[StrictModel]]:
-    """The members of a union by the word that names each of them."""
-    return {tag: model for model in base_models if (tag := tag_of(model, field)) is not None}
-
-
-Json = dict[str, Any]

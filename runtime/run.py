@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from specc.compiler import check
+from specc.compiler.build import canonical
 from specc.compiler.errors import SpecError
 from specc.compiler.spec import Spec
 from specc.compiler.strict import StrictModel
@@ -89,7 +90,7 @@ class Run:
         except OSError as error:
             raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
         _write_text(directory / "run.json", record.model_dump_json(indent=1))
-        _write_text(directory / SPEC, canonical(spec))  # last: with it the directory is a run
+        _write_text(directory / SPEC, readable(spec))  # last: with it the directory is a run
         return run
 
     @classmethod
@@ -155,8 +156,8 @@ def locked(directory: Path) -> Iterator[None]:
         lock.release()
 
 
-def canonical(spec: Spec) -> str:
-    """The resolved spec as JSON with all its defaults, sorted keys, and a line end: equal for equal specs."""
+def readable(spec: Spec) -> str:
+    """The resolved spec as JSON for people: all its defaults, sorted keys, a line each."""
     data = spec.model_dump(mode="json", by_alias=True)
     return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 

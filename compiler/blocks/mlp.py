@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.roles import Layer, Lowered, Shape, Surroundings
-from specc.compiler.expr import name_of, parse, variables
+from specc.compiler.expr import parse, variables
 from specc.compiler.ir import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
@@ -45,11 +45,6 @@ class Mlp(Layer):
     @property
     def expression(self) -> str:
         return self.act if isinstance(self.act, str) else self.act.expr
-
-    @property
-    def epilogue_name(self) -> str:
-        """What the kernels call the activation."""
-        return name_of(parse(self.expression)) if isinstance(self.act, str) else self.act.name
 
     def width(self, dim: int) -> int:
         return self.hidden or round(dim * (self.ratio or 0))

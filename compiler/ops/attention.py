@@ -33,6 +33,7 @@ class Sdpa(Op):
     those before it, and of them the last `window` where that is set."""
 
     name: ClassVar[str] = "sdpa"
+    matrix: ClassVar[bool] = True
     window: int | None = None
 
     @property
@@ -111,6 +112,7 @@ class SdpaCached(Op):
     ignores."""
 
     name: ClassVar[str] = "sdpa_cached"
+    matrix: ClassVar[bool] = True
     window: int | None = None
 
     @property

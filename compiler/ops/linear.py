@@ -21,6 +21,7 @@ class Product(Op):
     """A product of rows [..., K] with stored weights, which a GEMM kernel may take. `layout` tells how a weight lies:
     `nk` is [N, K], `kn` is [K, N], both row-major."""
 
+    matrix: ClassVar[bool] = True
     layout: ClassVar[Literal["nk", "kn"]]
 
     def product_text(self, rows: str, weight: str) -> str:
@@ -115,6 +116,7 @@ class Wgrad(Op):
     """The weight gradient of a linear layer: dw = dy^T x, summed over all rows of dy [..., N] and x [..., K]."""
 
     name: ClassVar[str] = "wgrad"
+    matrix: ClassVar[bool] = True
     gradient: ClassVar[bool] = True
 
     @property

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from specc.compiler.expr import ExprError
 from specc.compiler.ir import Graph, Node, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.region import Call, Fused, returned
@@ -27,6 +28,9 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
         except Unfusable as error:
             hint = "take it out of the fusion point; `specc ir --after lower` shows the graph"
             problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", hint))
+        except ExprError as error:
+            hint = "give the activation a name: `act: {expr: ..., name: ...}`; or take it out of the fusion point"
+            problems.append(Problem(("fuse", i, pattern), "S402", f"{pattern}: {error.message}", hint))
         except _Unmatched as error:
             problems.append(Problem(("fuse", i, pattern), error.code, str(error), error.hint))
     if problems:

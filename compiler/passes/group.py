@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specc.compiler.expr import ExprError, derive, name_of, plan_backward, reread, simplify, variables
+from specc.compiler.expr import derive, name_of, plan_backward, reread, simplify, variables
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
@@ -20,15 +20,9 @@ class Unfusable(Exception):
 
 
 def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
-    """The group of `members` (in graph order, only the last of them read from outside). Raises Unfusable."""
+    """The group of `members` (in graph order, only the last of them read from outside). Raises Unfusable, and
+    ExprError where an expression has no name of its own or grows beyond what can be printed."""
     _check(graph, members)
-    try:
-        return _built(graph, scope, members)
-    except ExprError as error:
-        raise Unfusable(scope, f"cannot be differentiated: {error.message}") from None
-
-
-def _built(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
     inside = {node.name for node in members}
     external = tuple(dict.fromkeys(ref for node in members for ref in node.inputs if node_of(ref) not in inside))
     names = _input_names(external)
@@ -210,12 +204,11 @@ class _Derivation:
         wanted = [self.forward.types[operands[v]] for v in texts]
         cast = wanted[0].dtype if self.b.types[grad].dtype != wanted[0].dtype else ""
         op = Pointwise(tuple(texts.values()), ("d", *read), tuple(texts) if len(texts) > 1 else (), cast, title)
-        made = self.b.add(name, op, inputs)
+        self.b.add(name, op, inputs)
         results = []
         for ref, type, v in zip(self.b.nodes[-1].outputs, wanted, texts, strict=True):
             summed = ref if self.b.types[ref].shape == type.shape else self.sum(f"{name}.sum", ref, type)
             results.append((operands[v], summed))
-        assert made in self.b.types
         return results
 
     def sum(self, name: str, ref: str, type: TensorType) -> str:

@@ -41,7 +41,6 @@ from specc.runtime.quantize.hessian import traces
 from specc.runtime.quantize.report import Row, report
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
 from specc.runtime.run import SPEC, Run, locked
-from specc.runtime.run import canonical as readable
 
 REPORT = "report.json"
 Progress = Callable[[str, int, int], None]
