@@ -40,7 +40,7 @@ from specc.runtime.quantize.calibrate import calibration_windows, capture_hessia
 from specc.runtime.quantize.hessian import traces
 from specc.runtime.quantize.report import Row, report
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
-from specc.runtime.run import SPEC, Run, locked
+from specc.runtime.run import SPEC, Run, locked, readable
 
 REPORT = "report.json"
 Progress = Callable[[str, int, int], None]
