@@ -165,7 +165,8 @@ def build(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: 
         elif check:
             for entry in drift(folder, built.files):
                 found += 1
-                click.echo(f"{folder / entry.path}: {entry.state}")
+                what = " (no build made it; delete it)" if entry.state == "extra" else ""
+                click.echo(f"{folder / entry.path}: {entry.state}{what}")
         else:
             changes = write(folder, built.files, force)
             for state, name in changes:

@@ -287,7 +287,10 @@ def size(model: Path, budget: int | None, as_json: bool) -> int:
 @format_option
 @formatted
 def verify(spec: Path, target: str | None, as_json: bool) -> int:
-    """Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks."""
+    """Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.
+
+    Exit 1 where a check fails, 3 where a target that was named cannot run here.
+    """
     from specc.compiler.build import compile_spec
 
     wanted = checked_targets(spec, target)
@@ -303,4 +306,6 @@ def verify(spec: Path, target: str | None, as_json: bool) -> int:
     if as_json:
         rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in found]
         click.echo(json.dumps(rows, indent=2))
-    return int(any(check.ok is False for check in found))
+    if any(check.ok is False for check in found):
+        return 1
+    return 3 if target is not None and any(check.ok is None for check in found) else 0

@@ -13,6 +13,7 @@ from specc.compiler.strict import Name, Positive, Problem, StrictModel
 from specc.compiler.targets import TARGETS
 from specc.compiler.train_spec import EvalSpec, Pattern, TrainSpec
 
+BYTE_IDS = 257  # of the tokenizer `bytes`: 256 values and the mark between documents
 SCHEMES = models(quant, Scheme, "scheme")
 RULES = tuple(
     create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(Pattern, ...))
@@ -94,7 +95,30 @@ class Spec(StrictModel):
     eval: EvalSpec = EvalSpec()
 
     def problems(self) -> Iterator[Problem]:
-        """Each target once."""
+        """Each target once; steps, windows and vocabulary that fit each other."""
         for i, target in enumerate(self.targets):
             if target in self.targets[:i]:
                 yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")
+        window, at_once = self.model.window, self.train.micro_batch * self.model.window
+        if self.train.tokens_per_step % at_once:
+            near = max(self.train.tokens_per_step // at_once, 1) * at_once
+            yield Problem(
+                ("train", "tokens_per_step"),
+                "S217",
+                f"a step of {self.train.tokens_per_step:,} tokens is no whole number of micro-batches of "
+                f"{self.train.micro_batch} x {window} = {at_once:,}",
+                f"use {near:,} or {near + at_once:,}, or another micro_batch",
+                related=(("a micro-batch", ("train", "micro_batch")),)
+                if "micro_batch" in self.train.model_fields_set
+                else (),
+            )
+        if self.eval.stride is not None and self.eval.stride > window:
+            message = (
+                f"windows that advance by {self.eval.stride} tokens leave out some of them: the context is {window}"
+            )
+            yield Problem(("eval", "stride"), "S218", message, f"use at most {window}")
+        if self.train.data.tokenizer == "bytes" and self.model.vocabulary < BYTE_IDS:
+            message = f"the tokenizer `bytes` has {BYTE_IDS} ids, the model only {self.model.vocabulary}"
+            yield Problem(
+                ("model", "vocab"), "S219", message, f"use {BYTE_IDS}: the bytes and a mark between documents"
+            )

@@ -187,6 +187,8 @@ def _group(plan: Plan, group: Group) -> GroupContext:
     saved = [forward.text(results.get(name, name)) for name in group.saved]
     backward_names = {name: name for name, _ in group.backward.inputs}
     backward = Body(group.backward, backward_names, Speller(plan, group.backward), LOCALS | {"ctx"})
+    if any(c.graph == group.backward.name and c.kernel.language != "torch" for c in plan.choices):
+        backward.lines.append("d = d.contiguous()  # kernels read rows")
     backward.run(group.backward.nodes)
     gradients = backward.returned([ref for _, ref in group.backward.outputs])
     inputs = [name for name, _ in group.forward.inputs]

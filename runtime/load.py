@@ -16,10 +16,16 @@ from specc.compiler.ops.region import Call
 from specc.compiler.programs import Programs
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS, Target
-from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+class TargetError(RuntimeFailure):
+    """A target that the spec does not list."""
+
+    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +37,6 @@ class Loaded:
     programs: Programs
     model: "nn.Module"
     directory: Path
-
-    @property
-    def code_digest(self) -> bytes:
-        """SHA-256 over the generated files of this target, by name."""
-        total = hashlib.sha256()
-        for path in sorted(self.directory.glob("*.*")):
-            total.update(f"{path.name}\n".encode() + path.read_bytes())
-        return total.digest()
 
 
 def instantiate(spec: Spec, target: str, directory: Path, fuse: bool = True) -> Loaded:
@@ -134,13 +132,13 @@ def assign(loaded: Loaded, tensors: Mapping[str, "Tensor"]) -> None:
 def choose_target(spec: Spec, wanted: str | None) -> str:
     """The target to run on: the one asked for, else the first of the spec's that this machine can run.
 
-    Raises RunFailure naming what the spec offers where none fits.
+    Raises TargetError for one that the spec does not list, RunFailure where none of its targets runs here.
     """
     import torch
 
     if wanted is not None:
         if wanted not in spec.targets:
-            raise RunFailure(f"{spec.name} is not built for {wanted}", f"its targets are {', '.join(spec.targets)}")
+            raise TargetError(f"{spec.name} is not built for {wanted}", f"its targets are {', '.join(spec.targets)}")
         return wanted
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()

@@ -49,7 +49,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Chec
             yield from _values(spec, fused, plain)
             yield from _kernels(spec, fused)
             yield from _causality(fused)
-            yield from _cache(fused)
+            yield from _cache(spec, fused)
 
 
 def _not_here(target: str) -> str | None:
@@ -172,7 +172,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
             worst["rms"] = max(worst["rms"], rms if rms == rms else float("inf"))
             peak = own.max().item() / max(chain.max().item(), 0.5 * floor)
             worst["max"] = max(worst["max"], peak if peak == peak else float("inf"))
-    ok = worst["rms"] <= 1.05 and worst["max"] <= 2.0
+    ok = worst["rms"] <= 1.005 and worst["max"] <= 2.0
     detail = f"rows {counts}: RMS error {worst['rms']:.2f}x eager's, maximum {worst['max']:.2f}x"
     yield Check(loaded.target.name, f"kernel {rendered.module}", ok, detail)
 
@@ -204,7 +204,7 @@ def _eager(site: Site, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 
 def _causality(loaded: Loaded) -> Iterator[Check]:
     """Another token at j moves nothing before j, and something from j on."""
-    tokens = min(loaded.spec.model.window, 64)
+    tokens = min(loaded.spec.model.window, 128)
     ids, targets = _batch(loaded, 2, tokens)
     scale = 1e-5 if loaded.target.dtype == "f32" else 1e-2
     leak, moved = 0.0, True
@@ -220,19 +220,25 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
     yield Check(loaded.target.name, "causality", leak <= scale and moved, detail)
 
 
-def _cache(loaded: Loaded) -> Iterator[Check]:
-    """Decoding a token at a time against the cache gives the scores of the whole sequence."""
-    tokens = min(loaded.spec.model.window, 24)
+def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
+    """Two chunks and then a token at a time against the cache give the scores of the whole sequence, as far as the
+    dtype's rounding lets them: three times what it does to the whole sequence's own scores."""
+    tokens = min(spec.model.window, 64)
     ids, targets = _batch(loaded, 2, tokens)
     model: Any = loaded.model
+    exact = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
     with torch.no_grad():
-        whole = model.score(ids, targets)
+        truth = reference.run(programs, "score", {"ids": ids, "targets": targets}, exact)["loss"]
+        noise = (model.score(ids, targets).double() - truth).abs().max().item()
         cache = model.new_cache(2, tokens)
-        first = tokens // 2
-        logits = [model.prefill(ids[:, :first], torch.tensor(0, device=ids.device), cache)]
-        for i in range(first, tokens):
-            logits.append(model.decode(ids[:, i : i + 1], torch.tensor(i, device=ids.device), cache))
-    nats = [-row.log_softmax(-1).gather(1, targets[:, first - 1 + i : first + i]) for i, row in enumerate(logits)]
-    error = (torch.cat(nats, 1) - whole[:, first - 1 :]).abs().max().item()
-    bound = 1e-3 if loaded.target.dtype == "f32" else 0.25
-    yield Check(loaded.target.name, "cached equals uncached", error <= bound, f"largest difference {error:.1e} nats")
+        ends = sorted({max(tokens // 4, 1), max(tokens // 2, 1), *range(max(tokens // 2, 1), tokens + 1)})
+        logits, start = [], 0
+        for end in ends:
+            logits.append(model.prefill(ids[:, start:end], torch.tensor(start, device=ids.device), cache))
+            start = end
+    nats = [-row.log_softmax(-1).gather(1, targets[:, i - 1 : i]) for row, i in zip(logits, ends, strict=True)]
+    read = [end - 1 for end in ends]
+    error = (torch.cat(nats, 1).double() - truth[:, read]).abs().max().item()
+    detail = f"largest error {error:.1e} nats against float64; uncached {noise:.1e}"
+    yield Check(loaded.target.name, "cached equals uncached", error <= 3 * noise + 1e-5, detail)

@@ -21,7 +21,7 @@ MLP: dict[str, Any] = {"kind": "mlp", "hidden": 12, "act": "relu(x) ** 2"}
 FUSE_MLP: dict[str, Any] = {"blocks.*.mlp": ["up", "act", "down"]}
 TRAIN: dict[str, Any] = {
     "micro_batch": 2,
-    "tokens_per_step": 24,
+    "data": {"tokenizer": "eleven.model"},
     "steps": 2,
     "optimizers": [{"kind": "adamw", "match": "*", "lr": 0.01}],
 }
@@ -39,13 +39,14 @@ def spec_data(
     """A spec of 11 tokens, 8 features, 12 positions, as the data of its YAML file; `model` are more of its keys."""
     stack = {"count": count, "layers": list(layers), **(blocks or {})}
     start = {"kind": "decoder", "vocab": 11, "dim": 8, "context": 12, "embed": [{"kind": "token"}], "blocks": stack}
+    shape = {**start, **model}
     return {
         "spec_version": 1,
         "name": name,
         "targets": list(targets),
-        "model": {**start, **model},
+        "model": shape,
         "fuse": list(fuse),
-        "train": TRAIN,
+        "train": {**TRAIN, "tokens_per_step": 2 * shape["context"]},
     }
 
 

@@ -86,6 +86,9 @@ class Decoder(Architecture):
             yield Problem(("norm", "scale"), "S216", "the last norm is in no layer, but its scale reads `layer`", hint)
         else:
             yield from formula_problems(last, ("norm", "scale"), count)
+        if self.blocks.skips is not None and not self.blocks.skips.sources(count):
+            message = f"skips connect nothing in {count} block{'s' if count > 1 else ''}"
+            yield Problem(("blocks", "skips"), "S220", message, "take them out, or use more blocks")
         titles: dict[str, int] = {}
         for i, layer in enumerate(self.blocks.layers):
             here: Path = ("blocks", "layers", i)
@@ -111,6 +114,7 @@ class _Lowering:
         self.shape = Shape(model.dim, count, model.context, model.vocab, dtype, model.init, out)
         self.sources = model.blocks.skips.sources(count) if model.blocks.skips else {}
         self.functions: dict[str, Graph] = {}
+        self.bad_inits: dict[Init, Problem] = {}
         self.params: dict[str, Parameter] = {}
         embed_titles = [(f"embed.{step.title}", i) for i, step in enumerate(model.embed)]
         self.places: dict[str, Path] = {title: ("model", "embed", i) for title, i in embed_titles}
@@ -126,6 +130,8 @@ class _Lowering:
             self.cached("prefill", "T"),
             self.cached("decode", 1),
         )
+        if self.bad_inits:
+            raise LoweringError(tuple(self.bad_inits.values()))
         places = tuple(self.places.items())
         params, functions = tuple(self.params.values()), tuple(self.functions.values())
         return Programs(self.name, params, functions, programs, places, whole=("train", "score"))
@@ -278,3 +284,15 @@ class _Lowering:
         assert isinstance(init, Init)
         shape = tuple(dim for dim in type.shape if isinstance(dim, int))
         self.params.setdefault(path, Parameter(path, shape, type.dtype, init))
+        if (reason := init.refusal(shape, self.shape.layers)) and init not in self.bad_inits:
+            self.bad_inits[init] = Problem(
+                self.place_of(init), "S221", f"{path}: {reason}", "change the number or formula"
+            )
+
+    def place_of(self, init: Init) -> Path:
+        """Where the spec says how a parameter starts."""
+        model = self.model
+        found: list[tuple[Init | None, Path]] = [(model.init, ("init",)), (model.output_init, ("output_init",))]
+        found += [(getattr(step, "init", None), ("embed", i, "init")) for i, step in enumerate(model.embed)]
+        found.append((model.head.init, ("head", "init")))
+        return ("model", *next((path for other, path in found if other is init), ()))

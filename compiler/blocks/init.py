@@ -1,6 +1,7 @@
 """How a parameter starts."""
 
 from collections.abc import Iterator
+from math import isfinite, prod
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
@@ -52,26 +53,42 @@ class Init(StrictModel):
                 (), "S205", f"init needs exactly one of normal, uniform, orthogonal, constant; found {found}", hint
             )
 
+    def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
+        """The way to start and its number for one parameter; vectors count as matrices of one row.
+
+        Raises ExprError where the formula has no value.
+        """
+        rows, columns = shape if len(shape) == 2 else (1, prod(shape))
+        names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}
+        way = next(name for name in type(self).model_fields if getattr(self, name) is not None)
+        return way, value_of(getattr(self, way), **names)
+
+    def refusal(self, shape: tuple[int, ...], layers: int) -> str | None:
+        """Why a parameter of this shape cannot start so; None where it can."""
+        try:
+            way, value = self.numbers(shape, layers)
+        except ExprError as error:
+            return error.message
+        if not isfinite(value):
+            return f"it starts {way} with {value}"
+        if way in ("normal", "uniform") and value < 0:
+            return f"it starts {way} with {value:g}, which is below 0"
+        return None
+
     def fill(self, tensor: "Tensor", layers: int, generator: "Generator") -> None:
-        """Fills f32 `tensor` in place; vectors count as matrices of one row."""
+        """Fills f32 `tensor` in place."""
         from torch import nn
 
-        rows, columns = tensor.shape if tensor.dim() == 2 else (1, tensor.numel())
-        names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}
-        if self.normal is not None:
-            nn.init.normal_(tensor, 0.0, value_of(self.normal, **names), generator=generator)
-        elif self.uniform is not None:
-            bound = value_of(self.uniform, **names)
-            nn.init.uniform_(tensor, -bound, bound, generator=generator)
-        elif self.orthogonal is not None:
-            nn.init.orthogonal_(tensor, value_of(self.orthogonal, **names), generator=generator)
+        way, value = self.numbers(tuple(tensor.shape), layers)
+        if way == "normal":
+            nn.init.normal_(tensor, 0.0, value, generator=generator)
+        elif way == "uniform":
+            nn.init.uniform_(tensor, -value, value, generator=generator)
+        elif way == "orthogonal":
+            nn.init.orthogonal_(tensor, value, generator=generator)
         else:
-            assert self.constant is not None
-            nn.init.constant_(tensor, self.constant)
+            nn.init.constant_(tensor, value)
 
 
 def constant(value: float) -> Init:
     return Init(constant=value)
-
-
-__all__ = ["ExprError", "Init", "constant", "formula", "value_of"]

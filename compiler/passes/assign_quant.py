@@ -1,12 +1,12 @@
 """Which scheme stores each parameter: the one rule that names it, else the default."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from specc.compiler.pattern import matches
 from specc.compiler.programs import LoweringError, Parameter, Programs
 from specc.compiler.quant.none import Unquantized
-from specc.compiler.quant.scheme import Scheme
+from specc.compiler.quant.scheme import Scheme, SchemeError
 from specc.compiler.spec import QuantSpec
 from specc.compiler.strict import Path, Problem
 
@@ -38,25 +38,58 @@ def allocation(quant: QuantSpec | None, params: tuple[Parameter, ...]) -> Alloca
                 problems.append(Problem(("quant", "rules", i, "match"), "S306", message, hint, related))
                 break
     chosen: dict[str, Scheme] = {}
-    refused: dict[Path, tuple[str, str]] = {}
+    refused: dict[Path, list[tuple[str, str]]] = {}
     for param in params:
         index = ruled.get(param.name)
         scheme: Scheme = quant.default if index is None else quant.rules[index]
         if reason := scheme.rejects(param.shape):
             path: Path = ("quant", "default") if index is None else ("quant", "rules", index)
-            refused.setdefault(path, (param.name, reason))
+            refused.setdefault(path, []).append((param.name, reason))
         chosen[param.name] = scheme
-    for path, (name, reason) in refused.items():
-        hint = f'add a rule that keeps it, e.g. {{match: "*.{name.rpartition(".")[2]}", scheme: none, dtype: f16}}'
-        problems.append(Problem(path, "S307", f"{name}: {reason}", hint))
-    if quant.promote is not None and not any(matches(quant.promote.match, param.name) for param in params):
-        message = f"promote {quant.promote.match} matches no parameter"
-        problems.append(
-            Problem(("quant", "promote"), "S305", message, f"parameters are named like {_examples(params)}")
-        )
+    for path, found in refused.items():
+        words = ",".join(dict.fromkeys(name.rpartition(".")[2] for name, _ in found))
+        pattern = f"*.{{{words}}}" if "," in words else f"*.{words}"
+        hint = f'add a rule that keeps what it cannot take, e.g. {{match: "{pattern}", scheme: none, dtype: f16}}'
+        more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
+        problems.append(Problem(path, "S307", f"{found[0][0]}: {found[0][1]}{more}", hint))
+    problems += _promotion_problems(quant, params, chosen)
     if problems:
         raise LoweringError(tuple(problems))
     return chosen
+
+
+def _promotion_problems(quant: QuantSpec, params: tuple[Parameter, ...], chosen: Allocation) -> Iterator[Problem]:
+    """A promotion that matches nothing, or no parameter that could have more bits, or fewer than it counts."""
+    if quant.promote is None:
+        return
+    covered = [param.name for param in params if matches(quant.promote.match, param.name)]
+    if not covered:
+        message, hint = (
+            f"promote {quant.promote.match} matches no parameter",
+            f"parameters are named like {_examples(params)}",
+        )
+        yield Problem(("quant", "promote"), "S305", message, hint)
+        return
+    able = [name for name in covered if _has_more_bits(chosen[name], quant.promote.bits)]
+    if not able:
+        message = f"promote to {quant.promote.bits} bits gives no parameter more than it has"
+        yield Problem(("quant", "promote", "bits"), "S311", message, "promote to more bits than the default has")
+    elif quant.promote.count is not None and quant.promote.count > len(able):
+        message = (
+            f"promote counts {quant.promote.count} tensors, but only {len(able)} can have {quant.promote.bits} bits"
+        )
+        yield Problem(("quant", "promote", "count"), "S311", message, f"use at most {len(able)}")
+
+
+def _has_more_bits(scheme: Scheme, bits: int) -> bool:
+    """Whether a scheme can be had with `bits`, and has fewer."""
+    if scheme.bits_per_value() >= bits:
+        return False
+    try:
+        scheme.with_bits(bits)
+    except SchemeError:
+        return False
+    return True
 
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:

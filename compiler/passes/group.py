@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specc.compiler.expr import derive, name_of, plan_backward, reread, simplify, variables
+from specc.compiler.expr import derive, name_of, number, plan_backward, reread, simplify, variables
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
@@ -94,6 +94,8 @@ def _with_saves(op: Pointwise, accumulators: tuple[str, ...]) -> Pointwise:
     """`op` with the further outputs that its backward reads: what the plan saves, and products that are needed
     whole."""
     expression = reread(op.outputs[0])
+    if flat := [v for v in accumulators if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
+        raise Unfusable("the activation", f"has gradient 0 in {flat[0]} everywhere, so {flat[0]} would never learn")
     plan = plan_backward(expression, accumulators)
     operands = [v for v in op.variables if v not in accumulators]
     read = {v for operand in operands for v in variables(derive(expression, operand))} | set(plan.needs)

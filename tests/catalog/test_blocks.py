@@ -73,7 +73,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "softcap": {"head": {"softcap": 2}},
     "softcap_fused": {"head": {"softcap": 2.5}, "fuse": (FUSE_MLP, HEAD)},
     "softcap_untied_fused": {"head": {"softcap": 3, "tied": False}, "fuse": (HEAD,)},
-    "unet_1": {"blocks": {"skips": {"kind": "unet"}}, "count": 1},
     "unet_2": {"blocks": {"skips": {"kind": "unet"}}, "count": 2},
     "unet_3": {"blocks": {"skips": {"kind": "unet"}}, "count": 3},
     "unet_5": {

@@ -159,7 +159,7 @@ def test_comments_layout_and_written_defaults_change_nothing() -> None:
 
 
 def test_a_rule_of_storage_changes_the_plan_and_no_code() -> None:
-    _, states = changed(GOLF.replace("default: {scheme: gptq, bits: 5}", "default: {scheme: gptq, bits: 6}"))
+    _, states = changed(GOLF.replace("default: {scheme: gptq, bits: 5}", "default: {scheme: gptq, bits: 4}"))
     assert states == {"manifest.json": "changed", "PLAN.md": "changed"}
 
 

@@ -26,7 +26,7 @@ name: tiny
 targets: [cpu]
 model:
   kind: decoder
-  vocab: 256
+  vocab: 257
   dim: 64
   context: 32
   embed: [{kind: token}]
@@ -70,7 +70,7 @@ def test_ten_errors_in_one_run() -> None:
     text = edited(
         ("name: tiny", "name: Tiny"),
         ("[cpu]", "[cpu, sm91]"),
-        ("vocab: 256", "vocab: 1"),
+        ("vocab: 257", "vocab: 1"),
         ("dim: 64", "dim: '64'"),
         ("kind: token", "kind: tokn"),
         ("count: 2", "count: two"),
@@ -110,7 +110,7 @@ def test_a_key_from_another_level_is_sent_home() -> None:
 
 
 def test_a_misspelled_key_is_not_missing_as_well() -> None:
-    (one,) = errors_of(edited(("vocab: 256", "vocabb: 256")))
+    (one,) = errors_of(edited(("vocab: 257", "vocabb: 257")))
     assert (one.code, one.hint) == ("S101", "did you mean `vocab`?")
 
 

@@ -216,7 +216,7 @@ def test_build_check_diff_and_hand_edits(here: Path, specc: Shell) -> None:
     assert specc.out.splitlines() == [
         "generated/tiny/PLAN.md: line endings",
         "generated/tiny/cpu/model.py: changed",
-        "generated/tiny/cpu/more.py: extra",
+        "generated/tiny/cpu/more.py: extra (no build made it; delete it)",
         "generated/tiny/manifest.json: missing",
         "generated/gone: extra",
     ]

@@ -60,6 +60,7 @@ class FusedMlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         act, down, slope, x, up = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
         down_dgrad = dgrad_mul(d, down, slope)
         return down_dgrad @ up, down_dgrad.T @ x, d.T @ act
 

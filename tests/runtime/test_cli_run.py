@@ -1,0 +1,102 @@
+"""The commands that run a model, as a user calls them: the quickstart in small, and what damage and mistakes end in."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from run_samples import SMALL, SPEC, one_thread, write_text
+
+from specc.compiler.cli import run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run directory that was trained and quantized by the commands, and its data."""
+    folder = tmp_path_factory.mktemp("cli_run")
+    data = write_text(folder / "data")
+    overrides = [word for text in SMALL for word in ("--set", text)]
+    assert run(["train", str(SPEC), "--run", str(folder / "run"), "--data", str(data), *overrides]) == 0
+    assert run(["quantize", str(folder / "run")]) == 0
+    return folder / "run", data
+
+
+def test_from_a_run_to_a_file_that_speaks(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, data = trained
+    out = tmp_path / "tiny.specc"
+    assert run(["export", str(directory), "--out", str(out)]) == 0
+    assert run(["export", str(directory), "--out", str(out)]) == 2  # it exists
+    total = out.stat().st_size
+    assert run(["size", str(out), "--budget", str(total)]) == 0
+    assert run(["size", str(out), "--budget", str(total - 1)]) == 1
+    capsys.readouterr()
+    assert run(["eval", str(out), "--data", str(data), "--json"]) == 0
+    shipped = json.loads(capsys.readouterr().out)
+    assert run(["eval", str(directory), "--quantized", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == shipped
+    assert shipped["bpb"] == shipped["bpb_pieces"] and shipped["lossless"]
+    assert shipped["piece_bytes"] == shipped["document_bytes"]
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert run(["generate", str(out), "--prompt", "the ", "--max-tokens", "30", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("the ")
+
+
+def test_a_flipped_bit_ends_with_exit_code_5(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = (trained[0] / "quantized" / "model.specc").read_bytes()
+    chooser = random.Random(5)
+    for i in range(20):
+        position = chooser.randrange(8 * len(content)) if i else 0  # the magic too
+        damaged = bytearray(content)
+        damaged[position // 8] ^= 1 << position % 8
+        path = tmp_path / f"{i}.specc"
+        path.write_bytes(damaged)
+        for command in (
+            ["generate", str(path), "--max-tokens", "1"],
+            ["size", str(path)],
+            ["eval", str(path), "--data", "x"],
+        ):
+            assert run(command) == 5, (command, position)
+            shown = capsys.readouterr()
+            assert "error:" in shown.err and "Traceback" not in shown.err and not shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["generate", "nowhere.specc"], 2),
+        (["eval", "nowhere"], 2),
+        (["quantize", "nowhere"], 2),
+        (["train", str(SPEC), "--data", "/nowhere", "--run", "r"], 2),
+        (["train", str(SPEC), "--target", "sm80", "--run", "r"], 2),
+        (["generate", "{run}", "--temperature", "-1"], 2),
+        (["generate", "{run}", "--top-p", "0"], 2),
+        (["export", "{run}", "--format", "onnx"], 2),
+        (["train", str(SPEC), "--set", "train.steps=x", "--run", "r"], 2),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    trained: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [word.replace("{run}", str(trained[0])) for word in arguments]
+    assert run(given) == code
+    shown = capsys.readouterr().err
+    assert shown and "Traceback" not in shown
