@@ -34,6 +34,7 @@ from specc.runtime.export.sections import (
     raw_sizes,
     read_header,
     read_section,
+    read_verified_bytes,
 )
 
 Array = npt.NDArray[Any]
@@ -156,9 +157,12 @@ def peek_spec(path: Path) -> bytes:
 
 
 def artifact_size(path: Path) -> ArtifactSize:
-    """Where the bytes of the file at `path` go, from its verified header. Raises IntegrityError."""
+    """Where the bytes of the file at `path` go; all of them are verified. Raises IntegrityError."""
     with _opened(path) as (file, size):
-        return _size(read_header(file, size))
+        header = read_header(file, size)
+        for i, section in enumerate(header.sections):
+            read_verified_bytes(file, section, f"section {i}")
+        return _size(header)
 
 
 @contextlib.contextmanager

@@ -153,14 +153,20 @@ def raw_sizes(layout: Sequence[tuple[str, Stored]]) -> list[tuple[Kind, int]]:
     ]
 
 
+def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
+    """The compressed bytes of the section that `file` stands at. Raises IntegrityError."""
+    compressed = file.read(section.compressed)
+    if len(compressed) != section.compressed or hashlib.sha256(compressed).digest() != section.digest:
+        raise IntegrityError(f"{label} is damaged")
+    return compressed
+
+
 def read_section(file: BinaryIO, section: Section, label: str) -> bytes:
     """The raw bytes of the section that `file` stands at; hashed before anything is decompressed.
 
     Raises IntegrityError.
     """
-    compressed = file.read(section.compressed)
-    if len(compressed) != section.compressed or hashlib.sha256(compressed).digest() != section.digest:
-        raise IntegrityError(f"{label} is damaged")
+    compressed = read_verified_bytes(file, section, label)
     raw = b"".join(_decompressed(compressed, section.raw, label))
     if len(raw) != section.raw:
         raise IntegrityError(f"{label} holds {len(raw):,} bytes and declares {section.raw:,}")

@@ -75,7 +75,9 @@ def test_when_the_cache_is_full_the_last_half_begins_a_new_one(variant: str) -> 
 
 @pytest.mark.parametrize("context", [1, 2, 3])
 def test_the_shortest_contexts_slide_too(context: int) -> None:
-    model = cast(Generated, model_of(small_spec(f"model.context={context}")).model)
+    model = cast(
+        Generated, model_of(small_spec(f"model.context={context}", f"train.tokens_per_step={4 * context}")).model
+    )
     decoder = Decoder(model, context, CPU)
     with torch.no_grad():
         rows = [decoder.prefill([5]), *(decoder.append(token) for token in (6, 7, 8, 9, 10))]

@@ -1,5 +1,6 @@
 """Opening runs and artifacts: the right weights, one function on all paths, and nothing from a bad file."""
 
+import base64
 import hashlib
 import random
 import shutil
@@ -16,6 +17,7 @@ from specc.runtime import opened
 from specc.runtime.data import DataError
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import peek_spec, read_artifact, write_artifact
+from specc.runtime.load import TargetError
 from specc.runtime.opened import Deployment, deployment_of, open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.run import Run, RunDirectoryError
@@ -121,7 +123,7 @@ def test_what_is_not_there_is_a_usage_error(run: Run, tmp_path: Path) -> None:
         with pytest.raises(RunDirectoryError) as caught:
             open_model(path)
         assert caught.value.exit_code == 2
-    with pytest.raises(RunFailure, match="is not built for sm80"):
+    with pytest.raises(TargetError, match="is not built for sm80"):
         open_model(run.directory, target="sm80")
     bare = make_run(tmp_path / "bare", small_spec(), "stdlib")
     with pytest.raises(RunFailure, match="is not quantized") as missing:
@@ -137,9 +139,11 @@ def test_a_gpu_target_without_a_gpu_is_an_environment_error(tmp_path: Path, monk
 
 
 def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", small_spec("model.vocab=200"), "stdlib")
-    model = open_model(run.directory)
-    with pytest.raises(DataError, match="bytes has 257 ids, the model only 200"):
+    letters = "".join(f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
+    (tmp_path / "letters.tiktoken").write_text(letters, encoding="ascii")
+    small = small_spec("train.data={tokenizer: letters.tiktoken}", "model.vocab=200")
+    model = open_model(make_run(tmp_path / "run", small, "stdlib").directory, search=[tmp_path])
+    with pytest.raises(DataError, match="has 257 ids, the model only 200"):
         _ = model.tokenizer
     elsewhere = small_spec("train.data={tokenizer: some.model}")
     other = make_run(tmp_path / "other", elsewhere, str(write_text(tmp_path / "data")))

@@ -9,6 +9,7 @@ import torch
 from toy import stream
 
 from specc.compiler import check
+from specc.compiler.errors import SpecError
 from specc.compiler.spec import Spec
 from specc.runtime import checkpoint
 from specc.runtime.data import DataError
@@ -18,7 +19,6 @@ from specc.runtime.log import read_log
 from specc.runtime.loop import TrainResult
 from specc.runtime.run import Run, RunDirectoryError, locked
 from specc.runtime.train import TrainOptions, train
-from specc.runtime.trainer import BatchError
 
 GPT_MINI = Path(__file__).parents[2] / "specs" / "gpt_mini.yaml"
 SMALLER = (
@@ -128,10 +128,10 @@ def test_strays_are_swept_and_threads_are_watched(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_before_training(tmp_path: Path) -> None:
-    with pytest.raises(BatchError, match="tokens_per_step 250 is no multiple of micro_batch 4 x 32"):
-        go(tmp_path, "run", spec=small("train.tokens_per_step=250"))
-    with pytest.raises(DataError, match="bytes has 257 ids, the model only 256"):
-        go(tmp_path, "run", spec=small("model.vocab=256"))
+    with pytest.raises(SpecError, match="a step of 250 tokens is no whole number of micro-batches of 4 x 32"):
+        small("train.tokens_per_step=250")
+    with pytest.raises(SpecError, match="`bytes` has 257 ids, the model only 256"):
+        small("model.vocab=256")
     with pytest.raises(DataError, match="no such file"):
         go(tmp_path, "run", data=str(tmp_path / "nowhere"))
     assert go(tmp_path, "run", stop_after_steps=1).step == 1  # the same place, once all fits
