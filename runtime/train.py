@@ -12,7 +12,7 @@ from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime import checkpoint
 from specc.runtime.committed import sweep
-from specc.runtime.data import DataError, Loader, open_stream, open_tokenizer
+from specc.runtime.data import DataError, Loader, Tokenizer, open_stream, open_tokenizer
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.load import device_of, initialize, instantiate
 from specc.runtime.log import RunLog, Say, open_progress
@@ -61,6 +61,7 @@ def train(options: TrainOptions, say: Say) -> TrainResult:
     (75) and Interrupted (130) after a checkpoint; DataError for the data.
     """
     spec = options.spec
+    device, tokenizer = _fitting(options)
     directory = options.run or (newest_run(spec.name) if options.resume else None) or default_run(spec.name)
     if not options.resume:
         require_free(directory)  # before the lock: it must leave no file where there is something else
@@ -72,7 +73,7 @@ def train(options: TrainOptions, say: Say) -> TrainResult:
         else:
             require_free(directory)
         say(f"run: {directory}")
-        trainer, validation = _prepare(run, options, stack)
+        trainer, validation = _prepare(run, options, device, tokenizer, stack)
         if started:
             sweep(run.checkpoints)
             _resume(run, trainer, say)
@@ -85,21 +86,28 @@ def train(options: TrainOptions, say: Say) -> TrainResult:
         return Loop(run, trainer, validation, log, progress, say, limits).run()
 
 
-def _prepare(run: Run, options: TrainOptions, stack: ExitStack) -> tuple[Trainer, Validation]:
-    spec = run.spec
-    device = torch.device(options.device or device_of(TARGETS[run.target]))
+def _fitting(options: TrainOptions) -> tuple[torch.device, Tokenizer]:
+    """The device and the tokenizer, found to be there and to fit before anything is written."""
+    device = torch.device(options.device or device_of(TARGETS[options.target]))
     if device.type == "cuda" and not torch.cuda.is_available():
-        message = f"target {run.target} needs an NVIDIA GPU, and torch finds none"
+        message = f"target {options.target} needs an NVIDIA GPU, and torch finds none"
         raise EnvironmentFailure(message, "train another target of the spec")
+    tokenizer = open_tokenizer(options.spec.train.data.tokenizer, options.search)
+    if tokenizer.vocab > options.spec.model.vocabulary:
+        raise DataError(
+            f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {options.spec.model.vocabulary:,}",
+            f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
+        )
+    return device, tokenizer
+
+
+def _prepare(
+    run: Run, options: TrainOptions, device: torch.device, tokenizer: Tokenizer, stack: ExitStack
+) -> tuple[Trainer, Validation]:
+    spec = run.spec
     torch.manual_seed(spec.train.seed)
     loaded = instantiate(spec, run.target, run.generated)
     initialize(loaded, spec.train.seed)
-    tokenizer = open_tokenizer(spec.train.data.tokenizer, options.search)
-    if tokenizer.vocab > spec.model.vocabulary:
-        raise DataError(
-            f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {spec.model.vocabulary:,}",
-            f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
-        )
     train_stream, val_stream = (open_stream(run.data, split, tokenizer, options.cache) for split in ("train", "val"))
     stack.callback(train_stream.close)
     stack.callback(val_stream.close)
