@@ -146,7 +146,11 @@ def refusal(site: Site) -> str | None:
     for dim, extent in (("K", k), ("N", n)):
         size = extent * BYTES[x.dtype]
         if size % VECTOR:
-            return f"wants rows of a multiple of {VECTOR} bytes; {dim} = {extent} {x.dtype} is {size} bytes"
+            step = VECTOR // BYTES[x.dtype]
+            down = extent // step * step
+            near = f"{down} or {down + step}" if down else f"{step}"
+            found = f"{dim} = {extent} {x.dtype} is {size} bytes, {near} would do"
+            return f"wants rows of a multiple of {VECTOR} bytes; {found}"
     return _operands_refusal(site, n) or _results_refusal(site)
 
 

@@ -70,8 +70,14 @@ BOTH_REFUSE = {
         with_inputs(PLAIN, v1=TensorType((1792, 512), "f16")),
         "multiplies one dtype; the input is bf16 and the weight f16",
     ),
-    "k": (make_site("gelu", 1792, 500), "wants rows of a multiple of 16 bytes; K = 500 bf16 is 1000 bytes"),
-    "n": (make_site("mul", 1001, 512), "wants rows of a multiple of 16 bytes; N = 1001 bf16 is 2002 bytes"),
+    "k": (
+        make_site("gelu", 1792, 500),
+        "wants rows of a multiple of 16 bytes; K = 500 bf16 is 1000 bytes, 496 or 504 would do",
+    ),
+    "n": (
+        make_site("mul", 1001, 512),
+        "wants rows of a multiple of 16 bytes; N = 1001 bf16 is 2002 bytes, 1000 or 1008 would do",
+    ),
     "operand shape": (
         with_inputs(MUL, v2=TensorType(("T", 1), BF16)),
         "reads operands of [T,1792] or [1792]; slope is bf16[T,1]",
