@@ -389,3 +389,20 @@ def test_interrupting_a_process_ends_with_130(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, env={**os.environ})
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
+
+
+def test_without_torch_what_runs_a_model_is_an_environment_error() -> None:
+    """The core install validates, plans, builds and diffs; the rest says what to install."""
+    text = (
+        "import sys\nsys.modules['torch'] = None\nfrom specc.compiler.cli import run\n"
+        "print([run(words.split()) for words in sys.argv[1:]])"
+    )
+    commands = (
+        "plan specs/gpt_mini.yaml",
+        "verify specs/gpt_mini.yaml",
+        "generate x.specc",
+        "train specs/gpt_mini.yaml",
+    )
+    done = subprocess.run([sys.executable, "-c", text, *commands], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[0, 3, 3, 3]", done.stderr
+    assert done.stderr.count("pip install 'specc[train]'") == 3 and "Traceback" not in done.stderr
