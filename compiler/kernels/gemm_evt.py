@@ -100,8 +100,8 @@ class GemmEvt(Kernel):
         return None
 
     def rank(self, site: Site) -> int:
-        # Measured on an H200 (golf MLP): ahead of Triton for an input gradient with a tile to read, behind it
-        # for a forward. A [K, N] weight marks the gradient.
+        # Until tiles are measured: first for an input gradient, whose epilogue reads a tile, and last for a
+        # forward, which Triton can write several outputs of. A [K, N] weight marks the gradient.
         assert isinstance(site.node.op, Product)
         return 0 if site.node.op.layout == "kn" else 2
 
