@@ -98,7 +98,8 @@ def model_files(plan: Plan) -> Mapping[str, str]:
             files.setdefault(name, render(template, context, plan.source, plan_key(template, context)))
     context = model_context(plan)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
-    context = replace(context, supports=supports)
+    namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""
+    context = replace(context, supports=supports, namespace=namespace)
     files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
     return files
 

@@ -83,12 +83,13 @@ class ClassContext:
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """The whole of model.py."""
+    """The whole of model.py. `namespace` is that of the ops which `supports` define, empty where they define none."""
 
     TEMPLATE: ClassVar[str] = "torch/model.py.jinja"
     doc: tuple[str, ...]
     imports: tuple[tuple[str, str], ...]
     supports: tuple[str, ...]
+    namespace: str
     groups: tuple[GroupContext, ...]
     blocks: tuple[ClassContext, ...]
     tables: tuple[str, ...]
@@ -110,7 +111,8 @@ def class_name(name: str) -> str:
 
 
 def model_context(plan: Plan) -> ModelContext:
-    """The context of model.py for `plan`; `supports` still holds template names, which render.py fills in."""
+    """The context of model.py for `plan`; `supports` still holds template names, which build.py replaces by their text
+    (and names `namespace` where one of them defines an op)."""
     programs = plan.programs
     groups = tuple(_group(plan, group) for group in programs.groups)
     names = {group.call.name for group in groups}
@@ -129,7 +131,7 @@ def model_context(plan: Plan) -> ModelContext:
     functional = any("F." in line for line in code)
     doc = (f"{plan.name} for {plan.target.name}: {plan.title}.", *_legend(plan))
     return ModelContext(
-        doc, tuple(sorted(imports, key=_by_number)), supports, groups, blocks, tuple(tables), model, functional
+        doc, tuple(sorted(imports, key=_by_number)), supports, "", groups, blocks, tuple(tables), model, functional
     )
 
 

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from .dgrad_mul__n448_k128 import dgrad_mul
 from .linear_leaky_relu2__n448_k128 import linear_leaky_relu2
 
+NAMESPACE = (__package__ or 'specc_gpt_mini').replace(".", "_")  # each build is a package of its own
+
 
 def weights(**shapes: tuple[int, ...]) -> nn.Module:
     """A module that only holds parameters, so that their names are those of the spec."""
@@ -41,11 +43,24 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
 
 
-def rope_angles(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin f32[T, dims/2] of the rotary angles at positions i64[T]."""
+@torch.library.custom_op(f"{NAMESPACE}::rope_table", mutates_args=())
+def rope_table(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin f32[T, dims/2] of the rotary angles at positions i64[T]. An op of its own: Inductor would
+    compute power, sine and cosine anew for every element of every kernel that reads them."""
     frequency = base ** (-torch.arange(0, dims, 2, device=positions.device) / dims)
     angle = torch.outer(positions, frequency)
     return angle.cos(), angle.sin()
+
+
+@rope_table.register_fake
+def _(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
+    table = positions.new_empty(positions.shape[0], dims // 2, dtype=torch.float32)
+    return table, torch.empty_like(table)
+
+
+def rope_angles(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
+    """The table of angles, which every block of the model reads."""
+    return rope_table(positions, dims, base)
 
 
 class FusedMlp(torch.autograd.Function):
