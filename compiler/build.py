@@ -11,6 +11,8 @@ from specc.compiler import pipeline
 from specc.compiler.artifact import MANIFEST, digest, drift, write
 from specc.compiler.check import load, to_diagnostics
 from specc.compiler.errors import SpecError
+from specc.compiler.kernels.kernel import Rendered
+from specc.compiler.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan import Plan
 from specc.compiler.plan_page import plan_page
 from specc.compiler.programs import LoweringError, Programs
@@ -34,25 +36,25 @@ def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[st
     """The whole of a spec file, or of some of its targets, in memory. Raises SpecError with everything that is
     wrong."""
     spec, source = load(path, tuple(overrides))
-    return compile_loaded(spec, source, tuple(targets))
+    return compile_loaded(spec, source, tuple(targets), read_lock(lock_path(path, spec.name)))
 
 
-def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()) -> Built:
-    """As `compile_spec`, for a spec that was read before. Raises SpecError, or LoweringError where there is no
-    source."""
+def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Built:
+    """As `compile_spec`, for a spec and a lock that were read before. Raises SpecError, or LoweringError where there
+    is no source."""
     name = f"specs/{spec.name}.yaml"
     plans: dict[str, Plan] = {}
     problems: list[Problem] = []
     for target in targets or spec.targets:
         try:
-            plans[target] = pipeline.plan(spec, target, name)
+            plans[target] = pipeline.plan(spec, target, name, lock)
         except LoweringError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         if source is None:
             raise LoweringError(tuple(problems))
         raise SpecError(to_diagnostics(problems, source), source.texts)
-    return Built(spec, plans, _files(spec, plans))
+    return Built(spec, plans, _files(spec, plans, lock))
 
 
 def validate(path: Path, overrides: Iterable[str] = ()) -> Spec:
@@ -90,12 +92,19 @@ def interface_digest(programs: Programs, storage: Mapping[str, str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
+def kernel_files(rendered: Rendered, source: str) -> Mapping[str, str]:
+    """The text of one kernel's files, for the spec that generated files call `source`."""
+    return {
+        name: render(template, context, source, plan_key(template, context))
+        for name, (template, context) in rendered.files.items()
+    }
+
+
 def model_files(plan: Plan) -> Mapping[str, str]:
     """The text of one target's files: model.py and its kernels."""
     files: dict[str, str] = {}
     for choice in plan.choices:
-        for name, (template, context) in choice.rendered.files.items():
-            files.setdefault(name, render(template, context, plan.source, plan_key(template, context)))
+        files |= kernel_files(choice.rendered, plan.source)
     context = model_context(plan)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
     namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""
@@ -104,11 +113,12 @@ def model_files(plan: Plan) -> Mapping[str, str]:
     return files
 
 
-def _files(spec: Spec, plans: Mapping[str, Plan]) -> Mapping[str, str]:
+def _files(spec: Spec, plans: Mapping[str, Plan], lock: Lock) -> Mapping[str, str]:
     files = {f"{target}/{name}": text for target, plan in plans.items() for name, text in model_files(plan).items()}
     files["PLAN.md"] = plan_page(spec, plans)
     manifest = {
         "spec": digest(canonical(spec)),
+        "lock": digest(lock.text()) if lock.targets else None,
         "compiler": version("specc"),
         "files": {name: digest(text) for name, text in sorted(files.items())},
         "nodes": {target: _nodes(plan) for target, plan in sorted(plans.items())},

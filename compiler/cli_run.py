@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,22 @@ def search(spec: Path | None, extra: tuple[Path, ...]) -> tuple[Path, ...]:
     return (*extra, *beside, Path())
 
 
-@cli.command()
+class _Repeatable(click.RichCommand):
+    """Keeps its arguments as they were given, to run them in other processes."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["arguments"] = [ctx.info_name, *args]
+        return super().parse_args(ctx, args)
+
+
+@cli.command(cls=_Repeatable)
 @click.argument("spec", required=False, type=folder)
 @click.option("--run", "directory", type=folder, help="Run directory; runs/NAME-NNN where unset, and printed.")
 @click.option(
     "--data", default="stdlib", show_default=True, help="A text, jsonl or token-shard file or folder, or `stdlib`."
 )
 @target_option
+@click.option("--gpus", type=click.IntRange(min=1), help="Processes here, one a GPU; with --target cpu, on the CPU.")
 @set_option
 @click.option("--resume", type=click.Choice(["auto"]), help="Go on from the newest sound checkpoint.")
 @click.option("--steps", type=click.IntRange(min=0), help="End this run early; the schedule does not change.")
@@ -57,38 +67,61 @@ def train(
     directory: Path | None,
     data: str,
     target: str | None,
+    gpus: int | None,
     overrides: tuple[str, ...],
     resume: Any,
     steps: int | None,
     max_seconds: float | None,
     tokenizers: tuple[Path, ...],
-) -> None:
-    """Train a spec."""
+) -> int:
+    """Train a spec. Across machines, start it with torchrun."""
     from specc.compiler.build import compile_loaded
     from specc.compiler.check import load
+    from specc.compiler.lock import lock_path, read_lock
+    from specc.runtime.launch import is_launched, launch, require_devices, target_of
 
-    path = spec or only_spec()
-    loaded, source = load(path, overrides)
-    compile_loaded(loaded, source)
-    from specc.runtime.load import choose_target
-    from specc.runtime.train import TrainOptions
-    from specc.runtime.train import train as run
+    with joined_world() if is_launched() else nullcontext() as world:
+        path = spec or only_spec()
+        loaded, source = load(path, overrides)
+        lock = read_lock(lock_path(path, loaded.name))
+        compile_loaded(loaded, source, (), lock)
+        if gpus is not None and world is not None and gpus != world.size:
+            raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
+        if gpus is not None and world is None:
+            require_devices(gpus, loaded, target)
+            if gpus > 1:
+                context = click.get_current_context()
+                assert context is not None
+                return launch(gpus, context.meta["arguments"], say)
+        from specc.runtime.train import TrainOptions
+        from specc.runtime.train import train as run
 
-    options = TrainOptions(
-        loaded,
-        choose_target(loaded, target),
-        data,
-        directory,
-        overrides,
-        resume,
-        steps,
-        max_seconds,
-        search(path, tokenizers),
-    )
-    result = run(options, say)
-    ended = "complete" if result.complete else "ended early"
-    click.echo(f"{result.step} steps in {result.seconds:.1f} s, {ended}: {result.final.bpb_pieces:.4f} bits per byte")
-    click.echo(f"next: specc quantize {result.run}")
+        options = TrainOptions(
+            loaded,
+            target_of(loaded, target, gpus),
+            data,
+            directory,
+            overrides,
+            resume,
+            steps,
+            max_seconds,
+            search(path, tokenizers),
+            lock=lock,
+        )
+        result = run(options, say, world)
+        if world is None or world.rank == 0:
+            state = "complete" if result.complete else "ended early"
+            bits = f"{result.final.bpb_pieces:.4f} bits per byte"
+            click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {bits}")
+            click.echo(f"next: specc quantize {result.run}")
+    return 0
+
+
+def joined_world() -> Any:
+    """As `specc.runtime.distributed.joined`, which imports torch."""
+    from specc.runtime.distributed import joined
+
+    return joined()
 
 
 @cli.command()
@@ -292,14 +325,16 @@ def verify(spec: Path, target: str | None, as_json: bool) -> int:
     Exit 1 where a check fails, 3 where a target that was named cannot run here.
     """
     from specc.compiler.build import compile_spec
+    from specc.compiler.lock import lock_path, read_lock
 
     wanted = checked_targets(spec, target)
     built = compile_spec(spec, (), wanted)
+    lock = read_lock(lock_path(spec, built.spec.name))
     from specc.runtime.verify import verify as checks
 
     found = []
     words = {True: "ok", False: "FAILED", None: "not here"}
-    for check in checks(built.spec, wanted or built.spec.targets):
+    for check in checks(built.spec, wanted or built.spec.targets, lock=lock):
         found.append(check)
         if not as_json:
             click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")

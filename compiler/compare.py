@@ -7,8 +7,7 @@ from pathlib import Path
 
 from specc.compiler.artifact import MANIFEST, diff_texts
 from specc.compiler.build import Built, compile_spec
-from specc.compiler.cost import flops_per_token
-from specc.compiler.plan_page import first_programs, quantity
+from specc.compiler.plan_page import first_programs, forward_flops, quantity
 
 
 def compare(before: Path, after: Path) -> tuple[tuple[str, ...], str]:
@@ -61,7 +60,7 @@ def _renamed(source: str, text: str, target: str, other: str) -> str:
 
 def _summary(old: Built, new: Built) -> Iterator[str]:
     counts = [sum(param.count for param in first_programs(built.plans).params) for built in (old, new)]
-    costs = [3 * flops_per_token(first_programs(built.plans), built.spec.model.window) for built in (old, new)]
+    costs = [3 * forward_flops(built.spec, built.plans) for built in (old, new)]
     yield f"{old.spec.name} -> {new.spec.name}"
     yield f"parameters   {counts[0]:,} -> {counts[1]:,} ({counts[1] - counts[0]:+,})"
     yield f"FLOP a token {quantity(costs[0])}FLOP -> {quantity(costs[1])}FLOP"

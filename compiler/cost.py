@@ -20,17 +20,24 @@ class NodeCost:
 
 def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     """The cost of every node of a program once its symbols have `sizes`. A multiply-add counts two operations."""
-    graph = flatten(programs, programs.program(program))
-    return tuple(_costs(graph, sizes))
+    return tuple(graph_costs(flatten(programs, programs.program(program)), sizes))
 
 
-def _costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
+def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
+    """The cost of every node of one graph as it stands; a call or a group inside it counts no operations."""
     types = graph.types
     for node in graph.nodes:
         inputs = [types[ref] for ref in node.inputs]
         flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
         moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
         yield NodeCost(node.name, node.op.name, flops, moved, node.op.matrix)
+
+
+def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
+    """What a graph moves at least, whatever happens inside: each input and each output once."""
+    read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
+    written = {ref for _, ref in graph.outputs} - read
+    return sum(graph.types[ref].bytes(sizes) for ref in read | written)
 
 
 def flops_per_token(programs: Programs, tokens: int) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from specc.compiler.ir import Node
 from specc.compiler.ops.region import Call, Fused
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pattern import matches
@@ -34,6 +35,7 @@ class Explained:
 def explain(plan: Plan, node: str | None) -> Iterator[Explained]:
     """The nodes whose path `node` covers (it may be a pattern, or a path of one block), all products where it is
     None."""
+    told: set[Explained] = set()
     for choice in plan.choices:
         path = choice.site.label.split(" ")[0]
         members = [path, *(path.rpartition(".")[0] + "." + word for word in choice.site.label.split(" + ")[1:])]
@@ -41,21 +43,35 @@ def explain(plan: Plan, node: str | None) -> Iterator[Explained]:
             files = tuple(choice.rendered.files)
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
-            yield Explained(
+            row = Explained(
                 plan.target.name, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected
             )
+            if row not in told:  # two groups may have the same product
+                told.add(row)
+                yield row
     if node is None:
         return
-    programs = plan.programs
     seen: set[str] = set()
-    for graph in programs.graphs:
-        for found in graph.nodes:
-            path = place_pattern(programs, (graph.name,), found.name)
-            if isinstance(found.op, Call | Fused) or path in seen or not _covers(node, path):
-                continue
+    for path, found, reason in _without_choice(plan):
+        if path not in seen and _covers(node, path):
             seen.add(path)
-            reason = (("every other", "the node is in no fused group, and Torch and its compiler take it as it is"),)
-            yield Explained(plan.target.name, path, path, str(found), "torch (torch)", (), "", reason)
+            rejected = (("every other", f"{reason}, and Torch and its compiler take it as it is"),)
+            yield Explained(plan.target.name, path, path, str(found), "torch (torch)", (), "", rejected)
+
+
+def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
+    """Path and node of all that no kernel was looked for, and why none was."""
+    programs = plan.programs
+    for graph in programs.graphs:
+        for node in graph.nodes:
+            if not isinstance(node.op, Call | Fused):
+                yield place_pattern(programs, (graph.name,), node.name), node, "the node is in no fused group"
+    for group in programs.groups:
+        for graph in (group.forward, group.backward):
+            for node in graph.nodes:
+                if plan.choice(graph, node) is None:
+                    reason = f"no kernel is chosen for a {node.op.name}"
+                    yield group_pattern(programs, group, node.name), node, reason
 
 
 def _covers(asked: str, path: str) -> bool:
@@ -77,5 +93,6 @@ def graphs_text(programs: Programs, program: str | None) -> str:
     if program is None:
         for group in programs.groups:
             where = group_pattern(programs, group, group.scope)
-            parts += [f"# fused group {where}\n{group.forward}", str(group.backward)]
+            parts.append(f"# fused group {where}\n{group.forward}")
+            parts += [str(group.backward)] if group.backward.outputs else []
     return "\n\n".join(parts)

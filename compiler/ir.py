@@ -5,10 +5,10 @@ A value is named by text: `mlp.up` is the first output of that node (or an input
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +46,11 @@ class TensorType:
     def width(self) -> Dim:
         """The last dim: features, for most values."""
         return self.shape[-1]
+
+    @property
+    def floating(self) -> bool:
+        """Whether it has a gradient; whole numbers have none."""
+        return self.dtype in ("f64", "f32", "bf16", "f16")
 
     def with_shape(self, *shape: Dim) -> "TensorType":
         return replace(self, shape=shape)
@@ -90,6 +95,10 @@ class Op:
     matrix: ClassVar[bool] = False
     # The features of the output are those of the first input, so an error about them is that input's.
     keeps_features: ClassVar[bool] = False
+    # In a fused group the plan chooses a kernel for it.
+    planned: ClassVar[bool] = False
+    # In a fused group a plan lists it, though the group could be read without it: it changes shapes.
+    listed: ClassVar[bool] = False
 
     @property
     def arity(self) -> int:
@@ -101,9 +110,22 @@ class Op:
         """What code calls the outputs, where there are several."""
         return ()
 
+    @property
+    def words(self) -> str:
+        """What a plan page says that it computes."""
+        return self.name
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        """The words for it, and for its size, in the name of a kernel: `linear` and `n3072_k768`."""
+        return self.name, ""
+
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         """The types of the outputs. Raises TypeRuleError."""
         raise TypeRuleError(f"{self.name} has no type rule")
+
+    def ids_below(self, inputs: Sequence[TensorType]) -> int:
+        """What the whole numbers among its inputs are below: at least 0, they index something."""
+        raise TypeRuleError(f"{self.name} has no whole numbers to index with")
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         """Floating-point operations; a multiply-add counts two. Pointwise work counts one an element."""
@@ -126,8 +148,9 @@ class Op:
         """The same in plain Torch, in whatever precision the inputs have; written apart from `torch`."""
         raise TypeRuleError(f"{self.name} has no reference")
 
-    def derivative(self, inputs: Sequence[str], grad: str, emit: "Emit") -> tuple[str | None, ...] | None:
-        """Emits the nodes that compute the gradient of each input from `grad`; None where the op states no rule."""
+    def derivative(self, tape: "Tape") -> "Gradients | None":
+        """Adds the nodes that compute the gradient of each input, None for one that has none; it is linear in the
+        gradients of the outputs. None alone where the op states no rule."""
         return None
 
     def settings(self) -> str:
@@ -136,14 +159,42 @@ class Op:
         return "{" + ", ".join(shown) + "}" if shown else ""
 
 
-Emit = Callable[[str, Op, Sequence[str]], str]
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """The gradient `value` times the number `by`, f32[]. As every rule is linear, the number need not be multiplied
+    into `value`: it waits until a gradient leaves the group."""
+
+    value: str
+    by: str
+
+
+Gradients = tuple[str | Scaled | None, ...]
+
+
+class Tape(Protocol):
+    """What a derivative rule may read, and where it adds its nodes. A value of the forward is kept for the backward
+    only if a rule asks for it."""
+
+    def type(self, index: int) -> TensorType:
+        """The type of an input of the op."""
+
+    def input(self, index: int) -> str:
+        """An input of the op."""
+
+    def output(self, index: int) -> str:
+        """An output of the op."""
+
+    def grad(self, index: int = 0) -> str:
+        """The gradient of an output."""
+
+    def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
+        """Adds a node named after the op's own, and returns its first output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """One operation. `epilogue` is a pointwise tail that joined it, over its accumulators and the inputs after
-    `op.arity`;
-    `members` are the spec paths of the nodes that the tail came from."""
+    `op.arity`; `members` are the spec paths of the nodes that it replaced, where these were several."""
 
     name: str
     op: Op

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.passes.assign_quant import assign_quant
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.optimizers import owners
@@ -50,8 +51,9 @@ def run(spec: Spec, target: str, until: str | None = None) -> Programs:
     return programs
 
 
-def plan(spec: Spec, target: str, source: str) -> Plan:
-    """The plan of a spec on one target. Raises LoweringError with everything that is wrong."""
+def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
+    """The plan of a spec on one target, with the kernels that `lock` has measured. Raises LoweringError with
+    everything that is wrong, SpeccError for a lock that this compiler cannot follow."""
     problems: list[Problem] = []
     programs = lower(spec, target)
     try:
@@ -60,7 +62,7 @@ def plan(spec: Spec, target: str, source: str) -> Plan:
         problems += error.problems
     try:
         programs = run(spec, target)
-        made = select_kernels(programs, TARGETS[target], spec.model.title, source)
+        made = select_kernels(programs, TARGETS[target], spec.model.title, source, lock)
     except LoweringError as error:
         problems += error.problems
     if problems:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from specc.compiler.ir import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.lock import Entry
 from specc.compiler.ops.region import Call
 from specc.compiler.programs import Programs
 from specc.compiler.targets import Target
@@ -12,7 +13,7 @@ from specc.compiler.targets import Target
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The kernel of one node of a group. `rejected` are the others, each with its reason, and `considered`
-    those of them that the target could run; `graph` is where the node is."""
+    those of them that the target could run; `graph` is where the node is, `measured` what the lock has of it."""
 
     graph: str
     site: Site
@@ -20,6 +21,7 @@ class Choice:
     rendered: Rendered
     rejected: tuple[tuple[str, str], ...]
     considered: tuple[tuple[str, str], ...] = ()
+    measured: Entry | None = None
 
 
 @dataclass(frozen=True, slots=True)

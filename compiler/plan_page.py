@@ -5,8 +5,9 @@ from typing import Any
 
 from specc.compiler.cost import flops_per_token
 from specc.compiler.ir import TensorType
-from specc.compiler.ops.linear import Product
 from specc.compiler.passes.assign_quant import Allocation, allocation
+from specc.compiler.passes.select_kernels import group_pattern
+from specc.compiler.pipeline import lower
 from specc.compiler.plan import Choice, Plan, place_pattern
 from specc.compiler.programs import Programs
 from specc.compiler.spec import Spec
@@ -52,12 +53,17 @@ def first_programs(plans: Mapping[str, Plan]) -> Programs:
     return next(iter(plans.values())).programs
 
 
+def forward_flops(spec: Spec, plans: Mapping[str, Plan]) -> int:
+    """Operations of a forward pass for one token: the model's own, without what a fusion pads."""
+    return flops_per_token(lower(spec, next(iter(plans))), spec.model.window)
+
+
 def plan_page(spec: Spec, plans: Mapping[str, Plan]) -> str:
     """The text of PLAN.md."""
     programs = first_programs(plans)
     schemes = allocation(spec.quant, programs.params)
     count = sum(param.count for param in programs.params)
-    flops = 3 * flops_per_token(programs, spec.model.window)
+    flops = 3 * forward_flops(spec, plans)
     lines = [
         f"# {spec.name}: plan",
         "",
@@ -81,8 +87,7 @@ def _target(spec: Spec, plan: Plan) -> Iterator[str]:
     yield "| node | op and epilogue | kernel | tile | GFLOP | MB moved |"
     yield "|---|---|---|---|---|---|"
     sizes = {"B": spec.train.micro_batch, "T": spec.model.window, "S": spec.model.window}
-    for choice in plan.choices:
-        yield _row(choice, sizes)
+    yield from dict.fromkeys(_row(choice, sizes) for choice in plan.choices)
     for path, op, types in _others(programs):
         yield f"| {path} | {op} {types} | torch | | | |"
     yield ""
@@ -103,21 +108,28 @@ def _target(spec: Spec, plan: Plan) -> Iterator[str]:
 def _row(choice: Choice, sizes: Mapping[str, int]) -> str:
     site = choice.site
     op = site.node.op
-    assert isinstance(op, Product)
-    words = op.name
+    words = op.words
     if site.epilogue is not None:
         words += f", `{site.epilogue.outputs[0]}`"
-        saved = ", ".join(site.epilogue.output_labels[1:])
-        words += f", also {saved}" if saved else ""
+    saved = ", ".join((site.epilogue or op).output_labels[1:])
+    words += f", also {saved}" if saved else ""
     file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
     kernel = f"{file} ({choice.kernel.language})" if file else choice.kernel.name
     flops = op.flops(site.inputs[: op.arity], site.node.types, sizes) / 1e9
     moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types)) / 1e6
-    return f"| {site.label} | {words} | {kernel} | {choice.rendered.tile} | {flops:.1f} | {moved:.1f} |"
+    return f"| {site.label} | {words} | {kernel} | {_tile(choice)} | {flops:.1f} | {moved:.1f} |"
+
+
+def _tile(choice: Choice) -> str:
+    """The tile, and whether it was measured or follows a rule."""
+    if not choice.rendered.tile:
+        return ""
+    found = choice.measured
+    return f"{choice.rendered.tile}; {f'measured, {found.ms} ms' if found else 'by rule'}"
 
 
 def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
-    """The library products and attention outside groups, once a function."""
+    """The library products and attention outside groups, once a function; what pads and crops inside them."""
     seen: set[tuple[str, str]] = set()
     for graph in programs.graphs:
         if not _whole(programs, graph.name):
@@ -126,6 +138,13 @@ def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
             if node.op.matrix:
                 path = place_pattern(programs, _alike(programs, node.name), node.name)
                 if (path, node.op.name) not in seen:
+                    seen.add((path, node.op.name))
+                    yield path, node.op.name, _types([graph.types[ref] for ref in node.inputs], node.types)
+    for group in programs.groups:
+        for graph in (group.forward, group.backward):
+            for node in graph.nodes:
+                path = group_pattern(programs, group, node.name)
+                if node.op.listed and (path, node.op.name) not in seen:
                     seen.add((path, node.op.name))
                     yield path, node.op.name, _types([graph.types[ref] for ref in node.inputs], node.types)
 
@@ -147,7 +166,7 @@ def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
     programs = first_programs(plans)
     schemes = allocation(spec.quant, programs.params)
     count = sum(param.count for param in programs.params)
-    forward = flops_per_token(programs, spec.model.window)
+    forward = forward_flops(spec, plans)
     rows = list(quant_rows(spec, schemes, programs))
     lines = [f"{spec.name}: {spec.model.title}", f"parameters   {count:,} in {len(programs.params)} tensors"]
     lines.append(f"FLOP a token {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward")
@@ -169,7 +188,7 @@ def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
 def summary_data(spec: Spec, plans: Mapping[str, Plan]) -> dict[str, Any]:
     """What `summary` tells, as data."""
     programs = first_programs(plans)
-    forward = flops_per_token(programs, spec.model.window)
+    forward = forward_flops(spec, plans)
     rows = quant_rows(spec, allocation(spec.quant, programs.params), programs)
     names = ("stored_as", "tensors", "parameters", "estimated_bytes", "rule")
     stored = [dict(zip(names, row, strict=True)) for row in rows]

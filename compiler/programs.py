@@ -40,8 +40,8 @@ class Parameter:
 @dataclass(frozen=True, slots=True)
 class Group:
     """A fused group. `forward` and `backward` are graphs whose nodes carry epilogues; `saved` are the values of
-    `forward`
-    that `backward` reads besides the incoming gradient; `members` are the nodes of the function that it replaced."""
+    `forward` that `backward` reads besides the incoming gradient; `members` are the nodes of the function that it
+    replaced. Where nobody takes its gradient, `backward` is empty."""
 
     name: str
     scope: str

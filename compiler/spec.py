@@ -9,7 +9,7 @@ from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.strict import Name, Positive, Problem, StrictModel
+from specc.compiler.strict import Name, NodeName, Positive, Problem, StrictModel
 from specc.compiler.targets import TARGETS
 from specc.compiler.train_spec import EvalSpec, Pattern, TrainSpec
 
@@ -39,7 +39,7 @@ else:
     TargetName = Literal[tuple(TARGETS)]
 
 FusePoint = Annotated[
-    dict[Pattern, Annotated[tuple[Name, ...], Field(min_length=2)]], Field(min_length=1, max_length=1)
+    dict[Pattern, Annotated[tuple[NodeName, ...], Field(min_length=1)]], Field(min_length=1, max_length=1)
 ]
 
 

@@ -81,6 +81,8 @@ RESERVED = frozenset(
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 # The name of a part, which the generated code uses as an attribute.
 PartName = Annotated[Name, AfterValidator(_usable)]
+# A node inside a part, such as `act`, or `q.norm` for the norm of an attention's q.
+NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
 Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0)]

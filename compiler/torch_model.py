@@ -1,72 +1,20 @@
 """Turns a plan into what templates/torch/model.py.jinja may know: classes, methods, groups, tables, all as text."""
 
 import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir import Graph, Named, Node, TensorType
-from specc.compiler.ops.region import Call, Fused
-from specc.compiler.passes.select_kernels import group_pattern
+from specc.compiler.ops.region import Call
 from specc.compiler.plan import Plan
-from specc.compiler.programs import Group, owner
-from specc.compiler.python_lines import fitted
+from specc.compiler.programs import owner
 from specc.compiler.torch_code import Body
+from specc.compiler.torch_function import LOCALS, Function, Speller, class_name, docstring
+from specc.compiler.torch_group import GroupContext, group_context, scoring_function
 from specc.compiler.torch_loop import loop_lines
 
 METHODS = {"train": "forward"}  # a module is called to train it; other programs are methods of their own names
-BODY = 102  # columns of a line of a method's body
-WIDTH = 104  # columns of a line of a class body
-LOCALS = frozenset({"F", "Tensor", "nn", "torch", "weights", "self", "kept", "block", "outputs", "i", "read"})
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """A Python function: `arguments` with annotations, the body's lines, what it returns and as what."""
-
-    name: str
-    doc: str
-    arguments: tuple[str, ...]
-    lines: tuple[str, ...]
-    returns: str
-    annotation: str
-
-    @property
-    def head(self) -> tuple[str, ...]:
-        """The lines up to the docstring's end."""
-        line = f"def {self.name}({', '.join(self.arguments)}) -> {self.annotation}:"
-        lines = [line]
-        if len(line) > WIDTH:
-            lines = [
-                f"def {self.name}(",
-                *(f"    {argument}," for argument in self.arguments),
-                f") -> {self.annotation}:",
-            ]
-        return (*lines, *(f"    {text}" for text in docstring(self.doc)))
-
-    @property
-    def code(self) -> tuple[str, ...]:
-        """The lines of the body, none too long."""
-        return tuple(text for line in self.lines for text in fitted(line, BODY))
-
-    @property
-    def ending(self) -> tuple[str, ...]:
-        """The lines of the return."""
-        return fitted(f"return {self.returns}", BODY)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupContext:
-    """A fused group as an autograd.Function and the function that flattens rows around it."""
-
-    name: str
-    doc: tuple[str, ...]
-    forward: Function
-    backward: Function
-    call: Function
-    saved: str
-    restored: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +39,20 @@ class ModelContext:
     supports: tuple[str, ...]
     namespace: str
     groups: tuple[GroupContext, ...]
+    functions: tuple[Function, ...]
     blocks: tuple[ClassContext, ...]
     tables: tuple[str, ...]
     model: ClassContext
     uses_functional: bool
 
 
-def docstring(text: str) -> list[str]:
-    """The lines of a docstring, wrapped."""
-    if not text:
-        return []
-    if len(text) + 8 <= WIDTH:
-        return [f'"""{text}"""']
-    return [*textwrap.wrap(f'"""{text}', WIDTH - 4, break_long_words=False), '"""']
-
-
-def class_name(name: str) -> str:
-    return "".join(word.capitalize() for word in name.split("_"))
-
-
 def model_context(plan: Plan) -> ModelContext:
     """The context of model.py for `plan`; `supports` still holds template names, which build.py replaces by their text
     (and names `namespace` where one of them defines an op)."""
     programs = plan.programs
-    groups = tuple(_group(plan, group) for group in programs.groups)
-    names = {group.call.name for group in groups}
+    groups = tuple(group_context(plan, group) for group in programs.groups if group.backward.outputs)
+    functions = tuple(scoring_function(plan, group) for group in programs.groups if not group.backward.outputs)
+    names = {group.name for group in programs.groups}
     called = {c.rendered.module: plan.called(c) for c in plan.choices if c.rendered.module}
     own = {c.rendered.module: c.rendered.function for c in plan.choices}
     imports = [
@@ -127,12 +64,12 @@ def model_context(plan: Plan) -> ModelContext:
     tables: list[str] = []
     model = _model_class(plan, reserved, tables)
     code = [*_code(model), *(line for block in blocks for line in _code(block))]
-    code += [line for group in groups for f in (group.forward, group.backward) for line in (*f.lines, f.returns)]
+    inner = [*functions, *(f for group in groups for f in (group.forward, group.backward))]
+    code += [line for function in inner for line in (*function.lines, function.returns)]
     functional = any("F." in line for line in code)
     doc = (f"{plan.name} for {plan.target.name}: {plan.title}.", *_legend(plan))
-    return ModelContext(
-        doc, tuple(sorted(imports, key=_by_number)), supports, "", groups, blocks, tuple(tables), model, functional
-    )
+    ordered = tuple(sorted(imports, key=_by_number))
+    return ModelContext(doc, ordered, supports, "", groups, functions, blocks, tuple(tables), model, functional)
 
 
 def _by_number(entry: tuple[str, str]) -> str:
@@ -163,65 +100,6 @@ def _supports(graph: Graph) -> Iterator[str]:
 
 def _owners(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(owner(graph.name) for graph in plan.programs.functions))
-
-
-@dataclass(frozen=True)
-class Speller:
-    """The text of nodes that are no plain ops: kernels chosen by the plan, and fused groups."""
-
-    plan: Plan
-    graph: Graph
-
-    def __call__(self, node: Node, args: Sequence[str]) -> str | None:
-        if isinstance(node.op, Fused):
-            return f"{node.op.group}({', '.join(args)})"
-        choice = self.plan.choice(self.graph, node)
-        if choice is not None and choice.rendered.function:
-            return f"{self.plan.called(choice)}({', '.join(args)})"
-        return None
-
-
-def _group(plan: Plan, group: Group) -> GroupContext:
-    names = {name: name for name, _ in group.forward.inputs}
-    forward = Body(group.forward, names, Speller(plan, group.forward), LOCALS, alive=frozenset(group.saved))
-    forward.run(group.forward.nodes)
-    results = dict(group.forward.outputs)
-    saved = [forward.text(results.get(name, name)) for name in group.saved]
-    backward_names = {name: name for name, _ in group.backward.inputs}
-    backward = Body(group.backward, backward_names, Speller(plan, group.backward), LOCALS | {"ctx"})
-    if any(c.graph == group.backward.name and c.kernel.language != "torch" for c in plan.choices):
-        backward.lines.append("d = d.contiguous()  # kernels read rows")
-    backward.run(group.backward.nodes)
-    gradients = backward.returned([ref for _, ref in group.backward.outputs])
-    inputs = [name for name, _ in group.forward.inputs]
-    many = "tuple[" + ", ".join("Tensor" for _ in inputs) + "]"
-    rows = {name for name, type in group.forward.inputs if len(type.shape) > 2 and not isinstance(type.shape[0], int)}
-    applied = ", ".join(f"{name}.flatten(0, -2)" if name in rows else name for name in inputs)
-    first = next(name for name in inputs if name in rows)
-    where = group_pattern(plan.programs, group, group.scope)
-    members = ", ".join(member.removeprefix(f"{group.scope}.") for member in group.members)
-    kept = ", ".join(name for name in group.saved if name not in inputs)
-    doc = f"Fused group {where}: {members}. " + (
-        f"Keeps {kept} for the backward." if kept else "Keeps only its inputs."
-    )
-    arguments = tuple(f"{name}: Tensor" for name in inputs)
-    call = f"{class_name(group.name)}.apply({applied}).unflatten(0, {first}.shape[:-1])"
-    return GroupContext(
-        class_name(group.name),
-        tuple(docstring(doc)),
-        Function("forward", "", ("ctx", *arguments), tuple(forward.lines), forward.text(results["y"]), "Tensor"),
-        Function(
-            "backward",
-            "",
-            ("ctx", "d: Tensor"),
-            tuple(backward.lines),
-            gradients,
-            many if len(inputs) > 1 else "Tensor",
-        ),
-        Function(group.name, "The group over rows of any leading shape.", arguments, (), call, "Tensor"),
-        ", ".join(saved),
-        ", ".join(group.saved),
-    )
 
 
 def _types_doc(inputs: Sequence[Named], outputs: Sequence[TensorType]) -> str:

@@ -34,6 +34,7 @@ _LIMITS: Mapping[str, tuple[str, str]] = {
     "too_long": ("a list of at most {}", "max_length"),
 }
 _NAME = r"^[a-z][a-z0-9_]{0,63}$"
+_NODE = r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$"
 _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
 
 
@@ -131,6 +132,8 @@ def _limits(one: Found) -> list[str]:
     pattern = one.context.get("pattern")
     if pattern == _NAME:
         return ["small letters, digits and _, starting with a letter"]
+    if pattern == _NODE:
+        return ["a node's name, such as `act` or `q.norm`"]
     return [f"text like {pattern}" if pattern else one.details["msg"].removeprefix("Input should be ")]
 
 

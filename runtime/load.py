@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from specc.compiler.artifact import write
 from specc.compiler.build import compile_loaded
+from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.ops.region import Call
 from specc.compiler.programs import Programs
 from specc.compiler.spec import Spec
@@ -39,13 +40,14 @@ class Loaded:
     directory: Path
 
 
-def instantiate(spec: Spec, target: str, directory: Path, fuse: bool = True) -> Loaded:
-    """Renders `spec` for `target` under `directory` and builds its module; parameters are f32 and not yet filled.
+def instantiate(spec: Spec, target: str, directory: Path, fuse: bool = True, lock: Lock = NO_LOCK) -> Loaded:
+    """Renders `spec` for `target` under `directory`, with the tiles of `lock`, and builds its module; parameters are
+    f32 and not yet filled.
 
     Without `fuse` every fusion point is left out, which gives the same function by plain ops.
     """
     spec = spec if fuse else replace_fuse(spec)
-    built = compile_loaded(spec, None, (target,))
+    built = compile_loaded(spec, None, (target,), lock)
     write(directory, built.files, force=True)
     code = directory / target
     plan = built.plans[target]
@@ -58,31 +60,36 @@ def replace_fuse(spec: Spec) -> Spec:
 
 
 def import_model(directory: Path) -> ModuleType:
-    """Imports `model.py` of a generated folder as a package of its own, so that two builds never share a module.
+    """Imports `model.py` of a generated folder. Raises RunFailure where there is none."""
+    return import_file(directory, "model")
 
-    Raises RunFailure where there is none.
+
+def import_file(directory: Path, name: str) -> ModuleType:
+    """Imports a Python file of a generated folder as part of a package of its own, so that two builds never share a
+    module.
+
+    Raises RunFailure where there is no such file.
     """
-    files = sorted([*directory.glob("*.py"), *directory.glob("*.cu")])
-    if not (directory / "model.py").is_file():
-        raise RunFailure(f"{directory} holds no model.py", "build the spec first: specc build")
+    if not (directory / f"{name}.py").is_file():
+        raise RunFailure(f"{directory} holds no {name}.py", "build the spec first: specc build")
     content = hashlib.sha256(str(directory.resolve()).encode())
-    for path in files:
+    for path in sorted([*directory.glob("*.py"), *directory.glob("*.cu")]):
         content.update(path.name.encode() + path.read_bytes())
     package = f"specc_generated_{content.hexdigest()[:16]}"
-    if f"{package}.model" in sys.modules:
-        return sys.modules[f"{package}.model"]
+    if f"{package}.{name}" in sys.modules:
+        return sys.modules[f"{package}.{name}"]
     holder = ModuleType(package)
     holder.__path__ = [str(directory.resolve())]
     sys.modules[package] = holder
-    spec = importlib.util.spec_from_file_location(f"{package}.model", directory / "model.py")
+    spec = importlib.util.spec_from_file_location(f"{package}.{name}", directory / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[f"{package}.model"] = module
+    sys.modules[f"{package}.{name}"] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
-            del sys.modules[name]
+        for known in [known for known in sys.modules if known == package or known.startswith(f"{package}.")]:
+            del sys.modules[known]
         raise
     return module
 

@@ -65,6 +65,16 @@ class RunLog:
         self._file.close()
 
 
+class Silence:
+    """The log and the progress of a process that reports nothing: another one does."""
+
+    def write(self, event: str, **values: Value) -> None: ...
+
+    def step(self, step: Step) -> None: ...
+
+    def show(self, step: Step, done: float) -> None: ...
+
+
 def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from specc.runtime import checkpoint
 from specc.runtime.data import BitsPerByte, Tokenizer, TokenStream
 from specc.runtime.errors import RunFailure
-from specc.runtime.log import RunLog, Say, Step
+from specc.runtime.log import RunLog, Say, Silence, Step
 from specc.runtime.run import Run
 from specc.runtime.signals import Signals, Stopped
 from specc.runtime.trainer import Trainer
@@ -24,6 +24,10 @@ _MEMORY = "lower train.micro_batch; tokens_per_step may stay"
 
 class Progress(Protocol):
     def show(self, step: Step, done: float) -> None: ...
+
+
+class _Noticed(Exception):
+    """A signal came to this process; the others of its world do not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +70,35 @@ class TrainResult:
 
 
 class Loop:
-    """One run from where its trainer stands to its end."""
+    """One run from where its trainer stands to its end.
+
+    In a world of several processes each runs the loop. What ends it early, a signal to any of them or a clock,
+    all of them look at together once a step, so they stop at the same one. Rank 0 saves and reports.
+    """
 
     def __init__(
         self,
         run: Run,
         trainer: Trainer,
         validation: Validation,
-        log: RunLog,
+        log: RunLog | Silence,
         progress: Progress,
         say: Say,
         limits: Limits,
     ) -> None:
         self._run, self._trainer, self._validation = run, trainer, validation
         self._log, self._progress, self._say, self._limits = log, progress, say, limits
+        self._signals = Signals()
+        self._began = time.monotonic()
+        self._elapsed = 0.0
 
     def run(self) -> TrainResult:
-        """Raises RunFailure when the loss is not finite or memory or disk is full, and Preempted or
-        Interrupted, with everything committed, after a signal."""
-        with Signals() as signals:
+        """Raises RunFailure when the loss is not finite, memory or disk is full, or another process is lost, and
+        Preempted or Interrupted, with everything committed, after a signal."""
+        with self._signals:
             try:
-                self._train(signals.check)
-                return self._finish(signals.check)
+                self._train()
+                return self._finish()
             except Stopped as stop:
                 failure = stop.failure(f"saved as {self._commit()}; continue with --resume auto")
                 self._log.write("stopped", step=self._trainer.step, message=failure.message)
@@ -104,54 +115,71 @@ class Loop:
         with suppress(RunFailure):  # a full disk takes no log either; what is raised says it
             self._log.write("failure", step=self._trainer.step, message=error.message)
 
-    def _train(self, check: Callable[[], None]) -> None:
+    def _train(self) -> None:
         trainer, train = self._trainer, self._trainer.train
+        trainer.require_same()
         self._log.write(
             "start",
             step=trainer.step,
             spec_digest=self._run.spec_digest,
             target=self._run.target,
             device=str(trainer.device),
+            processes=trainer.world.size,
             threads=torch.get_num_threads(),
             torch=str(torch.__version__),
             python=platform.python_version(),
         )
-        if (trainer.compiled or train.budget_seconds is not None) and not self._ended(0.0):
+        if (trainer.compiled or train.budget_seconds is not None) and not self._ended():
             trainer.warm_up(self._validation.tokenizer.vocab)  # so that the clock sees no compilation
-        check()
-        began = time.monotonic()
+        self._began = time.monotonic()
+        self._look()
         trainer.clock.start()
-        while not self._ended(time.monotonic() - began):
+        while not self._ended():
             self._report(trainer.advance())
+            self._look()
             commits, validates = self._due(train.checkpoint_every), self._due(train.validate_every)
-            if (commits or validates) and not self._ended(time.monotonic() - began):
+            if (commits or validates) and not self._ended():
                 self._report(trainer.settle())
                 with trainer.paused():
                     if commits:
                         self._commit()
                     if validates:
-                        self._validate("raw", None, check)
-            check()
+                        self._validate("raw", None)
+                self._look()
         self._report(trainer.settle())
         trainer.clock.stop()
+
+    def _look(self) -> None:
+        """What ends a run early, as it is now, and for all processes alike. Raises Stopped."""
+        trainer = self._trainer
+        leads = trainer.world.rank == 0
+        number, seconds, self._elapsed = trainer.world.most(
+            self._signals.came,
+            trainer.clock.seconds if leads else 0.0,
+            time.monotonic() - self._began if leads else 0.0,
+        )
+        if trainer.world.size > 1:
+            trainer.clock.agree(seconds)
+        if number:
+            raise Stopped(int(number))
 
     def _due(self, every: int) -> bool:
         return every > 0 and self._trainer.step % every == 0
 
-    def _ended(self, seconds: float) -> bool:
+    def _ended(self) -> bool:
         limits, trainer = self._limits, self._trainer
         return (
             trainer.done >= 1
             or (limits.steps is not None and trainer.step >= limits.steps)
-            or (limits.seconds is not None and seconds >= limits.seconds)
+            or (limits.seconds is not None and self._elapsed >= limits.seconds)
         )
 
-    def _finish(self, check: Callable[[], None]) -> TrainResult:
+    def _finish(self) -> TrainResult:
         trainer = self._trainer
         path = self._commit()
         complete = trainer.done >= 1
-        raw = self._validate("raw", None, check)
-        averaged = self._validate("average", trainer.average.tensors, check) if trainer.average else None
+        raw = self._validate("raw", None)
+        averaged = self._validate("average", trainer.average.tensors) if trainer.average else None
         ends_with = "raw" if averaged is None else "average"
         self._log.write("end", step=trainer.step, seconds=trainer.clock.seconds, complete=complete, weights=ends_with)
         if not complete:
@@ -165,14 +193,27 @@ class Loop:
 
     def _commit(self) -> Path:
         """Commits a checkpoint of where the trainer stands; never one whose last step was not finite."""
-        self._report(self._trainer.settle())
-        path = checkpoint.save(self._run.checkpoints, self._trainer.snapshot())
-        self._log.write("checkpoint", step=self._trainer.step, path=path.name)
+        trainer = self._trainer
+        self._report(trainer.settle())
+        trainer.require_same()
+        path = trainer.world.first(lambda: checkpoint.save(self._run.checkpoints, trainer.snapshot()))
+        self._log.write("checkpoint", step=trainer.step, path=path.name)
         return path
 
-    def _validate(self, which: str, weights: Mapping[str, Tensor] | None, check: Callable[[], None]) -> BitsPerByte:
+    def _validate(self, which: str, weights: Mapping[str, Tensor] | None) -> BitsPerByte:
         to, trainer = self._validation, self._trainer
-        result = trainer.evaluate(to.stream, to.tokenizer, to.batch, to.max_tokens, weights, lambda done, todo: check())
+
+        def glance(done: int, todo: int) -> None:
+            if self._signals.came:
+                raise _Noticed
+
+        try:
+            result = trainer.evaluate(
+                to.stream, to.tokenizer, to.batch, to.max_tokens, weights, glance, meet=self._look
+            )
+        except _Noticed:
+            self._look()  # meets the others, who score their parts to the end; raises Stopped for all
+            raise
         nats = result.nats / result.tokens
         self._log.write(
             "validation",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from specc.compiler.build import compile_loaded, interface_digest, spec_of
 from specc.compiler.check import problems_of
+from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import Spec
@@ -176,7 +177,7 @@ def opened_run(
     search: Sequence[Path] = (),
 ) -> Opened:
     """As `open_model` of a run, with these weights (f32, by parameter name)."""
-    loaded = realize(run.spec, target, device, weights)
+    loaded = realize(run.spec, target, device, weights, lock=run.lock)
     where, places = _device(loaded, device), _places(run, search)
     return Opened(run.spec, loaded, "run", run.directory, where, None, run.data, places)
 
@@ -187,6 +188,7 @@ def realize(
     device: str | None,
     weights: Mapping[str, Tensor],
     fuse: bool = True,
+    lock: Lock = NO_LOCK,
 ) -> Loaded:
     """The module of `spec` with `weights` (f32, by parameter name), in eval mode on the device of its target.
 
@@ -196,7 +198,7 @@ def realize(
     target = choose_target(spec, target)
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
     try:
-        loaded = instantiate(spec, target, directory, fuse)
+        loaded = instantiate(spec, target, directory, fuse, lock)
         assign(loaded, weights)
         where = _device(loaded, device)
         kinds = {param.name: DTYPES[param.dtype] for param in loaded.programs.params}

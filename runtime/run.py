@@ -3,6 +3,7 @@
 runs/gpt_mini-001/
     spec.json        the resolved spec, overrides applied; readable wherever a spec is
     run.json         target, data and overrides, as given
+    lock.json        the measured kernels it runs with, where the spec had any
     generated/       the code that runs
     log.jsonl        a line a step, and what happened between
     checkpoints/     see checkpoint.py
@@ -25,12 +26,14 @@ from pydantic import ValidationError
 from specc.compiler import check
 from specc.compiler.build import canonical
 from specc.compiler.errors import SpecError
+from specc.compiler.lock import NO_LOCK, Lock, read_lock
 from specc.compiler.spec import Spec
 from specc.compiler.strict import StrictModel
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically
 
 SPEC = "spec.json"
+LOCK = "lock.json"
 
 
 class RunDirectoryError(RuntimeFailure):
@@ -55,6 +58,7 @@ class Run:
     target: str
     data: str
     overrides: tuple[str, ...] = ()
+    lock: Lock = NO_LOCK
 
     @property
     def generated(self) -> Path:
@@ -78,17 +82,27 @@ class Run:
         return hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
     @classmethod
-    def create(cls, directory: Path, spec: Spec, target: str, data: str, overrides: Sequence[str] = ()) -> "Run":
+    def create(
+        cls,
+        directory: Path,
+        spec: Spec,
+        target: str,
+        data: str,
+        overrides: Sequence[str] = (),
+        lock: Lock = NO_LOCK,
+    ) -> "Run":
         """Makes the directory. Raises RunDirectoryError if there is something in it, RunFailure if it cannot
         be written."""
         require_free(directory)
-        run = cls(directory, spec, target, data, tuple(overrides))
+        run = cls(directory, spec, target, data, tuple(overrides), lock)
         record = _Record(format=1, target=target, data=data, overrides=run.overrides)
         try:
             for folder in (run.generated, run.checkpoints, run.quantized):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
+        if lock.targets:
+            _write_text(directory / LOCK, lock.text())
         _write_text(directory / "run.json", record.model_dump_json(indent=1))
         _write_text(directory / SPEC, readable(spec))  # last: with it the directory is a run
         return run
@@ -101,12 +115,13 @@ class Run:
             raise RunDirectoryError(f"{directory}: {what}", "name a directory that `specc train` made")
         try:
             spec, _ = check.load(directory / SPEC)
+            lock = read_lock(directory / LOCK)
             record = _Record.model_validate_json((directory / "run.json").read_bytes())
         except SpecError as error:
-            raise IntegrityError(f"{directory}: its spec.json is damaged: {error}") from None
+            raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {error}") from None
         except (OSError, ValidationError) as error:
             raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
-        return cls(directory, spec, record.target, record.data, record.overrides)
+        return cls(directory, spec, record.target, record.data, record.overrides, lock)
 
     def require_same(self, spec: Spec, target: str, data: str) -> None:
         """Raises RunDirectoryError, with what differs, unless the run was started with just these."""
@@ -126,7 +141,7 @@ def is_run(directory: Path) -> bool:
 
 def require_free(directory: Path) -> None:
     """Raises RunDirectoryError unless a run can begin here: nothing is there but what a killed start left."""
-    left = {"run.json", "generated", "checkpoints", "quantized"}
+    left = {"run.json", LOCK, "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
     )

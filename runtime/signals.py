@@ -20,7 +20,8 @@ class Interrupted(RuntimeFailure):
 
 
 class Stopped(Exception):
-    """A signal came. `failure` is the exception that the command should end with."""
+    """A signal came, to this process or to another that trains with it. `failure` is the exception that the
+    command should end with."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -35,17 +36,13 @@ class Stopped(Exception):
 class Signals:
     """While it is open, SIGTERM and the first SIGINT are only noted; a second SIGINT interrupts at once.
 
-    Outside the main thread signals cannot be caught: there it notes nothing.
+    `came` is the number of the first one, else 0. Outside the main thread signals cannot be caught: there it
+    notes nothing.
     """
 
     def __init__(self) -> None:
-        self._came: int | None = None
+        self.came = 0
         self._before: dict[signal.Signals, object] = {}
-
-    def check(self) -> None:
-        """Raises Stopped if a signal came."""
-        if self._came is not None:
-            raise Stopped(self._came)
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
@@ -60,6 +57,6 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._came == signal.SIGINT:
+        if number == signal.SIGINT and self.came == signal.SIGINT:
             raise KeyboardInterrupt
-        self._came = self._came or number
+        self.came = self.came or number

@@ -8,15 +8,18 @@ from typing import Literal
 import torch
 from platformdirs import user_cache_path
 
+from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime import checkpoint
 from specc.runtime.committed import sweep
 from specc.runtime.data import DataError, Loader, Tokenizer, open_stream, open_tokenizer
+from specc.runtime.distributed import World
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.load import device_of, initialize, instantiate
-from specc.runtime.log import RunLog, Say, open_progress
+from specc.runtime.log import RunLog, Say, Silence, open_progress
 from specc.runtime.loop import Limits, Loop, TrainResult, Validation
+from specc.runtime.native import compile_ahead
 from specc.runtime.run import Run, default_run, is_run, locked, newest_run, require_free
 from specc.runtime.trainer import Trainer
 
@@ -36,7 +39,8 @@ class TrainOptions:
         search: folders to look for the tokenizer in.
         cache: where tokenized text is kept.
         device: a torch device; None takes the one that the target is for.
-        compiled: use torch.compile on a GPU.
+        compiled: use torch.compile and CUDA graphs on a GPU.
+        lock: the measured kernels; the run keeps it, and a resumed one goes on with its own.
     """
 
     spec: Spec
@@ -51,43 +55,58 @@ class TrainOptions:
     cache: Path = field(default_factory=lambda: user_cache_path("specc") / "tokens")
     device: str | None = None
     compiled: bool = True
+    lock: Lock = NO_LOCK
 
 
-def train(options: TrainOptions, say: Say) -> TrainResult:
+def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
     """Trains, and returns when the run is complete or ended early.
 
+    In a `world` of several processes all call it with the same options; rank 0 writes the run directory, which
+    all of them must see, and speaks. The result is that of one process but for the rounding of sums.
+
     Raises RunDirectoryError, OptimizerError, BatchError (exit 2) for what does not fit; EnvironmentFailure
-    (3); RunFailure (4) when the loss is not finite, memory or disk is full; IntegrityError (5); Preempted
-    (75) and Interrupted (130) after a checkpoint; DataError for the data.
+    (3); RunFailure (4) when the loss is not finite, memory or disk is full, or the processes differ;
+    IntegrityError (5); Preempted (75) and Interrupted (130) after a checkpoint; PeerLost (76) when another
+    process ended; DataError for the data.
     """
     spec = options.spec
-    device, tokenizer = _fitting(options)
-    directory = options.run or (newest_run(spec.name) if options.resume else None) or default_run(spec.name)
-    if not options.resume:
-        require_free(directory)  # before the lock: it must leave no file where there is something else
-    with locked(directory), ExitStack() as stack:
-        run = Run(directory, spec, options.target, options.data, options.overrides)
-        if started := options.resume is not None and is_run(directory):
+    world, tokenizer = _fitting(options, world or World.alone())
+    leads = world.rank == 0
+    say = say if leads else _nothing
+    directory = world.first(
+        lambda: options.run or (newest_run(spec.name) if options.resume else None) or default_run(spec.name)
+    )
+    with ExitStack() as stack:
+        if leads:
+            if not options.resume:
+                require_free(directory)  # before the lock: it must leave no file where there is something else
+            stack.enter_context(locked(directory))
+        run = Run(directory, spec, options.target, options.data, options.overrides, options.lock)
+        if started := world.first(lambda: options.resume is not None and is_run(directory)):
             run = Run.open(directory)
             run.require_same(spec, options.target, options.data)
-        else:
+        elif leads:
             require_free(directory)
         say(f"run: {directory}")
-        trainer, validation = _prepare(run, options, device, tokenizer, stack)
+        trainer, validation = _prepare(run, options, world, tokenizer, stack)
         if started:
-            sweep(run.checkpoints)
             _resume(run, trainer, say)
-        else:  # only now that all fits: what failed before can be tried again in the same place
-            Run.create(directory, spec, options.target, options.data, options.overrides)
+        elif leads:  # only now that all fits: what failed before can be tried again in the same place
+            Run.create(directory, spec, options.target, options.data, options.overrides, options.lock)
+        limits = Limits(options.stop_after_steps, options.max_seconds)
+        if not leads:
+            return Loop(run, trainer, validation, Silence(), Silence(), say, limits).run()
         log = RunLog(run.log)
         stack.callback(log.close)
         progress = stack.enter_context(open_progress(say))
-        limits = Limits(options.stop_after_steps, options.max_seconds)
         return Loop(run, trainer, validation, log, progress, say, limits).run()
 
 
-def _fitting(options: TrainOptions) -> tuple[torch.device, Tokenizer]:
-    """The device and the tokenizer, found to be there and to fit before anything is written."""
+def _nothing(line: str) -> None: ...
+
+
+def _fitting(options: TrainOptions, world: World) -> tuple[World, Tokenizer]:
+    """The world on its device, and the tokenizer, found to be there and to fit before anything is written."""
     device = torch.device(options.device or device_of(TARGETS[options.target]))
     if device.type == "cuda" and not torch.cuda.is_available():
         message = f"target {options.target} needs an NVIDIA GPU, and torch finds none"
@@ -98,29 +117,40 @@ def _fitting(options: TrainOptions) -> tuple[torch.device, Tokenizer]:
             f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {options.spec.model.vocabulary:,}",
             f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
         )
-    return device, tokenizer
+    return world.on(device), tokenizer
 
 
 def _prepare(
-    run: Run, options: TrainOptions, device: torch.device, tokenizer: Tokenizer, stack: ExitStack
+    run: Run, options: TrainOptions, world: World, tokenizer: Tokenizer, stack: ExitStack
 ) -> tuple[Trainer, Validation]:
-    spec = run.spec
+    spec, device = run.spec, world.device
     torch.manual_seed(spec.train.seed)
-    loaded = instantiate(spec, run.target, run.generated)
+    with world.in_turn("prepare"):  # one writes the generated code, compiles its kernels and tokenizes
+        loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
+        if device.type == "cuda":
+            compile_ahead(loaded.directory)
+        streams = [open_stream(run.data, split, tokenizer, options.cache) for split in ("train", "val")]
+    for stream in streams:
+        stack.callback(stream.close)
+    world.require_same("part of the run", {"spec": run.spec_digest, "data": [stream.digest for stream in streams]})
     initialize(loaded, spec.train.seed)
-    train_stream, val_stream = (open_stream(run.data, split, tokenizer, options.cache) for split in ("train", "val"))
-    stack.callback(train_stream.close)
-    stack.callback(val_stream.close)
     plan, window = spec.train, spec.model.window
-    loader = Loader(train_stream, plan.micro_batch, window, plan.data.order, plan.seed, rank=0, world=1)
+    train_stream, val_stream = streams
+    loader = Loader(train_stream, plan.micro_batch, window, plan.data.order, plan.seed, world.rank, world.size)
     stack.enter_context(loader)
     compiled = options.compiled and device.type == "cuda"
-    trainer = Trainer(loaded.model, loaded.programs.params, plan, loader, window, device, compiled, run.spec_digest)
+    trainer = Trainer(
+        loaded.model, loaded.programs.params, plan, loader, window, device, compiled, run.spec_digest, world
+    )
     return trainer, Validation(val_stream, tokenizer, spec.eval.batch, plan.validate_tokens)
 
 
 def _resume(run: Run, trainer: Trainer, say: Say) -> None:
-    path = checkpoint.latest(run.checkpoints, say)
+    def newest() -> Path | None:
+        sweep(run.checkpoints)
+        return checkpoint.latest(run.checkpoints, say)
+
+    path = trainer.world.first(newest)
     if path is None:
         return
     trainer.restore(checkpoint.load(path))

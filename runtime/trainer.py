@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from specc.compiler.programs import Parameter
 from specc.compiler.train_spec import TrainSpec
+from specc.runtime.capture import Captured
 from specc.runtime.checkpoint import Snapshot, require_match
 from specc.runtime.clock import Clock
 from specc.runtime.data import BitsPerByte, Loader, Tokenizer, TokenStream, evaluate_bits
+from specc.runtime.data.bits import Sums
+from specc.runtime.distributed import World
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.log import Step
 from specc.runtime.optim import schedule
@@ -63,6 +66,9 @@ class Trainer:
 
     The model gives `model(ids, targets)`, the mean loss in nats, f32 [], and `model.score(ids, targets)`, the
     nats of each target, [B, T]; ids and targets are i64 [B, T].
+
+    In a `world` of several processes each has a trainer, all make the same calls, and `loader` gives each its
+    part of a step's windows. Gradients and losses are summed once a step; all else each computes for itself.
     """
 
     def __init__(
@@ -75,15 +81,19 @@ class Trainer:
         device: torch.device,
         compiled: bool,
         spec_digest: str,
+        world: World | None = None,
     ) -> None:
         self.train, self.loader, self.window = train, loader, window
         self.device, self.compiled = device, compiled
-        self.micro_batches = micro_batches(train, window)
+        self.world = world or World.alone()
+        self.micro_batches = micro_batches(train, window, self.world.size)
         model.to(device)
         self.masters = Masters(model, {param.name: DTYPES[param.dtype] for param in parameters})
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers)
         self.average = Average(self.masters.tensors, train.average.decay) if train.average else None
         self._loss, self._score = _functions(model, compiled)
+        graphs = compiled and device.type == "cuda"
+        self._micro_batch: Callable[[Tensor, Tensor], None] = Captured(self._add) if graphs else self._add
         self._spec_digest = spec_digest
         self.step = 0
         self.clock = Clock()
@@ -93,7 +103,7 @@ class Trainer:
     @property
     def done(self) -> float:
         """The share of the run that is done; at 1 it ends."""
-        return schedule.progress(self.train, self.step, self.clock.seconds)
+        return schedule.progress(self.train, self.step, self.clock.common)
 
     def advance(self) -> list[Step]:
         """Makes one update; returns the steps whose numbers are known by now: on the CPU this one, on a GPU
@@ -102,10 +112,10 @@ class Trainer:
         Raises RunFailure when loss or gradients of one of them are not finite. On the CPU the weights are
         then those from before the step.
         """
-        multiplier = schedule.multiplier(self.train, self.step, self.clock.seconds)
-        loss = self._gradients(self._batches())
-        norm = self.masters.finish(self.micro_batches, self.train.clip_norm)
-        self._launch(multiplier, torch.stack((loss, norm)))
+        multiplier = schedule.multiplier(self.train, self.step, self.clock.common)
+        self._gradients(self._batches())
+        norm = self._sum_up()
+        self._launch(multiplier, torch.stack((self.masters.loss, norm)))
         known = self._known(lag=1 if self.device.type == "cuda" else 0)
         self._update(multiplier)
         self.step += 1
@@ -134,7 +144,8 @@ class Trainer:
             parts = range(self.micro_batches)
             tokens = (torch.randint(vocabulary, shape, generator=generator) for _ in parts)
             self._gradients(self._place(*both) for both in tokens)
-            self.masters.finish(self.micro_batches, self.train.clip_norm)
+            self.world.wait()  # however long another compiles, a sum on the device must not time out
+            self._sum_up()
             self._update(1.0)
         self.restore(before)
 
@@ -146,11 +157,19 @@ class Trainer:
         max_tokens: int | None,
         weights: Mapping[str, Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
+        meet: Callable[[], None] | None = None,
     ) -> BitsPerByte:
         """Scores a stream, or its first `max_tokens`, with `weights`, or else the model as it stands.
 
-        `progress` is called between batches. Raises RunFailure when the loss is not finite.
+        Each rank of the world scores a part. `progress` is called between batches, `meet` when this rank's
+        part is done, before the sums are. Raises RunFailure when the loss is not finite.
         """
+
+        def reduce(sums: Sums) -> Sums:
+            if meet is not None:
+                meet()
+            return self.world.totals(sums)
+
         with self.masters.showing(weights) if weights is not None else nullcontext():
             result = evaluate_bits(
                 self._score,
@@ -161,10 +180,18 @@ class Trainer:
                 self.device,
                 max_tokens=max_tokens,
                 progress=progress,
+                rank=self.world.rank,
+                world=self.world.size,
+                reduce=reduce,
             )
         if not math.isfinite(result.nats):
             raise RunFailure(f"step {self.step}: the validation loss is {result.nats}", _NOT_FINITE)
         return result
+
+    def require_same(self) -> None:
+        """Raises RunFailure on a rank whose weights are not those of rank 0."""
+        if self.world.size > 1:
+            self.world.require_same("weight", self.masters.digests())
 
     def snapshot(self) -> Snapshot:
         """The whole state between two steps; tensors are the trainer's own, not copies."""
@@ -212,16 +239,24 @@ class Trainer:
             ids, targets = ids.pin_memory(), targets.pin_memory()
         return ids.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
 
-    def _gradients(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Tensor:
-        """Adds up the gradients of all micro-batches in the masters; returns their mean loss, f32 []."""
+    def _gradients(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Adds up gradients and losses of this process's micro-batches in the masters."""
         self.masters.clear()
-        total = torch.zeros((), device=self.device)
         for ids, targets in batches:
-            loss: Tensor = self._loss(ids, targets)
-            torch.autograd.backward(loss)
-            self.masters.collect()
-            total += loss.detach()
-        return total / self.micro_batches
+            self._micro_batch(ids, targets)
+
+    def _add(self, ids: Tensor, targets: Tensor) -> None:
+        """Adds one micro-batch's gradients and loss to the masters. Captured as a CUDA graph: see there what it may
+        do."""
+        loss: Tensor = self._loss(ids, targets)
+        torch.autograd.backward(loss)
+        self.masters.collect()
+        self.masters.loss.add_(loss.detach())
+
+    def _sum_up(self) -> Tensor:
+        """The means over all micro-batches of all processes, clipped; returns the norm before clipping, f32 []."""
+        self.world.add(self.masters.sums)
+        return self.masters.finish(self.micro_batches * self.world.size, self.train.clip_norm)
 
     def _update(self, multiplier: float) -> None:
         self.optimizers.step(multiplier, self.step)

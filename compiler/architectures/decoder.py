@@ -143,7 +143,6 @@ class _Lowering:
         targets = b.input("targets", TensorType(("B", "T"), "i64"))
         x, _ = self.trunk(b, ids, None)
         logits = self.head(b, x)
-        b.scope = ""
         loss = b.add("loss", CrossEntropy(reduction), (logits, targets))
         return self.finish(b, {"loss": loss})
 

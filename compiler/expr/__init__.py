@@ -7,7 +7,7 @@ from .evaluate import number, torch_value
 from .name import name_of
 from .parse import parse, reread
 from .simplify import simplify
-from .spell import cuda_text, torch_text, triton_text
+from .spell import QUICK_ERF, cuda_text, torch_text, triton_text
 from .values import (
     FUNCTIONS,
     Binary,
@@ -24,6 +24,7 @@ from .values import (
 
 __all__ = [
     "FUNCTIONS",
+    "QUICK_ERF",
     "Backward",
     "Binary",
     "Call",

@@ -1,50 +1,95 @@
-"""A product and its pointwise tail as a CUTLASS 3.x GEMM: one generated functor in its epilogue tree."""
+"""A product and its pointwise tail as a CUTLASS 3.x GEMM: a generated functor an output in its epilogue tree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from specc.compiler.expr import cuda_text
+from specc.compiler.expr import QUICK_ERF, cuda_text, variables
 from specc.compiler.kernels.custom_op import CustomOp, custom_op, header
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
-from specc.compiler.kernels.tail import Tail, Value, refusal, tail_of
+from specc.compiler.kernels.tail import Result, Tail, Value, refusal, tail_of
+from specc.compiler.kernels.tile import whole_tiles
 from specc.compiler.ops.linear import Product
 
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "f16": "cutlass::half_t", "f32": "float"}
 ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
 LAYOUTS = {"nk": "ColumnMajor", "kn": "RowMajor"}  # of the weight as CUTLASS's B, which it takes as [K, N]
+RASTERS = ("", "along M", "along N")  # CUTLASS's RasterOrderOptions; the first goes by the problem's shape
 
 
 @dataclass(frozen=True, slots=True)
 class GemmTile:
-    """Outputs a thread block computes, blocks a cluster, and how the warps share the work."""
+    """Outputs a thread block computes, blocks a cluster, and how the warps share the work.
+
+    `part` is the piece of the tile that the epilogue stages in shared memory at a time, CUTLASS's choice where
+    None; `swizzle` and `raster` (an index of RASTERS) say in which order thread blocks walk the output.
+    """
 
     m: int
     n: int
     k: int
     cluster: tuple[int, int]
     schedule: Literal["Pingpong", "Cooperative"]
+    part: tuple[int, int] | None = None
+    swizzle: int = 1
+    raster: int = 0
 
     def __str__(self) -> str:
         shape = f"{self.m}x{self.n}x{self.k}, {self.schedule.lower()}"
-        return f"{shape}, cluster {self.cluster[0]}x{self.cluster[1]}x1"
+        words = [f"{shape}, cluster {self.cluster[0]}x{self.cluster[1]}x1"]
+        words += [f"epilogue {self.part[0]}x{self.part[1]}"] if self.part else []
+        words += [f"swizzle {self.swizzle}"] if self.swizzle > 1 else []
+        words += [RASTERS[self.raster]] if self.raster else []
+        return ", ".join(words)
 
     @property
-    def epilogue(self) -> str:
+    def epilogue_schedule(self) -> str:
         """CUTLASS's name of the epilogue that goes with the schedule."""
         return {"Pingpong": "TmaWarpSpecialized", "Cooperative": "TmaWarpSpecializedCooperative"}[self.schedule]
 
+    @property
+    def epilogue_tile(self) -> str:
+        """`part` as CUTLASS names it."""
+        return f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>" if self.part else "Auto"
 
+
+SQUARE = (64, 64)
 PINGPONG = GemmTile(128, 128, 64, (2, 1), "Pingpong")
 COOPERATIVE = GemmTile(128, 256, 64, (2, 1), "Cooperative")
+WALKS = ((1, 0), (1, 2), (2, 2))  # swizzle and raster; they need no compilation
+# What is worth compiling, the likeliest first. A pingpong tile belongs to one consumer warpgroup: at most 192 f32
+# accumulators a thread fit beside the epilogue. Clusters of 1x2 and other cooperative tiles never came near the best.
+CANDIDATES = (
+    PINGPONG,
+    GemmTile(64, 256, 64, (2, 1), "Pingpong"),
+    GemmTile(128, 128, 128, (2, 1), "Pingpong"),
+    GemmTile(128, 128, 64, (2, 1), "Pingpong", SQUARE),
+    GemmTile(128, 192, 64, (2, 1), "Pingpong"),
+    GemmTile(128, 128, 64, (1, 1), "Pingpong"),
+    GemmTile(128, 128, 64, (1, 1), "Pingpong", SQUARE),
+    GemmTile(128, 128, 128, (2, 1), "Pingpong", SQUARE),
+    GemmTile(64, 256, 64, (2, 1), "Pingpong", SQUARE),
+    COOPERATIVE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Functor:
+    """One expression of the epilogue as a struct over fragments of fp32: `signature` and `value` are whole lines."""
+
+    name: str
+    signature: str
+    result: str
+    value: str
 
 
 @dataclass(frozen=True, slots=True)
 class GemmContext:
     """What templates/cutlass/gemm_evt.cu.jinja may know.
 
-    `compute` is the functor's signature and `value` what it computes; `tree` are the loads around it and
-    `tree_arguments` what they load; `pointers` and `entry` are signatures, `nulls` and `arguments` calls.
+    `prelude` are functions that the expressions call, `functors` the expressions; `tree` says what they read and where
+    their values go, and `tree_arguments` with which tensors; `pointers` and `entry` are signatures, `nulls` and
+    `arguments` calls.
     """
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.cu.jinja"
@@ -56,9 +101,10 @@ class GemmContext:
     weight_layout: str
     reads_tiles: bool
     reads_columns: bool
-    compute: str
+    writes_tiles: bool
+    prelude: str
+    functors: tuple[Functor, ...]
     result: str
-    value: str
     tree: str
     tree_arguments: str
     pointers: str
@@ -74,14 +120,16 @@ class LauncherContext:
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.py.jinja"
     op: CustomOp
+    tile: GemmTile
     pointer_count: int
     pointers: str
 
 
 @dataclass(frozen=True, slots=True)
 class GemmEvt(Kernel):
-    """Takes a product with one accumulator and one output, and any expression over tiles and columns."""
+    """Takes a product with one accumulator, any number of outputs, and any expressions over tiles and columns."""
 
+    TILE: ClassVar[type | None] = GemmTile
     tile: GemmTile = PINGPONG
 
     def rejects(self, site: Site) -> str | None:
@@ -89,30 +137,35 @@ class GemmEvt(Kernel):
             return reason
         if (count := site.node.op.arity - 1) != 1:
             return f"keeps one accumulator; this node has {count}"
-        if (count := len(site.node.types)) != 1:
-            return f"writes one output; this node has {count}"
         dtype = site.inputs[0].dtype
-        if site.node.type.dtype != dtype:
-            return f"writes the dtype that it multiplies, {dtype}; the output is {site.node.type.dtype}"
+        if other := next((type.dtype for type in site.node.types if type.dtype != dtype), None):
+            return f"writes the dtype that it multiplies, {dtype}; an output is {other}"
         for value in tail_of(site).operands:
             if not value.column and value.type.dtype != dtype:
                 return f"reads tiles of the dtype that it multiplies, {dtype}; it is given {value}"
         return None
 
     def rank(self, site: Site) -> int:
-        # Until tiles are measured: first for an input gradient, whose epilogue reads a tile, and last for a
-        # forward, which Triton can write several outputs of. A [K, N] weight marks the gradient.
+        # Where nothing was measured: before Triton, whose epilogue runs while its tensor cores wait.
+        return 0
+
+    def variants(self, site: Site) -> tuple[Kernel, ...]:
+        tiles = (replace(tile, swizzle=s, raster=r) for tile in CANDIDATES for s, r in WALKS)
+        return tuple(replace(self, tile=tile) for tile in tiles)
+
+    def padding(self, site: Site, rows: int) -> float:
         assert isinstance(site.node.op, Product)
-        return 0 if site.node.op.layout == "kn" else 2
+        return whole_tiles(rows, self.tile.m) * whole_tiles(site.node.op.extent(site.inputs[1])[0], self.tile.n)
 
     def render(self, site: Site) -> Rendered:
         tail, op = tail_of(site), site.node.op
         assert isinstance(op, Product)
         outside = custom_op(site, tail)
-        source = _source(outside, tail, self.tile, op.layout, header(site, tail, "// "))
+        compiled = replace(self.tile, swizzle=1, raster=0)  # one source for every walk
+        source = _source(outside, tail, compiled, op.layout, header(site, tail, "// "))
         pointers = [f"{value.name}.data_ptr()" for value in (*tail.inputs, *tail.outputs)]
         count = len(pointers) + len(ENVIRONMENT)
-        launcher = LauncherContext(outside, count, flowed(", ".join(pointers) + ",", " " * 8))
+        launcher = LauncherContext(outside, self.tile, count, flowed(", ".join(pointers) + ",", " " * 8))
         files: dict[str, tuple[str, object]] = {
             f"{outside.symbol}.cu": (source.TEMPLATE, source),
             f"{outside.symbol}.py": (launcher.TEMPLATE, launcher),
@@ -124,14 +177,13 @@ GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
 
 
 def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) -> GemmContext:
-    (accumulator,), (result,) = tail.accumulators, tail.results
-    fragments = [accumulator, *(value.name for value in tail.operands)]
-    parameters = [f"Fragment const& {name}" for name in fragments]
-    leaves = ["fusion::Sm90AccFetch", *map(_leaf, tail.operands)]
-    given = [f"void const* {value.name}" for value in tail.inputs] + [f"void* {result.value.name}"]
+    result = tail.results[0].value
+    given = [f"void const* {value.name}" for value in tail.inputs] + [f"void* {value.name}" for value in tail.outputs]
     names = [value.name for value in (*tail.inputs, *tail.outputs)]
-    arguments = ["{}", *map(_leaf_arguments, tail.operands), "{}"]
-    value = cuda_text(result.expr, {name: f"{name}[i]" for name in fragments})
+    walk = ["int swizzle", "int raster"]
+    nulls = ["m", "1", "0", *["nullptr"] * len(names)]
+    functors = tuple(_functor(step, tail) for step in tail.steps)
+    tree, arguments = _tree(tail) if len(tail.results) == 1 else _graph(tail)
     return GemmContext(
         op=op,
         tile=tile,
@@ -141,15 +193,74 @@ def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) ->
         weight_layout=LAYOUTS[layout],
         reads_tiles=any(not value.column for value in tail.operands),
         reads_columns=any(value.column for value in tail.operands),
-        compute=listed("__device__ Fragment operator()(", parameters, ") const {", 2, ""),
-        result=result.value.name,
-        value=flowed(f"{result.value.name}[i] = {value};", "      ", "    "),
-        tree=listed("using Tree = fusion::Sm90EVT<", ["Compute", *leaves], ">;", last=""),
+        writes_tiles=len(tail.results) > 1,
+        prelude=QUICK_ERF if any("quick_erf" in functor.value for functor in functors) else "",
+        functors=functors,
+        result=result.name,
+        tree=tree,
         tree_arguments=listed("Tree::Arguments const tree{", arguments, "};", 2, ""),
-        pointers=listed("Gemm::Arguments arguments(", ["int m", *given], ") {", last=""),
-        nulls=", ".join(["m", *["nullptr"] * len(names)]),
-        entry=listed(f'extern "C" int {op.function}(', ["int m", *given, *ENVIRONMENT], ") {", last=""),
-        arguments=", ".join(["m", *names]),
+        pointers=listed("Gemm::Arguments arguments(", ["int m", *walk, *given], ") {", last=""),
+        nulls=listed("return Gemm::get_workspace_size(arguments(", nulls, "));", 2, ""),
+        entry=listed(f'extern "C" int {op.function}(', ["int m", *walk, *given, *ENVIRONMENT], ") {", last=""),
+        arguments=", ".join(["m", "swizzle", "raster", *names]),
+    )
+
+
+def _struct(step: Result) -> str:
+    return "Compute" + "".join(word.capitalize() for word in step.value.name.split("_"))
+
+
+def _reads(step: Result, tail: Tail) -> tuple[str, ...]:
+    """What a functor is given, in the order accumulator, operands, results before it."""
+    read = variables(step.expr)
+    known = (*tail.accumulators, *(value.name for value in (*tail.operands, *tail.outputs)))
+    return tuple(name for name in known if name in read)
+
+
+def _functor(step: Result, tail: Tail) -> Functor:
+    fragments = _reads(step, tail)
+    parameters = [f"Fragment const& {name}" for name in fragments]
+    result = f"{step.value.name}_" if step.value.name in fragments else step.value.name
+    return Functor(
+        _struct(step),
+        listed("__device__ Fragment operator()(", parameters, ") const {", 2, ""),
+        result,
+        flowed(f"{result}[i] = {cuda_text(step.expr, {name: f'{name}[i]' for name in fragments})};", "      ", "    "),
+    )
+
+
+def _tree(tail: Tail) -> tuple[str, list[str]]:
+    """One output: a functor over its loads, and their arguments."""
+    (step,) = tail.steps
+    read = _reads(step, tail)
+    loads = [value for value in tail.operands if value.name in read]
+    leaves = ["fusion::Sm90AccFetch"] if tail.accumulators[0] in read else []
+    nodes = [f"Compute<{_struct(step)}, Element>", *leaves, *map(_leaf, loads)]
+    arguments = [*["{}"] * len(leaves), *map(_leaf_arguments, loads), "{}"]
+    return listed("using Tree = fusion::Sm90EVT<", nodes, ">;", last=""), arguments
+
+
+def _graph(tail: Tail) -> tuple[str, list[str]]:
+    """Several outputs: what each node reads, every node once, the first output last; and their arguments."""
+    nodes = ["fusion::Sm90AccFetch", *map(_leaf, tail.operands)]
+    edges: list[tuple[int, ...]] = [()] * len(nodes)
+    arguments = ["{}", *map(_leaf_arguments, tail.operands)]
+    places = {name: i for i, name in enumerate((*tail.accumulators, *(value.name for value in tail.operands)))}
+    for step in tail.steps:
+        last = step is tail.steps[-1]
+        edges.append(tuple(places[name] for name in _reads(step, tail)))
+        nodes.append(f"Compute<{_struct(step)}, Element>" if last else f"Compute<{_struct(step)}>")
+        arguments.append("{}")
+        if not last:
+            edges.append((len(nodes) - 1,))
+            nodes.append("TileStore")
+            arguments.append(f"{{static_cast<Element*>({step.value.name}), stride_y}}")
+            places[step.value.name] = len(nodes) - 1
+    sequences = [f"cute::seq<{', '.join(map(str, edge))}>" for edge in edges]
+    reads = listed("using Reads = cute::tuple<", sequences, ">;", last="")
+    return (
+        f"{reads}\n{listed('using Tree = fusion::Sm90TopologicalVisitor<', ['float', 'Reads', *nodes], '>;', last='')}",
+        arguments,
     )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread
-from specc.compiler.ir import Node, TensorType
+from specc.compiler.ir import Node, Op, TensorType
 from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.targets import Target
@@ -57,12 +57,18 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One way to compute some nodes. Subclasses answer; one module-level value of each is what the catalogue finds."""
+    """One way to compute some nodes. Subclasses answer; one module-level value of each is what the catalogue finds.
+
+    It is asked only for nodes whose op is one that it `computes`. A kernel with settings to measure has a field `tile`
+    of the dataclass `TILE`.
+    """
 
     name: str
     language: Language
     needs: frozenset[str]
     generation: ClassVar[int] = 1
+    computes: ClassVar[type[Op]] = Product
+    TILE: ClassVar[type | None] = None
 
     def rejects(self, site: Site) -> str | None:
         """Why this kernel cannot take the node, in words that name numbers; None where it can. `needs`, the language
@@ -73,6 +79,14 @@ class Kernel:
     def rank(self, site: Site) -> int:
         """Of the kernels that do not reject, the lowest rank wins; 0 is for one written for just this case."""
         raise TypeError(f"{type(self).__name__} does not say how well it suits")
+
+    def variants(self, site: Site) -> tuple["Kernel", ...]:
+        """This kernel with each tile that is worth measuring for a node it takes, the likeliest first."""
+        return ()
+
+    def padding(self, site: Site, rows: int) -> float:
+        """The operations of whole tiles as a multiple of those that are needed."""
+        return 1.0
 
     def render(self, site: Site) -> Rendered:
         """The files to write. Only asked where `rejects` gave None."""
@@ -89,11 +103,10 @@ def missing(kernel: Kernel, target: Target) -> str | None:
 
 def symbol(site: Site) -> tuple[str, str]:
     """Function and file name: `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
-    tail, op = site.epilogue, site.node.op
-    assert isinstance(op, Product)
-    words = [op.name]
+    tail = site.epilogue
+    word, size = site.node.op.symbol(site.inputs)
+    words = [word]
     if tail is not None:
         words += [tail.title] if tail.title else [name_of(reread(output)) for output in tail.outputs]
     function = "_".join(word for word in words if word)
-    n, k = op.extent(site.inputs[1])
-    return function, f"{function}__n{n}_k{k}"
+    return function, f"{function}__{size}"

@@ -1,7 +1,7 @@
 """A product and its pointwise tail as one Triton kernel: persistent with TMA where the target has it, else by
 pointers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.expr import triton_text
@@ -9,7 +9,7 @@ from specc.compiler.kernels.custom_op import CustomOp, custom_op
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import assigned, listed
 from specc.compiler.kernels.tail import Tail, Value, refusal, tail_of
-from specc.compiler.kernels.tile import ACCUMULATORS, Tile, tile_of
+from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, tile_of, whole_tiles
 from specc.compiler.ops.linear import Product
 
 LARGEST_WEIGHT = 2**31  # elements; pointers into it are offset by 32 bits
@@ -57,6 +57,7 @@ class LinearTriton(Kernel):
     `tile` is one that was measured; without it the rule of tile.py decides.
     """
 
+    TILE: ClassVar[type | None] = Tile
     tile: Tile | None = None
 
     def rejects(self, site: Site) -> str | None:
@@ -71,6 +72,14 @@ class LinearTriton(Kernel):
 
     def rank(self, site: Site) -> int:
         return 1
+
+    def variants(self, site: Site) -> tuple[Kernel, ...]:
+        return tuple(replace(self, tile=tile) for tile in candidates(site.target, tail_of(site), _extent(site)[1]))
+
+    def padding(self, site: Site, rows: int) -> float:
+        n, k = _extent(site)
+        tile = self.tile or tile_of(site.target, tail_of(site), n, k)
+        return whole_tiles(rows, tile.m) * whole_tiles(n, tile.n)
 
     def render(self, site: Site) -> Rendered:
         tail, op = tail_of(site), site.node.op

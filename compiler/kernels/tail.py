@@ -15,12 +15,13 @@ FLOATS = ("bf16", "f16", "f32")
 # What the generated code itself calls things, and the words of C++; Python's own are in `keyword`.
 OURS = """
     M N K NODE NAMESPACE BLOCK_M BLOCK_N BLOCK_K GROUP WARPS STAGES PROGRAMS Path Tensor
-    TensorDescriptor tl torch triton ctypes functools library native kernel finish halves launch m n k i
-    tile tiles tiles_m tiles_n first height rows columns ks at inside name shape dtype tensor have found
-    wants range min max code programs workspace stream status arguments tree hardware gemm cute cutlass
-    collective fusion stride_x stride_w stride_y Auto Element Row Tile Cluster Kernel Gemm Tree Epilogue
-    Fragment Compute Descriptor Aux TileLoad ColumnLoad call given expf logf sqrtf erff fabsf tanhf
-    fminf fmaxf powf
+    TensorDescriptor tl torch triton ctypes functools library native kernel finish halves launch m n
+    k i tile tiles tiles_m tiles_n first height rows columns ks at inside name shape dtype tensor
+    have found wants range min max code programs workspace stream status arguments tree hardware
+    gemm cute cutlass collective fusion stride_x stride_w stride_y Auto Element Row Tile Cluster
+    Kernel Gemm Tree Epilogue Fragment Compute Part Aux Stored TileLoad TileStore ColumnLoad Raster
+    Functor kRound z t tail swizzle raster call given quick_erf logf sqrtf fabsf tanhf fminf fmaxf
+    powf
 """
 CPP = """
     alignas alignof auto bool break case catch char class const constexpr continue default delete do

@@ -20,16 +20,19 @@ BARRIERS = 1024  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`m` x `n` elements an accumulator, `k` of the sum at a time, by `warps`, `stages` loads in flight."""
+    """`m` x `n` elements an accumulator, `k` of the sum at a time, by `warps`, `stages` loads in flight; a persistent
+    kernel runs `resident` programs a multiprocessor."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    resident: int = 1
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+        shape = f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+        return f"{shape}, {self.resident} a multiprocessor" if self.resident > 1 else shape
 
 
 def tile_of(target: Target, tail: Tail, n: int, k: int) -> Tile:
@@ -53,6 +56,38 @@ def tile_of(target: Target, tail: Tail, n: int, k: int) -> Tile:
             if stages >= FEWEST_STAGES:
                 return Tile(ROWS, wide, deep, _warps(wide * count), min(stages, MOST_STAGES))
     return Tile(ROWS, NARROWEST, depths[-1], _warps(NARROWEST * count), FEWEST_STAGES - 1)
+
+
+# Rows, columns of all accumulators together, depth, warps, stages, programs a multiprocessor; the likeliest first.
+WITH_TMA = (
+    (128, 256, 64, 8, 4, 1), (128, 128, 64, 4, 3, 2), (256, 128, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1),
+    (128, 128, 64, 4, 2, 2), (128, 128, 64, 8, 4, 1), (256, 128, 64, 8, 3, 1), (64, 256, 64, 4, 3, 2),
+    (128, 128, 64, 8, 3, 2), (128, 128, 128, 8, 2, 1), (64, 128, 64, 4, 4, 2), (128, 64, 64, 4, 4, 2),
+)  # fmt: skip
+BY_POINTER = (
+    (128, 128, 64, 8, 3, 1), (128, 128, 32, 4, 4, 1), (128, 128, 32, 8, 4, 1), (128, 256, 32, 8, 3, 1),
+    (128, 256, 64, 8, 3, 1), (256, 128, 32, 8, 3, 1), (128, 64, 64, 4, 3, 1), (64, 128, 64, 4, 3, 1),
+    (128, 64, 32, 4, 4, 1), (64, 64, 64, 4, 4, 1),
+)  # fmt: skip
+
+
+def candidates(target: Target, tail: Tail, k: int) -> tuple[Tile, ...]:
+    """The tiles that are worth measuring and that fit the target's shared memory."""
+    tma = "tma" in target.features
+    beside = _staged if tma else _nothing
+    count, size = len(tail.accumulators), BYTES[tail.x.type.dtype]
+    found = []
+    for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
+        wide = columns // count
+        needed = (m + columns) * deep * size * stages + beside(tail, wide) * m // ROWS + BARRIERS
+        if wide >= NARROWEST and deep <= k and needed * resident <= target.shared_memory:
+            found.append(Tile(m, wide, deep, warps, stages, resident))
+    return tuple(found)
+
+
+def whole_tiles(extent: int, side: int) -> float:
+    """What tiles of `side` cover, as a multiple of `extent`."""
+    return _padded(extent, side) / extent
 
 
 def _nothing(tail: Tail, width: int) -> int:

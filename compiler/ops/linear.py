@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Dim, Emit, Input, Op, Sizes, TensorType, Traced, TypeRuleError, operand
+from specc.compiler.ir import Dim, Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError, operand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,12 @@ class Product(Op):
     `nk` is [N, K], `kn` is [K, N], both row-major."""
 
     matrix: ClassVar[bool] = True
+    planned: ClassVar[bool] = True
     layout: ClassVar[Literal["nk", "kn"]]
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        n, k = self.extent(inputs[1])
+        return self.name, f"n{n}_k{k}"
 
     def product_text(self, rows: str, weight: str) -> str:
         """The product of rows with one weight, as Python."""
@@ -75,9 +80,9 @@ class Linear(Product):
         products = tuple(x @ weight.T for weight in weights)
         return products if len(products) > 1 else products[0]
 
-    def derivative(self, inputs: Sequence[str], grad: str, emit: Emit) -> tuple[str | None, ...] | None:
-        x, weight = inputs
-        return emit("dgrad", Dgrad(), (grad, weight)), emit("wgrad", Wgrad(), (grad, x))
+    def derivative(self, tape: Tape) -> Gradients | None:
+        x, weight, grad = tape.input(0), tape.input(1), tape.grad()
+        return tape.add("dgrad", Dgrad(), (grad, weight)), tape.add("wgrad", Wgrad(), (grad, x))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError, operand
+from specc.compiler.expr import name_of, reread, torch_value
+from specc.compiler.ir import Gradients, Input, Op, Scaled, Sizes, Tape, TensorType, Traced, TypeRuleError, operand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,3 +47,74 @@ class CrossEntropy(Op):
         logits, targets = inputs
         nats = logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         return nats.mean() if self.reduction == "mean" else nats
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxLoss(Op):
+    """-log softmax(f(z))[target] in nats for logits z [..., W] and targets i64[...], computed in f32 or wider.
+
+    `f` is an expression over `z`. Only the first `vocab` of the W columns are logits, the rest is padding. With the
+    mean it also gives `grad`, the mean's gradient, in type and shape of the logits and 0 in the padding: whoever
+    reads the logits once for the one has all that the other takes.
+    """
+
+    name: ClassVar[str] = "softmax_loss"
+    planned: ClassVar[bool] = True
+    vocab: int
+    reduction: Literal["mean", "none"]
+    f: str = "z"
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return ("loss", "grad") if self.reduction == "mean" else ()
+
+    @property
+    def words(self) -> str:
+        shown = f", `{self.f}`" if self.f != "z" else ""
+        return f"{self.name}{shown}, {'mean' if self.reduction == 'mean' else 'one a token'}"
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        words = ("softmax_loss" if self.reduction == "mean" else "softmax_nats", name_of(reread(self.f)))
+        return "_".join(filter(None, words)), f"v{self.vocab}"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        logits, targets = inputs
+        if logits.shape[:-1] != targets.shape:
+            raise TypeRuleError(f"scores {logits} by targets {targets}", (0, 1))
+        if not isinstance(logits.width, int) or logits.width < self.vocab:
+            raise TypeRuleError(f"wants {self.vocab} logits; {{input}} gives {logits.width}", (0,))
+        if self.reduction == "none":
+            return (TensorType(targets.shape, "f32"),)
+        return TensorType((), "f32"), logits
+
+    def ids_below(self, inputs: Sequence[TensorType]) -> int:
+        return self.vocab
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return (8 if self.reduction == "mean" else 4) * inputs[0].count(sizes)
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        logits, targets = inputs
+
+        def nats(z: "Tensor") -> "Tensor":
+            wide = z[..., : self.vocab].to(torch.promote_types(z.dtype, torch.float32))
+            kept = torch_value(reread(self.f), {"z": wide})
+            return kept.logsumexp(-1) - kept.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+        if self.reduction == "none":
+            return nats(logits)
+        with torch.enable_grad():
+            free = logits.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(nats(free).mean(), free)
+        return nats(logits).mean(), grad
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        if self.reduction == "none":
+            return None
+        return Scaled(tape.output(1), tape.grad()), None

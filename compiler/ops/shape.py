@@ -1,10 +1,10 @@
-"""Ops that move no arithmetic: embedding rows, heads, the last position."""
+"""Ops that move no arithmetic: embedding rows, heads, the last position, padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError, operand
+from specc.compiler.ir import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError, operand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,3 +127,77 @@ class Last(Op):
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].select(1, inputs[0].shape[1] - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PadRows(Op):
+    """A matrix [N, K] with rows of zeros behind it, [rows, K]."""
+
+    name: ClassVar[str] = "pad_rows"
+    listed: ClassVar[bool] = True
+    rows: int
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        if len(x.shape) != 2 or not isinstance(x.shape[0], int) or x.shape[0] > self.rows:
+            raise TypeRuleError(f"pads a matrix of at most {self.rows} rows, not {x}", (0,))
+        return (x.with_shape(self.rows, x.width),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"F.pad({args[0]}, (0, 0, 0, {self._missing(inputs[0])}))"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("pad", (Input(0), (0, 0, 0, self._missing(inputs[0]))))
+
+    def _missing(self, x: TensorType) -> int:
+        assert isinstance(x.shape[0], int)
+        return self.rows - x.shape[0]
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        (x,) = inputs
+        return torch.cat((x, x.new_zeros(self.rows - x.shape[0], x.shape[1])))
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        rows = tape.type(0).shape[0]
+        assert isinstance(rows, int)
+        return (tape.add("crop", CropRows(rows), (tape.grad(),)),)
+
+
+@dataclass(frozen=True, slots=True)
+class CropRows(Op):
+    """The first `rows` rows of a matrix [N, K]."""
+
+    name: ClassVar[str] = "crop_rows"
+    listed: ClassVar[bool] = True
+    rows: int
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        if len(x.shape) != 2 or not isinstance(x.shape[0], int) or x.shape[0] < self.rows:
+            raise TypeRuleError(f"crops a matrix of at least {self.rows} rows, not {x}", (0,))
+        return (x.with_shape(self.rows, x.width),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}[:{self.rows}]"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("getitem", (Input(0), slice(None, self.rows)))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0].narrow(0, 0, self.rows)

@@ -130,8 +130,13 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
-    """The named nodes in graph order, with each linear layer that only they read, such as the gate beside `up`."""
+    """The named nodes in graph order, with each linear layer that only they read, such as the gate beside `up`, and
+    with a member's own further nodes on the way to another member, such as the cast `logits.f32` of `logits`."""
     chosen = set(names)
+    for part in reversed(graph.nodes):
+        readers = [reader.name for reader in graph.consumers[part.name]]
+        if readers and chosen.issuperset(readers) and any(part.name.startswith(f"{name}.") for name in names):
+            chosen.add(part.name)
     for name in names:
         for ref in graph.by_name[name].inputs:
             node = graph.by_name.get(node_of(ref))
@@ -148,10 +153,19 @@ def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
         if known == _named(group, known.name):
             return known, True
     taken = {known.name for known in programs.groups}
+    return _named(group, next(name for name in _names(group) if name not in taken)), False
+
+
+def _names(group: Group) -> Iterator[str]:
+    """Its own name, then with more of its scope, then with its last member's word behind it, as often as it takes."""
     name = group.name
-    while name in taken:
+    yield name
+    for word in reversed(group.scope.split(".")[:-1]):
+        name = name.replace("fused_", f"fused_{word}_", 1)
+        yield name
+    while True:
         name = f"{name}_{group.members[-1].rpartition('.')[2]}"
-    return _named(group, name), False
+        yield name
 
 
 def _named(group: Group, name: str) -> Group:

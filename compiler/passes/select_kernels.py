@@ -1,13 +1,16 @@
-"""Chooses a kernel for every product of every fused group: of those that do not reject, the lowest rank."""
+"""Chooses a kernel for every product and loss of every fused group: of those that do not reject, the lowest rank."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
+from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
 from specc.compiler.ir import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
-from specc.compiler.ops.linear import Product
+from specc.compiler.lock import NO_LOCK, Entry, Lock, locked_kernel
 from specc.compiler.ops.region import Fused
 from specc.compiler.plan import Choice, Plan, place_pattern
 from specc.compiler.programs import Group, LoweringError, Programs
@@ -15,15 +18,16 @@ from specc.compiler.strict import Problem
 from specc.compiler.targets import Target
 
 
-def select_kernels(programs: Programs, target: Target, title: str, source: str) -> Plan:
-    """The plan of `programs` on `target`. Raises LoweringError with every node that no kernel takes, and all
-    reasons."""
+def select_kernels(programs: Programs, target: Target, title: str, source: str, lock: Lock = NO_LOCK) -> Plan:
+    """The plan of `programs` on `target`: what `lock` has measured, else by rank.
+
+    Raises LoweringError with every node that no kernel takes, and all reasons."""
     choices: list[Choice] = []
     problems: list[Problem] = []
-    for group, graph, node in _products(programs):
+    for group, graph, node in _planned(programs):
         site = _site(programs, group, graph, node, target)
         try:
-            choice = _choose(graph, site)
+            choice = _choose(graph, site, lock.entry(target.name, site))
         except ExprError as error:
             hint = "give the activation a name: `act: {expr: ..., name: ...}`"
             problems.append(Problem(_place(programs, group), "S402", error.message, hint))
@@ -38,14 +42,14 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str) 
     problems += _clashes(programs, choices)
     if problems:
         raise LoweringError(tuple(problems))
-    return Plan(programs.name, title, source, target, programs, tuple(choices))
+    return Plan(programs.name, title, source, target, programs, tuple(_told_together(choices)))
 
 
-def _products(programs: Programs) -> Iterator[tuple[Group, Graph, Node]]:
+def _planned(programs: Programs) -> Iterator[tuple[Group, Graph, Node]]:
     for group in programs.groups:
         for graph in (group.forward, group.backward):
             for node in graph.nodes:
-                if isinstance(node.op, Product):
+                if node.op.planned:
                     yield group, graph, node
 
 
@@ -70,17 +74,21 @@ def _place(programs: Programs, group: Group) -> tuple[str | int, ...]:
 
 def _site(programs: Programs, group: Group, graph: Graph, node: Node, target: Target) -> Site:
     prefix = group_pattern(programs, group, node.name)
-    tails = [
-        member.rpartition(".")[2] if member.count(".") == 1 else member.partition(".")[2] for member in node.members
-    ]
-    label = " + ".join((prefix, *tails[1:]))
+    label = " + ".join((prefix, *(_tail(member, node.name.rpartition(".")[0]) for member in node.members[1:])))
     return Site(node, tuple(graph.types[ref] for ref in node.inputs), target, label, programs.name)
 
 
-def _choose(graph: Graph, site: Site) -> Choice | tuple[tuple[str, str], ...]:
+def _tail(member: str, part: str) -> str:
+    """A member's name as it is told behind another node's: the words that follow what both are part of."""
+    if member.startswith(f"{part}."):
+        return member.removeprefix(f"{part}.")
+    return member.partition(".")[2]
+
+
+def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tuple[str, str], ...]:
     rejected: list[tuple[str, str]] = []
     taking: list[Kernel] = []
-    known = tuple(catalog(kernels, Kernel).values())
+    known = tuple(kernel for kernel in catalog(kernels, Kernel).values() if isinstance(site.node.op, kernel.computes))
     for kernel in known:
         reason = missing(kernel, site.target) or kernel.rejects(site)
         if reason is None:
@@ -90,12 +98,46 @@ def _choose(graph: Graph, site: Site) -> Choice | tuple[tuple[str, str], ...]:
     if not taking:
         return tuple(rejected)
     best = min(taking, key=lambda kernel: (kernel.rank(site), kernel.name))
-    rejected += [
-        (kernel.name, f"rank {kernel.rank(site)} against {best.rank(site)}") for kernel in taking if kernel is not best
-    ]
+    if entry is not None:
+        best = _measured(entry, taking, rejected)
+    others = [kernel for kernel in taking if kernel.name != best.name]
+    slower = "slower where it was measured" if entry is not None else f"of a rank above {best.rank(site)}"
+    rejected += [(kernel.name, slower) for kernel in others]
     runnable = {kernel.name for kernel in known if missing(kernel, site.target) is None}
     considered = tuple((name, reason) for name, reason in rejected if name in runnable)
-    return Choice(graph.name, site, best, best.render(site), tuple(rejected), considered)
+    return Choice(graph.name, site, best, best.render(site), tuple(rejected), considered, entry)
+
+
+def _measured(entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
+    """The kernel of a lock's entry. Raises SpeccError where it no longer takes the node."""
+    kernel = locked_kernel(entry)
+    if all(other.name != kernel.name for other in taking):
+        reason = dict(rejected).get(kernel.name, "computes something else")
+        raise SpeccError(f"the lock chose {kernel.name} for {entry.node}, which {reason}", "measure again: specc tune")
+    return kernel
+
+
+def _told_together(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """The choices, with a file that several nodes share telling of all of them."""
+    labels: dict[str, list[str]] = {}
+    for choice in choices:
+        labels.setdefault(choice.rendered.module, []).append(choice.site.label)
+    for choice in choices:
+        alike = tuple(dict.fromkeys(labels[choice.rendered.module]))
+        if choice.rendered.files and len(alike) > 1:
+            choice = replace(choice, rendered=choice.kernel.render(replace(choice.site, label=_together(alike))))
+        yield choice
+
+
+def _together(labels: Sequence[str]) -> str:
+    """Labels as one: `blocks.*.attention.{q,k}.rope` where they differ in one word, else all of them."""
+    split = [re.split(r"([. ])", label) for label in labels]
+    if len({len(words) for words in split}) == 1:
+        differing = [i for i, words in enumerate(zip(*split, strict=True)) if len(set(words)) > 1]
+        if len(differing) == 1:
+            before, after = split[0][: differing[0]], split[0][differing[0] + 1 :]
+            return "".join((*before, "{", ",".join(words[differing[0]] for words in split), "}", *after))
+    return " and ".join(labels)
 
 
 def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
@@ -103,18 +145,26 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
     functions: dict[str, Site] = {}
     files: dict[str, Site] = {}
     for choice in choices:
-        site, epilogue = choice.site, choice.site.epilogue
-        if epilogue is None:
+        site = choice.site
+        if not choice.rendered.files:
             continue
         function, file = symbol(site)
         first, alike = functions.setdefault(function, site), files.setdefault(file, site)
-        assert first.epilogue is not None
         message = ""
-        if (first.node.op, first.epilogue) != (site.node.op, epilogue):
-            message = f"two epilogues are named {function}: {first.epilogue.outputs[0]} and {epilogue.outputs[0]}"
+        if _computed(first) != _computed(site):
+            message = f"two epilogues are named {function}: {_shown(first)} and {_shown(site)}"
         elif (alike.inputs, alike.node.types) != (site.inputs, site.node.types):
             types = [", ".join(map(str, (*one.inputs, *one.node.types))) for one in (alike, site)]
             message = f"two kernels are named {file}, of {types[0]} and of {types[1]}"
         if message:
             hint = "give one of the activations a name: `act: {expr: ..., name: ...}`"
             yield Problem(programs.place(site.label.split(" ")[0].replace("*", "0")), "S403", message, hint)
+
+
+def _computed(site: Site) -> tuple[object, ...]:
+    """What a function's name has to tell apart; sizes are told by its file's."""
+    return site.node.op.words, site.node.op.arity, site.epilogue
+
+
+def _shown(site: Site) -> str:
+    return site.epilogue.outputs[0] if site.epilogue is not None else site.node.op.words

@@ -11,10 +11,13 @@ from specc.compiler.ops.pointwise import Pointwise
 def join_tails(graph: Graph) -> Graph:
     """Every pointwise node with a product that only it reads becomes that product's epilogue.
 
-    Several linear layers of one input that feed one pointwise node become one node with an accumulator each.
+    Several linear layers of one input that feed one pointwise node become one node with an accumulator each. One that
+    reads a single number, such as the gradient of a loss, stays: it scales what is small, and the library is left the
+    product.
     """
     for tail in graph.nodes:
-        if isinstance(tail.op, Pointwise) and (products := _products(graph, tail)):
+        scales = any(not graph.types[ref].shape for ref in tail.inputs)
+        if isinstance(tail.op, Pointwise) and not scales and (products := _products(graph, tail)):
             return join_tails(_joined(graph, tail, products))
     return graph
 

@@ -1,20 +1,28 @@
 """Master weights: the optimizer owns parameters and gradients in f32, whatever the model computes in."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+ALIGNMENT = 64  # elements between the starts of gradients in a flat buffer: kernels then load vectors
+
 
 class Masters:
-    """The f32 parameters of a model, by name, each with an f32 gradient in `.grad`.
+    """The f32 parameters of a model, by name, each with an f32 gradient in `.grad` once a step is collected.
 
     A parameter that the model computes with in another dtype (`dtypes`) becomes a copy in that dtype,
     refreshed from its master once a step; its gradients are added up in f32. One computed with in f32 is its
     own master. The model must hold f32 parameters under exactly the names of `dtypes`, on the device where it
     will run.
+
+    Attributes:
+        tensors: the masters.
+        gradients: f32, in the order of `tensors`; views of `sums`.
+        loss: f32 [], the last element of `sums`, for the caller to add up the losses in.
+        sums: f32 [N], everything that a step adds up, in one buffer: several processes add theirs in one call.
     """
 
     def __init__(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -29,45 +37,53 @@ class Masters:
             else:
                 self.tensors[name] = nn.Parameter(param.detach().clone())
                 param.data = param.data.to(dtype)
-        for master in self.tensors.values():
-            master.grad = torch.zeros_like(master)
         copied = [name for name in dtypes if self.tensors[name] is not self._shown[name]]
         self._copies: list[Tensor] = [self._shown[name] for name in copied]
         self._sources: list[Tensor] = [self.tensors[name] for name in copied]
+        self._lay_out(dtypes)
 
-    @property
-    def gradients(self) -> list[Tensor]:
-        """f32, in the order of `tensors`."""
-        return [master.grad for master in self.tensors.values() if master.grad is not None]
+    def _lay_out(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """One f32 buffer for all gradients, those of one compute dtype side by side, and the loss."""
+        groups = {dtype: [name for name in dtypes if dtypes[name] == dtype] for dtype in dtypes.values()}
+        sizes = [sum(_room(self.tensors[name]) for name in names) for names in groups.values()]
+        self.sums = torch.zeros(sum(sizes) + 1, device=next(iter(self.tensors.values())).device)
+        self._flat, self.loss = self.sums[:-1], self.sums[-1]
+        self._groups: list[_Group] = []
+        views: dict[str, Tensor] = {}
+        for (dtype, names), total in zip(groups.items(), torch.split(self._flat, sizes), strict=True):
+            self._groups.append(_Group([self._shown[name] for name in names], total, dtype))
+            views.update(zip(names, self._groups[-1].totals, strict=True))
+        self.gradients = [views[name] for name in self.tensors]
+        self._attach()
+
+    def _attach(self) -> None:
+        for master, gradient in zip(self.tensors.values(), self.gradients, strict=True):
+            master.grad = gradient
 
     def clear(self) -> None:
-        """Sets all gradients to 0."""
-        torch._foreach_zero_(self.gradients)
+        """Begins a step: sets all gradients and the loss to 0."""
+        self.sums.zero_()
+        for param in self._shown.values():
+            param.grad = None  # else autograd would add to it, a kernel a parameter
 
     def collect(self) -> None:
-        """Adds what the last backward pass left in the copies to the f32 gradients."""
-        pairs = [
-            (source.grad, copy.grad)
-            for source, copy in zip(self._sources, self._copies, strict=True)
-            if source.grad is not None and copy.grad is not None
-        ]
-        if pairs:
-            torch._foreach_add_([total for total, _ in pairs], [part for _, part in pairs])
-        for copy in self._copies:
-            copy.grad = None
+        """Adds what the last backward pass left in the model to the f32 gradients, in a few kernels."""
+        for group in self._groups:
+            group.collect()
 
     def finish(self, parts: int, clip_norm: float | None) -> Tensor:
-        """Turns the sum over `parts` backward passes into their mean and clips it to `clip_norm`.
+        """Turns the sums over `parts` backward passes into means and clips the gradients to `clip_norm`.
 
         Returns the 2-norm over all gradients before clipping, f32 [], without waiting for the device.
         """
         if parts > 1:
-            torch._foreach_mul_(self.gradients, 1 / parts)
+            self.sums.mul_(1 / parts)
         norm = get_total_norm(self.gradients)
         if clip_norm is not None:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
             # one gradient that is not finite must not make the others so: it could no longer be named
-            torch._foreach_mul_(self.gradients, torch.where(norm.isfinite(), factor, 1.0))
+            self._flat.mul_(torch.where(norm.isfinite(), factor, 1.0))
+        self._attach()
         return norm
 
     @torch.no_grad()
@@ -108,3 +124,50 @@ class Masters:
                 if not bool(torch.isfinite(tensor).all()):
                     return name
         return None
+
+    def digests(self) -> dict[str, int]:
+        """The sum of each master's bits read as i32: equal weights have equal ones, on any device."""
+        sums = [master.detach().view(torch.int32).sum(dtype=torch.int64) for master in self.tensors.values()]
+        return dict(zip(self.tensors, torch.stack(sums).tolist(), strict=True))
+
+
+class _Group:
+    """The parameters of one compute dtype, and their share of the sums.
+
+    `totals` are views of `flat`, f32, one a parameter in its shape.
+    """
+
+    def __init__(self, params: Sequence[Tensor], flat: Tensor, dtype: torch.dtype) -> None:
+        self._params, self._flat = params, flat
+        self.totals = _views(flat, params)
+        # Adding bf16 to f32 tensor by tensor would be a kernel each: no multi-tensor kernel mixes dtypes.
+        self._staging = torch.zeros_like(flat, dtype=dtype) if dtype != torch.float32 else None
+        self._staged = _views(self._staging, params) if self._staging is not None else []
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        grads = [param.grad for param in self._params]
+        for param in self._params:
+            param.grad = None
+        there = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
+        if not there:
+            return
+        into = self.totals if self._staging is None else self._staged
+        chosen, parts = [into[index] for index, _ in there], [grad for _, grad in there]
+        if self._staging is None:
+            torch._foreach_add_(chosen, parts)
+            return
+        if len(there) < len(grads):
+            self._staging.zero_()  # what the pass before has left must not count again
+        torch._foreach_copy_(chosen, parts)
+        self._flat.add_(self._staging)
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+
+
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Consecutive parts of `flat` in the shapes of `like`."""
+    parts = torch.split(flat, [_room(tensor) for tensor in like])
+    return [part[: tensor.numel()].view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

@@ -1,4 +1,5 @@
-"""Launches every kernel of a spec's plan once for a few row counts, for compute-sanitizer to watch:
+"""Launches every kernel of a spec's plan, tiles of its lock included, for a few row counts, for compute-sanitizer to
+watch:
 
 compute-sanitizer --tool memcheck python tests/catalog/launch_kernels.py specs/gpt_mlp35.yaml sm90
 """
@@ -11,7 +12,11 @@ import torch
 
 from specc.compiler import pipeline, reference
 from specc.compiler.check import load
+from specc.compiler.lock import lock_path, read_lock
+from specc.runtime.bench.accuracy import upcast
 from specc.runtime.load import instantiate
+from specc.runtime.tune.candidates import tuned_choices
+from specc.runtime.tune.measure import inputs_of
 
 ROWS = (1, 129, 300)
 
@@ -19,23 +24,18 @@ ROWS = (1, 129, 300)
 def main() -> None:
     spec, _ = load(Path(sys.argv[1]))
     target = sys.argv[2]
-    torch.manual_seed(0)
+    lock = read_lock(lock_path(Path(sys.argv[1]), spec.name))
     with tempfile.TemporaryDirectory() as folder:
-        loaded = instantiate(spec, target, Path(folder))
+        loaded = instantiate(spec, target, Path(folder), lock=lock)
         module = vars(sys.modules[type(loaded.model).__module__])
-        for choice in pipeline.plan(spec, target, "").choices:
-            if not choice.rendered.function:
-                continue
+        plan = pipeline.plan(spec, target, "", lock)
+        for choice in tuned_choices(plan):
             for rows in ROWS:
-                shapes = [tuple(d for d in type.shape if isinstance(d, int)) for type in choice.site.inputs]
-                shapes = [
-                    s if len(s) == len(t.shape) else (rows, *s) for s, t in zip(shapes, choice.site.inputs, strict=True)
-                ]
-                inputs = [torch.randn(shape).div(shape[-1] ** 0.5).cuda().bfloat16() for shape in shapes]
-                found = module[choice.rendered.function](*inputs)
+                inputs = inputs_of(choice.site, {"B": 1, "T": rows, "S": rows})
+                found = module[plan.called(choice)](*inputs)
                 found = found if isinstance(found, tuple) else (found,)
                 torch.cuda.synchronize()
-                exact = reference.node_value(choice.site.node, [tensor.double() for tensor in inputs])
+                exact = reference.node_value(choice.site.node, [upcast(one, torch.float64) for one in inputs])
                 errors = [((f.double() - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)]
                 print(choice.rendered.module, rows, errors, flush=True)
                 assert max(errors) < 1e-2

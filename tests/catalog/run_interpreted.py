@@ -1,7 +1,7 @@
 """Runs generated kernels in Triton's interpreter: `TRITON_INTERPRET=1 python run_interpreted.py CASES OUT`.
 
-CASES is a saved list of (folder, package.module, inputs, buffers, columns); saved to OUT are the buffers
-after the launch, and whether the inputs are as they were.
+CASES is a saved list of (folder, package.module, inputs, buffers, columns of each); saved to OUT are the
+buffers after the launch, and whether the inputs are as they were.
 """
 
 import importlib
@@ -16,11 +16,12 @@ def main(cases: str, out: str) -> None:
     # Two programs, so that a persistent kernel has to take several tiles each.
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=2)
     results = []
-    for folder, module, inputs, buffers, n in torch.load(cases):
+    for folder, module, inputs, buffers, columns in torch.load(cases):
         if folder not in sys.path:
             sys.path.insert(0, folder)
         before = [value.clone() for value in inputs]
-        outputs = [buffer[GUARD : buffer.numel() - GUARD].view(-1, n) for buffer in buffers]
+        pairs = zip(buffers, columns, strict=True)
+        outputs = [buffer[GUARD : buffer.numel() - GUARD].view(-1, width) for buffer, width in pairs]
         importlib.import_module(module).launch(*inputs, *outputs)
         results.append((buffers, all(map(torch.equal, before, inputs))))
     torch.save(results, out)

@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 GATED = {**MLP, "act": "silu(gate) * x"}
 CLASHING = ("block", "model", "weights", "linear_relu2", "x", "h", "cos", "f", "tensor", "positions", "blocks", "act")
 HEAD = {"head": ["logits", "softcap"]}
+LOSS = {"head": ["logits", "softcap", "loss"]}
+PLAIN_LOSS = {"head": ["logits", "loss"]}
 RESIDUAL = {"blocks.*.mlp": ["up", "act", "down", "x"]}
+NORM_ROPE = ({"blocks.*.attention": ["q.norm", "q.rope", "q.gain"]}, {"blocks.*.attention": ["k.norm", "k.rope"]})
+ROPE = {"blocks.*.*.{q,k}": ["rope"]}
 
 
 def attention(**options: Any) -> dict[str, Any]:
@@ -73,6 +77,35 @@ CASES: Mapping[str, dict[str, Any]] = {
     "softcap": {"head": {"softcap": 2}},
     "softcap_fused": {"head": {"softcap": 2.5}, "fuse": (FUSE_MLP, HEAD)},
     "softcap_untied_fused": {"head": {"softcap": 3, "tied": False}, "fuse": (HEAD,)},
+    "loss_fused": {"fuse": (FUSE_MLP, PLAIN_LOSS)},
+    "loss_softcap_fused": {"head": {"softcap": 2.5}, "fuse": (FUSE_MLP, LOSS)},
+    "loss_untied_fused": {"head": {"softcap": 3, "tied": False}, "fuse": (LOSS,)},
+    "loss_without_padding_fused": {"head": {"softcap": 2}, "fuse": (LOSS,), "vocab": 16},
+    "loss_fused_alone": {"layers": (MLP,), "fuse": (PLAIN_LOSS,), "vocab": 65},
+    "norm_rope_fused": {**attention(qk_norm={"gain": 1.5}, rope={"dims": 2}), "fuse": (*NORM_ROPE, FUSE_MLP)},
+    "norm_rope_of_whole_heads_fused": {
+        **attention(qk_norm={"gain": 1.5, "eps": 0.1}, rope={"base": 50}, kv_heads=1),
+        "fuse": (*NORM_ROPE, FUSE_MLP),
+        "blocks": {"skips": {"kind": "unet"}},
+        "count": 3,
+    },
+    "norm_rope_without_gain_fused": {
+        **attention(qk_norm={}, rope={"dims": 2}, window=3),
+        "fuse": ({"blocks.*.attention": ["q.norm", "q.rope"]}, {"blocks.*.attention.k": ["norm", "rope"]}),
+    },
+    "rope_gain_fused": {
+        **attention(qk_norm={"gain": 2}, rope={}),
+        "fuse": ({"blocks.*.attention": ["q.rope", "q.gain"]}, {"blocks.*.attention": ["k.rope"]}),
+    },
+    "rope_fused": {**attention(rope={}), "fuse": (ROPE,)},
+    "ropes_of_two_attentions_fused": {
+        "layers": (
+            {**ATTENTION, "name": "near", "window": 3, "rope": {"dims": 2}},
+            {**ATTENTION, "name": "far", "rope": {"base": 50}, "kv_heads": 1},
+            MLP,
+        ),
+        "fuse": (ROPE, FUSE_MLP),
+    },
     "unet_2": {"blocks": {"skips": {"kind": "unet"}}, "count": 2},
     "unet_3": {"blocks": {"skips": {"kind": "unet"}}, "count": 3},
     "unet_5": {

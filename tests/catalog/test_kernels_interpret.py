@@ -47,7 +47,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], 
         site, n = site_of(case), case[2]
         module = imported(LINEAR_TRITON, site, folder / f"interpreted_{i}").__name__
         for m in ROWS[case[1]]:
-            runs.append((str(folder), module, sample_inputs(site, m, m), poisoned(site, m), n))
+            outputs = poisoned(site, m)
+            runs.append((str(folder), module, sample_inputs(site, m, m), outputs, [n] * len(outputs)))
             keys.append((case, m))
     torch.save(runs, folder / "cases.pt")
     command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]

@@ -11,8 +11,8 @@ from specc.runtime.native import compile_only, library
 
 pytestmark = pytest.mark.nvcc
 
-# A tile to read and the weight as stored; a long expression; a column, a tile and a transposed weight.
-NAMES = ("mul", "gelu_grad", "scaled_residual")
+# A tile to read and the weight as stored; a long expression; a column, a tile and a transposed weight; two outputs.
+NAMES = ("mul", "gelu_grad", "scaled_residual", "leaky_relu2")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -29,7 +29,7 @@ def test_launchers_declare_what_the_library_defines(name: str, tmp_path: Path) -
     site = make_site(name)
     module = imported(GEMM_EVT, site, tmp_path / f"launcher_{name}")
     code, function = module.native(), GEMM_EVT.render(site).function
-    assert len(getattr(code, function).argtypes) == 1 + len(site.inputs) + len(site.node.types) + 2
+    assert len(getattr(code, function).argtypes) == 3 + len(site.inputs) + len(site.node.types) + 2
     assert getattr(code, f"{function}_status")(0) == b"Success"
     assert getattr(code, f"{function}_status")(7) not in (None, b"Success")
     assert getattr(code, f"{function}_workspace").restype is ctypes.c_size_t

@@ -1,6 +1,7 @@
 """Every op: its Torch spelling against its reference in float64, its types against real tensors, its costs, its
 rule."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,18 +14,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from specc.compiler import ops, witness
 from specc.compiler.catalog import classes
-from specc.compiler.ir import Builder, Op, TensorType, TypeRuleError
+from specc.compiler.ir import Builder, Op, Scaled, Tape, TensorType, TypeRuleError
 from specc.compiler.ops.attention import CacheWrite, Sdpa, SdpaCached
 from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
-from specc.compiler.ops.loss import CrossEntropy
+from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
+from specc.compiler.ops.norm_rope import NormRope, NormRopeGrad
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.ops.rope import Positions, Rope, RopeAngles
-from specc.compiler.ops.shape import Embedding, Last, MergeHeads, SplitHeads
+from specc.compiler.ops.shape import CropRows, Embedding, Last, MergeHeads, PadRows, SplitHeads
 from specc.compiler.render import render
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i64": torch.int64}
+MODULES = itertools.count()
 B, T, S = 3, 5, 9
 SIZES = {"B": B, "T": T, "S": S}
 X, IDS = "f32[B,T,8]", "i64[B,T]"
@@ -68,6 +71,9 @@ SAMPLES = [
     Sample(SplitHeads(4), (X,)),
     Sample(MergeHeads(), (HEADS,)),
     Sample(Last(), (X,)),
+    Sample(PadRows(11), ("f32[7,8]",)),
+    Sample(PadRows(7), ("f32[7,8]",)),
+    Sample(CropRows(5), ("f32[7,8]",)),
     Sample(CrossEntropy("mean"), ("f32[B,T,7]", IDS)),
     Sample(CrossEntropy("none"), ("f32[B,T,7]", IDS)),
     Sample(Pointwise(("leaky_relu(x, 0.5) ** 2",), ("x",)), (X,), arithmetic=True),
@@ -83,6 +89,7 @@ SAMPLES = [
     Sample(SumTo((4, 1)), (HEADS,), arithmetic=True),
 ]  # fmt: skip
 REGIONS = {Call.name, Fused.name, Scan.name}  # they run other graphs and have no arithmetic of their own
+KERNELS = {SoftmaxLoss.name, NormRope.name, NormRopeGrad.name}  # only kernels compute them, in files of their own
 
 
 def named(sample: Sample) -> str:
@@ -118,6 +125,7 @@ def module_of(sample: Sample) -> ModuleType:
     types = types_of(sample)
     names = [f"v{i}" for i in range(len(types))]
     lines = ["import torch", "from torch import Tensor, nn", "from torch.nn import functional as F", ""]
+    lines.append(f"NAMESPACE = 'spelled_{next(MODULES)}'")  # for ops that it registers
     if support := sample.op.support(types):
         lines.append(render(f"torch/{support}.py.jinja", None, "", ""))
     text = sample.op.torch(names, types)
@@ -136,7 +144,7 @@ def in_float64(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def test_every_op_has_a_sample() -> None:
-    assert {sample.op.name for sample in SAMPLES} | REGIONS == set(classes(ops, Op))
+    assert {sample.op.name for sample in SAMPLES} | REGIONS | KERNELS == set(classes(ops, Op))
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=named)
@@ -230,41 +238,84 @@ def test_flops_grow_in_proportion_to_the_rows(sample: Sample) -> None:
     one, three = (sample.op.flops(types, sample.op.infer(types), {**SIZES, "B": rows}) for rows in (1, 3))
     rowless = not any("B" in type.shape for type in types) or isinstance(sample.op, Positions)
     assert three == (one if rowless else 3 * one)
-    moves = (Embedding, SplitHeads, MergeHeads, Last, CacheWrite, Positions)
+    moves = (Embedding, SplitHeads, MergeHeads, Last, PadRows, CropRows, CacheWrite, Positions)
     assert (one == 0) == isinstance(sample.op, moves)
 
 
+class Computed(Tape):
+    """A tape that computes what a rule adds, by the references."""
+
+    def __init__(self, op: Op, inputs: Sequence[Tensor], grad: Tensor) -> None:
+        self.types = [TensorType(tuple(value.shape), "f64") for value in inputs]
+        self.held = {f"in{i}": value for i, value in enumerate(inputs)} | {"grad0": grad}
+        self.held |= {f"out{i}": value for i, value in enumerate(many(op.reference(*inputs)))}
+
+    def type(self, index: int) -> TensorType:
+        return self.types[index]
+
+    def input(self, index: int) -> str:
+        return f"in{index}"
+
+    def output(self, index: int) -> str:
+        return f"out{index}"
+
+    def grad(self, index: int = 0) -> str:
+        return f"grad{index}"
+
+    def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
+        (self.held[suffix],) = many(op.reference(*(self.held[ref] for ref in inputs)))
+        return suffix
+
+    def value(self, gradient: str | Scaled | None) -> Tensor | None:
+        if isinstance(gradient, Scaled):
+            return self.held[gradient.value] * self.held[gradient.by]
+        return None if gradient is None else self.held[gradient]
+
+
+def ruled(rng: random.Random) -> list[tuple[Op, tuple[tuple[int, ...], ...]]]:
+    """Every op that states a rule, with shapes of its floating inputs."""
+    rows, n, k = (rng.randint(1, 4), rng.randint(1, 5)), rng.randint(1, 6), rng.randint(1, 7)
+    capped = SoftmaxLoss(n, "mean", "3 * tanh(z / 3)")
+    return [
+        (Linear(), ((*rows, k), (n, k))),
+        (PadRows(n + rng.randint(0, 3)), ((n, k),)),
+        (SoftmaxLoss(n, "mean"), ((*rows, n),)),
+        (capped, ((*rows, n + rng.randint(0, 3)),)),
+    ]
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_derivative_of_linear_equals_autograd(seed: int) -> None:
+@pytest.mark.parametrize("which", range(4))
+def test_derivatives_equal_autograd(which: int, seed: int) -> None:
     rng = random.Random(seed)
-    rows, n, k = ((rng.randint(1, 4), rng.randint(1, 5)), rng.randint(1, 6), rng.randint(1, 7))
+    op, shapes = ruled(rng)[which]
     generator = torch.Generator().manual_seed(seed)
-    x, w, d = (torch.randn(size, generator=generator, dtype=torch.float64) for size in ((*rows, k), (n, k), (*rows, n)))
-    held = {"x": x, "w": w, "d": d}
-    made: list[Tensor] = []
 
-    def emit(name: str, op: Op, inputs: Sequence[str]) -> str:
-        made.append(many(op.reference(*(held[ref] for ref in inputs)))[0])
-        held[name] = made[-1]
-        return name
+    def random_value(size: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(size), generator=generator, dtype=torch.float64)
 
-    gradients = Linear().derivative(("x", "w"), "d", emit)
-    assert gradients is not None
-    x, w = x.requires_grad_(), w.requires_grad_()
-    wanted = torch.autograd.grad((x @ w.T), (x, w), d)
-    for name, want in zip(gradients, wanted, strict=True):
-        assert name is not None
-        torch.testing.assert_close(held[name], want, rtol=1e-12, atol=1e-12)
+    inputs = [random_value(size).requires_grad_() for size in shapes]
+    ids = []
+    if isinstance(op, SoftmaxLoss):
+        ids = [torch.randint(op.vocab, shapes[0][:-1], generator=generator)]
+    output = many(op.reference(*inputs, *ids))[0]
+    grad = random_value(output.shape)
+    wanted = torch.autograd.grad(output, inputs, grad)
+    tape = Computed(op, [value.detach() for value in (*inputs, *ids)], grad)
+    gradients = op.derivative(tape)
+    assert gradients is not None and len(gradients) == len(inputs) + len(ids)
+    for gradient, want in zip(gradients, wanted, strict=False):
+        torch.testing.assert_close(tape.value(gradient), want, rtol=1e-12, atol=1e-12)
+    assert all(gradient is None for gradient in gradients[len(inputs) :])  # whole numbers have none
 
 
 def test_ops_without_a_rule_say_so() -> None:
-    ruled = {
-        sample.op.name
-        for sample in SAMPLES
-        if not isinstance(sample.op, Pointwise)  # the pointwise language derives its own
-        and type(sample.op).derivative is not Op.derivative
+    stated = {
+        name
+        for name, kind in classes(ops, Op).items()
+        if kind.derivative is not Op.derivative  # the pointwise language derives its own
     }
-    assert ruled == {"linear"}
+    assert stated == {op.name for op, _ in ruled(random.Random(0))} | {NormRope.name}  # test_norm_rope.py
 
 
 ERRORS = [
@@ -282,6 +333,16 @@ ERRORS = [
     (Rope(), (HEADS, "f32[T,4]", "f32[T,4]"), "n rotates 8 dims of heads of 6"),
     (SplitHeads(3), (X,), "n splits v0 of 8 features into 3 equal heads"),
     (CrossEntropy("mean"), ("f32[B,T,7]", "i64[B]"), "n scores f32[B,T,7] by targets i64[B]"),
+    (SoftmaxLoss(7, "mean"), ("f32[B,T,8]", "i64[B]"), "n scores f32[B,T,8] by targets i64[B]"),
+    (SoftmaxLoss(9, "none"), ("f32[B,T,8]", IDS), "n wants 9 logits; v0 gives 8"),
+    (NormRope(), ("f32[4,6]", "f32[T,3]", "f32[T,3]"), "n takes heads [..., T, H, C]; v0 gives f32[4,6]"),
+    (NormRope(), (HEADS, "f32[S,3]", "f32[S,3]"), "n turns f32[B,T,4,6] by angles f32[S,3] and f32[S,3]"),
+    (NormRope(), (HEADS, "f32[T,3]", "f32[T,2]"), "n turns f32[B,T,4,6] by angles f32[T,3] and f32[T,2]"),
+    (NormRope(1e-6), (HEADS, "f32[T,4]", "f32[T,4]"), "n rotates 8 dims of heads of 6"),
+    (NormRope(gain=True), (HEADS, "f32[T,3]", "f32[T,3]", "f32[3,1]"), "n scales 4 heads by f32[3,1]"),
+    (NormRopeGrad(1e-6), (HEADS, X, "f32[T,3]", "f32[T,3]"), "n takes the gradient f32[B,T,4,6] of f32[B,T,8]"),
+    (PadRows(6), ("f32[7,8]",), "n pads a matrix of at most 6 rows, not f32[7,8]"),
+    (CropRows(8), ("f32[7,8]",), "n crops a matrix of at least 8 rows, not f32[7,8]"),
     (Pointwise(("x + y",), ("x", "y")), (X, "f32[7]"), "n cannot broadcast ['B', 'T', 8] with [7]"),
     (Pointwise(("x + y",), ("x", "y")), (X,), "n names 2 operands but is given 1"),
     (Pointwise(("x + z",), ("x", "y")), (X, X), "n reads 'z', which is none of its operands ['x', 'y']"),

@@ -55,6 +55,7 @@ def test_another_activation_changes_the_kernel_and_the_lines_that_name_it() -> N
     files, states = changed(GOLF.replace("leaky_relu(x, 0.5) ** 2", "gelu(x)"))
     kernels = {f"{target}/linear_gelu__n1792_k512.py": "new" for target in ("cpu", "sm90")}
     kernels |= {f"{target}/linear_leaky_relu2__n1792_k512.py": "gone" for target in ("cpu", "sm90")}
+    kernels |= {"sm90/linear_gelu__n1792_k512.cu": "new", "sm90/linear_leaky_relu2__n1792_k512.cu": "gone"}
     pages = dict.fromkeys(("PLAN.md", "manifest.json", "cpu/model.py", "sm90/model.py"), "changed")
     assert states == {**kernels, **pages}
     for target in ("cpu", "sm90"):
@@ -84,10 +85,8 @@ def test_relu_squared_saves_no_slope() -> None:
     pages = dict.fromkeys(("PLAN.md", "manifest.json", "cpu/model.py", "sm90/model.py"), "changed")
     kernels = {}
     for target, endings in (("cpu", ("py",)), ("sm90", ("py", "cu"))):
-        kernels |= {
-            f"{target}/linear_relu2__n1792_k512.py": "new",
-            f"{target}/linear_leaky_relu2__n1792_k512.py": "gone",
-        }
+        kernels |= {f"{target}/linear_relu2__n1792_k512.{ending}": "new" for ending in endings}
+        kernels |= {f"{target}/linear_leaky_relu2__n1792_k512.{ending}": "gone" for ending in endings}
         kernels |= {f"{target}/dgrad_mul_sqrt__n1792_k512.{ending}": "new" for ending in endings}
         kernels |= {f"{target}/dgrad_mul__n1792_k512.{ending}": "gone" for ending in endings}
     assert states == {**kernels, **pages}

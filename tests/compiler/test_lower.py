@@ -41,8 +41,8 @@ graph train(ids: i64[B,T], targets: i64[B,T]) {
   norm = rms_norm(blocks.1) : f32[B,T,8]
   head.logits = linear(norm, @embed.token) : f32[B,T,11]
   head.softcap = pointwise(head.logits){outputs=('30.0 * tanh(z / 30.0)',), variables=('z',), dtype='f32'} : f32[B,T,11]
-  loss = cross_entropy(head.softcap, targets){reduction='mean'} : f32[]
-  return loss=loss
+  head.loss = cross_entropy(head.softcap, targets){reduction='mean'} : f32[]
+  return loss=head.loss
 }"""
     )
     assert (

@@ -20,6 +20,7 @@ from specc.compiler.strict import Problem
 HERE = Path(__file__).parent / "graphs"
 RESIDUAL = {"blocks.*.mlp": ["up", "act", "down", "x"]}
 HEAD = {"head": ["logits", "softcap"]}
+LOSS = {"head": ["logits", "softcap", "loss"]}
 
 
 def acts(act: Any, **options: Any) -> dict[str, Any]:
@@ -35,14 +36,18 @@ CASES: dict[str, dict[str, Any]] = {
     "residual": {**acts("relu(x) ** 2", residual="learned"), "fuse": (RESIDUAL,)},
     "head": {"head": {"softcap": 30}, "fuse": (HEAD,)},
     "head_bf16": {"head": {"softcap": 30}, "fuse": (HEAD,), "vocab": 16, "targets": ("sm90",)},
+    "loss": {"head": {"softcap": 30}, "fuse": (LOSS,)},
+    "loss_bf16": {"fuse": ({"head": ["logits", "loss"]},), "vocab": 16, "targets": ("sm90",)},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_group_reads_exactly_so(name: str) -> None:
     target = CASES[name].get("targets", ("cpu",))[0]
-    (group,) = pipeline.run(tiny(**CASES[name]), target).groups
-    text = f"saved: {', '.join(group.saved)}\n{group.forward}\n{group.backward}\n"
+    text = ""
+    for group in pipeline.run(tiny(**CASES[name]), target).groups:
+        backward = f"{group.backward}\n" if group.backward.outputs else ""
+        text += f"saved: {', '.join(group.saved) or 'nothing'}\n{group.forward}\n{backward}"
     if os.environ.get("SPECC_GOLDEN") == "1":
         (HERE / f"{name}.txt").write_text(text)
     assert text == (HERE / f"{name}.txt").read_text()
@@ -144,6 +149,11 @@ ERRORS: list[tuple[dict[str, list[str]], str, str]] = [
     ),
     ({"blocks.*.mlp": ["up", "x"]}, "S304", "blocks.*.mlp: mlp.up is also read by mlp.act, so it has to be stored"),
     ({"head": ["logits", "softcap"]}, "S302", "head has no node softcap"),
+    ({"head": ["logits", "softcap", "loss"]}, "S302", "head has no node softcap"),
+]
+CAPPED: list[tuple[list[str], str]] = [
+    (["logits", "loss"], "head: head.logits is also read by head.softcap, so it has to be stored"),
+    (["logits", "softcap", "loss", "loss"], "head: head.loss is named twice"),
 ]
 
 
@@ -152,6 +162,36 @@ def test_what_cannot_be_fused_says_why(point: dict[str, list[str]], code: str, m
     (problem,) = problems(fuse=(point,))
     assert (problem.code, problem.message, problem.path) == (code, message, ("fuse", 0, next(iter(point))))
     assert problem.hint
+
+
+@pytest.mark.parametrize(("members", "message"), CAPPED, ids=[" ".join(members) for members, _ in CAPPED])
+def test_what_cannot_be_fused_with_a_loss_says_why(members: list[str], message: str) -> None:
+    (problem,) = problems(head={"softcap": 30}, fuse=({"head": members},))
+    assert (problem.code, problem.message, problem.path) == ("S304", message, ("fuse", 0, "head"))
+
+
+def test_a_loss_is_fused_in_training_and_in_scoring() -> None:
+    """Two groups of one fusion point: only what is learned from comes with a gradient."""
+    spec = tiny(fuse=({"head": ["logits", "loss"]},))
+    before, after = pipeline.run(spec, "cpu", "lower"), pipeline.run(spec, "cpu")
+    assert [(group.name, bool(group.backward.outputs)) for group in after.groups] == [
+        ("fused_head", True),
+        ("fused_head_score", False),
+    ]
+    for name, group in (("train", "fused_head"), ("score", "fused_head_score")):
+        gone = [node for node in nodes(before, name) if node not in nodes(after, name)]
+        assert gone == ["head.logits", "head.logits.f32"]  # the cast was not named; it is a part of the logits
+        last = after.program(name).nodes[-1]
+        assert isinstance(last.op, Fused) and last.op.group == group
+        assert last.types == before.program(name).by_name["head.loss"].types
+        assert last.inputs == ("norm", "@embed.token", "targets")
+    for name in ("prefill", "decode"):
+        assert nodes(before, name) == nodes(after, name)
+
+
+def test_the_linear_layer_of_a_loss_joins_unnamed() -> None:
+    spelled, short = (tiny(head={"softcap": 3}, fuse=(point,)) for point in (LOSS, {"head": ["softcap", "loss"]}))
+    assert pipeline.run(spelled, "cpu").groups == pipeline.run(short, "cpu").groups
 
 
 def test_all_bad_points_are_told_at_once() -> None:

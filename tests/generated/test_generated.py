@@ -144,6 +144,21 @@ def test_the_plan_page_names_the_kernels_of_the_golf_model() -> None:
     assert "then the 10 tensors of largest hessian trace" in text.lower()
 
 
+def test_the_plan_page_shows_what_a_fused_head_pads_and_that_scores_have_no_gradient() -> None:
+    text = (GENERATED / "gpt2_124m/PLAN.md").read_text()
+    hopper = text[text.index("## sm90") :]
+    for row in (
+        "| head.padded | pad_rows bf16[50257,768] -> bf16[50304,768] | torch | | | |",
+        "| head.padded.crop | crop_rows bf16[50304,768] -> bf16[50257,768] | torch | | | |",
+        "| head.loss + logits.f32 | softmax_loss, mean, also grad | softmax_loss__v50257.py (triton) |",
+        "| head.nats + logits.f32 + loss | softmax_loss, one a token | softmax_nats__v50257.py (triton) |",
+    ):
+        assert hopper.count(row) == 1
+    assert hopper.count("| head.logits | linear | torch |") == 1  # once, though training and scoring both run it
+    nodes = json.loads((GENERATED / "gpt2_124m/manifest.json").read_text())["nodes"]["sm90"]
+    assert nodes["head.loss"] == "softmax_loss__v50257.py" and nodes["head.nats"] == "softmax_nats__v50257.py"
+
+
 @pytest.mark.parametrize(("name", "target"), TARGETS)
 def test_torch_fx_finds_the_plan(name: str, target: str) -> None:
     """The module as committed, traced; on a GPU's target its kernels are custom ops, which trace without one."""
@@ -170,7 +185,7 @@ def test_a_changed_module_is_told_from_its_plan(tmp_path: Path) -> None:
     programs = pipeline.run(spec, "cpu")
     changes = {
         "eps=1e-06)": "eps=1e-05)",
-        "30.0 * torch.tanh": "31.0 * torch.tanh",
+        "self.embed.token, targets)": "self.embed.token, ids)",
         "rope_angles(positions, 32, 10000.0)": "rope_angles(positions, 32, 1000.0)",
         "self.attention.k).unflatten": "self.attention.v).unflatten",
         "x + self.mlp.residual * down": "x - self.mlp.residual * down",

@@ -1,10 +1,12 @@
 """Master weights and their average against float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
 
 from specc.runtime.optim.average import Average
@@ -69,6 +71,75 @@ def test_gradients_are_the_f32_mean_of_micro_batches(dtypes: dict[str, torch.dty
         torch.testing.assert_close(grad.double(), expected[name], rtol=1e-5, atol=1e-7)
     total = torch.stack([one.norm() for one in expected.values()]).norm()
     assert float(norm) == pytest.approx(float(total), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtypes", [PLAIN, MIXED])
+def test_a_parameter_without_a_gradient_adds_nothing(dtypes: dict[str, torch.dtype]) -> None:
+    """`gain` and `up` take part in every other pass only."""
+    model = Toy(noise=0.0)
+    masters = Masters(model, dtypes)
+    params = dict(model.named_parameters())
+    expected = {name: torch.zeros(tuple(param.shape), dtype=torch.float64) for name, param in params.items()}
+    masters.clear()
+    for number in range(4):
+        for name in NAMES if number % 2 else ("embed", "blocks.down"):
+            grad = torch.randn(tuple(params[name].shape), generator=torch.Generator().manual_seed(number))
+            params[name].grad = grad.to(dtypes[name])
+            expected[name] += grad.to(dtypes[name]).double()
+        masters.collect()
+        assert all(param.grad is None for param in params.values())
+    masters.collect()  # a pass that gives no gradient at all
+    masters.finish(1, None)
+    for name, grad in zip(NAMES, masters.gradients, strict=True):
+        torch.testing.assert_close(grad.double(), expected[name], rtol=1e-6, atol=1e-6)
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators that run, each of which is at least one kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_collecting_takes_few_operators_for_any_number_of_parameters(dtype: torch.dtype, most: int) -> None:
+    shapes = [(1 + number % 7, 3) if number % 3 else (number + 1,) for number in range(60)]
+    model = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
+    masters = Masters(model, {name: dtype for name, _ in model.named_parameters()})
+    masters.clear()
+    for param in model:
+        param.grad = torch.ones_like(param)
+    with Counted() as counted:
+        masters.collect()
+    assert 1 <= counted.count <= most
+    with Counted() as counted:
+        masters.clear()
+    assert counted.count == 1
+    for param in model:
+        param.grad = torch.ones_like(param)
+    masters.collect()
+    assert all(bool((grad == 1).all()) for grad in masters.gradients)
+
+
+def test_what_a_step_adds_up_is_one_buffer() -> None:
+    """So that processes add theirs in one call; what lies between the gradients stays 0."""
+    masters = Masters(Toy(), MIXED)
+    sums = masters.sums
+    assert all(grad.untyped_storage().data_ptr() == sums.untyped_storage().data_ptr() for grad in masters.gradients)
+    assert all(grad.data_ptr() % 256 == sums.data_ptr() % 256 for grad in masters.gradients)
+    for grad in masters.gradients:
+        grad.fill_(2.0)
+    masters.loss.fill_(8.0)
+    norm = masters.finish(4, clip_norm=None)
+    count = sum(grad.numel() for grad in masters.gradients)
+    assert float(masters.loss) == 2.0 and float(norm) == pytest.approx(0.5 * math.sqrt(count))
+    assert float(sums.sum()) == pytest.approx(0.5 * count + 2.0)
+    assert float(masters.finish(1, clip_norm=1.0)) > 1.0 and float(masters.loss) == 2.0  # clipping spares the loss
 
 
 @pytest.mark.parametrize(("limit", "factor"), [(1.0, 0.2), (5.0, 1.0), (100.0, 1.0)])

@@ -12,6 +12,7 @@ from specc.runtime import checkpoint
 from specc.runtime.data import ByteTokenizer, Loader
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import read_log
+from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.muon import orthogonalize
 from specc.runtime.trainer import Trainer
 
@@ -103,3 +104,22 @@ def test_muon_orthogonalizes_in_bf16(shape: tuple[int, int]) -> None:
     exact, found = orthogonalize(batch, 5), orthogonalize(batch.cuda(), 5).cpu()
     assert found.dtype == torch.float32
     assert float((found - exact).norm() / exact.norm()) < 0.05
+
+
+def test_gradients_are_collected_in_few_kernels() -> None:
+    """105 matrices in bf16, as many as gpt_mlp35 has: one kernel each would be 105."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(96 + i, 40, device="cuda")) for i in range(105)])
+    masters = Masters(model, {name: torch.bfloat16 for name, _ in model.named_parameters()})
+    masters.clear()
+    for _ in range(2):
+        grads = [torch.randn_like(param) for param in model]
+        for param, grad in zip(model, grads, strict=True):
+            param.grad = grad
+        before = [total.clone() for total in masters.gradients]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            masters.collect()
+            torch.cuda.synchronize()
+        kernels = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        assert 1 <= len(kernels) <= 8
+        for total, old, grad in zip(masters.gradients, before, grads, strict=True):
+            assert torch.equal(total, old + grad)  # f32 sums of bf16, as tensor by tensor

@@ -12,6 +12,7 @@ from specc.compiler.blocks.init import constant
 from specc.compiler.programs import Parameter
 from specc.compiler.train_spec import TrainSpec
 from specc.runtime.data import ByteTokenizer, Loader, TokenStream, open_stream
+from specc.runtime.distributed import World
 from specc.runtime.trainer import Trainer
 
 WINDOW = 8
@@ -94,10 +95,15 @@ def stream(folder: Path, split: str = "train") -> TokenStream:
 
 
 def trainer(
-    folder: Path, train: TrainSpec | None = None, model: nn.Module | None = None, dtype: str = "f32"
+    folder: Path,
+    train: TrainSpec | None = None,
+    model: nn.Module | None = None,
+    dtype: str = "f32",
+    world: World | None = None,
 ) -> Trainer:
     """A trainer at step 0; equal arguments give equal trainers."""
-    train = train or train_spec()
+    train, world = train or train_spec(), world or World.alone()
     torch.manual_seed(train.seed)
-    loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed)
-    return Trainer(model or Toy(), parameters(dtype), train, loader, WINDOW, torch.device("cpu"), False, "digest")
+    loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed, world.rank, world.size)
+    device = torch.device("cpu")
+    return Trainer(model or Toy(), parameters(dtype), train, loader, WINDOW, device, False, "digest", world)

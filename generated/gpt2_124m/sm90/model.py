@@ -11,6 +11,10 @@ from torch.nn import functional as F
 
 from .dgrad_mul__n3072_k768 import dgrad_mul
 from .linear_gelu__n3072_k768 import linear_gelu
+from .rotary__h12_c64_r32 import rotary
+from .rotary_grad__h12_c64_r32 import rotary_grad
+from .softmax_loss__v50257 import softmax_loss
+from .softmax_nats__v50257 import softmax_nats
 
 NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
 
@@ -23,17 +27,17 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     return holder
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the two halves of each head of x [B, T, H, C] by angles f32[T, C/2], in f32."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
@@ -63,6 +67,46 @@ def rope_angles(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tens
     return rope_table(positions, dims, base)
 
 
+class FusedQ(torch.autograd.Function):
+    """Fused group blocks.*.attention.q: rope. Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotary(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
+        return rotary_grad(d, cos, sin), None, None
+
+
+def fused_q(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedQ.apply(x, cos, sin)
+
+
+class FusedK(torch.autograd.Function):
+    """Fused group blocks.*.attention.k: rope. Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotary(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
+        return rotary_grad(d, cos, sin), None, None
+
+
+def fused_k(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedK.apply(x, cos, sin)
+
+
 class FusedMlp(torch.autograd.Function):
     """Fused group blocks.*.mlp: up, act, down. Keeps act, slope for the backward."""
 
@@ -85,6 +129,32 @@ def fused_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return FusedMlp.apply(x.flatten(0, -2), up, down).unflatten(0, x.shape[:-1])
 
 
+class FusedHead(torch.autograd.Function):
+    """Fused group head: logits, logits.f32, loss. Keeps grad, padded for the backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+        padded = F.pad(token, (0, 0, 0, 47))
+        loss, grad = softmax_loss(F.linear(x, padded), targets)
+        ctx.save_for_backward(grad, x, padded)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad, x, padded = ctx.saved_tensors
+        return d * (grad @ padded), d * (grad.T @ x)[:50257], None
+
+
+def fused_head(x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+    """The group over rows of any leading shape."""
+    return FusedHead.apply(x.flatten(0, -2), token, targets.flatten())
+
+
+def fused_head_score(x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+    """Fused group head: logits, logits.f32, loss. Without a backward."""
+    return softmax_nats(F.linear(x, F.pad(token, (0, 0, 0, 47))), targets)
+
+
 class Block(nn.Module):
     """One block: attention, mlp."""
 
@@ -96,8 +166,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x bf16[B,T,768], cos f32[T,32], sin f32[T,32] -> bf16[B,T,768]."""
         h = F.rms_norm(x, (768,), eps=1e-06)
-        q = rope(F.linear(h, self.attention.q).unflatten(-1, (12, 64)), cos, sin)
-        k = rope(F.linear(h, self.attention.k).unflatten(-1, (12, 64)), cos, sin)
+        q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (12, 64)), cos, sin)
+        k = fused_k(F.linear(h, self.attention.k).unflatten(-1, (12, 64)), cos, sin)
         y = attend(q, k, F.linear(h, self.attention.v).unflatten(-1, (12, 64))).flatten(-2)
         x = x + 0.20412414523193154 * F.linear(y, self.attention.out)
         return x + fused_mlp(F.rms_norm(x, (768,), eps=1e-06), self.mlp.up, self.mlp.down)
@@ -140,8 +210,7 @@ class Model(nn.Module):
         x = F.embedding(ids, self.embed.token)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = F.linear(F.rms_norm(x, (768,), eps=1e-06), self.embed.token).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return fused_head(F.rms_norm(x, (768,), eps=1e-06), self.embed.token, targets)
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """score: ids i64[B,T], targets i64[B,T] -> f32[B,T]."""
@@ -150,8 +219,7 @@ class Model(nn.Module):
         x = F.embedding(ids, self.embed.token)
         for block in self.blocks:
             x = block(x, cos, sin)
-        logits = F.linear(F.rms_norm(x, (768,), eps=1e-06), self.embed.token).float()
-        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        return fused_head_score(F.rms_norm(x, (768,), eps=1e-06), self.embed.token, targets)
 
     def prefill(self, ids: Tensor, start: Tensor, cache: list[tuple[Tensor, ...]]) -> Tensor:
         """prefill: ids i64[B,T], start i64[] -> f32[B,50257], with the tokens added to `cache`, which holds

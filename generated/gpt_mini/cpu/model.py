@@ -11,6 +11,12 @@ from torch.nn import functional as F
 
 from .dgrad_mul__n448_k128 import dgrad_mul
 from .linear_leaky_relu2__n448_k128 import linear_leaky_relu2
+from .norm_rotary__h2_c32_r16 import norm_rotary
+from .norm_rotary_gain__h4_c32_r16 import norm_rotary_gain
+from .norm_rotary_gain_grad__h4_c32_r16 import norm_rotary_gain_grad
+from .norm_rotary_grad__h2_c32_r16 import norm_rotary_grad
+from .softmax_loss_tanh__v257 import softmax_loss_tanh
+from .softmax_nats_tanh__v257 import softmax_nats_tanh
 
 NAMESPACE = (__package__ or 'specc_gpt_mini').replace(".", "_")  # each build is a package of its own
 
@@ -23,17 +29,17 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     return holder
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the two halves of each head of x [B, T, H, C] by angles f32[T, C/2], in f32."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).type_as(x)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
@@ -63,6 +69,45 @@ def rope_angles(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tens
     return rope_table(positions, dims, base)
 
 
+class FusedQ(torch.autograd.Function):
+    """Fused group blocks.*.attention.q: norm, rope, gain. Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin, q_gain)
+        return norm_rotary_gain(x, cos, sin, q_gain)
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None, Tensor]:
+        x, cos, sin, q_gain = ctx.saved_tensors
+        d_x, d_q_gain = norm_rotary_gain_grad(d, x, cos, sin, q_gain)
+        return d_x, None, None, d_q_gain
+
+
+def fused_q(x: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedQ.apply(x, cos, sin, q_gain)
+
+
+class FusedK(torch.autograd.Function):
+    """Fused group blocks.*.attention.k: norm, rope. Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin)
+        return norm_rotary(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
+        x, cos, sin = ctx.saved_tensors
+        return norm_rotary_grad(d, x, cos, sin), None, None
+
+
+def fused_k(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedK.apply(x, cos, sin)
+
+
 class FusedMlp(torch.autograd.Function):
     """Fused group blocks.*.mlp: up, act, down. Keeps act, slope for the backward."""
 
@@ -84,6 +129,32 @@ def fused_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return FusedMlp.apply(x.flatten(0, -2), up, down).unflatten(0, x.shape[:-1])
 
 
+class FusedHead(torch.autograd.Function):
+    """Fused group head: logits, softcap, loss. Keeps grad, padded for the backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+        padded = F.pad(token, (0, 0, 0, 63))
+        loss, grad = softmax_loss_tanh(F.linear(x, padded), targets)
+        ctx.save_for_backward(grad, x, padded)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad, x, padded = ctx.saved_tensors
+        return d * (grad @ padded), d * (grad.T @ x)[:257], None
+
+
+def fused_head(x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+    """The group over rows of any leading shape."""
+    return FusedHead.apply(x.flatten(0, -2), token, targets.flatten())
+
+
+def fused_head_score(x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+    """Fused group head: logits, softcap, loss. Without a backward."""
+    return softmax_nats_tanh(F.linear(x, F.pad(token, (0, 0, 0, 63))), targets)
+
+
 class Block(nn.Module):
     """One block: attention, mlp."""
 
@@ -102,10 +173,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x f32[B,T,128], cos f32[T,16], sin f32[T,16] -> f32[B,T,128]."""
         h = F.rms_norm(x, (128,), eps=1e-06)
-        q = F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (4, 32)), (32,), eps=1e-06)
-        k = F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (2, 32)), (32,), eps=1e-06)
-        v = F.linear(h, self.attention.v).unflatten(-1, (2, 32))
-        y = attend(rope(q, cos, sin) * self.attention.q_gain, rope(k, cos, sin), v).flatten(-2)
+        q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (4, 32)), cos, sin, self.attention.q_gain)
+        k = fused_k(F.linear(h, self.attention.k).unflatten(-1, (2, 32)), cos, sin)
+        y = attend(q, k, F.linear(h, self.attention.v).unflatten(-1, (2, 32))).flatten(-2)
         x = x + self.attention.residual * F.linear(y, self.attention.out)
         return x + self.mlp.residual * fused_mlp(F.rms_norm(x, (128,), eps=1e-06), self.mlp.up, self.mlp.down)
 
@@ -149,8 +219,7 @@ class Model(nn.Module):
         x = F.rms_norm(F.embedding(ids, self.embed.token), (128,), eps=1e-06)
         for block in self.blocks:
             x = block(x, cos, sin)
-        softcap = 30.0 * torch.tanh(F.linear(F.rms_norm(x, (128,), eps=1e-06), self.embed.token) / 30.0)
-        return F.cross_entropy(softcap.flatten(0, 1), targets.flatten())
+        return fused_head(F.rms_norm(x, (128,), eps=1e-06), self.embed.token, targets)
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """score: ids i64[B,T], targets i64[B,T] -> f32[B,T]."""
@@ -159,8 +228,7 @@ class Model(nn.Module):
         x = F.rms_norm(F.embedding(ids, self.embed.token), (128,), eps=1e-06)
         for block in self.blocks:
             x = block(x, cos, sin)
-        softcap = 30.0 * torch.tanh(F.linear(F.rms_norm(x, (128,), eps=1e-06), self.embed.token) / 30.0)
-        return F.cross_entropy(softcap.transpose(1, 2), targets, reduction="none")
+        return fused_head_score(F.rms_norm(x, (128,), eps=1e-06), self.embed.token, targets)
 
     def prefill(self, ids: Tensor, start: Tensor, cache: list[tuple[Tensor, ...]]) -> Tensor:
         """prefill: ids i64[B,T], start i64[] -> f32[B,257], with the tokens added to `cache`, which holds

@@ -11,6 +11,12 @@ from torch.nn import functional as F
 
 from .dgrad_mul__n1792_k512 import dgrad_mul
 from .linear_leaky_relu2__n1792_k512 import linear_leaky_relu2
+from .norm_rotary__h4_c64_r8 import norm_rotary
+from .norm_rotary_gain__h8_c64_r8 import norm_rotary_gain
+from .norm_rotary_gain_grad__h8_c64_r8 import norm_rotary_gain_grad
+from .norm_rotary_grad__h4_c64_r8 import norm_rotary_grad
+from .softmax_loss_tanh__v1024 import softmax_loss_tanh
+from .softmax_nats_tanh__v1024 import softmax_nats_tanh
 
 NAMESPACE = (__package__ or 'specc_gpt_mlp35').replace(".", "_")  # each build is a package of its own
 
@@ -23,18 +29,18 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     return holder
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
 def rope_partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first 2R channels of each head of x [B, T, H, C] by angles f32[T, R], in f32."""
     half = cos.shape[-1]
     a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat(((a * cos + b * sin).type_as(x), (b * cos - a * sin).type_as(x), rest), dim=-1)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
@@ -64,6 +70,47 @@ def rope_angles(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tens
     return rope_table(positions, dims, base)
 
 
+class FusedQ(torch.autograd.Function):
+    """Fused group blocks.*.attention.q: norm, rope, gain. Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin, q_gain)
+        return norm_rotary_gain(x, cos, sin, q_gain)
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None, Tensor]:
+        x, cos, sin, q_gain = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
+        d_x, d_q_gain = norm_rotary_gain_grad(d, x, cos, sin, q_gain)
+        return d_x, None, None, d_q_gain
+
+
+def fused_q(x: Tensor, cos: Tensor, sin: Tensor, q_gain: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedQ.apply(x, cos, sin, q_gain)
+
+
+class FusedK(torch.autograd.Function):
+    """Fused group blocks.*.attention.k: norm, rope. Keeps only its inputs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin)
+        return norm_rotary(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, None, None]:
+        x, cos, sin = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
+        return norm_rotary_grad(d, x, cos, sin), None, None
+
+
+def fused_k(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedK.apply(x, cos, sin)
+
+
 class FusedMlp(torch.autograd.Function):
     """Fused group blocks.*.mlp: up, act, down. Keeps act, slope for the backward."""
 
@@ -86,6 +133,31 @@ def fused_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return FusedMlp.apply(x.flatten(0, -2), up, down).unflatten(0, x.shape[:-1])
 
 
+class FusedHead(torch.autograd.Function):
+    """Fused group head: logits, softcap, loss. Keeps grad for the backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+        loss, grad = softmax_loss_tanh(F.linear(x, token), targets)
+        ctx.save_for_backward(grad, x, token)
+        return loss
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad, x, token = ctx.saved_tensors
+        return d * (grad @ token), d * (grad.T @ x), None
+
+
+def fused_head(x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+    """The group over rows of any leading shape."""
+    return FusedHead.apply(x.flatten(0, -2), token, targets.flatten())
+
+
+def fused_head_score(x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
+    """Fused group head: logits, softcap, loss. Without a backward."""
+    return softmax_nats_tanh(F.linear(x, token), targets)
+
+
 class Block(nn.Module):
     """One block: attention, mlp."""
 
@@ -105,11 +177,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x bf16[B,T,512], cos f32[T,8], sin f32[T,8] -> bf16[B,T,512]."""
         h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
-        q = F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), (64,), eps=1e-06)
-        k = F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), (64,), eps=1e-06)
-        v = F.linear(h, self.attention.v).unflatten(-1, (4, 64))
-        y = attend(rope_partial(q, cos, sin) * self.attention.q_gain, rope_partial(k, cos, sin), v)
-        x = x + self.attention.residual * F.linear(y.flatten(-2), self.attention.out)
+        q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
+        k = fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin)
+        y = attend(q, k, F.linear(h, self.attention.v).unflatten(-1, (4, 64))).flatten(-2)
+        x = x + self.attention.residual * F.linear(y, self.attention.out)
         down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
         return x + self.mlp.residual * down
 
@@ -160,11 +231,10 @@ class SkipBlock(nn.Module):
         """x bf16[B,T,512], cos f32[T,8], sin f32[T,8], skip bf16[B,T,512] -> bf16[B,T,512]."""
         x = x + self.skip.scale * skip
         h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
-        q = F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), (64,), eps=1e-06)
-        k = F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), (64,), eps=1e-06)
-        v = F.linear(h, self.attention.v).unflatten(-1, (4, 64))
-        y = attend(rope_partial(q, cos, sin) * self.attention.q_gain, rope_partial(k, cos, sin), v)
-        x = x + self.attention.residual * F.linear(y.flatten(-2), self.attention.out)
+        q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
+        k = fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin)
+        y = attend(q, k, F.linear(h, self.attention.v).unflatten(-1, (4, 64))).flatten(-2)
+        x = x + self.attention.residual * F.linear(y, self.attention.out)
         down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
         return x + self.mlp.residual * down
 
@@ -233,8 +303,7 @@ class Model(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, outputs[SKIPS[i]]) if i in SKIPS else block(x, cos, sin)
             outputs.append(x)
-        logits = F.linear(F.rms_norm(x, (512,), eps=1e-06), self.embed.token)
-        return F.cross_entropy((30.0 * torch.tanh(logits.float() / 30.0)).flatten(0, 1), targets.flatten())
+        return fused_head(F.rms_norm(x, (512,), eps=1e-06), self.embed.token, targets)
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """score: ids i64[B,T], targets i64[B,T] -> f32[B,T]."""
@@ -245,9 +314,7 @@ class Model(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, cos, sin, outputs[SKIPS[i]]) if i in SKIPS else block(x, cos, sin)
             outputs.append(x)
-        logits = F.linear(F.rms_norm(x, (512,), eps=1e-06), self.embed.token)
-        softcap = 30.0 * torch.tanh(logits.float() / 30.0)
-        return F.cross_entropy(softcap.transpose(1, 2), targets, reduction="none")
+        return fused_head_score(F.rms_norm(x, (512,), eps=1e-06), self.embed.token, targets)
 
     def prefill(self, ids: Tensor, start: Tensor, cache: list[tuple[Tensor, ...]]) -> Tensor:
         """prefill: ids i64[B,T], start i64[] -> f32[B,1024], with the tokens added to `cache`, which holds

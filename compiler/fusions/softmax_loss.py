@@ -1,0 +1,112 @@
+"""Logits, what keeps them in bounds, and their cross-entropy: loss and gradient from one reading of the logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specc.compiler.expr import Var, derive, number, reread, substitute, variables
+from specc.compiler.fusions.fusion import Fusion, Rewrite, node
+from specc.compiler.ir import Graph, Node, node_of
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.shape import PadRows
+
+VECTOR = 8  # columns; of bf16, the 16 bytes that one load takes: with rows of another length cuBLAS is six times slower
+LINE = 64  # columns; of bf16, the 128 bytes of a cache line: every row starts on one, and no tile of a GEMM is narrower
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The members that become one: `bound` is the pointwise node between logits and loss, where there is one."""
+
+    product: Node
+    bound: Node | None
+    loss: Node
+
+    @property
+    def vocab(self) -> int:
+        assert isinstance(self.product.type.width, int)
+        return self.product.type.width
+
+    @property
+    def f(self) -> str:
+        """What becomes of a logit `z` before the softmax."""
+        if self.bound is None:
+            return "z"
+        assert isinstance(self.bound.op, Pointwise)
+        (variable,) = self.bound.op.variables
+        return str(substitute(reread(self.bound.op.outputs[0]), {variable: Var("z")}))
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxLossFusion(Fusion):
+    """Takes a linear layer, at most one pointwise node, and the cross-entropy of that.
+
+    The weight gets rows of zeros where the vocabulary is no multiple of 8, so that every row of logits is aligned.
+    The mean comes with the gradient; one number a token, which is what a model is scored by, comes alone.
+    """
+
+    def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
+        parts = _parts(members)
+        if isinstance(parts, str):
+            return parts
+        if parts.loss is not members[-1]:
+            return f"wants {parts.loss.name} as the last member; it is {members[-1].name}"
+        slope = derive(reread(parts.f), "z")
+        if not variables(slope) and number(slope) == 0:
+            return f"finds that {parts.f} has gradient 0 everywhere, so nothing would be learned"
+        return None
+
+    def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
+        parts = _parts(members)
+        assert isinstance(parts, Parts) and isinstance(parts.loss.op, CrossEntropy)
+        learns = parts.loss.op.reduction == "mean"
+        scope, dot, _ = parts.product.name.rpartition(".")
+        logits, padding = _padded(parts.product, graph, f"{scope}{dot}padded")
+        names = [parts.loss.name, *([parts.bound.name] if parts.bound else [])]
+        if not learns:  # under a name of its own, as the plan tells of both
+            names = [f"{scope}{dot}nats", *names[1:], parts.loss.name]
+        targets = parts.loss.inputs[1]
+        given = [(logits.name, logits.type), (targets, graph.types[targets])]
+        op = SoftmaxLoss(parts.vocab, parts.loss.op.reduction, parts.f)
+        scored = node(names[0], op, given, names if len(names) > 1 else ())
+        changed: dict[Node | None, tuple[Node, ...]]
+        changed = {parts.product: (*padding, logits), parts.bound: (), parts.loss: (scored,)}
+        return Rewrite(tuple(new for old in members for new in changed.get(old, (old,))), learns)
+
+
+def _padded(product: Node, graph: Graph, name: str) -> tuple[Node, tuple[Node, ...]]:
+    """The product with as many columns as it is quick with, and the node that pads its weight, where one has to."""
+    x, weight = product.inputs
+    vocab = product.type.width
+    assert isinstance(vocab, int)
+    if vocab % VECTOR == 0:
+        return product, ()
+    wide = node(name, PadRows(-(-vocab // LINE) * LINE), [(weight, graph.types[weight])])
+    return node(product.name, product.op, [(x, graph.types[x]), (wide.name, wide.type)]), (wide,)
+
+
+def _parts(members: Sequence[Node]) -> Parts | str:
+    """The members that this fusion is about, or what is missing."""
+    by_name = {member.name: member for member in members}
+    losses = [member for member in members if isinstance(member.op, CrossEntropy)]
+    if len(losses) != 1:
+        return f"takes one cross_entropy, not {len(losses)}"
+    loss = reader = losses[0]
+    if loss.inputs[1] in by_name:
+        return f"wants targets from outside; {loss.inputs[1]} is a member"
+    made, bound = by_name.get(node_of(loss.inputs[0])), None
+    if made is not None and isinstance(made.op, Pointwise):
+        if len(made.op.variables) != 1 or len(made.op.outputs) != 1:
+            return f"takes a function of the logits alone; {made.name} reads {', '.join(made.op.variables)}"
+        reader = bound = made
+        made = by_name.get(node_of(bound.inputs[0]))
+    if made is None:
+        wants = "wants the linear layer that makes the logits"
+        return f"{wants}; {reader.name} reads {reader.inputs[0]}, which is no member"
+    if made.op != Linear():
+        return f"wants logits from a linear layer; {made.name} is a {made.op.name}"
+    return Parts(made, bound, loss)
+
+
+SOFTMAX_LOSS = SoftmaxLossFusion("softmax_loss", frozenset({CrossEntropy.name}))

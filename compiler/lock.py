@@ -1,0 +1,142 @@
+"""The lock beside a spec: which kernel and tile was measured fastest for each node, on which machine."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from specc.compiler import kernels
+from specc.compiler.catalog import catalog
+from specc.compiler.errors import SpeccError, SpecError
+from specc.compiler.kernels.kernel import Kernel, Site, symbol
+from specc.compiler.schema_errors import diagnostics_of
+from specc.compiler.shape import places
+from specc.compiler.source import read
+from specc.compiler.strict import PositiveFloat, StrictModel
+
+Word = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Entry(StrictModel):
+    """The kernel of one node. `site` is the digest of what was measured: another node does not get its tile.
+
+    `ms` is its time, a median over `rows` rows; `floor_ms` what bytes and operations cost at the machine's ceilings.
+    """
+
+    node: Word
+    site: Word
+    kernel: Word
+    tile: Mapping[str, Any] | None = None
+    rows: int
+    ms: PositiveFloat
+    floor_ms: PositiveFloat
+
+
+class Machine(StrictModel):
+    """Where an entry was measured."""
+
+    gpu: Word
+    driver: Word
+    torch: Word
+    triton: Word
+    cuda: Word
+
+
+class Locked(StrictModel):
+    """The kernels of one target, by symbol."""
+
+    machine: Machine
+    kernels: Mapping[Word, Entry]
+
+
+class Lock(StrictModel):
+    """Everything measured for one model, by target."""
+
+    lock_version: Literal[1] = 1
+    targets: Mapping[Word, Locked] = {}
+
+    def entry(self, target: str, site: Site) -> Entry | None:
+        """What was measured for this very node; None where nothing was."""
+        locked = self.targets.get(target)
+        found = locked.kernels.get(symbol(site)[1]) if locked else None
+        return found if found is not None and found.site == site_digest(site) else None
+
+    def with_entry(self, target: str, name: str, entry: Entry, machine: Machine) -> "Lock":
+        """The lock with one entry set. What another machine measured for the target is dropped: times of two
+        machines say nothing about each other."""
+        known = self.targets.get(target)
+        kept = dict(known.kernels) if known is not None and known.machine == machine else {}
+        locked = Locked(machine=machine, kernels={**kept, name: entry})
+        return self.model_copy(update={"targets": {**self.targets, target: locked}})
+
+    def text(self) -> str:
+        """The file's text: sorted, a value a line, so that a diff shows what changed."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+
+
+NO_LOCK = Lock()
+
+
+def lock_path(spec: Path, name: str) -> Path:
+    """Where the lock of a spec file stands."""
+    return spec.with_name(f"{name}.lock.json")
+
+
+def read_lock(path: Path) -> Lock:
+    """The lock at `path`, an empty one where there is none. Raises SpecError with file and line of what is wrong."""
+    if not path.exists():
+        return NO_LOCK
+    source = read(path)
+    try:
+        return Lock.model_validate(source.data)
+    except ValidationError as error:
+        diagnostics, _ = diagnostics_of(error, source, dict(places(Lock, source.data)), Lock)
+        raise SpecError(diagnostics, source.texts) from None
+
+
+def site_digest(site: Site) -> str:
+    """Twelve hex digits of what a kernel computes: op, epilogue and types, wherever in the model it stands."""
+    words = (
+        site.target.name,
+        repr(site.node.op),
+        repr(site.epilogue),
+        *map(str, site.inputs),
+        *map(str, site.node.types),
+    )
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+def tile_data(kernel: Kernel) -> Mapping[str, Any] | None:
+    """A kernel's tile as a lock holds it."""
+    tile = getattr(kernel, "tile", None)
+    return None if tile is None else {k: v for k, v in asdict(tile).items() if v is not None}
+
+
+def locked_kernel(entry: Entry) -> Kernel:
+    """The kernel that an entry names, with its tile. Raises SpeccError for one that this compiler does not have."""
+    known_kernels: dict[str, Kernel] = {kernel.name: kernel for kernel in catalog(kernels, Kernel).values()}
+    kernel = known_kernels.get(entry.kernel)
+    hint = "measure again: specc tune"
+    if kernel is None:
+        raise SpeccError(
+            f"the lock names kernel {entry.kernel} for {entry.node}, which this compiler does not have", hint
+        )
+    if entry.tile is None:
+        return kernel
+    if kernel.TILE is None:
+        raise SpeccError(f"the lock gives {entry.kernel} a tile for {entry.node}, but it has none", hint)
+    known = {field.name for field in fields(kernel.TILE)}
+    if unknown := sorted(set(entry.tile) - known):
+        raise SpeccError(f"the lock's tile for {entry.node} has {unknown[0]}, which tiles of {entry.kernel} lack", hint)
+    try:
+        tile: Any = TypeAdapter(kernel.TILE).validate_json(json.dumps(dict(entry.tile)), strict=True)
+        settings: dict[str, Any] = {"tile": tile}
+        return replace(kernel, **settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise SpeccError(f"the lock's tile for {entry.node} is not one of {entry.kernel}: {what}", hint) from None

@@ -1,0 +1,177 @@
+"""RMSNorm, rotary embedding and gain of attention heads as one op, and its gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir import Dim, Gradients, Op, Sizes, Tape, TensorType, TypeRuleError, output_ref
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+USUAL_EPS = 1e-6  # neither names nor plans tell it
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRotation(Op):
+    """What the op and its gradient share. Without `eps` nothing is normalized; with `gain` each head has a number."""
+
+    planned: ClassVar[bool] = True
+    eps: float | None = None
+    gain: bool = False
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What is done to a head, in order, each by one word."""
+        norm = f"norm{'' if self.eps == USUAL_EPS else _letters(self.eps)}" if self.eps is not None else ""
+        return tuple(filter(None, (norm, "rotary", "gain" if self.gain else "")))
+
+    @property
+    def told(self) -> str:
+        """What is done to a head, for people."""
+        norm = "rms_norm" if self.eps is not None else ""
+        norm += f" of eps {self.eps}" if self.eps not in (None, USUAL_EPS) else ""
+        return ", ".join(filter(None, (norm, "rope", "gain" if self.gain else "")))
+
+
+@dataclass(frozen=True, slots=True)
+class NormRope(HeadRotation):
+    """rope(rms_norm(x)) * gain for x [..., T, H, C], angles cos and sin f32[T, R] and gain [H, 1].
+
+    The first 2R of C channels are turned; pairs are channel i and channel R + i. Computed in f32 or wider, rounded
+    once. The angles get no gradient.
+    """
+
+    name: ClassVar[str] = "norm_rope"
+    keeps_features: ClassVar[bool] = True
+
+    @property
+    def arity(self) -> int:
+        return 4 if self.gain else 3
+
+    @property
+    def words(self) -> str:
+        return self.told
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        return "_".join(self.parts), _size(inputs[0], inputs[1])
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, cos, sin, *gain = inputs
+        _check(x, cos, sin, gain)
+        return (x,)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return _turns(inputs[0], inputs[1], sizes) + (4 * (self.eps is not None) + self.gain) * inputs[0].count(sizes)
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        """With one rounding for each of its parts, as Torch's own norm and a product have."""
+        import torch
+
+        x, cos, sin, *gain = inputs
+        wide = torch.promote_types(x.dtype, torch.float32)
+        half = cos.shape[-1]
+        h = x.to(wide)
+        if self.eps is not None:
+            h = h / (h.square().mean(-1, keepdim=True) + self.eps).sqrt()
+            h = h.to(x.dtype).to(wide)
+        angle = torch.complex(cos.to(wide), -sin.to(wide)).unsqueeze(-2)
+        turned = torch.complex(h[..., :half], h[..., half : 2 * half]) * angle
+        y = torch.cat((turned.real, turned.imag, h[..., 2 * half :]), -1).to(x.dtype)
+        return (y * gain[0]).to(x.dtype) if gain else y
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        op = NormRopeGrad(self.eps, self.gain)
+        read = range(self.arity) if op.reads_x else range(1, self.arity)
+        dx = tape.add("grad", op, (tape.grad(), *map(tape.input, read)))
+        return (dx, None, None, output_ref(dx, 1)) if self.gain else (dx, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class NormRopeGrad(HeadRotation):
+    """The gradients of NormRope: dx, and with a gain dgain [H, 1], from dy, x, cos, sin and gain.
+
+    With r = 1 / sqrt(mean(x^2) + eps), dz = dy turned back and s = sum(dz * x * r) over a head's channels:
+    dx = r * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. Where nothing is normalized and
+    there is no gain, dx = dz, and x is no input.
+    """
+
+    name: ClassVar[str] = "norm_rope_grad"
+    gradient: ClassVar[bool] = True
+
+    @property
+    def reads_x(self) -> bool:
+        return self.eps is not None or self.gain
+
+    @property
+    def arity(self) -> int:
+        return 3 + self.reads_x + self.gain
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return ("dx", "dgain") if self.gain else ()
+
+    @property
+    def words(self) -> str:
+        return f"gradient of {self.told}"
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        return "_".join((*self.parts, "grad")), _size(inputs[0], inputs[1 + self.reads_x])
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        dy, *given = inputs
+        x = given.pop(0) if self.reads_x else dy
+        if x != dy:
+            raise TypeRuleError(f"takes the gradient {dy} of {x}", (0, 1))
+        cos, sin, *gain = given
+        _check(x, cos, sin, gain)
+        return (x, *gain)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        # a sum of squares and a multiple of x; s, and a factor
+        each = 4 * (self.eps is not None) + 3 * self.reads_x
+        return _turns(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        """By autograd, through the reference of NormRope."""
+        import torch
+
+        dy, *given = (value.detach() for value in inputs)
+        x = given.pop(0) if self.reads_x else torch.zeros_like(dy)
+        cos, sin, *gain = given
+        leaves = [x.requires_grad_(), *(value.requires_grad_() for value in gain)]
+        with torch.enable_grad():
+            y = NormRope(self.eps, self.gain).reference(x, cos, sin, *gain)
+        assert isinstance(y, torch.Tensor)
+        found = torch.autograd.grad(y, leaves, dy)
+        return found if self.gain else found[0]
+
+
+def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[TensorType]) -> None:
+    """Raises TypeRuleError where heads, angles and gain do not fit each other."""
+    if len(x.shape) < 3:
+        raise TypeRuleError(f"takes heads [..., T, H, C]; {{input}} gives {x}", (0,))
+    (tokens, heads), channels, pairs = x.shape[-3:-1], x.width, cos.width
+    if cos != sin or cos.shape != (tokens, pairs):
+        raise TypeRuleError(f"turns {x} by angles {cos} and {sin}", (0, 1, 2))
+    assert isinstance(channels, int) and isinstance(pairs, int)
+    if 2 * pairs > channels:
+        raise TypeRuleError(f"rotates {2 * pairs} dims of heads of {channels}", (0, 1))
+    if gain and gain[0].shape != (heads, 1):
+        raise TypeRuleError(f"scales {heads} heads by {gain[0]}", (0, 3))
+
+
+def _turns(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
+    """Operations of the rotation: a pair takes four products and two sums."""
+    assert isinstance(cos.width, int)
+    return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
+
+
+def _size(x: TensorType, cos: TensorType) -> str:
+    sizes: tuple[Dim, ...] = (*x.shape[-2:], cos.width)
+    return "_".join(f"{letter}{size}" for letter, size in zip("hcr", sizes, strict=True))
+
+
+def _letters(number: float) -> str:
+    """A number as a part of a name: 1e-05 is 1em05."""
+    return f"{number:g}".replace("-", "m").replace(".", "p").replace("+", "")

@@ -1,0 +1,160 @@
+"""Composes the backward of a group from its members' rules: a graph of its own, over what the forward keeps for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specc.compiler.expr import derive, plan_backward, reread, simplify, variables
+from specc.compiler.ir import Builder, Graph, Node, Op, Scaled, Tape, TensorType, node_of
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise, SumTo
+
+
+def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
+    """The variables of a pointwise member that stand for products of the group, which are never stored."""
+    assert isinstance(node.op, Pointwise)
+    return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
+
+
+def spelled(forward: Graph, ref: str) -> str:
+    """The backward's name of a forward value: inputs keep theirs, others are like `act` and `slope`."""
+    node = forward.by_name.get(node_of(ref))
+    if node is None:
+        return ref
+    if ref == node.name:
+        return node.name.rpartition(".")[2]
+    label = node.op.output_labels[int(ref.partition(":")[2])]
+    alike = [n for n in forward.nodes if label in n.op.output_labels]
+    return label if len(alike) == 1 else f"{node.name.rpartition('.')[2]}_{label}"
+
+
+@dataclass
+class Derivation:
+    """The backward under construction. It declares a forward value as an input when a rule first reads it.
+
+    `members` are the nodes of `forward` as they were before they gave what is saved.
+    """
+
+    members: Mapping[str, Node]
+    forward: Graph
+    b: Builder = field(default_factory=lambda: Builder(""))
+
+    def run(self, name: str) -> Graph:
+        """Gradients of the inputs of the forward that have one, in their order, from `d` and the values that were
+        kept."""
+        b = self.b
+        b.name = name
+        last = self.forward.nodes[-1]
+        gradients = {last.name: [Scaled(b.input("d", last.type), "")]}
+        for node in reversed(self.forward.nodes):
+            reached = {i: self.total(ref, gradients.pop(ref)) for i, ref in enumerate(node.outputs) if ref in gradients}
+            numbers = {grad.by for grad in reached.values()}
+            by = numbers.pop() if len(numbers) == 1 else ""
+            grads = {i: grad.value if by else self.whole(node.outputs[i], grad) for i, grad in reached.items()}
+            rule = self.pointwise if isinstance(node.op, Pointwise) else self.stated
+            for ref, value in rule(node, grads):
+                gradients.setdefault(ref, []).append(self.scaled(node, value, by))
+        wanted = [ref for ref, _ in self.forward.inputs if ref in gradients]
+        return b.build({f"d_{ref}": self.whole(ref, self.total(ref, gradients[ref])) for ref in wanted})
+
+    def kept(self, ref: str) -> str:
+        """The backward's name of a forward value."""
+        name = spelled(self.forward, ref)
+        return name if name in self.b.types else self.b.input(name, self.forward.types[ref])
+
+    def total(self, name: str, gradients: Sequence[Scaled]) -> Scaled:
+        """The sum of the gradients that reach a value along its paths."""
+        if len({grad.by for grad in gradients}) > 1:
+            gradients = [Scaled(self.whole(f"{name}.part{i}", grad), "") for i, grad in enumerate(gradients)]
+        total = gradients[0].value
+        for i, other in enumerate(gradients[1:], 1):
+            total = self.b.add(f"{name}.grad_total{i}", Pointwise(("a + b",), ("a", "b")), (total, other.value))
+        return Scaled(total, gradients[0].by)
+
+    def whole(self, name: str, grad: Scaled) -> str:
+        """The gradient with its number multiplied in."""
+        if not grad.by:
+            return grad.value
+        return self.b.add(f"{name}.scaled", Pointwise(("d * grad",), ("grad", "d")), (grad.value, grad.by))
+
+    def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
+        """What a rule gave, times the number that its own gradient waits for."""
+        if isinstance(value, str):
+            return Scaled(value, by)
+        both = self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)) if by else value.by
+        return Scaled(value.value, both)
+
+    def stated(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
+        """The gradients by the op's own rule."""
+        values = node.op.derivative(NodeTape(self, node, grads))
+        assert values is not None
+        return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
+
+    def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
+        """The gradients of a pointwise member: of its products as planned, of each other operand by derivation."""
+        original = self.members[node.name].op
+        assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
+        expression = reread(original.outputs[0])
+        operands = dict(zip(node.op.variables, node.inputs, strict=True))
+        linear = {n.name for n in self.forward.nodes if isinstance(n.op, Linear)}
+        products = accumulators(node, linear)
+        readable = {"y": node.name, **operands}
+        readable |= dict(zip(node.op.labels[1:], node.outputs[1:], strict=True))
+        readable |= {v: readable[f"pre_{v}"] for v in products if f"pre_{v}" in readable}
+        texts = [{v: str(grad) for v, grad in plan_backward(expression, products).grads}] if products else []
+        texts += [{v: str(simplify(reread(f"d * ({derive(expression, v)})")))} for v in operands if v not in products]
+        found: list[tuple[str, str | Scaled]] = []
+        for group in texts:
+            suffix = "grad" if set(group) & set(products) else f"grad_{next(iter(group))}"
+            title = f"{original.title}_{suffix}" if original.title else ""
+            found += self.emitted(f"{node.name}.{suffix}", title, group, operands, readable, grads[0])
+        return found
+
+    def emitted(
+        self,
+        name: str,
+        title: str,
+        texts: Mapping[str, str],
+        operands: Mapping[str, str],
+        readable: Mapping[str, str],
+        grad: str,
+    ) -> list[tuple[str, str]]:
+        """One node for the gradients `texts` by variable, summed where an operand was stretched to the others'
+        shape."""
+        read = tuple(dict.fromkeys(v for text in texts.values() for v in variables(reread(text)) if v != "d"))
+        inputs = (grad, *(self.kept(readable[v]) for v in read))
+        wanted = [self.forward.types[operands[v]] for v in texts]
+        cast = wanted[0].dtype if self.b.types[grad].dtype != wanted[0].dtype else ""
+        op = Pointwise(tuple(texts.values()), ("d", *read), tuple(texts) if len(texts) > 1 else (), cast, title)
+        self.b.add(name, op, inputs)
+        results = []
+        for ref, type, v in zip(self.b.nodes[-1].outputs, wanted, texts, strict=True):
+            summed = ref if self.b.types[ref].shape == type.shape else self.sum(f"{name}.sum", ref, type)
+            results.append((operands[v], summed))
+        return results
+
+    def sum(self, name: str, ref: str, type: TensorType) -> str:
+        return self.b.add(name, SumTo(type.shape), (ref,))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTape(Tape):
+    """The tape that a rule of one node sees. `grads` are the gradients of its outputs, as far as they have one."""
+
+    derivation: Derivation
+    node: Node
+    grads: Mapping[int, str]
+
+    def type(self, index: int) -> TensorType:
+        return self.derivation.forward.types[self.node.inputs[index]]
+
+    def input(self, index: int) -> str:
+        return self.derivation.kept(self.node.inputs[index])
+
+    def output(self, index: int) -> str:
+        return self.derivation.kept(self.node.outputs[index])
+
+    def grad(self, index: int = 0) -> str:
+        return self.grads[index]
+
+    def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
+        return self.derivation.b.add(f"{self.node.name}.{suffix}", op, inputs)

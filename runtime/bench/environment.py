@@ -1,0 +1,79 @@
+"""Where the numbers come from: machine, versions, date; and whether this machine can give any."""
+
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from specc.compiler.lock import Machine
+from specc.compiler.targets import TARGETS
+from specc.runtime.errors import EnvironmentFailure
+from specc.runtime.load import device_of, runs_on
+
+NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A machine as a lock names it (a CPU with its threads stands for the GPU), with Python and the time in UTC."""
+
+    machine: Machine
+    python: str
+    date: str
+
+
+def device_for(target: str) -> torch.device:
+    """The device that a target's code runs on here. Raises EnvironmentFailure where this machine has none."""
+    row = TARGETS[target]
+    if row.arch:
+        if not torch.cuda.is_available():
+            raise EnvironmentFailure(
+                f"{target} needs a GPU of {row.title}, and torch finds none", "name another target"
+            )
+        major, minor = torch.cuda.get_device_capability()
+        if not runs_on(row, major * 10 + minor):
+            raise EnvironmentFailure(f"{target} needs {row.title}; this GPU is sm{major}{minor}", "name another target")
+    return torch.device(device_of(row))
+
+
+def environment(device: torch.device) -> Environment:
+    """What a report says of the machine."""
+    gpu, threads = device.type == "cuda", torch.get_num_threads()
+    machine = Machine(
+        gpu=torch.cuda.get_device_name() if gpu else f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}",
+        driver=_driver() if gpu else NONE,
+        torch=torch.__version__,
+        triton=_version("triton"),
+        cuda=torch.version.cuda or NONE if gpu else NONE,
+    )
+    return Environment(machine, platform.python_version(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return NONE
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        said = []
+    return said[0] if said else "unknown"
+
+
+def _processor() -> str:
+    """The CPU's name, which Python knows on few systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -1,0 +1,175 @@
+"""Every fused group as a whole, forward in its training form and forward and backward, beside the plain function."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler import pipeline, reference
+from specc.compiler.cost import boundary_bytes, graph_costs
+from specc.compiler.ir import Graph, Node, node_of
+from specc.compiler.ops.region import Fused
+from specc.compiler.plan import Plan, place_pattern
+from specc.compiler.programs import Group, Programs
+from specc.compiler.spec import Spec
+from specc.runtime.bench.accuracy import Accuracy, compare, poisoned, upcast
+from specc.runtime.bench.kernels import Row
+from specc.runtime.bench.operands import Operands, Value, sizes_of
+from specc.runtime.bench.plain import plain_nodes
+from specc.runtime.bench.timing import alternate
+from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
+from specc.runtime.load import replace_fuse
+
+FORWARD, BOTH = "forward", "forward + backward"
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The nodes that a group replaced, in the graph where they were, and what they read from outside, in order."""
+
+    graph: Graph
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+
+    @property
+    def output(self) -> str:
+        """What the group gives: the last of them is all that is read from outside."""
+        return self.nodes[-1].name
+
+
+def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Members:
+    """A group's members, from the same spec without fusion points."""
+    plain = pipeline.run(replace_fuse(spec), target)
+    host = hosts(programs, group)[0]
+    graph = next(graph for graph in plain.graphs if graph.name == host)
+    nodes = tuple(node for node in graph.nodes if node.name in group.members)
+    inside = {node.name for node in nodes}
+    external = dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside)
+    return Members(graph, nodes, tuple(external))
+
+
+def hosts(programs: Programs, group: Group) -> tuple[str, ...]:
+    """The graphs that run a group."""
+
+    def runs(node: Node) -> bool:
+        return isinstance(node.op, Fused) and node.op.group == group.name
+
+    return tuple(graph.name for graph in programs.graphs if any(map(runs, graph.nodes)))
+
+
+def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
+    """Each group with its place as people write it, and with the graph that runs it where two have one place."""
+    places = [place_pattern(programs, hosts(programs, group), group.scope) for group in programs.groups]
+    for group, place in zip(programs.groups, places, strict=True):
+        yield group, place if places.count(place) == 1 else f"{place} in {', '.join(hosts(programs, group))}"
+
+
+def group_rows(
+    spec: Spec,
+    plan: Plan,
+    module: ModuleType,
+    plain: ModuleType,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> Iterator[Row]:
+    """Two rows a group, one where nobody takes its gradient. `module` and `plain` are the generated model.py with and
+    without fusion points.
+
+    Raises RunFailure where values or gradients of a group are wrong.
+    """
+    for group, where in labelled(plan.programs):
+        say(f"group {where}")
+        members = members_of(spec, plan.programs, plan.target.name, group)
+        yield from _rows(spec, group, members, where, vars(module)[group.name], plain, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _rows(
+    spec: Spec, group: Group, members: Members, where: str, own: Function, plain: ModuleType, device: torch.device
+) -> Iterator[Row]:
+    sizes = sizes_of(spec)
+    function = plain_nodes(members.nodes, members.graph.types, members.inputs, members.output, plain)
+    calls = {**baselines(function, device), GENERATED: as_trained(own, device)}
+    operands = Operands(spec, device)
+    inputs = operands.of(members.inputs, [type for _, type in group.forward.inputs])
+    learned = {name.removeprefix("d_") for name, _ in group.backward.outputs}
+    leaves = [i for i, (name, _) in enumerate(group.forward.inputs) if name in learned]
+    for i in leaves:
+        inputs[i] = _leaf(inputs[i])
+    gradient = operands.tensor(members.nodes[-1].type)
+    passes = {name: Pass(call, inputs, leaves, gradient) for name, call in calls.items()}
+    failed = failures({name: passes[name].results for name in passes})
+    passes = {name: one for name, one in passes.items() if name not in failed}
+    accuracy = _accuracy(where, members, passes, Pass(own, inputs, leaves, gradient))
+    forward, backward = (
+        (sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes))
+        for graph in (group.forward, group.backward)
+    )
+    order = (GENERATED, *(name for name in passes if name != GENERATED))
+    times = alternate({name: passes[name].forward for name in order}, device, forward[1])
+    yield Row(f"{where}, {FORWARD}", group.name, *forward, times, accuracy=accuracy, failed=failed)
+    if leaves:
+        flops, moved = forward[0] + backward[0], forward[1] + backward[1]
+        times = alternate({name: passes[name].both for name in order}, device, moved)
+        yield Row(f"{where}, {BOTH}", group.name, flops, moved, times, accuracy=accuracy, failed=failed)
+
+
+def _leaf(value: Value) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value.detach().requires_grad_()
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One implementation of a group on its inputs. `leaves` are the inputs that want a gradient, by position."""
+
+    call: Function
+    inputs: Sequence[Value]
+    leaves: Sequence[int]
+    gradient: Tensor
+
+    def forward(self) -> Tensor:
+        """The value, with all that a backward needs kept for it, if there is one."""
+        result: Tensor = self.call(*self.inputs)
+        return result
+
+    def both(self) -> tuple[Tensor, ...]:
+        """The gradients of all leaves."""
+        wanted = [value for i in self.leaves if isinstance(value := self.inputs[i], Tensor)]
+        return torch.autograd.grad(self.forward(), wanted, self.gradient)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """The value, and the gradients, where there are any."""
+        return self.forward().detach(), *(self.both() if self.leaves else ())
+
+
+def _accuracy(where: str, members: Members, passes: Mapping[str, Pass], written: Pass) -> Accuracy:
+    """Value and gradients of the generated group against those of the members' references, by autograd: as it is
+    `written`, on poisoned memory, and as it is timed."""
+
+    def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        first = passes[EAGER]
+        inputs = [upcast(value.detach() if isinstance(value, Tensor) else value, dtype) for value in first.inputs]
+        for i in first.leaves:
+            inputs[i] = _leaf(inputs[i])
+        wide = Pass(lambda *given: _reference(members, given), inputs, first.leaves, first.gradient.to(dtype))
+        return wide.results()
+
+    with poisoned():
+        found = written.results()
+    plain = passes[EAGER].results()
+    compare(f"group {where}", found, plain, exact)
+    return compare(f"group {where}, as it is timed", passes[GENERATED].results(), plain, exact)
+
+
+def _reference(members: Members, given: Sequence[Any]) -> Tensor:
+    values = dict(zip(members.inputs, given, strict=True))
+    for node in members.nodes:
+        values |= zip(node.outputs, reference.node_value(node, [values[ref] for ref in node.inputs]), strict=True)
+    result: Tensor = values[members.output]
+    return result

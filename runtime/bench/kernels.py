@@ -1,0 +1,147 @@
+"""Every kernel of a plan beside eager Torch, torch.compile, and the library's bare product."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler import reference
+from specc.compiler.cost import NodeCost, graph_costs
+from specc.compiler.plan import Choice, Plan
+from specc.compiler.spec import Spec
+from specc.runtime.bench.accuracy import Accuracy, compare, poisoned, upcast
+from specc.runtime.bench.operands import Operands, Value, sizes_of
+from specc.runtime.bench.plain import bare_product, plain_site
+from specc.runtime.bench.timing import Measured, alternate
+from specc.runtime.bench.variants import EAGER, GENERATED, LIBRARY, baselines, failures
+
+Ready = Callable[[Choice], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a table: what was timed, its cost, and a time for each variant that there is.
+
+    `flops` and `moved` (bytes) are those of one call by the compiler; `accuracy` is None where the library computes
+    the node, and `language` and `tile` are empty for a group. `failed` are the variants that torch.compile could not
+    make, each with the reason.
+    """
+
+    name: str
+    kernel: str
+    flops: int
+    moved: int
+    times: Mapping[str, Measured]
+    language: str = ""
+    tile: str = ""
+    accuracy: Accuracy | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def own(self) -> Measured:
+        """Of what the plan runs: the generated code, or the library."""
+        return self.times.get(GENERATED) or self.times[LIBRARY]
+
+    def ratio(self, variant: str) -> float | None:
+        """The time of generated code as a share of a variant's; None where one of them is missing."""
+        if GENERATED not in self.times or variant not in self.times:
+            return None
+        return self.times[GENERATED].ms / self.times[variant].ms
+
+
+def kernel_rows(
+    spec: Spec, plan: Plan, module: ModuleType, device: torch.device, ready: Ready, say: Callable[[str], None]
+) -> Iterator[Row]:
+    """A row for every choice of the plan that no other choice repeats, those that need no nvcc first.
+
+    `ready`, asked when torch.compile is done, waits until a choice's kernel can be called. Raises RunFailure for a
+    kernel that gives wrong values.
+    """
+    seen: set[tuple[str, str]] = set()
+    for choice in sorted(plan.choices, key=lambda choice: choice.kernel.language == "cutlass"):
+        key = (choice.rendered.module, "" if choice.rendered.module else choice.site.label)
+        if key in seen:
+            continue
+        seen.add(key)
+        say(f"kernel {choice.site.label}")
+        with torch.no_grad():
+            yield _row(spec, plan, module, device, choice, ready)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _row(spec: Spec, plan: Plan, module: ModuleType, device: torch.device, choice: Choice, ready: Ready) -> Row:
+    site, rendered = choice.site, choice.rendered
+    cost = cost_of(plan, choice, sizes_of(spec))
+    inputs = _inputs(spec, device, choice)
+    bare = bare_product(site)
+    if not rendered.function:  # the library computes the node as it is
+        library = bare or plain_site(site)
+        times = alternate({LIBRARY: lambda: library(*inputs)}, device, cost.bytes)
+        return Row(site.label, "library", cost.flops, cost.bytes, times, "torch")
+    others = baselines(plain_site(site), device)
+    if bare is not None:
+        others[LIBRARY] = bare
+    failed = failures({name: _bind(other, inputs) for name, other in others.items()})
+    ready(choice)
+    calls = {name: call for name, call in others.items() if name not in failed}
+    calls = {GENERATED: vars(module)[plan.called(choice)], **calls}
+    accuracy = _accuracy(choice, inputs, calls[GENERATED], calls[EAGER])
+    bound: dict[str, Callable[[], Any]] = {name: _bind(call, inputs) for name, call in calls.items()}
+    times = alternate(bound, device, cost.bytes)
+    return Row(
+        site.label,
+        rendered.module,
+        cost.flops,
+        cost.bytes,
+        times,
+        choice.kernel.language,
+        rendered.tile,
+        accuracy,
+        failed,
+    )
+
+
+def _bind(call: Callable[..., Any], inputs: list[Value]) -> Callable[[], Any]:
+    return lambda: call(*inputs)
+
+
+def cost_of(plan: Plan, choice: Choice, sizes: Mapping[str, int]) -> NodeCost:
+    """What the compiler counts for the node of a choice."""
+    programs = plan.programs
+    groups = [graph for group in programs.groups for graph in (group.forward, group.backward)]
+    graph = next(graph for graph in (*groups, *programs.graphs) if graph.name == choice.graph)
+    return next(cost for cost in graph_costs(graph, sizes) if cost.name == choice.site.node.name)
+
+
+def _inputs(spec: Spec, device: torch.device, choice: Choice) -> list[Value]:
+    """Random inputs of the node on which its value is a number: an operand that a forward saved may have a domain, as
+    sqrt(y) has."""
+    site, arity = choice.site, choice.site.node.op.arity
+    inputs = Operands(spec, device).of(site.node.inputs, site.inputs)
+    if any(bool(value.isnan().any()) for value in reference.node_value(site.node, inputs)):  # type: ignore[arg-type]
+        operands = [value.abs() if isinstance(value, Tensor) else abs(value) for value in inputs[arity:]]
+        inputs = [*inputs[:arity], *operands]
+    return inputs
+
+
+def _accuracy(
+    choice: Choice, inputs: list[Value], generated: Callable[..., Any], eager: Callable[..., Any]
+) -> Accuracy:
+    """Compares one call on poisoned memory with the references. Raises RunFailure where it is wrong."""
+
+    def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        wide = [upcast(value, dtype) for value in inputs]
+        return reference.node_value(choice.site.node, wide)  # type: ignore[arg-type]
+
+    with poisoned():
+        found = many(generated(*inputs))
+    return compare(f"{choice.rendered.module} ({choice.site.label})", found, many(eager(*inputs)), exact)
+
+
+def many(value: Any) -> tuple[Tensor, ...]:
+    """One tensor or several as several."""
+    return (value,) if isinstance(value, Tensor) else tuple(value)

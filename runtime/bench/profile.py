@@ -1,0 +1,150 @@
+"""Where the time of a step goes: each kernel of a profiler's trace in a class by its name, and what was idle."""
+
+import ast
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specc.compiler.plan import Plan
+
+# The first pattern that is found in a kernel's name gives its class. Inductor names its kernels for the ops that they
+# came from, attention and products among them, so they come first; the plan's own Triton kernels are known by name.
+CLASSES: tuple[tuple[str, str], ...] = (
+    ("attention", r"^triton_tem_.*attention"),
+    ("GEMM", r"^triton_(tem|mm)_"),
+    ("optimizer", r"^triton_for_|multi_tensor_apply_kernel|FusedOptimizer"),
+    ("pointwise", r"^triton_"),
+    ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|multimem"),
+    ("attention", r"sdpa|fmha|flash|compute_dot_do_o|attention"),
+    ("fused", r"cutlass13device_kernel|cutlass::device_kernel"),
+    ("GEMM", r"nvjet|gemm|gemv|splitKreduce|cublas|cutlass"),
+    ("copy", r"^Memcpy|^Memset"),
+    ("pointwise", r"at::native|at::cuda|2at6native|cub::|elementwise|reduce_kernel|softmax"),
+)
+OTHER = "other"
+ORDER = ("GEMM", "fused", "attention", "pointwise", "optimizer", "communication", "copy", OTHER)
+# What was launched within one of these ranges is the optimizer's, whatever its name: torch.optim.Optimizer puts the
+# first around every `step`, so the products of Newton-Schulz are found.
+OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
+DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
+
+
+def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
+    """The class of a kernel by its name; `generated` are the names of the plan's own Triton kernels."""
+    if name in generated:
+        return "fused"
+    return next((kind for kind, pattern in CLASSES if re.search(pattern, name)), OTHER)
+
+
+def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
+    """The names under which a plan's Triton kernels run: the functions that their files mark `@triton.jit`."""
+    files = {name for choice in plan.choices for name in choice.rendered.files if name.endswith(".py")}
+    return frozenset(name for file in sorted(files) for name in jitted((directory / file).read_text(encoding="utf-8")))
+
+
+def jitted(source: str) -> Iterator[str]:
+    """The names of the functions of a file that are marked `@triton.jit`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in node.decorator_list]
+            if any(ast.unparse(mark) in ("triton.jit", "jit") for mark in marks):
+                yield node.name
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """All calls of one kernel in one class: ms and calls a step."""
+
+    kind: str
+    name: str
+    ms: float
+    calls: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A step by class of kernel, averaged over `steps` of them. `wall` is from the first kernel's start to the last
+    one's end, and `idle` the part of it in which no kernel ran; ms a step. Kernels that ran side by side count each."""
+
+    steps: int
+    wall: float
+    idle: float
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def classes(self) -> Mapping[str, float]:
+        """ms of each class that there is."""
+        totals = {kind: sum(k.ms for k in self.kernels if k.kind == kind) for kind in ORDER}
+        return {kind: ms for kind, ms in totals.items() if ms}
+
+    def calls(self, kind: str) -> float:
+        return sum(kernel.calls for kernel in self.kernels if kernel.kind == kind)
+
+
+def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]) -> Profile:
+    """Profiles `steps` steps on the GPU. Raises RuntimeError where the profiler sees no kernel."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    torch.cuda.synchronize()
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            advance()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory(prefix="specc-bench-") as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return read(events, steps, generated)
+
+
+def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[str]) -> Profile:
+    """The profile in the events of a Chrome trace, as torch.profiler writes it: times in microseconds, a kernel and
+    its launch joined by their correlation. Raises RuntimeError where there is no kernel."""
+    device: list[Mapping[str, Any]] = []
+    launched: dict[object, float] = {}
+    ranges: list[tuple[float, float]] = []
+    for event in events:
+        kind = event.get("cat")
+        if kind in DEVICE:
+            device.append(event)
+        elif kind in LAUNCH and (number := _correlation(event)) is not None:
+            launched[number] = event["ts"]
+        elif kind == "user_annotation" and event["name"].startswith(OPTIMIZER_RANGES):
+            ranges.append((event["ts"], event["ts"] + event["dur"]))
+    if not device:
+        raise RuntimeError("the profiler saw no kernel: the trace holds none")
+    durations: dict[tuple[str, str], list[float]] = defaultdict(list)
+    spans = []
+    for event in device:
+        at = launched.get(_correlation(event))
+        kind = classify(event["name"], generated)
+        if at is not None and any(start <= at <= end for start, end in ranges):
+            kind = "optimizer"
+        durations[kind, event["name"]].append(event["dur"] / 1e3)
+        spans.append((event["ts"], event["ts"] + event["dur"]))
+    wall = (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e3
+    found = [Kernel(kind, name, sum(ms) / steps, len(ms) / steps) for (kind, name), ms in durations.items()]
+    found.sort(key=lambda kernel: (-kernel.ms, kernel.kind, kernel.name))
+    return Profile(steps, wall / steps, (wall - covered(spans) / 1e3) / steps, tuple(found))
+
+
+def _correlation(event: Mapping[str, Any]) -> object:
+    """The number that a launch and its kernels have in common; None where there is none."""
+    return event.get("args", {}).get("correlation")
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

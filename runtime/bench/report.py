@@ -1,0 +1,251 @@
+"""A report as a table for people, 120 columns wide, and as data for programs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from specc.runtime.bench.kernels import Row
+from specc.runtime.bench.profile import ORDER, Profile
+from specc.runtime.bench.step import FUSED, UNFUSED, Build
+from specc.runtime.bench.suite import Report
+from specc.runtime.bench.timing import Measured
+from specc.runtime.bench.variants import COMPILE, EAGER, GENERATED, LIBRARY, MAX_AUTOTUNE, MODES
+
+WIDTH = 120
+NAME = 35
+AGAINST = (MAX_AUTOTUNE, COMPILE, EAGER)
+SHORT = {GENERATED: "ours", MAX_AUTOTUNE: "max-at", COMPILE: "compile", EAGER: "eager"}
+TOP = 40  # kernels of a profile that the data names
+NONE = "-"
+
+
+def library_name(report: Report) -> str:
+    """What stands behind Torch's matrix product."""
+    return "cuBLAS" if report.environment.machine.cuda != "none" else "torch"
+
+
+def text(report: Report) -> str:
+    """The report as tables, without a line break at its end."""
+    parts: list[list[str]] = [_head(report)]
+    if report.kernels:
+        parts.append(_rows(report, "kernels", report.kernels, True))
+    if report.groups:
+        parts.append(_rows(report, "groups", report.groups, False))
+    if report.kernels or report.groups:
+        parts.append(_legend(report))
+    if report.builds:
+        parts.append(_step(report))
+        if any(build.profile is not None for build in report.builds.values()):
+            parts.append(_profiles(report.builds))
+    if report.left_out:
+        parts.append([f"left out: {reason}" for reason in report.left_out.values()])
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _head(report: Report) -> list[str]:
+    machine, found, sizes = report.environment.machine, report.ceilings, report.sizes
+    rows = sizes["B"] * sizes["T"]
+    versions = f"torch {machine.torch} · triton {machine.triton} · CUDA {machine.cuda}"
+    nvcc = f" · nvcc {report.nvcc:.0f} s" if report.nvcc else ""
+    return [
+        report.options.command,
+        f"{machine.gpu} · driver {machine.driver} · {versions} · {report.environment.date}",
+        f"{report.options.spec.name} for {report.options.target}: a micro-batch of {sizes['B']} x {sizes['T']} = "
+        f"{rows:,} rows, {found.dtype} · {report.seconds:.0f} s in all{nvcc}",
+        f"ceilings: GEMM of {found.size}^3 {found.flops_per_second / 1e12:,.4g} TFLOP/s "
+        f"(±{found.gemm.spread:.1%}) · copy {found.bytes_per_second / 1e9:,.4g} GB/s (±{found.copy.spread:.1%})",
+    ]
+
+
+def _rows(report: Report, title: str, rows: Sequence[Row], with_library: bool) -> list[str]:
+    last = library_name(report) if with_library else ""
+    heads = [*(SHORT[name] for name in AGAINST), "ours", *(SHORT[name] for name in AGAINST), last]
+    lines = [
+        " " * NAME + f"{'ours as a share of':>24}{'ms':>8}",
+        f"{title:<{NAME}}" + "".join(f"{head:>8}" for head in heads) + f"{'floor':>8}{'of it':>7}{'±':>6}",
+    ]
+    for row in rows:
+        floor = report.ceilings.floor_ms(row.flops, row.moved)
+        ratios = [row.ratio(name) for name in AGAINST]
+        times = [row.times.get(name) for name in (GENERATED, *AGAINST, *((LIBRARY,) if with_library else ()))]
+        cells = [NONE if ratio is None else f"{ratio:.3f}" for ratio in ratios]
+        cells += [NONE if one is None else _ms(one.ms) for one in times]
+        cells += [] if with_library else [""]
+        spread = max(one.spread for one in row.times.values())
+        name = row.name if len(row.name) < NAME else f"{row.name}\n"
+        line = f"{name:<{NAME}}" if len(row.name) < NAME else name + " " * NAME
+        line += "".join(f"{cell:>8}" for cell in cells)
+        lines += (line + f"{_ms(floor):>8}{floor / row.own.ms:>7.0%}{_spread(spread):>6}").split("\n")
+        lines += _joined(_details(report, row))
+    return lines
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Words side by side in as few lines as hold them."""
+    lines = [f"  {words[0]}"]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + 3 > WIDTH:
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f" · {word}"
+    return lines
+
+
+def _details(report: Report, row: Row) -> list[str]:
+    words = [f"{row.kernel} ({row.language})" if row.language else row.kernel]
+    words += [row.tile] if row.tile else []
+    bound = report.ceilings.bound(row.flops, row.moved)
+    words.append(f"{row.flops / 1e9:,.4g} GFLOP, {row.moved / 1e6:,.4g} MB, {bound} bind")
+    if row.accuracy is not None:
+        words.append(f"error {row.accuracy.generated:.1e}, eager {row.accuracy.eager:.1e}")
+    words += [f"{SHORT[name]} failed: {reason}" for name, reason in row.failed.items()]
+    return words
+
+
+def _legend(report: Report) -> list[str]:
+    mode = MODES[MAX_AUTOTUNE]
+    return [
+        "Medians. floor: bytes or operations at the ceilings above; of it: the floor's share of our time.",
+        f"±: how far two passes lie apart, the worst of the row. max-at: torch.compile, {mode}.",
+        f"{library_name(report)}: the bare products. error: |found - exact| / |exact| of the worst output, by float64.",
+    ]
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.4f}" if ms < 0.1 else f"{ms:.3f}" if ms < 100 else f"{ms:.1f}"
+
+
+def _spread(spread: float) -> str:
+    return f"{spread:.1%}" if spread < 1 else ">100%"
+
+
+def _step(report: Report) -> list[str]:
+    heads = ("of fuse:[]", "ms", "±", "tokens/s", "TFLOP/s", "peak GB", "start s", "compile s", "loss")
+    build = report.builds[FUSED]
+    spec = report.options.spec
+    count = spec.train.tokens_per_step // (report.sizes["B"] * report.sizes["T"])
+    title = f"step of {build.tokens:,} tokens"
+    lines = [f"{title:<{NAME - 5}}" + "".join(f"{head:>10}" for head in heads)]
+    for name, build in report.builds.items():
+        memory = NONE if build.memory is None else f"{build.memory / 1e9:.1f}"
+        cells = (
+            f"{build.step.ms / report.builds[UNFUSED].step.ms:.3f}",
+            f"{build.step.ms:.1f}",
+            _spread(build.step.spread),
+            f"{build.tokens_per_second:,.0f}",
+            f"{build.flops_per_second / 1e12:.3g}",
+            memory,
+            f"{build.start:.1f}",
+            f"{build.compiling:.1f}",
+            f"{build.loss:.3f}",
+        )
+        lines.append(f"{name:<{NAME - 5}}" + "".join(f"{cell:>10}" for cell in cells))
+    lines += [
+        f"Medians of {build.steps} steps each in {count} micro-batches, one build after the other, on random tokens.",
+        "TFLOP/s: of the model, three times its forward pass. start: from the spec to the end of the warm-up, without",
+        "nvcc; compile: what of it the steps of the warm-up do not take.",
+    ]
+    return lines
+
+
+def _profiles(builds: Mapping[str, Build]) -> list[str]:
+    seen = {name: build.profile for name, build in builds.items() if build.profile is not None}
+    heads = "".join(f"{f'{name}: ms':>14}{'share':>7}{'calls':>7}" for name in seen)
+    lines = [f"{'where a step goes':<18}{heads}  largest"]
+    first = next(iter(seen.values()))
+    for kind in ORDER:
+        cells = [(one.classes.get(kind, 0.0), one.wall, one.calls(kind)) for one in seen.values()]
+        if not any(ms for ms, _, _ in cells):
+            continue
+        line = f"{kind:<18}" + "".join(f"{ms:>14.2f}{ms / wall:>7.1%}{calls:>7.0f}" for ms, wall, calls in cells)
+        largest = next((kernel.name for kernel in first.kernels if kernel.kind == kind), "")
+        lines.append(f"{line}  {largest}"[:WIDTH].rstrip())
+    ends = {"idle": [one.idle for one in seen.values()], "wall clock": [one.wall for one in seen.values()]}
+    for name, values in ends.items():
+        shares = [ms / wall for ms, wall in zip(values, ends["wall clock"], strict=True)]
+        pairs = zip(values, shares, strict=True)
+        lines.append(f"{name:<18}" + "".join(f"{ms:>14.2f}{share:>7.1%}{'':>7}" for ms, share in pairs).rstrip())
+    lines += [
+        "ms a step. optimizer: all that `step` of an optimizer launches, products too, and the foreach kernels of",
+        "accumulation, clipping and casts; fused: the plan's own kernels; idle: no kernel runs.",
+    ]
+    return lines
+
+
+def data(report: Report) -> dict[str, Any]:
+    """The report as one JSON object; times in ms, `null` for what was not measured."""
+    options = report.options
+    return {
+        "spec": options.spec.name,
+        "title": report.title,
+        "target": options.target,
+        "command": options.command,
+        "machine": report.environment.machine.model_dump(),
+        "python": report.environment.python,
+        "date": report.environment.date,
+        "seconds": report.seconds,
+        "nvcc_seconds": report.nvcc,
+        "sizes": dict(report.sizes),
+        "ceilings": {
+            "dtype": report.ceilings.dtype,
+            "gemm_size": report.ceilings.size,
+            "gemm": _measured(report.ceilings.gemm),
+            "flops_per_second": report.ceilings.flops_per_second,
+            "copy_bytes": report.ceilings.copied,
+            "copy": _measured(report.ceilings.copy),
+            "bytes_per_second": report.ceilings.bytes_per_second,
+        },
+        "kernels": [_row_data(report, row) for row in report.kernels],
+        "groups": [_row_data(report, row) for row in report.groups],
+        "step": {name: _build_data(report, build) for name, build in report.builds.items()} or None,
+        "left_out": dict(report.left_out),
+    }
+
+
+def _measured(one: Measured) -> dict[str, float]:
+    return {"ms": one.ms, "spread": one.spread}
+
+
+def _row_data(report: Report, row: Row) -> dict[str, Any]:
+    floor = report.ceilings.floor_ms(row.flops, row.moved)
+    return {
+        "name": row.name,
+        "kernel": row.kernel,
+        "language": row.language or None,
+        "tile": row.tile or None,
+        "flops": row.flops,
+        "bytes": row.moved,
+        "floor_ms": floor,
+        "bound": report.ceilings.bound(row.flops, row.moved),
+        "share_of_floor": floor / row.own.ms,
+        "ratio": {name: row.ratio(name) for name in AGAINST},
+        "times": {name: _measured(one) for name, one in row.times.items()},
+        "failed": dict(row.failed),
+        "accuracy": asdict(row.accuracy) if row.accuracy is not None else None,
+    }
+
+
+def _build_data(report: Report, build: Build) -> dict[str, Any]:
+    return {
+        "step": _measured(build.step),
+        "ratio": build.step.ms / report.builds[UNFUSED].step.ms,
+        "steps": build.steps,
+        "tokens": build.tokens,
+        "tokens_per_second": build.tokens_per_second,
+        "model_flops_per_second": build.flops_per_second,
+        "start_seconds": build.start,
+        "compile_seconds": build.compiling,
+        "peak_bytes": build.memory,
+        "loss": build.loss,
+        "profile": _profile_data(build.profile) if build.profile is not None else None,
+    }
+
+
+def _profile_data(seen: Profile) -> dict[str, Any]:
+    return {
+        "steps": seen.steps,
+        "wall_ms": seen.wall,
+        "idle_ms": seen.idle,
+        "classes": {kind: {"ms": ms, "calls": seen.calls(kind)} for kind, ms in seen.classes.items()},
+        "kernels": [asdict(kernel) for kernel in seen.kernels[:TOP]],
+    }

@@ -1,0 +1,194 @@
+"""The whole training step, by the real trainer on random tokens: the spec as it is beside the same spec with
+`fuse: []`."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler import pipeline
+from specc.compiler.cost import flops_per_token
+from specc.compiler.lock import Lock
+from specc.compiler.spec import Spec
+from specc.runtime.bench.profile import Profile, profile
+from specc.runtime.bench.timing import Measured
+from specc.runtime.load import Loaded, initialize, instantiate
+from specc.runtime.trainer import Trainer
+
+FUSED, UNFUSED = "fused", "fuse: []"
+WARM_UP = 4  # steps; compilation ends with the first, and the GPU's clocks settle
+ROUNDS = 5  # the steps of a build are timed in so many groups
+PROFILED = 2  # steps
+BATCHES = 8  # made before the clock runs, and given again in turn
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One build of the model in training. `step` is the time of one of `steps` steps; `start` are the seconds from the
+    spec to the end of the warm-up, `compiling` those of them beyond what steps take, and `memory` the bytes that the
+    build took at most, None on the CPU; `loss` is the last one's, in nats."""
+
+    step: Measured
+    steps: int
+    tokens: int
+    flops: int
+    start: float
+    compiling: float
+    memory: int | None
+    loss: float
+    profile: Profile | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.tokens / self.step.ms
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of the model: three times those of its forward pass, whatever the kernels do again."""
+        return 1e3 * self.flops / self.step.ms
+
+
+class RandomTokens:
+    """Stands for a loader: batches of i64 [batch, length], ids and targets, uniform over the vocabulary."""
+
+    def __init__(self, batch: int, length: int, vocabulary: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (BATCHES, 2, batch, length)
+        self._batches = torch.randint(vocabulary, shape, generator=generator)
+        self._given = 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        """The next batch; the same again after `BATCHES` of them."""
+        ids, targets = self._batches[self._given % BATCHES]
+        self._given += 1
+        return ids, targets
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """It has no state that matters."""
+
+
+@dataclass
+class _Run:
+    """A trainer that is warm. `samples` are ms a step, one for each group of steps."""
+
+    loaded: Loaded
+    trainer: Trainer
+    start: float
+    warm: list[float]
+    memory: int | None
+    loss: float
+    samples: list[float]
+
+    def time(self, steps: int) -> None:
+        """Times a group of steps as one."""
+        wait(self.trainer)
+        before = time.perf_counter()
+        known = [step for _ in range(steps) for step in self.trainer.advance()]
+        known += self.trainer.settle()
+        wait(self.trainer)
+        self.samples.append(1e3 * (time.perf_counter() - before) / steps)
+        self.loss = known[-1].loss
+
+
+def wait(trainer: Trainer) -> None:
+    """Until the device has done all that it was given."""
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+
+
+def measure(
+    spec: Spec,
+    target: str,
+    lock: Lock,
+    device: torch.device,
+    steps: int,
+    generated: frozenset[str],
+    folder: Path,
+    say: Callable[[str], None],
+) -> dict[str, Build]:
+    """Both builds, one after the other, at least `steps` steps of each: side by side they might not fit in memory.
+    `generated` are the names of the fused build's own Triton kernels.
+
+    Raises RunFailure when a loss is not finite.
+    """
+    flops = 3 * flops_per_token(pipeline.lower(spec, target), spec.model.window) * spec.train.tokens_per_step
+    each = -(-steps // ROUNDS)
+    found = {}
+    for name, fuse in ((FUSED, True), (UNFUSED, False)):
+        say(f"step, {name}: builds and compiles")
+        torch.compiler.reset()
+        with _cold_caches(device):
+            run = _start(spec, target, lock, device, folder / ("step_fused" if fuse else "step_plain"), fuse)
+            say(f"step, {name}: trains")
+            for _ in range(-(-steps // each)):
+                run.time(each)
+            found[name] = _finished(run, each, flops, generated if fuse else frozenset())
+        del run
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def _cold_caches(device: torch.device) -> AbstractContextManager[None]:
+    """What a first run on a machine finds: no kernel that Inductor or Triton compiled before."""
+    if device.type != "cuda":
+        return nullcontext()
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
+def _start(spec: Spec, target: str, lock: Lock, device: torch.device, folder: Path, fuse: bool) -> _Run:
+    """Builds one trainer and makes the first steps."""
+    gpu = device.type == "cuda"
+    before = 0
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    began = time.perf_counter()
+    torch.manual_seed(spec.train.seed)
+    loaded = instantiate(spec, target, folder, fuse, lock)
+    initialize(loaded, spec.train.seed)
+    train, window = spec.train, spec.model.window
+    loader: Any = RandomTokens(train.micro_batch, window, spec.model.vocabulary)
+    trainer = Trainer(loaded.model, loaded.programs.params, train, loader, window, device, gpu, "bench")
+    run = _Run(loaded, trainer, 0.0, [], None, 0.0, [])
+    for _ in range(WARM_UP):
+        run.time(1)
+    run.warm, run.samples = run.samples, []
+    run.start = time.perf_counter() - began
+    run.memory = torch.cuda.max_memory_allocated() - before if gpu else None
+    return run
+
+
+def _finished(run: _Run, each: int, flops: int, generated: frozenset[str]) -> Build:
+    train, trainer = run.loaded.spec.train, run.trainer
+    half = len(run.samples) // 2
+    usual = median(run.samples)
+    seen = None
+    if trainer.device.type == "cuda":
+        seen = profile(trainer.advance, PROFILED, generated)
+        trainer.settle()
+    return Build(
+        Measured.of(run.samples[: max(half, 1)], run.samples[half:]),
+        each * len(run.samples),
+        train.tokens_per_step,
+        flops,
+        run.start,
+        sum(max(0.0, ms - usual) for ms in run.warm) / 1e3,
+        run.memory,
+        run.loss,
+        seen,
+    )

@@ -1,0 +1,237 @@
+"""Finds the fastest kernel and tile for every node of a plan, and keeps it in the lock."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specc.compiler.build import compile_loaded
+from specc.compiler.kernels.kernel import symbol
+from specc.compiler.lock import Entry, Lock, Machine, site_digest, tile_data
+from specc.compiler.plan import Choice, Plan
+from specc.compiler.spec import Spec
+from specc.runtime.bench import ceilings
+from specc.runtime.bench.ceilings import Ceilings
+from specc.runtime.bench.environment import device_for, environment
+from specc.runtime.bench.kernels import cost_of
+from specc.runtime.bench.operands import DTYPES, sizes_of
+from specc.runtime.bench.timing import alternate
+from specc.runtime.errors import RunFailure
+from specc.runtime.export.atomic import write_atomically
+from specc.runtime.tune.candidates import Candidate, candidates, tuned_choices
+from specc.runtime.tune.journal import Journal
+from specc.runtime.tune.measure import Judge, forget, inputs_of, loaded
+from specc.runtime.tune.prepare import Prepared, prepare, short
+
+FINALISTS = 4  # timed again, in turn, as the first times are some noise apart
+SLACK = 1.1  # a kernel may run so much faster than the large GEMM and the large copy that made the ceilings
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """What to search: a spec on one of its targets, and `path`, the lock to start from and to write.
+
+    `only` takes nodes whose label contains it. `compile_only` stops when all CUDA C++ is compiled, which needs no
+    GPU; `fresh` measures again what was measured before.
+    """
+
+    spec: Spec
+    target: str
+    lock: Lock
+    path: Path
+    only: str = ""
+    compile_only: bool = False
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one candidate: a time in ms, or the reason for none."""
+
+    candidate: Candidate
+    ms: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One node: every candidate's outcome, the fastest first and then the rejected, and the floor of the node."""
+
+    label: str
+    symbol: str
+    rows: int
+    floor_ms: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def best(self) -> Outcome | None:
+        return next((outcome for outcome in self.outcomes if outcome.ms is not None), None)
+
+
+def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
+    """Searches node after node; the lock on disk has each as soon as it is found.
+
+    Raises EnvironmentFailure without the GPU or nvcc, RunFailure where no candidate of a node is left.
+    """
+    spec, target = options.spec, options.target
+    plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
+    choices = [choice for choice in tuned_choices(plan) if options.only in choice.site.label]
+    if options.compile_only:
+        return tuple(_compiled(choice, plan, say) for choice in choices)
+    device = device_for(target)
+    if device.type != "cuda":
+        raise RunFailure(f"on {target} no kernel has tiles to search", "tune a GPU target: --target")
+    machine = environment(device).machine
+    say("ceilings")
+    found_ceilings = ceilings.measure(device, DTYPES[plan.target.dtype])
+    lock, results = options.lock, []
+    for choice in choices:
+        found = _search(options, choice, plan, machine, found_ceilings, say)
+        results.append(found)
+        best = found.best
+        if best is None or best.ms is None:
+            reasons = {outcome.reason for outcome in found.outcomes}
+            raise RunFailure(f"no candidate for {found.label} is left", "; ".join(sorted(reasons)[:5]))
+        say(f"{found.label}: {best.candidate.label}, {best.ms:.4f} ms")
+        entry = Entry(
+            node=found.label,
+            site=site_digest(choice.site),
+            kernel=best.candidate.kernel.name,
+            tile=tile_data(best.candidate.kernel),
+            rows=found.rows,
+            ms=round(best.ms, 4),
+            floor_ms=round(found.floor_ms, 4),
+        )
+        lock = lock.with_entry(target, found.symbol, entry, machine)
+        write_atomically(options.path, [lock.text().encode()], lambda _: None)
+    return tuple(results)
+
+
+def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, ceiling: Ceilings, say: Say) -> Found:
+    spec, site = options.spec, choice.site
+    rows = spec.train.micro_batch * spec.model.window
+    cost = cost_of(plan, choice, sizes_of(spec))
+    every = tuple(candidates(site, plan.source))
+    journal = Journal(machine, site_digest(site), rows)
+    if options.fresh:
+        journal.forget()
+    new = [candidate for candidate in every if candidate.digest not in journal.results]
+    say(f"{site.label}: {len(every)} candidates, {len(every) - len(new)} known from before")
+    with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
+        measurement = _Measurement(choice, sizes_of(spec), cost.bytes, Path(folder))
+        best = min((ms for ms in journal.results.values() if isinstance(ms, float)), default=float("inf"))
+
+        def beaten(candidate: Candidate) -> str | None:
+            """Why the roofline alone rules a candidate out."""
+            whole = ceiling.floor_ms(int(cost.flops * candidate.kernel.padding(site, rows)), 0) / SLACK
+            return f"whole tiles take {whole:.4f} ms, the best {best:.4f}" if whole > best else None
+
+        for candidate in new:
+            if slower := beaten(candidate):
+                journal.add(candidate.digest, slower)
+        left = [candidate for candidate in new if candidate.digest not in journal.results]
+        for candidate, failed in measurement.prepared(left):
+            refused = failed or beaten(candidate)
+            result = measurement.first_time(candidate) if refused is None else refused
+            journal.add(candidate.digest, result)
+            best = min(best, result) if isinstance(result, float) else best
+        timed = sorted(
+            (candidate for candidate in every if isinstance(journal.results.get(candidate.digest), float)),
+            key=lambda candidate: float(journal.results[candidate.digest]),
+        )
+        again = measurement.side_by_side(timed[:FINALISTS])
+    known = [Outcome(candidate, ms) for candidate, ms in again.items()]
+    known += [Outcome(c, float(journal.results[c.digest])) for c in timed[FINALISTS:]]
+    rejected = [Outcome(c, None, reason) for c in every if isinstance(reason := journal.results.get(c.digest), str)]
+    order = sorted(known, key=lambda outcome: outcome.ms or 0.0)
+    return Found(site.label, symbol(site)[1], rows, ceiling.floor_ms(cost.flops, cost.bytes), (*order, *rejected))
+
+
+class _Measurement:
+    """The inputs of one node and the folders of its candidates."""
+
+    def __init__(self, choice: Choice, sizes: Mapping[str, int], moved: int, folder: Path) -> None:
+        self._site, self._rendered = choice.site, choice.rendered
+        self._moved, self._folder = moved, folder
+        self._judge = Judge.of(choice.site)
+        self._inputs = inputs_of(choice.site, sizes)
+
+    def _place(self, candidate: Candidate) -> Path:
+        folder = self._folder / candidate.digest
+        if not folder.is_dir():
+            folder.mkdir()
+            for name, text in candidate.files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        return folder
+
+    def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, str | None]]:
+        """The candidates as they are compiled, each with the reason against it, if any. Candidates of one CUDA source
+        differ in constants of their Python file only: the first of them compiles it for all."""
+        first: dict[object, Candidate] = {}
+        for candidate in listed:
+            first.setdefault(candidate.source or candidate.digest, candidate)
+        leaders = list(first.values())
+        folders = [(i, self._place(candidate)) for i, candidate in enumerate(leaders)]
+        function, module = self._rendered.function, self._rendered.module
+        for done in prepare(folders, module, function, self._site):
+            leader = leaders[done.index]
+            key = leader.source or leader.digest
+            for candidate in listed:
+                if (candidate.source or candidate.digest) == key:
+                    yield candidate, done.reason
+
+    def _call(self, candidate: Candidate) -> Callable[[], object]:
+        function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
+        return lambda: function(*self._inputs)
+
+    def first_time(self, candidate: Candidate) -> float | str:
+        """Its time in ms, or why it must not be used."""
+        try:
+            function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
+            if reason := self._judge.reason(function):
+                return reason
+            return self.side_by_side([candidate])[candidate]
+        except torch.AcceleratorError:
+            raise  # the device is in no state to measure anything more
+        except Exception as error:  # any kernel may fail in any way; the search goes on without it
+            return short(f"{type(error).__name__}: {error}")
+        finally:
+            forget(self._place(candidate))
+
+    def side_by_side(self, chosen: Sequence[Candidate]) -> dict[Candidate, float]:
+        """The time of each in ms, measured in turn."""
+        if not chosen:
+            return {}
+        calls = {str(i): self._call(candidate) for i, candidate in enumerate(chosen)}
+        with torch.no_grad():
+            times = alternate(calls, torch.device("cuda"), self._moved)
+        return {candidate: times[str(i)].ms for i, candidate in enumerate(chosen)}
+
+
+def _compiled(choice: Choice, plan: Plan, say: Say) -> Found:
+    """Compiles the CUDA C++ of all candidates of a node into the cache."""
+    sources: dict[tuple[str, str], Candidate] = {}
+    for candidate in candidates(choice.site, plan.source):
+        if candidate.source is not None:
+            sources.setdefault(candidate.source, candidate)
+    say(f"{choice.site.label}: {len(sources)} sources")
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="specc-tune-") as name:
+        folders: list[tuple[int, Path]] = []
+        for i, (source, text) in enumerate(sources):
+            folder = Path(name, str(i))
+            folder.mkdir()
+            (folder / source).write_text(text, encoding="utf-8")
+            folders.append((i, folder))
+        listed = list(sources.values())
+        for done in prepare(folders, choice.rendered.module, choice.rendered.function, None):
+            outcomes.append(_outcome(listed[done.index], done))
+            say(f"  {listed[done.index].label}: {done.reason or 'compiled'}")
+    return Found(choice.site.label, symbol(choice.site)[1], 0, 0.0, tuple(outcomes))
+
+
+def _outcome(candidate: Candidate, done: Prepared) -> Outcome:
+    return Outcome(candidate, None, done.reason or "compiled")

@@ -1,0 +1,137 @@
+"""The lock: what was measured is what is built, and nothing that does not fit is taken in silence."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specc.compiler.build import compile_spec
+from specc.compiler.errors import SpeccError, SpecError
+from specc.compiler.kernels.gemm_evt import GEMM_EVT, GemmTile
+from specc.compiler.kernels.linear_triton import LINEAR_TRITON
+from specc.compiler.kernels.tile import Tile
+from specc.compiler.lock import NO_LOCK, Entry, Lock, Machine, lock_path, read_lock, site_digest, tile_data
+from specc.compiler.plan import Choice
+
+ROOT = Path(__file__).parents[2]
+MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
+MEASURED = GemmTile(64, 256, 64, (2, 1), "Pingpong", (64, 64), 2, 2)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """A spec in a folder of its own, without a lock."""
+    return Path(shutil.copy(ROOT / "specs/gpt_mini.yaml", tmp_path))
+
+
+def choice_of(spec: Path, word: str) -> Choice:
+    plan = compile_spec(spec, (), ("sm90",)).plans["sm90"]
+    return next(c for c in plan.choices if c.rendered.function and word in c.rendered.module)
+
+
+def entry_of(choice: Choice, **changed: object) -> Entry:
+    known = {
+        "node": choice.site.label,
+        "site": site_digest(choice.site),
+        "kernel": "gemm_evt",
+        "tile": tile_data(replace(GEMM_EVT, tile=MEASURED)),
+        "rows": 8192,
+        "ms": 0.25,
+        "floor_ms": 0.2,
+    }
+    return Entry.model_validate({**known, **changed})
+
+
+def write(spec: Path, choice: Choice, **changed: object) -> Lock:
+    lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry_of(choice, **changed), MACHINE)
+    lock_path(spec, "gpt_mini").write_text(lock.text())
+    return lock
+
+
+def test_a_lock_reads_back_as_it_was_written(spec: Path) -> None:
+    path = lock_path(spec, "gpt_mini")
+    assert read_lock(path) is NO_LOCK
+    lock = write(spec, choice_of(spec, "linear_leaky"))
+    assert read_lock(path) == lock and read_lock(path).text() == path.read_text()
+
+
+def test_a_measured_tile_is_built_and_told(spec: Path) -> None:
+    before = compile_spec(spec)
+    choice = choice_of(spec, "linear_leaky")
+    write(spec, choice)
+    after = compile_spec(spec)
+    source = after.files[f"sm90/{choice.rendered.module}.cu"]
+    assert "cute::Shape<cute::Int<64>, cute::Int<256>, cute::Int<64>>" in source
+    assert "SWIZZLE, RASTER = 2, 2" in after.files[f"sm90/{choice.rendered.module}.py"]
+    assert f"{MEASURED}; measured, 0.25 ms" in after.files["PLAN.md"] and "by rule" in after.files["PLAN.md"]
+    assert "measured" not in before.files["PLAN.md"]
+    changed = {name for name in after.files if after.files[name] != before.files[name]}
+    assert changed == {f"sm90/{choice.rendered.module}.{end}" for end in ("cu", "py")} | {"PLAN.md", "manifest.json"}
+    digests = [json.loads(built.files["manifest.json"])["lock"] for built in (before, after)]
+    assert digests[0] is None and len(digests[1]) == 64
+
+
+def test_a_lock_may_choose_another_kernel(spec: Path) -> None:
+    choice = choice_of(spec, "dgrad_mul")
+    assert choice.kernel is GEMM_EVT
+    tile = Tile(128, 128, 64, 4, 3, 2)
+    write(spec, choice, kernel="linear_triton", tile=tile_data(replace(LINEAR_TRITON, tile=tile)))
+    chosen = choice_of(spec, "dgrad_mul")
+    assert chosen.kernel == replace(LINEAR_TRITON, tile=tile)
+    assert ("gemm_evt", "slower where it was measured") in chosen.rejected
+    assert f"{choice.rendered.module}.cu" not in " ".join(compile_spec(spec).files)
+
+
+def test_what_was_measured_for_another_node_is_not_taken(spec: Path) -> None:
+    write(spec, choice_of(spec, "linear_leaky"), site="0" * 12)
+    assert choice_of(spec, "linear_leaky").measured is None
+    other = compile_spec(spec, ("model.blocks.layers.1.ratio=4",), ("sm90",)).plans["sm90"]
+    assert all(choice.measured is None for choice in other.choices)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kernel": "gone"}, "names kernel gone for blocks.*.mlp.up + act, which this compiler does not have"),
+        ({"kernel": "torch", "tile": {"m": 1}}, "gives torch a tile"),
+        ({"kernel": "torch", "tile": None}, "chose torch for blocks.*.mlp.up + act, which has an epilogue"),
+        ({"tile": {"m": 64, "warmth": 3}}, "has warmth, which tiles of gemm_evt lack"),
+        ({"tile": {"m": 64}}, "is not one of gemm_evt"),
+        ({"tile": {**(tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}), "schedule": "Solo"}}, "schedule"),
+    ],
+)
+def test_a_lock_that_cannot_be_followed_is_an_error(spec: Path, changed: dict[str, object], words: str) -> None:
+    write(spec, choice_of(spec, "linear_leaky"), **changed)
+    with pytest.raises(SpeccError) as error:
+        compile_spec(spec)
+    assert words in error.value.message and "specc tune" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ('{"lock_version": 2}', 1, "lock_version"),
+        ('{\n "targets": {\n  "sm90": {"kernels": {}}\n }\n}', 3, "machine"),
+        ('{\n "lock_version": 1,\n "tarets": {}\n}', 3, "tarets"),
+        ('{\n "lock_version": 1,\n', 2, ""),
+    ],
+)
+def test_a_damaged_lock_is_told_with_its_line(spec: Path, text: str, line: int, words: str) -> None:
+    path = lock_path(spec, "gpt_mini")
+    path.write_text(text)
+    with pytest.raises(SpecError) as error:
+        compile_spec(spec)
+    first = error.value.diagnostics[0]
+    assert first.file.endswith("gpt_mini.lock.json") and first.mark.line == line and words in first.message
+
+
+def test_another_machine_begins_a_new_lock(spec: Path) -> None:
+    forward, backward = choice_of(spec, "linear_leaky"), choice_of(spec, "dgrad_mul")
+    lock = NO_LOCK.with_entry("sm90", forward.rendered.module, entry_of(forward), MACHINE)
+    both = lock.with_entry("sm90", backward.rendered.module, entry_of(backward), MACHINE)
+    assert set(both.targets["sm90"].kernels) == {forward.rendered.module, backward.rendered.module}
+    elsewhere = MACHINE.model_copy(update={"gpu": "NVIDIA H100"})
+    moved = lock.with_entry("sm90", backward.rendered.module, entry_of(backward), elsewhere)
+    assert set(moved.targets["sm90"].kernels) == {backward.rendered.module}

@@ -1,0 +1,67 @@
+"""What is done with times: two passes, floors, shares; and the ceilings they are held to."""
+
+import pytest
+import torch
+
+from specc.runtime.bench.ceilings import Ceilings, measure
+from specc.runtime.bench.kernels import Row
+from specc.runtime.bench.timing import Measured, alternate
+
+CEILINGS = Ceilings("bfloat16", 1000, Measured(4.0, 0.01), 10**9, Measured(1.0, 0.02))  # 0.5 TFLOP/s, 2 TB/s
+
+
+def test_the_median_of_all_and_the_spread_of_two_passes() -> None:
+    found = Measured.of([3.0, 1.0, 2.0], [2.5, 2.2, 9.0])
+    assert found == Measured(2.35, 2.5 / 2.0 - 1)
+    assert Measured.of([2.5], [2.0]).spread == pytest.approx(0.25)
+
+
+def test_each_call_is_timed_twice_with_the_others_between() -> None:
+    calls: list[str] = []
+
+    def call(name: str) -> object:
+        if not calls or calls[-1] != name:
+            calls.append(name)
+        return sum(range(20_000))
+
+    found = alternate({name: lambda name=name: call(name) for name in "abc"}, torch.device("cpu"), 1 << 40)
+    assert "".join(calls) == "abc" * 3  # warm, then two passes
+    assert all(0 < one.ms < 100 and one.spread >= 0 for one in found.values())
+
+
+def test_small_calls_find_a_cold_cache() -> None:
+    """What one call touched is evicted before the next by reading more than a cache holds."""
+    seen: list[int] = []
+    real = torch.Tensor.sum
+
+    def watched(self: torch.Tensor) -> torch.Tensor:
+        seen.append(self.nbytes)
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "sum", watched)
+        alternate({"a": lambda: None}, torch.device("cpu"), 1000)
+        assert len(seen) >= 6 and min(seen) >= 64 << 20
+        seen.clear()
+        alternate({"a": lambda: None}, torch.device("cpu"), 1 << 40)
+        assert not seen
+
+
+def test_floors_by_hand() -> None:
+    assert CEILINGS.flops_per_second == pytest.approx(0.5e12) and CEILINGS.bytes_per_second == pytest.approx(2e12)
+    assert CEILINGS.floor_ms(10**9, 10**9) == pytest.approx(2.0)
+    assert CEILINGS.floor_ms(10**8, 10**9) == pytest.approx(0.5)
+    assert (CEILINGS.bound(10**9, 10**9), CEILINGS.bound(10**8, 10**9)) == ("FLOPs", "bytes")
+
+
+def test_ratios() -> None:
+    row = Row("up", "k", 1, 1, {"generated": Measured(3.0, 0.0), "eager": Measured(4.0, 0.0)})
+    assert row.own.ms == 3.0 and row.ratio("eager") == 0.75 and row.ratio("compile") is None
+    library = Row("up", "library", 1, 1, {"library": Measured(3.0, 0.0)})
+    assert library.own.ms == 3.0 and library.ratio("eager") is None
+
+
+def test_ceilings_of_this_machine() -> None:
+    found = measure(torch.device("cpu"), torch.float32)
+    assert found.dtype == "float32"
+    assert 1e9 < found.flops_per_second < 1e14 and 1e8 < found.bytes_per_second < 1e13
