@@ -104,7 +104,8 @@ def model_files(plan: Plan) -> Mapping[str, str]:
     """The text of one target's files: model.py and its kernels."""
     files: dict[str, str] = {}
     for choice in plan.choices:
-        files |= kernel_files(choice.rendered, plan.source)
+        if not files.keys() >= choice.rendered.files.keys():
+            files |= kernel_files(choice.rendered, plan.source)
     context = model_context(plan)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
     namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""

@@ -100,6 +100,7 @@ def tune(
     """
     from specc.compiler.check import load
     from specc.compiler.lock import lock_path, read_lock
+    from specc.compiler.targets import TARGETS
 
     loaded, _ = load(spec, overrides)
     path = lock_path(spec, loaded.name)
@@ -109,7 +110,8 @@ def tune(
     from specc.runtime.tune.search import TuneOptions
     from specc.runtime.tune.search import tune as run
 
-    chosen = target if compile_only and target in loaded.targets else choose_target(loaded, target)
+    compiled = next((name for name in loaded.targets if "wgmma" in TARGETS[name].features), None)
+    chosen = compiled if compile_only and target is None and compiled else choose_target(loaded, target)
     found = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh), say)
     click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
     if not compile_only:

@@ -16,7 +16,7 @@ from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.schema_errors import diagnostics_of
 from specc.compiler.shape import places
 from specc.compiler.source import read
-from specc.compiler.strict import PositiveFloat, StrictModel
+from specc.compiler.strict import Positive, PositiveFloat, StrictModel
 
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -31,7 +31,7 @@ class Entry(StrictModel):
     site: Word
     kernel: Word
     tile: Mapping[str, Any] | None = None
-    rows: int
+    rows: Positive
     ms: PositiveFloat
     floor_ms: PositiveFloat
 

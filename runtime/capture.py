@@ -35,6 +35,8 @@ class Captured:
             with torch.cuda.graph(graph):
                 self._work(self._ids, self._targets)
             self._graph = graph
+        if ids.shape != self._ids.shape:
+            raise ValueError(f"captured for {list(self._ids.shape)} tokens, not {list(ids.shape)}")
         self._ids.copy_(ids, non_blocking=True)
         self._targets.copy_(targets, non_blocking=True)
         self._graph.replay()

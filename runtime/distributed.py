@@ -221,8 +221,8 @@ def _peers() -> Iterator[None]:
     """Around each call that needs the other processes."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # this process's own, which only showed here
     except RuntimeError as error:
         reason = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]
         message = f"another process of this run does not answer: {reason}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from filelock import FileLock
 from platformdirs import user_cache_dir
 
-from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 
 FLAGS = (
     "-O3",
@@ -69,15 +69,16 @@ def compile_only(source: Path) -> Path:
 
 
 def compile_ahead(directory: Path) -> None:
-    """Starts to compile every .cu file of a folder in the background: nvcc takes longer than torch.compile, and has
-    other cores to itself. What fails is told where the kernel is first called, which tries again."""
+    """Starts to compile every .cu file of a folder in the background, at most one a core: nvcc takes longer than
+    torch.compile. What fails is told where the kernel is first called, which tries again."""
+    cores = threading.Semaphore(os.cpu_count() or 1)
+
+    def quietly(source: Path) -> None:
+        with cores, contextlib.suppress(Exception):
+            compile_only(source)
+
     for source in sorted(directory.glob("*.cu")):
-        threading.Thread(target=_quietly, args=(source,), daemon=True).start()
-
-
-def _quietly(source: Path) -> None:
-    with contextlib.suppress(RuntimeFailure):
-        compile_only(source)
+        threading.Thread(target=quietly, args=(source,), daemon=True).start()
 
 
 def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -> None:
@@ -132,8 +133,11 @@ def find_nvcc() -> str:
 
 @cache
 def nvcc_version(nvcc: str) -> str:
-    """What `nvcc --version` prints."""
-    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    """What `nvcc --version` prints. Raises EnvironmentFailure where it fails."""
+    done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    if done.returncode:
+        raise EnvironmentFailure(f"{nvcc} --version ends with {done.returncode}", done.stderr.strip()[:200])
+    return done.stdout
 
 
 def find_cutlass() -> tuple[str, Path]:

@@ -125,9 +125,9 @@ def _prepare(
 ) -> tuple[Trainer, Validation]:
     spec, device = run.spec, world.device
     torch.manual_seed(spec.train.seed)
-    with world.in_turn("prepare"):  # one writes the generated code, compiles its kernels and tokenizes
+    with world.in_turn("prepare"):  # one writes the generated code, starts to compile its kernels, and tokenizes
         loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
-        if device.type == "cuda":
+        if device.type == "cuda" and world.rank == 0:
             compile_ahead(loaded.directory)
         streams = [open_stream(run.data, split, tokenizer, options.cache) for split in ("train", "val")]
     for stream in streams:

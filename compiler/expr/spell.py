@@ -190,7 +190,7 @@ class _Triton(_Kernel):
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
 
 
-# erf within 5e-7 (Abramowitz and Stegun, 7.1.26), in far fewer instructions and registers than erff.
+# erf within 5e-7 (Abramowitz and Stegun, section 7.1), in far fewer instructions and registers than erff.
 QUICK_ERF = """\
 __device__ inline float quick_erf(float z) {
   float const t = __fdividef(1.0f, 1.0f + 0.3275911f * fabsf(z));

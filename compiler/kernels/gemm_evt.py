@@ -34,6 +34,11 @@ class GemmTile:
     swizzle: int = 1
     raster: int = 0
 
+    def __post_init__(self) -> None:
+        sides = (self.m, self.n, self.k, *self.cluster, *(self.part or ()), self.swizzle)
+        if min(sides) < 1 or self.raster not in range(len(RASTERS)):
+            raise ValueError(f"no tile has sides {sides} and walk {self.raster}")
+
     def __str__(self) -> str:
         shape = f"{self.m}x{self.n}x{self.k}, {self.schedule.lower()}"
         words = [f"{shape}, cluster {self.cluster[0]}x{self.cluster[1]}x1"]

@@ -30,6 +30,10 @@ class Tile:
     stages: int
     resident: int = 1
 
+    def __post_init__(self) -> None:
+        if min(sizes := (self.m, self.n, self.k, self.warps, self.stages, self.resident)) < 1:
+            raise ValueError(f"no tile has sizes {sizes}")
+
     def __str__(self) -> str:
         shape = f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
         return f"{shape}, {self.resident} a multiprocessor" if self.resident > 1 else shape

@@ -101,7 +101,7 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
     if entry is not None:
         best = _measured(entry, taking, rejected)
     others = [kernel for kernel in taking if kernel.name != best.name]
-    slower = "slower where it was measured" if entry is not None else f"of a rank above {best.rank(site)}"
+    slower = "not the one that was measured fastest" if entry is not None else f"of a rank above {best.rank(site)}"
     rejected += [(kernel.name, slower) for kernel in others]
     runnable = {kernel.name for kernel in known if missing(kernel, site.target) is None}
     considered = tuple((name, reason) for name, reason in rejected if name in runnable)

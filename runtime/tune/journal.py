@@ -26,7 +26,8 @@ class Journal:
             for line in self._path.read_text(encoding="utf-8").splitlines():
                 try:
                     found = json.loads(line)
-                    self.results[found["candidate"]] = found["result"]
+                    if isinstance(found["result"], float | str):
+                        self.results[found["candidate"]] = found["result"]
                 except (ValueError, KeyError, TypeError):
                     continue
 

@@ -19,6 +19,7 @@ from specc.runtime.verify import ROUNDINGS
 CHECKED = {"B": 3, "T": 343, "S": 343}  # their product is no multiple of any tile
 TINY = {"B": 1, "T": 8, "S": 8}
 REPEATS = 100
+TINIEST = 1e-30  # where reference and chain are both exactly 0
 RMS, PEAK = 1.005, 2.0  # of the eager chain's errors
 
 
@@ -33,8 +34,7 @@ def inputs_of(site: Site, sizes: Mapping[str, int], seed: int = 0) -> list[Tenso
     numbers that the op can take. Where operands have a domain, as sqrt(y) has, they are made
     positive."""
     made = _random(site, sizes, seed)
-    tiny = made if sizes == TINY else _random(site, TINY, seed)
-    if not any(value.isnan().any() for value in reference.node_value(site.node, tiny)):
+    if not any(value.isnan().any() for value in reference.node_value(site.node, _random(site, TINY, seed))):
         return made
     arity = site.node.op.arity
     return [*made[:arity], *(operand.abs() for operand in made[arity:])]
@@ -76,9 +76,9 @@ class Judge:
             floor = torch.finfo(have.dtype).eps * want.abs().max().item()
             error = (have.double() - want).abs()
             # which of two chains in f32 is nearer is chance
-            close = ROUNDINGS * floor if have.dtype == torch.float32 else 0.0
-            rms.append(max(error.square().mean().sqrt().item(), close, 1e-3 * floor))
-            peak.append(max(error.max().item(), close, 0.5 * floor))
+            close = ROUNDINGS * torch.finfo(torch.float32).eps if have.dtype == torch.float32 else 0.0
+            rms.append(max(_rms(error), close * _rms(want), 1e-3 * floor, TINIEST))
+            peak.append(max(error.max().item(), close * want.abs().max().item(), 0.5 * floor, TINIEST))
         return cls(inputs, exact, rms, peak)
 
     def reason(self, call: Callable[..., Any]) -> str | None:
@@ -87,10 +87,12 @@ class Judge:
         with poisoned():
             found = _several(call(*self.inputs))
         for i, (have, want) in enumerate(zip(found, self.exact, strict=True)):
+            if have.shape != want.shape:
+                return f"output {i} is {list(have.shape)}, not {list(want.shape)}"
             error = (have.double() - want).abs()
             if not bool(error.isfinite().all()):
                 return f"output {i} is not all written, or not finite"
-            rms = error.square().mean().sqrt().item() / self.rms[i]
+            rms = _rms(error) / self.rms[i]
             peak = error.max().item() / self.peak[i]
             if rms > RMS or peak > PEAK:
                 return f"output {i} has {rms:.2f}x the RMS error of plain Torch and {peak:.2f}x its largest"
@@ -99,6 +101,10 @@ class Judge:
             if not all(torch.equal(a, b) for a, b in zip(found, again, strict=True)):
                 return "other bits when it is called again"
         return None
+
+
+def _rms(values: Tensor) -> float:
+    return values.square().mean().sqrt().item()
 
 
 def _several(value: Any) -> tuple[Tensor, ...]:

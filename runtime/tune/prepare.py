@@ -1,16 +1,16 @@
-"""Compiles candidates, many at once, each in a process of its own that can fail without harm."""
+"""Compiles candidates, many at once, each in a process of its own that can fail without harm to the others."""
 
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from specc.compiler.kernels.kernel import Site
-from specc.runtime.errors import RuntimeFailure
+from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 
 SIZES = {"B": 2, "T": 128, "S": 128}  # of a first call: as divisible as the real ones, so that Triton compiles the same
 WORKERS = 32
@@ -19,31 +19,51 @@ LONGEST = 200  # characters of a reason
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A candidate's folder, and why it cannot be used; None where it can."""
+    """A candidate, by the number of its folder, and why it cannot be used; None where it can. What is not `lasting`
+    says nothing of the candidate: its process was killed, perhaps for another's memory."""
 
     index: int
     reason: str | None
+    lasting: bool = True
 
 
 def prepare(folders: Iterable[tuple[int, Path]], module: str, function: str, site: Site | None) -> Iterator[Prepared]:
     """Compiles the kernel in each folder and, where `site` is given, calls it once on few rows; yields as they end.
 
-    What the compilers make lies in their caches on disk, where the caller finds it again.
+    What the compilers make lies in their caches on disk, where the caller finds it again. Raises EnvironmentFailure
+    where this machine lacks what they need.
     """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(WORKERS, os.cpu_count() or 1), context) as pool:
-        waiting: dict[Future[str | None], int] = {
-            pool.submit(_one, folder, module, function, site): index for index, folder in folders
+    pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1))
+    try:
+        waiting: dict[Future[tuple[str, str]], int] = {
+            pool.submit(_apart, folder, module, function, site): index for index, folder in folders
         }
         for done in as_completed(waiting):
-            try:
-                reason = done.result()
-            except BrokenProcessPool:
-                reason = "its process died while it was compiled or called"
-            yield Prepared(waiting[done], reason)
+            kind, text = done.result()
+            if kind == "environment":
+                raise EnvironmentFailure(text, "tune needs nvcc, the CUTLASS headers and a cache of its own to write")
+            yield Prepared(waiting[done], text or None, kind != "died")
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _one(folder: Path, module: str, function: str, site: Site | None) -> str | None:
+def _apart(folder: Path, module: str, function: str, site: Site | None) -> tuple[str, str]:
+    """One candidate in a process of its own: what became of it, and why."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_one, args=(there, folder, module, function, site), daemon=True)
+    process.start()
+    there.close()
+    try:
+        told: tuple[str, str] = here.recv()
+    except EOFError:
+        process.join()
+        return "died", f"its process ended with {process.exitcode} while it was compiled or called"
+    process.join()
+    return told
+
+
+def _one(to: Connection, folder: Path, module: str, function: str, site: Site | None) -> None:
     from specc.runtime.native import compile_only
 
     try:
@@ -57,11 +77,15 @@ def _one(folder: Path, module: str, function: str, site: Site | None) -> str | N
             call: Callable[..., Any] = loaded(folder, module, function)
             call(*inputs_of(site, SIZES))
             torch.cuda.synchronize()
+    except RunFailure as error:
+        to.send(("refused", short(error.message)))
     except RuntimeFailure as error:
-        return short(error.message)
+        to.send(("environment", short(error.message)))
     except Exception as error:  # any kernel may fail in any way; the search goes on without it
-        return short(f"{type(error).__name__}: {error}")
-    return None
+        short_of_memory = "out of memory" in str(error).lower()
+        to.send(("died" if short_of_memory else "refused", short(f"{type(error).__name__}: {error}")))
+    else:
+        to.send(("ready", ""))
 
 
 def short(text: str) -> str:

@@ -18,14 +18,16 @@ from specc.runtime.bench.environment import device_for, environment
 from specc.runtime.bench.kernels import cost_of
 from specc.runtime.bench.operands import DTYPES, sizes_of
 from specc.runtime.bench.timing import alternate
-from specc.runtime.errors import RunFailure
+from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically
+from specc.runtime.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate, candidates, tuned_choices
 from specc.runtime.tune.journal import Journal
 from specc.runtime.tune.measure import Judge, forget, inputs_of, loaded
 from specc.runtime.tune.prepare import Prepared, prepare, short
 
 FINALISTS = 4  # timed again, in turn, as the first times are some noise apart
+COMPILED = "compiled"
 SLACK = 1.1  # a kernel may run so much faster than the large GEMM and the large copy that made the ceilings
 Say = Callable[[str], None]
 
@@ -71,25 +73,36 @@ class Found:
         return next((outcome for outcome in self.outcomes if outcome.ms is not None), None)
 
 
+class TuneError(RuntimeFailure):
+    """What was asked for cannot be searched."""
+
+    exit_code = 2
+
+
 def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
     """Searches node after node; the lock on disk has each as soon as it is found.
 
-    Raises EnvironmentFailure without the GPU or nvcc, RunFailure where no candidate of a node is left.
+    Raises TuneError where there is nothing to search, EnvironmentFailure without the GPU or nvcc, RunFailure where no
+    candidate of a node is left, where a kernel has broken the device, or where its memory is too small.
     """
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
-    choices = [choice for choice in tuned_choices(plan) if options.only in choice.site.label]
+    choices = _chosen(options, plan)
     if options.compile_only:
         return tuple(_compiled(choice, plan, say) for choice in choices)
     device = device_for(target)
-    if device.type != "cuda":
-        raise RunFailure(f"on {target} no kernel has tiles to search", "tune a GPU target: --target")
     machine = environment(device).machine
+    known = options.lock.targets.get(target)
+    if known is not None and known.machine != machine:
+        say(f"{len(known.kernels)} entries of another machine or other versions leave the lock")
     say("ceilings")
     found_ceilings = ceilings.measure(device, DTYPES[plan.target.dtype])
     lock, results = options.lock, []
     for choice in choices:
-        found = _search(options, choice, plan, machine, found_ceilings, say)
+        try:
+            found = _search(options, choice, plan, machine, found_ceilings, say)
+        except torch.OutOfMemoryError as error:
+            raise RunFailure("out of GPU memory", "lower train.micro_batch: --set train.micro_batch=N") from error
         results.append(found)
         best = found.best
         if best is None or best.ms is None:
@@ -102,12 +115,30 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
             kernel=best.candidate.kernel.name,
             tile=tile_data(best.candidate.kernel),
             rows=found.rows,
-            ms=round(best.ms, 4),
-            floor_ms=round(found.floor_ms, 4),
+            ms=_rounded(best.ms),
+            floor_ms=_rounded(found.floor_ms),
         )
         lock = lock.with_entry(target, found.symbol, entry, machine)
         write_atomically(options.path, [lock.text().encode()], lambda _: None)
     return tuple(results)
+
+
+def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
+    """The choices to search, once it is known that this machine can."""
+    if not plan.target.arch:
+        raise TuneError(f"on {plan.target.name} no kernel has tiles to search", "tune a GPU target: --target")
+    every = tuned_choices(plan)
+    chosen = tuple(choice for choice in every if options.only in choice.site.label)
+    if not chosen:
+        labels = ", ".join(choice.site.label for choice in every)
+        raise TuneError(f"no node has {options.only!r} in its path", f"nodes with a kernel: {labels or 'none'}")
+    if any(candidate.source for choice in chosen for candidate in candidates(choice.site, plan.source)):
+        nvcc_version(find_nvcc()), find_cutlass(), cache_folder()  # raise where nothing could be compiled
+    return chosen
+
+
+def _rounded(ms: float) -> float:
+    return float(f"{ms:.4g}")
 
 
 def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, ceiling: Ceilings, say: Say) -> Found:
@@ -118,36 +149,44 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
     journal = Journal(machine, site_digest(site), rows)
     if options.fresh:
         journal.forget()
-    new = [candidate for candidate in every if candidate.digest not in journal.results]
+    results = dict(journal.results)
+    new = [candidate for candidate in every if candidate.digest not in results]
     say(f"{site.label}: {len(every)} candidates, {len(every) - len(new)} known from before")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
         measurement = _Measurement(choice, sizes_of(spec), cost.bytes, Path(folder))
-        best = min((ms for ms in journal.results.values() if isinstance(ms, float)), default=float("inf"))
-
-        def beaten(candidate: Candidate) -> str | None:
-            """Why the roofline alone rules a candidate out."""
+        for candidate, failed in list(measurement.prepared(new)):  # all, before the first is timed
+            best = min((ms for ms in results.values() if isinstance(ms, float)), default=float("inf"))
             whole = ceiling.floor_ms(int(cost.flops * candidate.kernel.padding(site, rows)), 0) / SLACK
-            return f"whole tiles take {whole:.4f} ms, the best {best:.4f}" if whole > best else None
-
-        for candidate in new:
-            if slower := beaten(candidate):
-                journal.add(candidate.digest, slower)
-        left = [candidate for candidate in new if candidate.digest not in journal.results]
-        for candidate, failed in measurement.prepared(left):
-            refused = failed or beaten(candidate)
-            result = measurement.first_time(candidate) if refused is None else refused
-            journal.add(candidate.digest, result)
-            best = min(best, result) if isinstance(result, float) else best
+            if failed is not None:
+                results[candidate.digest] = failed.reason or ""
+                if failed.lasting:
+                    journal.add(candidate.digest, failed.reason or "")
+            elif whole > best:
+                results[candidate.digest] = f"its whole tiles take {whole:.4f} ms, the best {best:.4f}"
+            else:
+                results[candidate.digest] = _tried(measurement, candidate, journal)
         timed = sorted(
-            (candidate for candidate in every if isinstance(journal.results.get(candidate.digest), float)),
-            key=lambda candidate: float(journal.results[candidate.digest]),
+            (candidate for candidate in every if isinstance(results[candidate.digest], float)),
+            key=lambda candidate: float(results[candidate.digest]),
         )
         again = measurement.side_by_side(timed[:FINALISTS])
     known = [Outcome(candidate, ms) for candidate, ms in again.items()]
-    known += [Outcome(c, float(journal.results[c.digest])) for c in timed[FINALISTS:]]
-    rejected = [Outcome(c, None, reason) for c in every if isinstance(reason := journal.results.get(c.digest), str)]
+    known += [Outcome(c, float(results[c.digest])) for c in timed[FINALISTS:]]
+    rejected = [Outcome(c, None, reason) for c in every if isinstance(reason := results[c.digest], str)]
     order = sorted(known, key=lambda outcome: outcome.ms or 0.0)
     return Found(site.label, symbol(site)[1], rows, ceiling.floor_ms(cost.flops, cost.bytes), (*order, *rejected))
+
+
+def _tried(measurement: "_Measurement", candidate: Candidate, journal: Journal) -> float | str:
+    """The time of a candidate, or the reason for none, as the journal keeps it."""
+    try:
+        result = measurement.first_time(candidate)
+    except torch.AcceleratorError as error:  # the device is in no state to measure anything more
+        reason = short(f"breaks the device: {error}")
+        journal.add(candidate.digest, reason)
+        raise RunFailure(f"{candidate.label}: {reason}", "run it again: what broke is left out then") from error
+    journal.add(candidate.digest, result)
+    return result
 
 
 class _Measurement:
@@ -167,21 +206,16 @@ class _Measurement:
                 (folder / name).write_text(text, encoding="utf-8")
         return folder
 
-    def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, str | None]]:
-        """The candidates as they are compiled, each with the reason against it, if any. Candidates of one CUDA source
-        differ in constants of their Python file only: the first of them compiles it for all."""
-        first: dict[object, Candidate] = {}
+    def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
+        """The candidates as they are compiled, each with what is against it, if anything. Candidates of one CUDA
+        source differ in constants of their Python file only: the first of them compiles it for all."""
+        alike: dict[object, list[Candidate]] = {}
         for candidate in listed:
-            first.setdefault(candidate.source or candidate.digest, candidate)
-        leaders = list(first.values())
-        folders = [(i, self._place(candidate)) for i, candidate in enumerate(leaders)]
-        function, module = self._rendered.function, self._rendered.module
-        for done in prepare(folders, module, function, self._site):
-            leader = leaders[done.index]
-            key = leader.source or leader.digest
-            for candidate in listed:
-                if (candidate.source or candidate.digest) == key:
-                    yield candidate, done.reason
+            alike.setdefault(candidate.source or candidate.digest, []).append(candidate)
+        groups = list(alike.values())
+        folders = [(i, self._place(group[0])) for i, group in enumerate(groups)]
+        for done in prepare(folders, self._rendered.module, self._rendered.function, self._site):
+            yield from ((one, done if done.reason else None) for one in groups[done.index])
 
     def _call(self, candidate: Candidate) -> Callable[[], object]:
         function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
@@ -194,8 +228,8 @@ class _Measurement:
             if reason := self._judge.reason(function):
                 return reason
             return self.side_by_side([candidate])[candidate]
-        except torch.AcceleratorError:
-            raise  # the device is in no state to measure anything more
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
         except Exception as error:  # any kernel may fail in any way; the search goes on without it
             return short(f"{type(error).__name__}: {error}")
         finally:
@@ -228,10 +262,9 @@ def _compiled(choice: Choice, plan: Plan, say: Say) -> Found:
             folders.append((i, folder))
         listed = list(sources.values())
         for done in prepare(folders, choice.rendered.module, choice.rendered.function, None):
-            outcomes.append(_outcome(listed[done.index], done))
-            say(f"  {listed[done.index].label}: {done.reason or 'compiled'}")
+            outcome = Outcome(listed[done.index], None, done.reason or COMPILED)
+            outcomes.append(outcome)
+            say(f"  {outcome.candidate.label}: {outcome.reason}")
+    if outcomes and all(outcome.reason != COMPILED for outcome in outcomes):
+        raise RunFailure(f"no candidate for {choice.site.label} compiles", outcomes[0].reason)
     return Found(choice.site.label, symbol(choice.site)[1], 0, 0.0, tuple(outcomes))
-
-
-def _outcome(candidate: Candidate, done: Prepared) -> Outcome:
-    return Outcome(candidate, None, done.reason or "compiled")

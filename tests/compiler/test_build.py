@@ -18,16 +18,18 @@ from tiny_models import spec_data
 from specc.compiler.build import build, canonical, check, compile_loaded, compile_spec, interface_digest, spec_of
 from specc.compiler.check import load
 from specc.compiler.errors import SpecError
+from specc.compiler.lock import lock_path, read_lock
 from specc.compiler.programs import LoweringError
 
 ROOT = Path(__file__).parents[2]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
 GOLF = (ROOT / "specs/gpt_mlp35.yaml").read_text()
 BASE = compile_spec(ROOT / "specs/gpt_mlp35.yaml").files
+LOCK = read_lock(ROOT / "specs/gpt_mlp35.lock.json")
 
 
 def files_of(text: str) -> Mapping[str, str]:
-    return compile_loaded(*load(text)).files
+    return compile_loaded(*load(text), (), LOCK).files
 
 
 def changed(text: str) -> tuple[Mapping[str, str], dict[str, str]]:
@@ -172,6 +174,7 @@ import hashlib, json, random, sys
 from pathlib import Path
 from specc.compiler.build import compile_loaded
 from specc.compiler.check import load
+from specc.compiler.lock import lock_path, read_lock
 from specc.compiler.yaml_text import parse
 
 def shuffled(value):
@@ -187,7 +190,8 @@ for path in sorted(Path(sys.argv[1]).glob("*.yaml")):
     text = path.read_text(encoding="utf-8")
     data = shuffled(json.loads(sys.argv[3])[path.stem])
     for origin in (path, json.dumps(data)):
-        files = compile_loaded(*load(origin)).files
+        spec, source = load(origin)
+        files = compile_loaded(spec, source, (), read_lock(lock_path(path, spec.name))).files
         digests.append({name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()})
 print(json.dumps(digests))
 """
@@ -269,8 +273,9 @@ def test_an_override_is_a_part_of_the_spec(small: Path) -> None:
 def test_the_resolved_spec_reads_back() -> None:
     for path in SPECS:
         spec, _ = load(path)
+        lock = read_lock(lock_path(path, spec.name))
         assert spec_of(canonical(spec)) == spec
-        assert compile_loaded(spec_of(canonical(spec)), None).files == compile_spec(path).files
+        assert compile_loaded(spec_of(canonical(spec)), None, (), lock).files == compile_spec(path).files
 
 
 def test_one_target_of_several() -> None:

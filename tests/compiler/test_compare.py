@@ -1,5 +1,6 @@
 """`specc diff`: a summary first, then the texts, the plans and the kernels paired by node."""
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def compared(tmp_path: Path, *changes: tuple[str, str]) -> tuple[tuple[str, ...]
         text = text.replace(before, after)
     path = tmp_path / "other.yaml"
     path.write_text(text)
+    shutil.copy(SPECS / "gpt_mlp35.lock.json", tmp_path)
     return compare(SPECS / "gpt_mlp35.yaml", path)
 
 

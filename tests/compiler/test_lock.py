@@ -80,7 +80,7 @@ def test_a_lock_may_choose_another_kernel(spec: Path) -> None:
     write(spec, choice, kernel="linear_triton", tile=tile_data(replace(LINEAR_TRITON, tile=tile)))
     chosen = choice_of(spec, "dgrad_mul")
     assert chosen.kernel == replace(LINEAR_TRITON, tile=tile)
-    assert ("gemm_evt", "slower where it was measured") in chosen.rejected
+    assert ("gemm_evt", "not the one that was measured fastest") in chosen.rejected
     assert f"{choice.rendered.module}.cu" not in " ".join(compile_spec(spec).files)
 
 
@@ -100,6 +100,8 @@ def test_what_was_measured_for_another_node_is_not_taken(spec: Path) -> None:
         ({"tile": {"m": 64, "warmth": 3}}, "has warmth, which tiles of gemm_evt lack"),
         ({"tile": {"m": 64}}, "is not one of gemm_evt"),
         ({"tile": {**(tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}), "schedule": "Solo"}}, "schedule"),
+        ({"tile": {**(tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}), "raster": 7}}, "no tile has sides"),
+        ({"tile": {**(tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}), "m": -3}}, "no tile has sides"),
     ],
 )
 def test_a_lock_that_cannot_be_followed_is_an_error(spec: Path, changed: dict[str, object], words: str) -> None:

@@ -137,7 +137,7 @@ def test_the_plan_page_counts_right(name: str) -> None:
 def test_the_plan_page_names_the_kernels_of_the_golf_model() -> None:
     text = (GENERATED / "gpt_mlp35/PLAN.md").read_text()
     hopper = text[text.index("## sm90") : text.index("## cpu")]
-    forward = "| linear, `0.5 * slope * x`, also slope | linear_leaky_relu2__n1792_k512.py (triton) |"
+    forward = "| linear, `0.5 * slope * x`, also slope | linear_leaky_relu2__n1792_k512.cu (cutlass) |"
     assert f"| blocks.*.mlp.up + act {forward}" in hopper
     assert "| blocks.*.mlp.down.dgrad + act.grad | dgrad, `d * slope` | dgrad_mul__n1792_k512.cu (cutlass) |" in hopper
     assert "int5" in text

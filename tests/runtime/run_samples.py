@@ -36,7 +36,10 @@ VARIANTS = {
     "grouped, rope over all dims": (),
     "partial rope": ("model.blocks.layers.0.rope={base: 10000, dims: 4}",),
     "window": ("model.blocks.layers.0.window=5",),
-    "no qk norm": ("model.blocks.layers.0.qk_norm=null",),
+    "no qk norm": (
+        "model.blocks.layers.0.qk_norm=null",
+        'fuse=[{"blocks.*.attention": [q.rope]}, {"blocks.*.mlp": [up, act, down]}]',
+    ),
     "one head a group": ("model.blocks.layers.0.kv_heads=4",),
     "skips, scaled norms": (
         "model.blocks.count=5",

@@ -8,7 +8,7 @@ import torch
 from toy import WINDOW, Toy, parameters, stream, train_spec, trainer
 
 from specc.compiler.train_spec import TrainSpec
-from specc.runtime import checkpoint
+from specc.runtime import capture, checkpoint
 from specc.runtime.data import ByteTokenizer, Loader
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import read_log
@@ -64,6 +64,17 @@ def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], tensor.detach()) for name, tensor in one.masters.tensors.items())
     assert all(torch.equal(state[name], tensor) for name, tensor in one.optimizers.state().items())
     assert torch.equal(rng, torch.cuda.get_rng_state()) and one.step == 0
+
+
+def test_replaying_a_graph_trains_as_calling_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = gpu_trainer(tmp_path)
+    losses = [step.loss for _ in range(12) for step in replayed.advance()] + [s.loss for s in replayed.settle()]
+    monkeypatch.setattr(capture, "WARM_UP", 10**9)
+    called = gpu_trainer(tmp_path)
+    again = [step.loss for _ in range(12) for step in called.advance()] + [s.loss for s in called.settle()]
+    assert again == pytest.approx(losses, rel=1e-3)
+    for name, master in called.masters.tensors.items():
+        torch.testing.assert_close(master, replayed.masters.tensors[name], rtol=2e-2, atol=2e-3)
 
 
 def test_what_is_not_finite_stops_a_step_later_and_is_named(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from specc.compiler.build import compile_spec
 from specc.compiler.check import load
 from specc.compiler.lock import NO_LOCK, Machine, read_lock, site_digest
 from specc.compiler.plan import Plan
-from specc.runtime.errors import RunFailure
+from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.tune import report
 from specc.runtime.tune.candidates import candidates, tuned_choices
 from specc.runtime.tune.journal import Journal
 from specc.runtime.tune.prepare import LONGEST, prepare, short
-from specc.runtime.tune.search import Found, Outcome, TuneOptions, tune
+from specc.runtime.tune.search import Found, Outcome, TuneError, TuneOptions, tune
 
 ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "specs/gpt_mini.yaml"
@@ -102,8 +102,22 @@ def test_reasons_are_one_short_line() -> None:
 
 def test_the_cpu_has_nothing_to_tune(tmp_path: Path) -> None:
     spec, _ = load(SPEC)
-    with pytest.raises(RunFailure, match="no kernel has tiles to search"):
+    with pytest.raises(TuneError, match="no kernel has tiles to search"):
         tune(TuneOptions(spec, "cpu", NO_LOCK, tmp_path / "lock.json"), print)
+    with pytest.raises(TuneError, match="no node has 'typo' in its path") as error:
+        tune(TuneOptions(spec, "sm90", NO_LOCK, tmp_path / "lock.json", only="typo"), print)
+    assert "blocks.*.mlp.up + act" in error.value.hint
+
+
+def test_without_nvcc_nothing_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, _ = load(SPEC)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    for compile_only in (True, False):
+        options = TuneOptions(spec, "sm90", NO_LOCK, tmp_path / "lock.json", only="mlp", compile_only=compile_only)
+        with pytest.raises(EnvironmentFailure, match="nvcc"):
+            tune(options, print)
+    assert not (tmp_path / "lock.json").exists()
 
 
 def test_a_report_has_times_first_and_then_reasons(plan: Plan) -> None:

@@ -40,7 +40,7 @@ using MainloopSchedule = gemm::KernelTmaWarpSpecializedPingpong;
 using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
 using EpilogueTile = Auto;
 
-// erf within 5e-7 (Abramowitz and Stegun, 7.1.26), in far fewer instructions and registers than erff.
+// erf within 5e-7 (Abramowitz and Stegun, section 7.1), in far fewer instructions and registers than erff.
 __device__ inline float quick_erf(float z) {
   float const t = __fdividef(1.0f, 1.0f + 0.3275911f * fabsf(z));
   float const high = -0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f));
