@@ -14,9 +14,11 @@ from specc.compiler.check import load
 from specc.compiler.lock import NO_LOCK, Machine, read_lock, site_digest
 from specc.compiler.plan import Plan
 from specc.runtime.errors import EnvironmentFailure
+from specc.runtime.load import import_file
 from specc.runtime.tune import report
 from specc.runtime.tune.candidates import candidates, tuned_choices
 from specc.runtime.tune.journal import Journal
+from specc.runtime.tune.measure import forget
 from specc.runtime.tune.prepare import LONGEST, prepare, short
 from specc.runtime.tune.search import Found, Outcome, TuneError, TuneOptions, tune
 
@@ -93,6 +95,14 @@ def test_a_candidate_that_does_not_compile_is_told_with_the_reason(
     assert reasons[0] is None
     assert reasons[1] == "nvcc cannot compile kernel.cu (exit 1)"
     assert reasons[2] == "ptxas makes a slow kernel of kernel.cu: 64 bytes spill stores"
+
+
+def test_a_candidate_is_forgotten_when_it_was_timed(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text("value = 7\n")
+    before = set(sys.modules)
+    assert import_file(tmp_path, "kernel").value == 7 and set(sys.modules) > before
+    forget(tmp_path)
+    assert set(sys.modules) == before
 
 
 def test_reasons_are_one_short_line() -> None:
