@@ -96,7 +96,7 @@ def tune(
 
     Writes NAME.lock.json beside the spec after each node; `specc build` reads it. A search that was cut off goes on
     where it stopped. Candidates that do not compile, spill, or are less exact than plain Torch are listed with the
-    reason.
+    reason. With --set, what a variant's nodes have joins the same lock: an entry holds for its very node alone.
     """
     from specc.compiler.check import load
     from specc.compiler.lock import lock_path, read_lock
