@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from specc.compiler import pipeline, reference, witness
-from specc.compiler.ir import TensorType
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
+from specc.runtime.judge import Errors, Judge, inputs_of
 from specc.runtime.load import Loaded, device_of, instantiate, replace_fuse, runs_on
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64}
-ROUNDINGS = 4  # of f32: what a sum in another order may cost
-RMS, PEAK = 1.005, 2.0  # what a kernel's errors may be, as multiples of those of the eager chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,70 +151,16 @@ def _kernels(spec: Spec, loaded: Loaded, lock: Lock) -> Iterator[Check]:
 
 
 def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> Iterator[Check]:
-    op = site.node.op
-    dtype, device = DTYPES[loaded.target.dtype], device_of(loaded.target)
-    worst = {"rms": 0.0, "max": 0.0}
     generator = torch.Generator().manual_seed(7)
     counts = [1, 7, 64, 129, *torch.randint(1, 700, (4,), generator=generator).tolist()]
+    errors: list[Errors] = []
     for rows in counts:
-        inputs = [_operand(type, rows, site, generator).to(device) for type in site.inputs]
-        if any(want.isnan().any() for want in _exact(site, inputs)):
-            # an operand that was saved as an output may have a domain, as sqrt(y) has
-            inputs = [*inputs[: op.arity], *(operand.abs() for operand in inputs[op.arity :])]
-        found = function(*inputs)
-        results = found if isinstance(found, tuple) else (found,)
-        exact = _exact(site, inputs)
-        eager = _eager(site, inputs)
-        for have, want, other in zip(results, exact, eager, strict=True):
-            floor = torch.finfo(dtype).eps * want.abs().max().item()
-            # which of two chains in f32 is nearer is chance
-            close = ROUNDINGS * torch.finfo(torch.float32).eps if have.dtype == torch.float32 else 0.0
-            own, chain = (have.double() - want).abs(), (other.double() - want).abs()
-            bar = max(_rms(chain), close * _rms(want), 1e-3 * floor)
-            worst["rms"] = max(worst["rms"], _finite(_rms(own) / bar))
-            bar = max(chain.max().item(), close * want.abs().max().item(), 0.5 * floor)
-            worst["max"] = max(worst["max"], _finite(own.max().item() / bar))
-    ok = worst["rms"] <= RMS and worst["max"] <= PEAK
-    detail = f"rows {counts}: RMS error {worst['rms']:.2f}x eager's, maximum {worst['max']:.2f}x"
-    yield Check(loaded.target.name, f"kernel {rendered.module}", ok, detail)
-
-
-def _rms(values: Tensor) -> float:
-    return values.square().mean().sqrt().item()
-
-
-def _finite(ratio: float) -> float:
-    """The ratio; infinite where it is no number."""
-    return ratio if ratio == ratio else float("inf")
-
-
-def _exact(site: Site, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """All outputs of the node in float64."""
-    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
-    return reference.node_value(site.node, wide)
-
-
-def _operand(type: TensorType, rows: int, site: Site, generator: torch.Generator) -> Tensor:
-    """A random operand; symbolic dims become one dim of rows, weights are scaled so that products are about 1, and
-    whole numbers index what they may."""
-    known = tuple(dim for dim in type.shape if isinstance(dim, int))
-    shape = (rows, *known) if len(known) < len(type.shape) else known
-    if not type.floating:
-        return torch.randint(site.node.op.ids_below(site.inputs), shape, generator=generator)
-    weight = len(known) == len(type.shape) > 1
-    return torch.randn(shape, generator=generator).mul(known[-1] ** -0.5 if weight else 1.0).to(DTYPES[type.dtype])
-
-
-def _eager(site: Site, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """What plain Torch makes of the node in the dtype of its inputs: a product rounded once, then one op after
-    another."""
-    op = site.node.op
-    arity = op.arity
-    products = op.reference(*inputs[:arity])
-    products = products if isinstance(products, tuple) else (products,)
-    if site.epilogue is None:
-        return products
-    return reference.epilogue_value(site.node, (*products, *inputs[arity:]))
+        sizes = {"B": 1, "T": rows, "S": rows}
+        judge = Judge.of(site, inputs_of(site, sizes, device_of(loaded.target), seed=rows))
+        errors += judge.errors(judge.call(function))
+    worst = Errors(max(error.rms for error in errors), max(error.peak for error in errors))
+    detail = f"rows {counts}: RMS error {worst.rms:.2f}x eager's, maximum {worst.peak:.2f}x"
+    yield Check(loaded.target.name, f"kernel {rendered.module}", worst.ok, detail)
 
 
 def _causality(loaded: Loaded) -> Iterator[Check]:

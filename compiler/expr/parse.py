@@ -5,6 +5,7 @@ import ast
 import warnings
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import NoReturn
 
 from .evaluate import apply
@@ -45,6 +46,7 @@ def parse(text: str, variables: Collection[str] | None = None) -> Expr:
     return _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT)
 
 
+@lru_cache(maxsize=4096)  # a build reads the same few texts thousands of times; expressions are immutable
 def reread(text: str) -> Expr:
     """Parses text that this package printed: derivatives grow beyond what a person may write, so its bounds are
     wider."""

@@ -1,8 +1,6 @@
 """No wrong kernel gets a time: each is compared with float64 once, on the inputs that it is timed on."""
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,21 +58,3 @@ def _relative(found: Tensor, exact: Tensor) -> float:
     """In the Frobenius norm."""
     error: float = ((found.to(exact.dtype) - exact).norm() / exact.norm().clamp_min(1e-30)).item()
     return error
-
-
-def upcast(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """A floating tensor in another precision; whole numbers and plain numbers as they are."""
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Memory that Torch hands out is full of NaN, so that what a kernel does not write is seen."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])

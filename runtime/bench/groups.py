@@ -15,12 +15,13 @@ from specc.compiler.ops.region import Fused
 from specc.compiler.plan import Plan, place_pattern
 from specc.compiler.programs import Group, Programs
 from specc.compiler.spec import Spec
-from specc.runtime.bench.accuracy import Accuracy, compare, poisoned, upcast
+from specc.runtime.bench.accuracy import Accuracy, compare
 from specc.runtime.bench.kernels import Row
 from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
+from specc.runtime.judge import poisoned, upcast
 from specc.runtime.load import replace_fuse
 
 FORWARD, BOTH = "forward", "forward + backward"

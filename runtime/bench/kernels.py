@@ -12,11 +12,12 @@ from specc.compiler import reference
 from specc.compiler.cost import NodeCost, graph_costs
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
-from specc.runtime.bench.accuracy import Accuracy, compare, poisoned, upcast
+from specc.runtime.bench.accuracy import Accuracy, compare
 from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import bare_product, plain_site
 from specc.runtime.bench.timing import Measured, alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, LIBRARY, baselines, failures
+from specc.runtime.judge import many, poisoned, upcast
 
 Ready = Callable[[Choice], object]
 
@@ -140,8 +141,3 @@ def _accuracy(
     with poisoned():
         found = many(generated(*inputs))
     return compare(f"{choice.rendered.module} ({choice.site.label})", found, many(eager(*inputs)), exact)
-
-
-def many(value: Any) -> tuple[Tensor, ...]:
-    """One tensor or several as several."""
-    return (value,) if isinstance(value, Tensor) else tuple(value)

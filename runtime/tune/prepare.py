@@ -72,10 +72,11 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
         if site is not None:
             import torch
 
-            from specc.runtime.tune.measure import inputs_of, loaded
+            from specc.runtime.judge import inputs_of
+            from specc.runtime.tune.measure import loaded
 
             call: Callable[..., Any] = loaded(folder, module, function)
-            call(*inputs_of(site, SIZES))
+            call(*inputs_of(site, SIZES, "cuda"))
             torch.cuda.synchronize()
     except RunFailure as error:
         to.send(("refused", short(error.message)))

@@ -20,10 +20,11 @@ from specc.runtime.bench.operands import DTYPES, sizes_of
 from specc.runtime.bench.timing import alternate
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically
+from specc.runtime.judge import Judge, inputs_of
 from specc.runtime.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate, candidates, tuned_choices
 from specc.runtime.tune.journal import Journal
-from specc.runtime.tune.measure import Judge, forget, inputs_of, loaded
+from specc.runtime.tune.measure import CHECKED, forget, loaded, refusal
 from specc.runtime.tune.prepare import Prepared, prepare, short
 
 FINALISTS = 4  # timed again, in turn, as the first times are some noise apart
@@ -195,8 +196,8 @@ class _Measurement:
     def __init__(self, choice: Choice, sizes: Mapping[str, int], moved: int, folder: Path) -> None:
         self._site, self._rendered = choice.site, choice.rendered
         self._moved, self._folder = moved, folder
-        self._judge = Judge.of(choice.site)
-        self._inputs = inputs_of(choice.site, sizes)
+        self._judge = Judge.of(choice.site, inputs_of(choice.site, CHECKED, "cuda", seed=1))
+        self._inputs = inputs_of(choice.site, sizes, "cuda")
 
     def _place(self, candidate: Candidate) -> Path:
         folder = self._folder / candidate.digest
@@ -225,7 +226,7 @@ class _Measurement:
         """Its time in ms, or why it must not be used."""
         try:
             function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
-            if reason := self._judge.reason(function):
+            if reason := refusal(self._judge, function):
                 return reason
             return self.side_by_side([candidate])[candidate]
         except (torch.AcceleratorError, torch.OutOfMemoryError):

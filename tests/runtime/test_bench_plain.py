@@ -11,12 +11,13 @@ from torch import Tensor
 
 from specc.compiler import pipeline, reference
 from specc.compiler.spec import Spec
-from specc.runtime.bench.accuracy import compare, poisoned
+from specc.runtime.bench.accuracy import compare
 from specc.runtime.bench.groups import hosts, members_of
 from specc.runtime.bench.kernels import cost_of
 from specc.runtime.bench.operands import Operands, sizes_of
 from specc.runtime.bench.plain import bare_product, plain_nodes, plain_site
 from specc.runtime.errors import RunFailure
+from specc.runtime.judge import poisoned
 from specc.runtime.load import instantiate
 
 CPU = torch.device("cpu")
