@@ -11,7 +11,7 @@ from click.exceptions import Exit
 
 F = TypeVar("F", bound=Callable[..., Any])
 SPECS, GENERATED = Path("specs"), Path("generated")
-TRAIN_PACKAGES = ("torch", "triton", "sentencepiece", "tiktoken")  # of the extra `train`
+EXTRAS = {"torch": "train", "triton": "train", "sentencepiece": "train", "tiktoken": "train", "flash_attn": "flash"}
 EXIT_ENVIRONMENT, EXIT_BUG, EXIT_INTERRUPTED = 3, 70, 130
 
 click.rich_click.STYLE_HELPTEXT = ""
@@ -75,8 +75,9 @@ def _failed(error: Exception) -> int:
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         click.echo(f"error: {error.filename}: {error.strerror}", err=True)  # a full or sealed disk is no bug
         return EXIT_ENVIRONMENT
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in TRAIN_PACKAGES:
-        click.echo(f"error: {error.name} is not installed\n  = help: pip install 'specc[train]'", err=True)
+    if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
+        what = f"{error.name} is not installed" if extra == "train" else str(error)
+        click.echo(f"error: {what}\n  = help: pip install 'specc[{extra}]'", err=True)
         return EXIT_ENVIRONMENT
     if code is None:
         import traceback

@@ -17,6 +17,7 @@ PARTS = ("kernels", "groups", "step")
 @target_option
 @set_option
 @click.option("--only", multiple=True, type=click.Choice(PARTS), help="One part; may be repeated. All where unset.")
+@click.option("--at", default="", metavar="TEXT", help="Of kernels and groups, those whose path contains TEXT.")
 @click.option(
     "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps to time, of each build."
 )
@@ -29,6 +30,7 @@ def bench(
     target: str | None,
     overrides: tuple[str, ...],
     only: tuple[str, ...],
+    at: str,
     steps: int,
     picture: Path | None,
     as_json: bool,
@@ -62,9 +64,10 @@ def bench(
     words = ["specc", "bench", str(spec)]
     words += [word for text in overrides for word in ("--set", text)]
     words += [word for part in only for word in ("--only", part)]
+    words += ["--at", at] if at else []
     chosen = choose_target(loaded, target)
     command = shlex.join([*words, "--target", chosen, "--steps", str(steps)])
-    found = run(BenchOptions(loaded, lock, chosen, parts, steps, command), say)
+    found = run(BenchOptions(loaded, lock, chosen, parts, steps, command, at), say)
     click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
     if picture is not None:
         from specc.runtime.bench.roofline import roofline

@@ -99,6 +99,10 @@ class Op:
     planned: ClassVar[bool] = False
     # In a fused group a plan lists it, though the group could be read without it: it changes shapes.
     listed: ClassVar[bool] = False
+    # Tokens of a sequence meet in it, so rows of sequences cannot be taken as one dim.
+    mixes_tokens: ClassVar[bool] = False
+    # So many sums of it follow each other, each over what the one before has rounded.
+    chained: ClassVar[int] = 1
 
     @property
     def arity(self) -> int:
@@ -108,6 +112,11 @@ class Op:
     @property
     def output_labels(self) -> tuple[str, ...]:
         """What code calls the outputs, where there are several."""
+        return ()
+
+    @property
+    def input_labels(self) -> tuple[str, ...]:
+        """What code of a group calls the inputs, where their own names would not tell which is which."""
         return ()
 
     @property
@@ -126,6 +135,10 @@ class Op:
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         """What the whole numbers among its inputs are below: at least 0, they index something."""
         raise TypeRuleError(f"{self.name} has no whole numbers to index with")
+
+    def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
+        """Random inputs such that they belong together, where some of them follow from others."""
+        return inputs
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         """Floating-point operations; a multiply-add counts two. Pointwise work counts one an element."""

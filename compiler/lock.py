@@ -2,16 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.errors import SpeccError, SpecError
+from specc.compiler.expr import Keep
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.schema_errors import diagnostics_of
 from specc.compiler.shape import places
@@ -36,6 +37,21 @@ class Entry(StrictModel):
     floor_ms: PositiveFloat
 
 
+class Kept(StrictModel):
+    """What one group keeps for its backward. `group` is the digest of its nodes in all its ways: what was measured for
+    another says nothing of it. `ms` is the time of all its kernels, forward and backward, by way."""
+
+    group: Word
+    keep: Keep
+    ms: Mapping[Keep, PositiveFloat]
+
+    @model_validator(mode="after")
+    def _has_a_time(self) -> "Kept":
+        if self.keep not in self.ms:
+            raise ValueError(f"what is kept, {self.keep}, has no time")
+        return self
+
+
 class Machine(StrictModel):
     """Where an entry was measured."""
 
@@ -47,10 +63,11 @@ class Machine(StrictModel):
 
 
 class Locked(StrictModel):
-    """The kernels of one target, by symbol."""
+    """The kernels of one target, by symbol, and what its groups keep, by name."""
 
     machine: Machine
     kernels: Mapping[Word, Entry]
+    groups: Mapping[Word, Kept] = {}
 
 
 class Lock(StrictModel):
@@ -65,12 +82,28 @@ class Lock(StrictModel):
         found = locked.kernels.get(symbol(site)[1]) if locked else None
         return found if found is not None and found.site == site_digest(site) else None
 
+    def kept(self, target: str, name: str, digest: str) -> Kept | None:
+        """What was found fastest to keep for this very group; None where nothing was."""
+        locked = self.targets.get(target)
+        found = locked.groups.get(name) if locked else None
+        return found if found is not None and found.group == digest else None
+
     def with_entry(self, target: str, name: str, entry: Entry, machine: Machine) -> "Lock":
         """The lock with one entry set. What another machine measured for the target is dropped: times of two
         machines say nothing about each other."""
+        known = self._measured_on(target, machine)
+        return self._with(target, known.model_copy(update={"kernels": {**known.kernels, name: entry}}))
+
+    def with_kept(self, target: str, name: str, kept: Kept, machine: Machine) -> "Lock":
+        """The lock with what one group keeps, and without what another machine measured."""
+        known = self._measured_on(target, machine)
+        return self._with(target, known.model_copy(update={"groups": {**known.groups, name: kept}}))
+
+    def _measured_on(self, target: str, machine: Machine) -> Locked:
         known = self.targets.get(target)
-        kept = dict(known.kernels) if known is not None and known.machine == machine else {}
-        locked = Locked(machine=machine, kernels={**kept, name: entry})
+        return known if known is not None and known.machine == machine else Locked(machine=machine, kernels={})
+
+    def _with(self, target: str, locked: Locked) -> "Lock":
         return self.model_copy(update={"targets": {**self.targets, target: locked}})
 
     def text(self) -> str:
@@ -107,6 +140,12 @@ def site_digest(site: Site) -> str:
         *map(str, site.inputs),
         *map(str, site.node.types),
     )
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+def group_digest(ways: Iterable[Iterable[Site]]) -> str:
+    """Twelve hex digits of a group: of the nodes with kernels, in each way to keep something for the backward."""
+    words = (" ".join(map(site_digest, sites)) for sites in ways)
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from specc.compiler.ir import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.lock import Entry
+from specc.compiler.lock import Entry, Kept
 from specc.compiler.ops.region import Call
-from specc.compiler.programs import Programs
+from specc.compiler.programs import Group, Programs
 from specc.compiler.targets import Target
 
 
@@ -25,8 +25,34 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """A group that keeps something for its backward, and the kernels of its nodes."""
+
+    group: Group
+    choices: tuple[Choice, ...]
+
+    @property
+    def own(self) -> tuple[Choice, ...]:
+        """The choices with a kernel of their own."""
+        return tuple(choice for choice in self.choices if choice.rendered.function)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """All ways of one group, what is usual first, and the one that the plan takes: by rule, or as the lock `measured`.
+    `digest` is what a lock knows the group by."""
+
+    label: str
+    ways: tuple[Way, ...]
+    chosen: Way
+    digest: str
+    measured: Kept | None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that rendering needs. `source` is the spec's path as generated files name it."""
+    """Everything that rendering needs. `source` is the spec's path as generated files name it; `alternatives` are the
+    groups for which there was more than one way."""
 
     name: str
     title: str
@@ -34,6 +60,7 @@ class Plan:
     target: Target
     programs: Programs
     choices: tuple[Choice, ...]
+    alternatives: tuple[Alternatives, ...] = ()
 
     def choice(self, graph: Graph, node: Node) -> Choice | None:
         """The kernel of a node; None for one that Torch runs as it is written."""

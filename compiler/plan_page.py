@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specc.compiler.cost import flops_per_token
+from specc.compiler.expr import KEEPS
 from specc.compiler.ir import TensorType
 from specc.compiler.passes.assign_quant import Allocation, allocation
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
-from specc.compiler.plan import Choice, Plan, place_pattern
-from specc.compiler.programs import Programs
+from specc.compiler.plan import Alternatives, Choice, Plan, place_pattern
+from specc.compiler.programs import Group, Programs
 from specc.compiler.spec import Spec
 
 
@@ -92,6 +93,11 @@ def _target(spec: Spec, plan: Plan) -> Iterator[str]:
         yield f"| {path} | {op} {types} | torch | | | |"
     yield ""
     yield f"GFLOP and MB are of one micro-batch of {tokens:,} tokens in one block. What no row names is Torch's own."
+    if plan.alternatives:
+        yield ""
+        yield "Kept for the backward:"
+        yield ""
+        yield from map(_kept, plan.alternatives)
     shown = [
         f"- {c.site.label}: {name} {reason}"
         for c in plan.choices
@@ -114,18 +120,39 @@ def _row(choice: Choice, sizes: Mapping[str, int]) -> str:
     saved = ", ".join((site.epilogue or op).output_labels[1:])
     words += f", also {saved}" if saved else ""
     file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
-    kernel = f"{file} ({choice.kernel.language})" if file else choice.kernel.name
+    made_of = choice.kernel.made_of + ("" if choice.kernel.deterministic else ", not deterministic")
+    kernel = f"{file} ({made_of})" if file else choice.kernel.name
     flops = op.flops(site.inputs[: op.arity], site.node.types, sizes) / 1e9
-    moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types)) / 1e6
+    between = choice.kernel.between(site)
+    moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types, *between)) / 1e6
     return f"| {site.label} | {words} | {kernel} | {_tile(choice)} | {flops:.1f} | {moved:.1f} |"
+
+
+def _kept(found: Alternatives) -> str:
+    """What a group keeps, and why not something else."""
+    group, measured = found.chosen.group, found.measured
+    others = [way.group for way in found.ways if way is not found.chosen]
+    words = {way.keep: f"the {way.keep} ({', '.join(_made(way))})" for way in (group, *others)}
+    why = f"by rule: fewest bytes, else the {KEEPS[0]}"
+    if measured is not None:
+        times = ", ".join(f"{words[other.keep]} {measured.ms[other.keep]}" for other in others)
+        why = f"measured, {measured.ms[group.keep]} ms forward and backward; {times}"
+    return f"- {found.label}: {words[group.keep]}; {why}"
+
+
+def _made(group: Group) -> list[str]:
+    """What a group keeps of what it computed itself."""
+    inputs = {name for name, _ in group.forward.inputs}
+    return [name for name in group.saved if name not in inputs]
 
 
 def _tile(choice: Choice) -> str:
     """The tile, and whether it was measured or follows a rule."""
-    if not choice.rendered.tile:
-        return ""
     found = choice.measured
-    return f"{choice.rendered.tile}; {f'measured, {found.ms} ms' if found else 'by rule'}"
+    chosen = f"measured, {found.ms} ms for {found.rows:,} rows" if found else "by rule"
+    if not choice.rendered.tile:
+        return chosen if found else ""
+    return f"{choice.rendered.tile}; {chosen}"
 
 
 def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:

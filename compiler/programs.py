@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from specc.compiler.blocks.init import Init
+from specc.compiler.expr import KEEPS, Keep
 from specc.compiler.ir import Graph, Node, TensorType, node_of
 from specc.compiler.ops.region import Call, Fused
 from specc.compiler.strict import Path, Problem
@@ -41,7 +42,8 @@ class Parameter:
 class Group:
     """A fused group. `forward` and `backward` are graphs whose nodes carry epilogues; `saved` are the values of
     `forward` that `backward` reads besides the incoming gradient; `members` are the nodes of the function that it
-    replaced. Where nobody takes its gradient, `backward` is empty."""
+    replaced. Where nobody takes its gradient, `backward` is empty. `others` are the same group with something else kept
+    for the backward than what `keep` names; a plan chooses."""
 
     name: str
     scope: str
@@ -49,6 +51,8 @@ class Group:
     forward: Graph
     backward: Graph
     saved: tuple[str, ...]
+    keep: Keep = KEEPS[0]
+    others: tuple["Group", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

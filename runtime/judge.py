@@ -15,6 +15,7 @@ from specc.runtime.bench.operands import DTYPES
 
 RMS, PEAK = 1.005, 2.0  # what a kernel's errors may be, as multiples of those of the eager chain
 ROUNDINGS = 4  # of f32: what a sum in another order may cost
+SEQUENCE = 16  # tokens, at least, where tokens meet
 TINIEST = 1e-30  # where reference and chain are both exactly 0
 TINY = {"B": 1, "T": 8, "S": 8}
 
@@ -49,7 +50,8 @@ class Judge:
             largest, error = want.abs().max().item(), (have.double() - want).abs()
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
             # which of two chains in f32 is nearer is chance
-            close = ROUNDINGS * torch.finfo(torch.float32).eps if have.dtype == torch.float32 else 0.0
+            close = ROUNDINGS * site.node.op.chained * torch.finfo(torch.float32).eps
+            close = close if have.dtype == torch.float32 else 0.0
             rms = max(_rms(error), close * _rms(want), 1e-3 * floor, TINIEST)
             bars.append((rms, max(error.max().item(), close * largest, 0.5 * floor, TINIEST)))
         return cls(inputs, exact, bars)
@@ -82,13 +84,22 @@ def many(value: Any) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
+def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
+    """What symbols stand for on `rows` rows. Where tokens meet, these are two sequences of so many tokens, or of the
+    shortest that measures anything: the gradient of attention to oneself alone is exactly 0, and to two or three it is
+    a difference of nearly equal numbers, which says more of the numbers than of a kernel."""
+    if site.node.op.mixes_tokens:
+        return {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)}
+    return {"B": 1, "T": rows, "S": rows}
+
+
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:
     """Random inputs where symbols have `sizes`: normal numbers, weights scaled so that products are about 1, whole
-    numbers that the op can take. Where operands have a domain, as sqrt(y) has, they are made
-    positive."""
+    numbers that the op can take, and what belongs together where an input follows from others. Where operands have a
+    domain, as sqrt(y) has, they are made positive."""
     made = _random(site, sizes, device, seed)
     if not any(value.isnan().any() for value in reference.node_value(site.node, _random(site, TINY, device, seed))):
-        return made
+        return list(site.node.op.belonging(made))
     arity = site.node.op.arity
     return [*made[:arity], *(operand.abs() for operand in made[arity:])]
 

@@ -17,7 +17,7 @@ from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
-from specc.runtime.judge import Errors, Judge, inputs_of
+from specc.runtime.judge import Errors, Judge, inputs_of, sizes_of
 from specc.runtime.load import Loaded, device_of, instantiate, replace_fuse, runs_on
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64}
@@ -155,8 +155,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
     counts = [1, 7, 64, 129, *torch.randint(1, 700, (4,), generator=generator).tolist()]
     errors: list[Errors] = []
     for rows in counts:
-        sizes = {"B": 1, "T": rows, "S": rows}
-        judge = Judge.of(site, inputs_of(site, sizes, device_of(loaded.target), seed=rows))
+        judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device_of(loaded.target), seed=rows))
         errors += judge.errors(judge.call(function))
     worst = Errors(max(error.rms for error in errors), max(error.peak for error in errors))
     detail = f"rows {counts}: RMS error {worst.rms:.2f}x eager's, maximum {worst.peak:.2f}x"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specc.compiler import pipeline, reference
 from specc.compiler.check import load
+from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.programs import Programs
 from specc.compiler.spec import Spec
 from specc.runtime.load import instantiate, replace_fuse
@@ -105,9 +106,9 @@ class Pair:
         return reference.run(plain, program, inputs, self.params)
 
 
-def pair(spec: Spec, folder: Path, fuse: bool = True, seed: int = 0) -> Pair:
-    """Builds `spec` for the CPU under `folder` and fills it."""
-    loaded = instantiate(spec, "cpu", folder / ("fused" if fuse else "plain"), fuse)
+def pair(spec: Spec, folder: Path, fuse: bool = True, seed: int = 0, lock: Lock = NO_LOCK) -> Pair:
+    """Builds `spec` for the CPU under `folder`, as `lock` says, and fills it."""
+    loaded = instantiate(spec, "cpu", folder / ("fused" if fuse else "plain"), fuse, lock)
     params = random_params(loaded.programs, seed)
     model = loaded.model.double()
     state = dict(model.named_parameters())

@@ -1,13 +1,13 @@
 """The pointwise language: parse, simplify, derive, decide what the backward saves, print as Torch, Triton
 or CUDA C++."""
 
-from .backward import Backward, plan_backward
+from .backward import KEEPS, Backward, Keep, plan_backward
 from .derive import derive, homogeneous_degree
 from .evaluate import number, torch_value
 from .name import name_of
 from .parse import parse, reread
 from .simplify import simplify
-from .spell import QUICK_ERF, cuda_text, torch_text, triton_text
+from .spell import cuda_functions, cuda_text, torch_text, triton_text
 from .values import (
     FUNCTIONS,
     Binary,
@@ -24,7 +24,7 @@ from .values import (
 
 __all__ = [
     "FUNCTIONS",
-    "QUICK_ERF",
+    "KEEPS",
     "Backward",
     "Binary",
     "Call",
@@ -32,8 +32,10 @@ __all__ = [
     "Const",
     "Expr",
     "ExprError",
+    "Keep",
     "Neg",
     "Var",
+    "cuda_functions",
     "cuda_text",
     "derive",
     "homogeneous_degree",

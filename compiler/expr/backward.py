@@ -13,10 +13,16 @@ output      the derivative is a function g(y) of the output, which is in memory 
 derivative  the derivatives are saved as extra outputs, so the backward is one multiply without a branch. A
             function homogeneous of degree k is then computed as slope * x / k where that is cheaper.
 inputs      as derivative, but what is saved turns out to be the inputs themselves (x * gate).
+
+Where derivatives would be saved, a caller may ask for the inputs to be kept instead:
+
+recomputed  the inputs of f are kept and the backward computes the derivatives. The forward has less arithmetic behind
+            its product, and the backward more behind its own; which is faster is measured.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from .algebra import const, key, monomial_key, nonnegative, split
 from .derive import derive, homogeneous_degree
@@ -49,6 +55,8 @@ COSTS = {
 
 
 Named = tuple[tuple[str, Expr], ...]
+Keep = Literal["derivative", "input"]
+KEEPS: tuple[Keep, ...] = get_args(Keep)  # what a forward may keep for its backward, what is usual first
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +65,8 @@ class Backward:
 
     `saves` are extra outputs of the forward: name -> expression over f's variables. `value` is y over f's
     variables and the saved names. `grads` maps each variable that wants a gradient to it, over `d` (the
-    gradient of y), `y`, the saved names and `needs`: the operands of f that the backward reads and that
-    must be kept for it. `strategy` is one of linear, output, derivative, inputs.
+    gradient of y), `y`, the saved names and `needs`: the variables of f that the backward reads and that
+    must be kept for it. `strategy` is one of linear, output, derivative, inputs, recomputed.
     """
 
     saves: tuple[tuple[str, Expr], ...]
@@ -68,9 +76,10 @@ class Backward:
     strategy: str
 
 
-def plan_backward(expr: Expr, wrt: tuple[str, ...]) -> Backward:
+def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -> Backward:
     """Plans the backward of `expr` for the variables `wrt`, which are not in memory (accumulators); the
-    others are.
+    others are. `keep` says what to keep where something has to be kept: derivatives, or those of `wrt`
+    that the derivatives read.
 
     Raises ExprError if `expr` uses the names d, y or those of the saves, or if `wrt` repeats a name.
     """
@@ -97,6 +106,8 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...]) -> Backward:
         saves.setdefault(same, slope)
         grads[name] = Var("d") * Var(same)
     strategy = "inputs" if all(isinstance(slope, Var) for slope in saves.values()) else "derivative"
+    if keep == "input" and strategy == "derivative":
+        return _plan((), value, {name: _times_d(slope) for name, slope in slopes.items()}, "recomputed")
     return _plan(tuple(saves.items()), _cheapest(expr, wrt, saves, grads), grads, strategy)
 
 

@@ -1,9 +1,12 @@
 """Expressions as source text: Torch, Triton and CUDA C++."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
+from math import sqrt
 from typing import ClassVar
 
+from .algebra import Factors, product_of, rational, split
 from .evaluate import number
 from .parse import parse
 from .values import (
@@ -190,13 +193,30 @@ class _Triton(_Kernel):
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
 
 
-# erf within 5e-7 (Abramowitz and Stegun, section 7.1), in far fewer instructions and registers than erff.
-QUICK_ERF = """\
-__device__ inline float quick_erf(float z) {
-  float const t = __fdividef(1.0f, 1.0f + 0.3275911f * fabsf(z));
+# What CUDA C++ lacks, by name, each behind what it calls. Both take s = BELL * z, as exp2f is one instruction. The
+# value and the slope of gelu read the same s, so that the compiler finds one erf and one exp in them.
+CUDA_FUNCTIONS: Mapping[str, str] = {
+    "quick_bell": """\
+// exp(-z * z) of s = 1.2011224 z.
+__device__ inline float quick_bell(float s) { return exp2f(-s * s); }""",
+    "quick_erf": """\
+// erf(z) of s = 1.2011224 z, within 5e-7 (Abramowitz and Stegun, section 7.1); erff takes far more registers.
+__device__ inline float quick_erf(float s) {
+  float const t = __fdividef(1.0f, 1.0f + 0.272737481f * fabsf(s));
   float const high = -0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f));
-  return copysignf(1.0f - t * (0.254829592f + t * high) * __expf(-z * z), z);
-}"""
+  return copysignf(1.0f - t * (0.254829592f + t * high) * quick_bell(s), s);
+}""",
+}
+CALLED = {"quick_erf": ("quick_bell",)}
+BELL = 1.2011224087864498  # sqrt(log2(e))
+
+
+def cuda_functions(texts: Iterable[str]) -> str:
+    """The definitions of all functions of CUDA_FUNCTIONS that `cuda_text` wrote into `texts`, empty for none."""
+    written = "\n".join(texts)
+    wanted = {name for name in CUDA_FUNCTIONS if f"{name}(" in written}
+    wanted |= {called for name in wanted for called in CALLED.get(name, ())}
+    return "\n\n".join(text for name, text in CUDA_FUNCTIONS.items() if name in wanted)
 
 
 class _Cuda(_Kernel):
@@ -205,10 +225,10 @@ class _Cuda(_Kernel):
         "exp": "__expf", "log": "logf", "sqrt": "sqrtf", "erf": "quick_erf", "abs": "fabsf", "tanh": "tanhf",
         "min": "fminf", "max": "fmaxf",
     }  # fmt: skip
+    # Each reads what its derivative reads, so that the two are computed once where both are.
     definitions: ClassVar = {
-        **{name: _Triton.definitions[name] for name in ("relu", "leaky_relu", "gelu")},
-        "gelu_tanh": parse("x / (1 + exp(-1.5957691216057308 * x * (1 + 0.044715 * x ** 2)))"),
-        "silu": parse("x / (1 + exp(-x))"),
+        **{name: _Triton.definitions[name] for name in ("relu", "leaky_relu", "gelu_tanh", "silu")},
+        "gelu": parse("x * (0.5 + 0.5 * erf(0.7071067811865476 * x))"),
         "sigmoid": parse("1 / (1 + exp(-x))"),
     }
 
@@ -226,7 +246,17 @@ class _Cuda(_Kernel):
         return f"powf({self.text(base)}, {self.constant(n)})", ATOM
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
-        if function == "where":
-            condition, a, b = args
-            return f"{self.text(condition)} ? {self.text(a, COMPARE)} : {self.text(b)}", CHOICE
+        match function, split(args[0]):
+            case "where", _:
+                condition, a, b = args
+                return f"{self.text(condition)} ? {self.text(a, COMPARE)} : {self.text(b)}", CHOICE
+            case "erf", (coefficient, factors):
+                return f"quick_erf({self.text(_scaled(coefficient, factors))})", ATOM
+            case "exp", (coefficient, ((base, Fraction(numerator=2, denominator=1)),)) if coefficient < 0:
+                return f"quick_bell({self.text(_scaled(sqrt(-coefficient), ((base, Fraction(1)),)))})", ATOM
         return super().call(function, args)
+
+
+def _scaled(coefficient: float | Fraction, factors: Factors) -> Expr:
+    """BELL times a product, in as many digits as a float has."""
+    return product_of(rational(float(f"{BELL * float(coefficient):.9g}")), factors)

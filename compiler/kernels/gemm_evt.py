@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from specc.compiler.expr import QUICK_ERF, cuda_text, variables
+from specc.compiler.expr import Var, cuda_functions, cuda_text, variables
+from specc.compiler.ir import TensorType
 from specc.compiler.kernels.custom_op import CustomOp, custom_op, header
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
+from specc.compiler.kernels.split import GivenProduct, split
 from specc.compiler.kernels.tail import Result, Tail, Value, refusal, tail_of
 from specc.compiler.kernels.tile import whole_tiles
 from specc.compiler.ops.linear import Product
@@ -116,23 +118,29 @@ class GemmContext:
     nulls: str
     entry: str
     arguments: str
+    weight: str
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
     """What templates/cutlass/gemm_evt.py.jinja may know: the tensors that the compiled function takes and,
-    with workspace and stream, how many pointers that makes."""
+    with workspace and stream, how many pointers that makes; `library` are lines that compute products before it."""
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.py.jinja"
     op: CustomOp
     tile: GemmTile
     pointer_count: int
     pointers: str
+    library: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GemmEvt(Kernel):
-    """Takes a product with one accumulator, any number of outputs, and any expressions over tiles and columns."""
+    """Takes products of the same rows, any number of outputs, and any expressions over tiles and columns.
+
+    It keeps one accumulator, of the last product; the others are the library's, which beats two accumulators in one
+    kernel: 98,304 x 512 x 1792, three outputs, H200: the two bare products 0.54 ms, Triton's one kernel 0.92.
+    """
 
     TILE: ClassVar[type | None] = GemmTile
     tile: GemmTile = PINGPONG
@@ -140,8 +148,6 @@ class GemmEvt(Kernel):
     def rejects(self, site: Site) -> str | None:
         if reason := refusal(site):
             return reason
-        if (count := site.node.op.arity - 1) != 1:
-            return f"keeps one accumulator; this node has {count}"
         dtype = site.inputs[0].dtype
         if other := next((type.dtype for type in site.node.types if type.dtype != dtype), None):
             return f"writes the dtype that it multiplies, {dtype}; an output is {other}"
@@ -160,25 +166,45 @@ class GemmEvt(Kernel):
 
     def padding(self, site: Site, rows: int) -> float:
         assert isinstance(site.node.op, Product)
-        return whole_tiles(rows, self.tile.m) * whole_tiles(site.node.op.extent(site.inputs[1])[0], self.tile.n)
+        tiles = whole_tiles(rows, self.tile.m) * whole_tiles(site.node.op.extent(site.inputs[1])[0], self.tile.n)
+        count = site.node.op.arity - 1
+        return (tiles + count - 1) / count  # the library's products count as they are
+
+    def between(self, site: Site) -> tuple[TensorType, ...]:
+        _, products = split(tail_of(site))
+        return tuple(type for one in products for type in [one.into.type] * (1 if one.kept else 2))
 
     def render(self, site: Site) -> Rendered:
-        tail, op = tail_of(site), site.node.op
+        whole, op = tail_of(site), site.node.op
         assert isinstance(op, Product)
-        outside = custom_op(site, tail)
+        tail, products = split(whole)
+        outside = _described(custom_op(site, whole), site, tail, products, op.layout)
         compiled = replace(self.tile, swizzle=1, raster=0)  # one source for every walk
-        source = _source(outside, tail, compiled, op.layout, header(site, tail, "// "))
+        source = _source(outside, tail, compiled, op.layout, header(site, whole, "// "))
         pointers = [f"{value.name}.data_ptr()" for value in (*tail.inputs, *tail.outputs)]
         count = len(pointers) + len(ENVIRONMENT)
-        launcher = LauncherContext(outside, self.tile, count, flowed(", ".join(pointers) + ",", " " * 8))
+        library = tuple(product.code(tail, op.layout) for product in products)
+        launcher = LauncherContext(outside, self.tile, count, flowed(", ".join(pointers) + ",", " " * 8), library)
         files: dict[str, tuple[str, object]] = {
             f"{outside.symbol}.cu": (source.TEMPLATE, source),
             f"{outside.symbol}.py": (launcher.TEMPLATE, launcher),
         }
-        return Rendered(outside.function, outside.symbol, files, str(self.tile))
+        names = ", ".join(product.into.name for product in products)
+        words = f"{names} by the library; {self.tile}" if products else str(self.tile)
+        return Rendered(outside.function, outside.symbol, files, words)
 
 
 GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
+
+
+def _described(op: CustomOp, site: Site, tail: Tail, products: tuple[GivenProduct, ...], layout: str) -> CustomOp:
+    """The op with what it says of itself: which products are the library's."""
+    if not products:
+        return op
+    formulas = (*(product.formula(tail, layout) for product in products), *tail.formulas(layout))
+    words = f"{len(products) + 1} products of one input, the last and an epilogue of {len(tail.outputs)} outputs"
+    summary = flowed(f'"""{site.label}: {words} in one kernel.')
+    return replace(op, summary=summary, formulas=tuple(flowed(line, "    ", "    ") for line in formulas))
 
 
 def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) -> GemmContext:
@@ -187,19 +213,19 @@ def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) ->
     names = [value.name for value in (*tail.inputs, *tail.outputs)]
     walk = ["int swizzle", "int raster"]
     nulls = ["m", "1", "0", *["nullptr"] * len(names)]
-    functors = tuple(_functor(step, tail) for step in tail.steps)
+    functors = tuple(_functor(step, tail) for step in tail.steps if not _passes(step, tail))
     tree, arguments = _tree(tail) if len(tail.results) == 1 else _graph(tail)
     return GemmContext(
         op=op,
         tile=tile,
         header=head,
-        formulas=tuple(flowed(line, "//     ", "    ") for line in tail.formulas(layout)),
+        formulas=tuple("\n".join(f"// {line}" for line in text.split("\n")) for text in op.formulas),
         element=ELEMENTS[tail.x.type.dtype],
         weight_layout=LAYOUTS[layout],
         reads_tiles=any(not value.column for value in tail.operands),
         reads_columns=any(value.column for value in tail.operands),
         writes_tiles=len(tail.results) > 1,
-        prelude=QUICK_ERF if any("quick_erf" in functor.value for functor in functors) else "",
+        prelude=cuda_functions(functor.value for functor in functors),
         functors=functors,
         result=result.name,
         tree=tree,
@@ -208,7 +234,13 @@ def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) ->
         nulls=listed("return Gemm::get_workspace_size(arguments(", nulls, "));", 2, ""),
         entry=listed(f'extern "C" int {op.function}(', ["int m", *walk, *given, *ENVIRONMENT], ") {", last=""),
         arguments=", ".join(["m", "swizzle", "raster", *names]),
+        weight=tail.weights[0].name,
     )
+
+
+def _passes(step: Result, tail: Tail) -> bool:
+    """Whether a further output is a value that is there anyway, and needs no functor."""
+    return isinstance(step.expr, Var) and step is not tail.steps[-1]
 
 
 def _struct(step: Result) -> str:
@@ -248,16 +280,19 @@ def _tree(tail: Tail) -> tuple[str, list[str]]:
 def _graph(tail: Tail) -> tuple[str, list[str]]:
     """Several outputs: what each node reads, every node once, the first output last; and their arguments."""
     nodes = ["fusion::Sm90AccFetch", *map(_leaf, tail.operands)]
-    edges: list[tuple[int, ...]] = [()] * len(nodes)
+    edges: list[tuple[int, ...]] = [()] * len(nodes)  # what each node reads
     arguments = ["{}", *map(_leaf_arguments, tail.operands)]
     places = {name: i for i, name in enumerate((*tail.accumulators, *(value.name for value in tail.operands)))}
     for step in tail.steps:
         last = step is tail.steps[-1]
-        edges.append(tuple(places[name] for name in _reads(step, tail)))
-        nodes.append(f"Compute<{_struct(step)}, Element>" if last else f"Compute<{_struct(step)}>")
-        arguments.append("{}")
+        made = [places[name] for name in _reads(step, tail)]
+        if not _passes(step, tail):
+            edges.append(tuple(made))
+            nodes.append(f"Compute<{_struct(step)}, Element>" if last else f"Compute<{_struct(step)}>")
+            arguments.append("{}")
+            made = [len(nodes) - 1]
         if not last:
-            edges.append((len(nodes) - 1,))
+            edges.append(tuple(made))
             nodes.append("TileStore")
             arguments.append(f"{{static_cast<Element*>({step.value.name}), stride_y}}")
             places[step.value.name] = len(nodes) - 1

@@ -60,12 +60,13 @@ class Kernel:
     """One way to compute some nodes. Subclasses answer; one module-level value of each is what the catalogue finds.
 
     It is asked only for nodes whose op is one that it `computes`. A kernel with settings to measure has a field `tile`
-    of the dataclass `TILE`.
+    of the dataclass `TILE`. One that is not `deterministic` may give other bits when it is called again.
     """
 
     name: str
     language: Language
     needs: frozenset[str]
+    deterministic: bool = True
     generation: ClassVar[int] = 1
     computes: ClassVar[type[Op]] = Product
     TILE: ClassVar[type | None] = None
@@ -80,6 +81,11 @@ class Kernel:
         """Of the kernels that do not reject, the lowest rank wins; 0 is for one written for just this case."""
         raise TypeError(f"{type(self).__name__} does not say how well it suits")
 
+    @property
+    def made_of(self) -> str:
+        """What a plan page says of it: its language, or whose kernel it calls."""
+        return self.language
+
     def variants(self, site: Site) -> tuple["Kernel", ...]:
         """This kernel with each tile that is worth measuring for a node it takes, the likeliest first."""
         return ()
@@ -87,6 +93,11 @@ class Kernel:
     def padding(self, site: Site, rows: int) -> float:
         """The operations of whole tiles as a multiple of those that are needed."""
         return 1.0
+
+    def between(self, site: Site) -> tuple[TensorType, ...]:
+        """What it writes or reads beside the node's inputs and outputs, once each: a value that is written and read
+        again stands twice."""
+        return ()
 
     def render(self, site: Site) -> Rendered:
         """The files to write. Only asked where `rejects` gave None."""

@@ -119,7 +119,7 @@ def _tma(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> TmaContext:
             *(_tma_read(value, ragged) for value in tail.operands),
             *_steps(tail, "{name}_desc.store([m, n], {name}.to({dtype}))"),
         ),
-        kernel=listed("def kernel(", [*tensors, "M", *sizes], "):"),
+        kernel=listed(f"def {op.function}_kernel(", [*tensors, "M", *sizes], "):"),
         dots=(
             f"{tail.x.name} = {tail.x.name}_desc.load([m, k])",
             *(
@@ -200,7 +200,7 @@ def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContex
         tile=tile,
         group=GROUP,
         accumulators=tail.accumulators,
-        kernel=listed("def kernel(", [*(f"{name}_ptr" for name in tensors), "M", *sizes], "):"),
+        kernel=listed(f"def {op.function}_kernel(", [*(f"{name}_ptr" for name in tensors), "M", *sizes], "):"),
         starts=(
             f"{x}_tile = {x}_ptr + rows * K + ks[None, :]",
             *(f"{w.name}_tile = {w.name}_ptr + {weight}" for w in tail.weights),

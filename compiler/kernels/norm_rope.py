@@ -172,7 +172,9 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
         channels=heads.channels,
         pairs=heads.pairs,
         settings=f"{', '.join(settings)} = {', '.join(map(str, settings.values()))}",
-        kernel=listed("def kernel(", [*pointers, "B", "T", *(f"{name}: tl.constexpr" for name in sizes)], "):"),
+        kernel=listed(
+            f"def {function}_kernel(", [*pointers, "B", "T", *(f"{name}: tl.constexpr" for name in sizes)], "):"
+        ),
         place="token, head = row // H, row % H" if heads.reads_x else "token = row // H",
         inside=f"(token < T) & (c < {end})" if block > width else "token < T",
         halves=heads.halves,

@@ -42,7 +42,7 @@ def row_tile(width: int) -> RowTile:
 
 
 # What is worth measuring: columns and warps of long rows; elements and warps of rows in registers.
-LONG = ((4096, 16), (8192, 16), (4096, 8), (8192, 32), (2048, 8), (16384, 32))
+LONG = ((4096, 16), (8192, 16), (4096, 8), (8192, 8), (8192, 32), (16384, 16), (16384, 32), (2048, 8))
 SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024, 1), (8192, 16))
 
 
@@ -272,7 +272,9 @@ def _context(site: Site, tile: RowTile) -> LossContext:
         settings=f"{', '.join(shown)} = {', '.join(map(str, shown.values()))}",
         functions=tuple((name, doc, _returned(triton_text(reread(text)))) for name, doc, text in functions),
         kernel=listed(
-            "def kernel(", [*(f"{name}_ptr" for name in tensors), *rows, *(f"{n}: tl.constexpr" for n in sized)], "):"
+            f"def {function}_kernel(",
+            [*(f"{name}_ptr" for name in tensors), *rows, *(f"{n}: tl.constexpr" for n in sized)],
+            "):",
         ),
         body=f"triton/softmax_{'rows' if whole else 'chunks'}.py.jinja",
         learns=learns,

@@ -20,7 +20,7 @@ OURS = """
     have found wants range min max code programs workspace stream status arguments tree hardware
     gemm cute cutlass collective fusion stride_x stride_w stride_y Auto Element Row Tile Cluster
     Kernel Gemm Tree Epilogue Fragment Compute Part Aux Stored TileLoad TileStore ColumnLoad Raster
-    Functor kRound z t tail swizzle raster call given quick_erf logf sqrtf fabsf tanhf fminf fmaxf
+    Functor kRound z t tail swizzle raster call given quick_erf quick_bell high s logf sqrtf fabsf tanhf fminf fmaxf
     powf
 """
 CPP = """

@@ -1,10 +1,10 @@
-"""Scaled dot-product attention, whole or against a cache of keys and values."""
+"""Scaled dot-product attention, whole or against a cache of keys and values, and the gradient of the whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError, output_ref
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,12 +12,17 @@ if TYPE_CHECKING:
 
 def _reference(q: "Tensor", k: "Tensor", v: "Tensor", allowed: "Tensor") -> "Tensor":
     """Softmax attention in the precision of q, head by head; `allowed` is bool[T, S]."""
-    shared = q.shape[-2] // k.shape[-2]
-    k, v = (tensor.repeat_interleave(shared, dim=-2) for tensor in (k, v))
-    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) / q.shape[-1] ** 0.5
-    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+    v = v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2)
+    weights = _scores(q, k, allowed).softmax(-1)
     attended: Tensor = weights @ v.transpose(1, 2)
     return attended.transpose(1, 2)
+
+
+def _scores(q: "Tensor", k: "Tensor", allowed: "Tensor") -> "Tensor":
+    """q k^T / sqrt(C) as [B, H, T, S], minus infinity where nothing is seen."""
+    k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
+    scores: Tensor = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~allowed, float("-inf"))
 
 
 def _check(q: TensorType, k: TensorType, v: TensorType) -> None:
@@ -70,6 +75,135 @@ class Sdpa(Op):
         row, column = torch.arange(q.shape[1]).unsqueeze(1), torch.arange(k.shape[1])
         allowed = (column <= row) & (row - column < (self.window or q.shape[1]))
         return _reference(q, k, v, allowed.to(q.device))
+
+
+@dataclass(frozen=True, slots=True)
+class CausalAttention(Op):
+    """What Sdpa without a window gives, y [B, T, H, C], and what its gradient reads beside it: lse f32[B, H, T], the
+    natural logarithm of the sum of exp(q k^T / sqrt(C)) over the keys that a token sees. Every kernel keeps to that,
+    so the forward of one serves the gradient of another."""
+
+    name: ClassVar[str] = "causal_attention"
+    planned: ClassVar[bool] = True
+    mixes_tokens: ClassVar[bool] = True
+    chained: ClassVar[int] = 2  # scores, and values by their weights
+
+    @property
+    def arity(self) -> int:
+        return 3
+
+    @property
+    def input_labels(self) -> tuple[str, ...]:
+        return "q", "k", "v"
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return "y", "lse"
+
+    @property
+    def words(self) -> str:
+        return "causal attention"
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        return self.name, _size(inputs[0], inputs[1])
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        q, k, v = inputs
+        _check(q, k, v)
+        return q, _lse_type(q)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return Sdpa().flops(inputs, outputs, sizes)
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        """A sequence at a time, as the scores of all would fill the memory. lse from scores in the precision of q."""
+        import torch
+
+        q, k, v = inputs
+        token = torch.arange(q.shape[1], device=q.device)
+        allowed = token <= token.unsqueeze(1)
+        found = []
+        for i in range(len(q)):
+            one = q[i : i + 1], k[i : i + 1], v[i : i + 1]
+            scores = _scores(one[0], one[1], allowed)
+            wide = torch.promote_types(q.dtype, torch.float32)
+            found.append((_reference(*one, allowed), scores.to(wide).logsumexp(-1)))
+        ys, lses = zip(*found, strict=True)
+        return torch.cat(ys), torch.cat(lses)
+
+    def derivative(self, tape: Tape) -> Gradients | None:
+        read = (tape.grad(), *map(tape.input, range(3)), tape.output(0), tape.output(1))
+        dq = tape.add("grad", CausalAttentionGrad(), read)
+        return dq, output_ref(dq, 1), output_ref(dq, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalAttentionGrad(Op):
+    """The gradients of CausalAttention, dq, dk and dv, from dy, q, k, v, y and lse.
+
+    With p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)): dv = p^T dy, dq = ds k / sqrt(C),
+    dk = ds^T q / sqrt(C); queries that share a key add up.
+    """
+
+    name: ClassVar[str] = "causal_attention_grad"
+    gradient: ClassVar[bool] = True
+    planned: ClassVar[bool] = True
+    mixes_tokens: ClassVar[bool] = True
+    chained: ClassVar[int] = 3  # scores, what their weights are to blame for, and keys or queries by that
+
+    @property
+    def arity(self) -> int:
+        return 6
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return "dq", "dk", "dv"
+
+    @property
+    def words(self) -> str:
+        return "gradient of causal attention"
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        return self.name, _size(inputs[1], inputs[2])
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        dy, q, k, v, y, lse = inputs
+        _check(q, k, v)
+        if (dy, y, lse) != (q, q, _lse_type(q)):
+            raise TypeRuleError(f"takes the gradient {dy} of {y} with {lse} for q {q}", (0, 4, 5))
+        return q, k, v
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        # five products where the forward has two: its scores once more, and two for each of the others' gradients
+        return Sdpa().flops(inputs[1:4], outputs, sizes) * 5 // 2
+
+    def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
+        """y and lse are those of q, k and v."""
+        dy, q, k, v, *_ = inputs
+        y, lse = CausalAttention().reference(*(value.float() for value in (q, k, v)))
+        return dy, q, k, v, y.to(q.dtype), lse
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        """By autograd, through the reference of Sdpa, a sequence at a time; y and lse are not read."""
+        import torch
+
+        found = []
+        for i in range(len(inputs[0])):
+            dy, *leaves = (value[i : i + 1].detach() for value in inputs[:4])
+            free = [leaf.requires_grad_() for leaf in leaves]
+            with torch.enable_grad():
+                y = Sdpa().reference(*free)
+            found.append(torch.autograd.grad(y, free, dy))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
+
+def _lse_type(q: TensorType) -> TensorType:
+    rows, tokens, heads, _ = q.shape
+    return TensorType((rows, heads, tokens), "f32")
+
+
+def _size(q: TensorType, k: TensorType) -> str:
+    return f"h{q.shape[-2]}_g{k.shape[-2]}_c{q.width}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specc.compiler.expr import derive, plan_backward, reread, simplify, variables
+from specc.compiler.expr import (
+    KEEPS,
+    Keep,
+    Var,
+    derive,
+    name_of,
+    plan_backward,
+    reread,
+    simplify,
+    substitute,
+    variables,
+)
 from specc.compiler.ir import Builder, Graph, Node, Op, Scaled, Tape, TensorType, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
@@ -13,6 +24,14 @@ def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
     """The variables of a pointwise member that stand for products of the group, which are never stored."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
+
+
+def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
+    """What kernels call a pointwise member that reads products, with the further outputs that it is given: `gelu`, and
+    `gelu_pre` where it keeps the products although there are derivatives to keep."""
+    expression = reread(op.outputs[0])
+    name = op.title or name_of(expression)
+    return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
 
 
 def spelled(forward: Graph, ref: str) -> str:
@@ -31,11 +50,12 @@ def spelled(forward: Graph, ref: str) -> str:
 class Derivation:
     """The backward under construction. It declares a forward value as an input when a rule first reads it.
 
-    `members` are the nodes of `forward` as they were before they gave what is saved.
+    `members` are the nodes of `forward` as they were before they gave what is saved, which `keep` chose.
     """
 
     members: Mapping[str, Node]
     forward: Graph
+    keep: Keep = KEEPS[0]
     b: Builder = field(default_factory=lambda: Builder(""))
 
     def run(self, name: str) -> Graph:
@@ -100,13 +120,18 @@ class Derivation:
         readable = {"y": node.name, **operands}
         readable |= dict(zip(node.op.labels[1:], node.outputs[1:], strict=True))
         readable |= {v: readable[f"pre_{v}"] for v in products if f"pre_{v}" in readable}
-        texts = [{v: str(grad) for v, grad in plan_backward(expression, products).grads}] if products else []
+        title, texts = original.title, []
+        if products:
+            plan = plan_backward(expression, products, self.keep)
+            kept = {v: Var(f"pre_{v}") for v in products}
+            texts.append({v: str(substitute(grad, kept)) for v, grad in plan.grads})
+            title = titled(original, products, self.keep) if plan.strategy == "recomputed" else title
         texts += [{v: str(simplify(reread(f"d * ({derive(expression, v)})")))} for v in operands if v not in products]
         found: list[tuple[str, str | Scaled]] = []
         for group in texts:
             suffix = "grad" if set(group) & set(products) else f"grad_{next(iter(group))}"
-            title = f"{original.title}_{suffix}" if original.title else ""
-            found += self.emitted(f"{node.name}.{suffix}", title, group, operands, readable, grads[0])
+            name = f"{title}_{suffix}" if title else ""
+            found += self.emitted(f"{node.name}.{suffix}", name, group, operands, readable, grads[0])
         return found
 
     def emitted(

@@ -170,4 +170,5 @@ def _names(group: Group) -> Iterator[str]:
 
 def _named(group: Group, name: str) -> Group:
     forward, backward = replace(group.forward, name=f"{name}.forward"), replace(group.backward, name=f"{name}.backward")
-    return replace(group, name=name, forward=forward, backward=backward)
+    others = tuple(_named(other, name) for other in group.others)
+    return replace(group, name=name, forward=forward, backward=backward, others=others)

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from specc.compiler import fusions
 from specc.compiler.catalog import catalog
-from specc.compiler.expr import derive, name_of, number, plan_backward, reread, variables
+from specc.compiler.expr import KEEPS, Keep, derive, number, plan_backward, reread, variables
 from specc.compiler.fusions.fusion import Fusion, Rewrite
 from specc.compiler.ir import Builder, Graph, Node, Op, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.passes.backward import Derivation, accumulators, spelled
+from specc.compiler.passes.backward import Derivation, accumulators, spelled, titled
 from specc.compiler.passes.tails import join_tails
 from specc.compiler.programs import Group
 
@@ -24,7 +24,8 @@ class Unfusable(Exception):
 
 
 def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
-    """The group of `members` (in graph order, only the last of them read from outside), fusions before all else.
+    """The group of `members` (in graph order, only the last of them read from outside), fusions before all else, as it
+    is for what is usually kept for a backward; its `others` keep something else.
 
     Raises Unfusable, and ExprError where an expression has no name of its own or grows beyond what can be printed.
     """
@@ -32,17 +33,22 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
     rewrite = _rewritten(graph, members)
     inside = {node.name for node in members}
     external = tuple(dict.fromkeys(ref for node in members for ref in node.inputs if node_of(ref) not in inside))
-    names = _input_names(external)
+    names = _input_names(external, _labels(rewrite))
     scope = _part(scope, members)
     words = ("fused", scope.rpartition(".")[2], *(() if rewrite.learns else graph.name.split(".")))
     name = "_".join(words)
-    forward = _forward(graph, f"{name}.forward", names, rewrite)
-    backward = Graph(f"{name}.backward", (), (), (), ())
-    if rewrite.learns:
-        backward = Derivation({node.name: node for node in rewrite.nodes}, forward).run(backward.name)
-    saved = tuple(label for label, _ in backward.inputs if label != "d")
     replaced = tuple(node.name for node in members)
-    return Group(name, scope, replaced, _returning(forward, saved), join_tails(backward), saved)
+    ways: list[Group] = []
+    for keep in KEEPS if rewrite.learns else KEEPS[:1]:
+        forward = _forward(graph, f"{name}.forward", names, rewrite, keep)
+        backward = Graph(f"{name}.backward", (), (), (), ())
+        if rewrite.learns:
+            backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
+        saved = tuple(label for label, _ in backward.inputs if label != "d")
+        way = Group(name, scope, replaced, _returning(forward, saved), join_tails(backward), saved, keep)
+        if all(replace(way, keep=other.keep) != other for other in ways):
+            ways.append(way)
+    return replace(ways[0], others=tuple(ways[1:]))
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
@@ -91,20 +97,25 @@ def _part(scope: str, members: Sequence[Node]) -> str:
     return part if part.startswith(f"{scope}.") else scope
 
 
-def _input_names(refs: Sequence[str]) -> Mapping[str, str]:
-    """Short names for what a group reads: parameters by their last word, activations `x`; longer ones where two
-    meet."""
+def _labels(rewrite: Rewrite) -> Mapping[str, str]:
+    """What the ops themselves call what they read."""
+    return {ref: label for node in rewrite.nodes for ref, label in zip(node.inputs, node.op.input_labels, strict=False)}
+
+
+def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str, str]:
+    """Short names for what a group reads: their label, else parameters by their last word and activations `x`; longer
+    ones where two meet."""
     names: dict[str, str] = {}
     for ref in refs:
         path = ref.lstrip("@$").replace(":", "_")
-        word = path.rpartition(".")[2] if ref[0] in "@$" else "x"
+        word = labels.get(ref) or (path.rpartition(".")[2] if ref[0] in "@$" else "x")
         long = path.replace(".", "_")
         free = (name for name in (word, long, f"{long}_in", f"{long}_given") if name not in (*names.values(), "d"))
         names[ref] = next(free)
     return names
 
 
-def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite) -> Graph:
+def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep) -> Graph:
     """The members over short input names; each pointwise one also gives what a backward will read."""
     b = Builder(name)
     for ref, short in names.items():
@@ -114,7 +125,7 @@ def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite
         inputs = tuple(names.get(ref, ref) for ref in node.inputs)
         op, types = node.op, [*node.types]
         if isinstance(op, Pointwise) and rewrite.learns and (products := accumulators(node, linear)):
-            op = _with_saves(op, products)
+            op = _with_saves(op, products, keep)
             types += [replace(node.type, dtype=b.types[inputs[0]].dtype) for _ in op.labels[1:]]
         b.nodes.append(replace(node, op=op, inputs=inputs, types=tuple(types)))
         b.types |= zip(b.nodes[-1].outputs, types, strict=True)
@@ -122,19 +133,19 @@ def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite
     return b.build({(*last.op.output_labels, "y")[0]: last.name})
 
 
-def _with_saves(op: Pointwise, products: tuple[str, ...]) -> Pointwise:
+def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:
     """`op` with the further outputs that its backward reads: what the plan saves, and products that are needed
     whole."""
     expression = reread(op.outputs[0])
     if flat := [v for v in products if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
         raise Unfusable("the activation", f"has gradient 0 in {flat[0]} everywhere, so {flat[0]} would never learn")
-    plan = plan_backward(expression, products)
+    plan = plan_backward(expression, products, keep)
     operands = [v for v in op.variables if v not in products]
     read = {v for operand in operands for v in variables(derive(expression, operand))} | set(plan.needs)
     saves = [*plan.saves, *((f"pre_{v}", reread(v)) for v in products if v in read)]
     outputs = (str(plan.value), *(str(saved) for _, saved in saves))
     labels = ("y", *(label for label, _ in saves)) if saves else ()
-    return replace(op, outputs=outputs, labels=labels, title=op.title or name_of(expression))
+    return replace(op, outputs=outputs, labels=labels, title=titled(op, products, keep))
 
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
@@ -147,5 +158,5 @@ def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
             moved = dict(zip(tail.outputs, node.outputs, strict=True))
             where = {name: moved.get(ref, ref) for name, ref in where.items()}
     inputs = {name for name, _ in forward.inputs}
-    extra = tuple((name, where[name]) for name in saved if name not in inputs)
-    return replace(joined, outputs=(*joined.outputs, *extra))
+    extra = ((name, where[name]) for name in saved if name not in inputs)
+    return replace(joined, outputs=tuple(dict.fromkeys((*joined.outputs, *extra))))  # the value may be kept, too

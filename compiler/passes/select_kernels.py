@@ -1,4 +1,5 @@
-"""Chooses a kernel for every product and loss of every fused group: of those that do not reject, the lowest rank."""
+"""Chooses a kernel for every product and loss of every fused group: of those that do not reject, the lowest rank. And
+what a group keeps for its backward."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,25 +7,53 @@ from dataclasses import replace
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
+from specc.compiler.cost import graph_costs
 from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
 from specc.compiler.ir import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
-from specc.compiler.lock import NO_LOCK, Entry, Lock, locked_kernel
+from specc.compiler.lock import NO_LOCK, Entry, Lock, group_digest, locked_kernel
 from specc.compiler.ops.region import Fused
-from specc.compiler.plan import Choice, Plan, place_pattern
+from specc.compiler.plan import Alternatives, Choice, Plan, Way, place_pattern
 from specc.compiler.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
 from specc.compiler.targets import Target
 
+MANY = 4096  # what a symbol counts where ways of a group are compared by their bytes
+
 
 def select_kernels(programs: Programs, target: Target, title: str, source: str, lock: Lock = NO_LOCK) -> Plan:
-    """The plan of `programs` on `target`: what `lock` has measured, else by rank.
+    """The plan of `programs` on `target`: what `lock` has measured, else by rank; and for each group what it keeps for
+    its backward: as measured, else what moves fewest bytes.
 
-    Raises LoweringError with every node that no kernel takes, and all reasons."""
+    Raises LoweringError with every node that no kernel takes, and all reasons; SpeccError for a lock that cannot be
+    followed."""
+    choices: list[Choice] = []
+    alternatives: list[Alternatives] = []
+    problems: list[Problem] = []
+    groups: list[Group] = []
+    for group in programs.groups:
+        usual, *others = (_way(programs, way, target, lock) for way in (group, *group.others))
+        problems += usual[1]
+        ways = (usual[0], *(way for way, wrong in others if not wrong))
+        chosen = ways[0]
+        if len(ways) > 1:
+            alternatives.append(_alternatives(programs, ways, target, lock))
+            chosen = alternatives[-1].chosen
+        choices += chosen.choices
+        groups.append(chosen.group)
+    programs = replace(programs, groups=tuple(groups))
+    problems += _clashes(programs, choices)
+    if problems:
+        raise LoweringError(tuple(problems))
+    return Plan(programs.name, title, source, target, programs, tuple(_told_together(choices)), tuple(alternatives))
+
+
+def _way(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[Way, list[Problem]]:
+    """A group with the kernels of its nodes, and every node that no kernel takes."""
     choices: list[Choice] = []
     problems: list[Problem] = []
-    for group, graph, node in _planned(programs):
+    for graph, node in _planned(group):
         site = _site(programs, group, graph, node, target)
         try:
             choice = _choose(graph, site, lock.entry(target.name, site))
@@ -39,18 +68,35 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
             message = f"no kernel of {target.name} takes {site.label}"
             hint = f"{reasons}. Change the sizes, or take the node out of fuse"
             problems.append(Problem(_place(programs, group), "S401", message, hint))
-    problems += _clashes(programs, choices)
-    if problems:
-        raise LoweringError(tuple(problems))
-    return Plan(programs.name, title, source, target, programs, tuple(_told_together(choices)))
+    return Way(group, tuple(choices)), problems
 
 
-def _planned(programs: Programs) -> Iterator[tuple[Group, Graph, Node]]:
-    for group in programs.groups:
-        for graph in (group.forward, group.backward):
-            for node in graph.nodes:
-                if node.op.planned:
-                    yield group, graph, node
+def _alternatives(programs: Programs, ways: tuple[Way, ...], target: Target, lock: Lock) -> Alternatives:
+    """The ways of a group and the one to take: what the lock names, else what moves fewest bytes, else the usual."""
+    group = ways[0].group
+    digest = group_digest([choice.site for choice in way.own] for way in ways)
+    measured = lock.kept(target.name, group.name, digest)
+    chosen = min(ways, key=_moved)
+    if measured is not None:
+        chosen = {way.group.keep: way for way in ways}[measured.keep]
+    return Alternatives(group_pattern(programs, group, group.scope), ways, chosen, digest, measured)
+
+
+def _moved(way: Way) -> int:
+    """Bytes that the nodes of a group read and write, where every symbol is as large as the next."""
+    graphs = (way.group.forward, way.group.backward)
+    sizes = {
+        dim: MANY for graph in graphs for type in graph.types.values() for dim in type.shape if isinstance(dim, str)
+    }
+    between = (type.bytes(sizes) for choice in way.choices for type in choice.kernel.between(choice.site))
+    return sum(cost.bytes for graph in graphs for cost in graph_costs(graph, sizes)) + sum(between)
+
+
+def _planned(group: Group) -> Iterator[tuple[Graph, Node]]:
+    for graph in (group.forward, group.backward):
+        for node in graph.nodes:
+            if node.op.planned:
+                yield graph, node
 
 
 def _callers(programs: Programs, group: Group) -> tuple[str, ...]:

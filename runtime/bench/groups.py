@@ -75,14 +75,17 @@ def group_rows(
     module: ModuleType,
     plain: ModuleType,
     device: torch.device,
+    at: str,
     say: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Two rows a group, one where nobody takes its gradient. `module` and `plain` are the generated model.py with and
-    without fusion points.
+    """Two rows a group whose path contains `at`, one where nobody takes its gradient. `module` and `plain` are the
+    generated model.py with and without fusion points.
 
     Raises RunFailure where values or gradients of a group are wrong.
     """
     for group, where in labelled(plan.programs):
+        if at not in where:
+            continue
         say(f"group {where}")
         members = members_of(spec, plan.programs, plan.target.name, group)
         yield from _rows(spec, group, members, where, vars(module)[group.name], plain, device)

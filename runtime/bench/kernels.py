@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler import reference
-from specc.compiler.cost import NodeCost, graph_costs
+from specc.compiler.cost import NodeCost
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
 from specc.runtime.bench.accuracy import Accuracy, compare
@@ -54,9 +54,16 @@ class Row:
 
 
 def kernel_rows(
-    spec: Spec, plan: Plan, module: ModuleType, device: torch.device, ready: Ready, say: Callable[[str], None]
+    spec: Spec,
+    plan: Plan,
+    module: ModuleType,
+    device: torch.device,
+    ready: Ready,
+    at: str,
+    say: Callable[[str], None],
 ) -> Iterator[Row]:
-    """A row for every choice of the plan that no other choice repeats, those that need no nvcc first.
+    """A row for every choice of the plan whose path contains `at` and that no other choice repeats, those that need
+    no nvcc first.
 
     `ready`, asked when torch.compile is done, waits until a choice's kernel can be called. Raises RunFailure for a
     kernel that gives wrong values.
@@ -64,7 +71,7 @@ def kernel_rows(
     seen: set[tuple[str, str]] = set()
     for choice in sorted(plan.choices, key=lambda choice: choice.kernel.language == "cutlass"):
         key = (choice.rendered.module, "" if choice.rendered.module else choice.site.label)
-        if key in seen:
+        if key in seen or at not in choice.site.label:
             continue
         seen.add(key)
         say(f"kernel {choice.site.label}")
@@ -76,7 +83,7 @@ def kernel_rows(
 
 def _row(spec: Spec, plan: Plan, module: ModuleType, device: torch.device, choice: Choice, ready: Ready) -> Row:
     site, rendered = choice.site, choice.rendered
-    cost = cost_of(plan, choice, sizes_of(spec))
+    cost = cost_of(choice, sizes_of(spec))
     inputs = _inputs(spec, device, choice)
     bare = bare_product(site)
     if not rendered.function:  # the library computes the node as it is
@@ -110,12 +117,12 @@ def _bind(call: Callable[..., Any], inputs: list[Value]) -> Callable[[], Any]:
     return lambda: call(*inputs)
 
 
-def cost_of(plan: Plan, choice: Choice, sizes: Mapping[str, int]) -> NodeCost:
-    """What the compiler counts for the node of a choice."""
-    programs = plan.programs
-    groups = [graph for group in programs.groups for graph in (group.forward, group.backward)]
-    graph = next(graph for graph in (*groups, *programs.graphs) if graph.name == choice.graph)
-    return next(cost for cost in graph_costs(graph, sizes) if cost.name == choice.site.node.name)
+def cost_of(choice: Choice, sizes: Mapping[str, int]) -> NodeCost:
+    """What the compiler counts for the node of a choice: what it needs at least, whatever its kernel moves between."""
+    node, inputs = choice.site.node, choice.site.inputs
+    flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
+    moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
+    return NodeCost(node.name, node.op.name, flops, moved, node.op.matrix)
 
 
 def _inputs(spec: Spec, device: torch.device, choice: Choice) -> list[Value]:
@@ -126,7 +133,7 @@ def _inputs(spec: Spec, device: torch.device, choice: Choice) -> list[Value]:
     if any(bool(value.isnan().any()) for value in reference.node_value(site.node, inputs)):  # type: ignore[arg-type]
         operands = [value.abs() if isinstance(value, Tensor) else abs(value) for value in inputs[arity:]]
         inputs = [*inputs[:arity], *operands]
-    return inputs
+    return list(site.node.op.belonging(inputs))  # type: ignore[arg-type]
 
 
 def _accuracy(

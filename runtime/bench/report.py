@@ -9,11 +9,10 @@ from specc.runtime.bench.profile import ORDER, Profile
 from specc.runtime.bench.step import FUSED, UNFUSED, Build
 from specc.runtime.bench.suite import Report
 from specc.runtime.bench.timing import Measured
-from specc.runtime.bench.variants import COMPILE, EAGER, GENERATED, LIBRARY, MAX_AUTOTUNE, MODES
+from specc.runtime.bench.variants import AGAINST, COMPILE, EAGER, GENERATED, LIBRARY, MAX_AUTOTUNE, MODES
 
 WIDTH = 120
 NAME = 35
-AGAINST = (MAX_AUTOTUNE, COMPILE, EAGER)
 SHORT = {GENERATED: "ours", MAX_AUTOTUNE: "max-at", COMPILE: "compile", EAGER: "eager"}
 TOP = 40  # kernels of a profile that the data names
 NONE = "-"

@@ -133,6 +133,7 @@ def measure(
             for _ in range(-(-steps // each)):
                 run.time(each)
             found[name] = _finished(run, each, flops, generated if fuse else frozenset())
+            say(f"  {found[name].step.ms:.4g} ms a step, {found[name].tokens_per_second:,.0f} tokens/s")
         del run
         gc.collect()
         if device.type == "cuda":

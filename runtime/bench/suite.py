@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from specc.runtime.bench.kernels import Row, kernel_rows
 from specc.runtime.bench.operands import DTYPES, sizes_of
 from specc.runtime.bench.profile import generated_names
 from specc.runtime.bench.step import Build
-from specc.runtime.bench.variants import left_out
+from specc.runtime.bench.variants import AGAINST, left_out
 from specc.runtime.errors import RunFailure
 from specc.runtime.load import Loaded, instantiate
 from specc.runtime.native import compile_only
@@ -34,8 +34,8 @@ PARTS = ("kernels", "groups", "step")
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure: a spec with its lock, on one of its targets; which of PARTS, and how many steps of training.
-    `command` is what a report says it came from."""
+    """What to measure: a spec with its lock, on one of its targets; which of PARTS, of kernels and groups those whose
+    path contains `at`, and how many steps of training. `command` is what a report says it came from."""
 
     spec: Spec
     lock: Lock
@@ -43,6 +43,7 @@ class BenchOptions:
     parts: tuple[str, ...] = PARTS
     steps: int = 10
     command: str = ""
+    at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,10 @@ class Report:
 
 
 def bench(options: BenchOptions, say: Callable[[str], None]) -> Report:
-    """Runs the parts. Raises EnvironmentFailure where this machine cannot run the target, RunFailure for a kernel that
-    is wrong, a loss that is not finite, or too little memory."""
+    """Runs the parts; says each figure as it is known, so that a run that is cut off has told what it found.
+
+    Raises EnvironmentFailure where this machine cannot run the target, RunFailure for a kernel that is wrong, a loss
+    that is not finite, too little memory, or where no path contains what was asked for."""
     began = time.perf_counter()
     spec, target = options.spec, options.target
     device = device_for(target)
@@ -81,17 +84,22 @@ def bench(options: BenchOptions, say: Callable[[str], None]) -> Report:
                 groups: tuple[Row, ...] = ()
                 builds: Mapping[str, Build] = {}
                 if "kernels" in options.parts:
-                    kernels = tuple(kernel_rows(spec, plan, source_of(fused), device, compiler.ready, say))
+                    rows = kernel_rows(spec, plan, source_of(fused), device, compiler.ready, options.at, say)
+                    kernels = _told(rows, say)
                 if "groups" in options.parts:
                     plain = instantiate(spec, target, folder / "plain", fuse=False)
                     compiler.all()
-                    groups = tuple(group_rows(spec, plan, source_of(fused), source_of(plain), device, say))
+                    rows = group_rows(spec, plan, source_of(fused), source_of(plain), device, options.at, say)
+                    groups = _told(rows, say)
                 if "step" in options.parts:
                     compiler.all()
                     names = generated_names(plan, fused.directory)
                     builds = step.measure(spec, target, options.lock, device, options.steps, names, folder, say)
             except torch.OutOfMemoryError as error:
                 raise RunFailure("out of GPU memory", "lower train.micro_batch: --set train.micro_batch=N") from error
+        if options.at and not (kernels or groups or builds):
+            places = sorted({choice.site.label for choice in plan.choices})
+            raise RunFailure(f"no kernel and no group is at {options.at}", f"there are: {', '.join(places)}")
         left = dict(left_out(device))
         if "step" in options.parts and device.type == "cpu":
             left["profile"] = "the CPU runs no kernels that a profiler could put in classes: no profile of the step"
@@ -108,6 +116,17 @@ def bench(options: BenchOptions, say: Callable[[str], None]) -> Report:
             compiler.seconds,
             time.perf_counter() - began,
         )
+
+
+def _told(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
+    """The rows, each told when it is there."""
+    found = []
+    for row in rows:
+        ratios = ((row.ratio(name), name) for name in AGAINST)
+        words = [f"{ratio:.3f} of {name}" for ratio, name in ratios if ratio is not None]
+        say(f"  {row.name}: {', '.join((f'{row.own.ms:.4g} ms', *words))}")
+        found.append(row)
+    return tuple(found)
 
 
 def source_of(loaded: Loaded) -> ModuleType:

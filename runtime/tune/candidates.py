@@ -42,6 +42,16 @@ def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
     return tuple({c.rendered.module: c for c in reversed(plan.choices) if c.rendered.function}.values())[::-1]
 
 
+def all_choices(plan: Plan) -> tuple[Choice, ...]:
+    """As `tuned_choices`, and behind them those of every other way to keep something for a backward."""
+    found = {choice.rendered.module: choice for choice in tuned_choices(plan)}
+    for alternatives in plan.alternatives:
+        for way in alternatives.ways:
+            for choice in way.own:
+                found.setdefault(choice.rendered.module, choice)
+    return tuple(found.values())
+
+
 def candidates(site: Site, source: str) -> Iterator[Candidate]:
     """Everything that can compute a node, for the spec that generated files call `source`; one form of a kernel that
     has no tiles. What a target's features or the kernel itself rule out is not among them."""

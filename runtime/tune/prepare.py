@@ -20,7 +20,7 @@ LONGEST = 200  # characters of a reason
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A candidate, by the number of its folder, and why it cannot be used; None where it can. What is not `lasting`
-    says nothing of the candidate: its process was killed, perhaps for another's memory."""
+    says nothing of the candidate: its process was killed, perhaps for another's memory, or a package is missing."""
 
     index: int
     reason: str | None
@@ -42,7 +42,7 @@ def prepare(folders: Iterable[tuple[int, Path]], module: str, function: str, sit
             kind, text = done.result()
             if kind == "environment":
                 raise EnvironmentFailure(text, "tune needs nvcc, the CUTLASS headers and a cache of its own to write")
-            yield Prepared(waiting[done], text or None, kind != "died")
+            yield Prepared(waiting[done], text or None, kind not in ("died", "missing"))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -82,6 +82,8 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
         to.send(("refused", short(error.message)))
     except RuntimeFailure as error:
         to.send(("environment", short(error.message)))
+    except ModuleNotFoundError as error:  # which may be installed before the next search
+        to.send(("missing", short(str(error))))
     except Exception as error:  # any kernel may fail in any way; the search goes on without it
         short_of_memory = "out of memory" in str(error).lower()
         to.send(("died" if short_of_memory else "refused", short(f"{type(error).__name__}: {error}")))

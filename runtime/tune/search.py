@@ -22,8 +22,9 @@ from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically
 from specc.runtime.judge import Judge, inputs_of
 from specc.runtime.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
-from specc.runtime.tune.candidates import Candidate, candidates, tuned_choices
+from specc.runtime.tune.candidates import Candidate, all_choices, candidates, tuned_choices
 from specc.runtime.tune.journal import Journal
+from specc.runtime.tune.keep import fastest, told
 from specc.runtime.tune.measure import CHECKED, forget, loaded, refusal
 from specc.runtime.tune.prepare import Prepared, prepare, short
 
@@ -81,7 +82,8 @@ class TuneError(RuntimeFailure):
 
 
 def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
-    """Searches node after node; the lock on disk has each as soon as it is found.
+    """Searches node after node, in every way to keep something for the backward of its group, and then chooses the way;
+    the lock on disk has each as soon as it is found.
 
     Raises TuneError where there is nothing to search, EnvironmentFailure without the GPU or nvcc, RunFailure where no
     candidate of a node is left, where a kernel has broken the device, or where its memory is too small.
@@ -99,6 +101,7 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
     say("ceilings")
     found_ceilings = ceilings.measure(device, DTYPES[plan.target.dtype])
     lock, results = options.lock, []
+    needed = {choice.rendered.module for choice in tuned_choices(plan)}
     for choice in choices:
         try:
             found = _search(options, choice, plan, machine, found_ceilings, say)
@@ -107,9 +110,12 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
         results.append(found)
         best = found.best
         if best is None or best.ms is None:
-            reasons = {outcome.reason for outcome in found.outcomes}
-            raise RunFailure(f"no candidate for {found.label} is left", "; ".join(sorted(reasons)[:5]))
-        say(f"{found.label}: {best.candidate.label}, {best.ms:.4f} ms")
+            reasons = "; ".join(sorted({outcome.reason for outcome in found.outcomes})[:5])
+            if choice.rendered.module in needed:
+                raise RunFailure(f"no candidate for {found.label} is left", reasons)
+            say(f"{found.symbol}: no candidate is left, so its group is not compared: {reasons}")
+            continue
+        say(f"{found.symbol}: {best.candidate.label}, {best.ms:.4f} ms")
         entry = Entry(
             node=found.label,
             site=site_digest(choice.site),
@@ -121,6 +127,12 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
         )
         lock = lock.with_entry(target, found.symbol, entry, machine)
         write_atomically(options.path, [lock.text().encode()], lambda _: None)
+    for alternatives in plan.alternatives:
+        kept = fastest(alternatives, target, lock)
+        if kept is not None:
+            say(told(alternatives, kept))
+            lock = lock.with_kept(target, alternatives.chosen.group.name, kept, machine)
+            write_atomically(options.path, [lock.text().encode()], lambda _: None)
     return tuple(results)
 
 
@@ -128,7 +140,7 @@ def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
     """The choices to search, once it is known that this machine can."""
     if not plan.target.arch:
         raise TuneError(f"on {plan.target.name} no kernel has tiles to search", "tune a GPU target: --target")
-    every = tuned_choices(plan)
+    every = all_choices(plan)
     chosen = tuple(choice for choice in every if options.only in choice.site.label)
     if not chosen:
         labels = ", ".join(choice.site.label for choice in every)
@@ -145,14 +157,14 @@ def _rounded(ms: float) -> float:
 def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, ceiling: Ceilings, say: Say) -> Found:
     spec, site = options.spec, choice.site
     rows = spec.train.micro_batch * spec.model.window
-    cost = cost_of(plan, choice, sizes_of(spec))
+    cost = cost_of(choice, sizes_of(spec))
     every = tuple(candidates(site, plan.source))
     journal = Journal(machine, site_digest(site), rows)
     if options.fresh:
         journal.forget()
     results = dict(journal.results)
     new = [candidate for candidate in every if candidate.digest not in results]
-    say(f"{site.label}: {len(every)} candidates, {len(every) - len(new)} known from before")
+    say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(every) - len(new)} known from before")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
         measurement = _Measurement(choice, sizes_of(spec), cost.bytes, Path(folder))
         for candidate, failed in list(measurement.prepared(new)):  # all, before the first is timed
@@ -226,7 +238,7 @@ class _Measurement:
         """Its time in ms, or why it must not be used."""
         try:
             function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
-            if reason := refusal(self._judge, function):
+            if reason := refusal(self._judge, function, candidate.kernel.deterministic):
                 return reason
             return self.side_by_side([candidate])[candidate]
         except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -252,7 +264,7 @@ def _compiled(choice: Choice, plan: Plan, say: Say) -> Found:
     for candidate in candidates(choice.site, plan.source):
         if candidate.source is not None:
             sources.setdefault(candidate.source, candidate)
-    say(f"{choice.site.label}: {len(sources)} sources")
+    say(f"{choice.site.label} ({symbol(choice.site)[1]}): {len(sources)} sources")
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as name:
         folders: list[tuple[int, Path]] = []

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specc.compiler.expr import parse, torch_value
 from specc.compiler.ir import Dim, Node, TensorType
-from specc.compiler.kernels.kernel import Kernel, Site
+from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.ops.linear import Dgrad, Linear, Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.render import plan_key, render
@@ -34,6 +35,8 @@ FORWARD: Mapping[str, Epilogue] = {
         ("y", "slope_x", "slope_gate"),
         (),
     ),
+    "gelu_pre": (("gelu(x)", "x"), ("x",), ("y", "pre_x"), ()),
+    "silu_gated_pre": (("silu(gate) * x", "x", "gate"), ("x", "gate"), ("y", "pre_x", "pre_gate"), ()),
     # Words that the generated code uses itself, and labels that are variables too.
     "clashes": (("y + x * tl * n + w", "p - float"), ("y", "x", "tl", "n", "p", "float"), ("p", "w"), ("n",)),
 }
@@ -41,6 +44,12 @@ BACKWARD: Mapping[str, Epilogue] = {
     "mul": (("d * slope",), ("d", "slope"), (), ()),
     "two_muls": (("d * slope_x", "d * slope_gate"), ("d", "slope_x", "slope_gate"), ("x", "gate"), ()),
     "gelu_grad": ((f"d * ({GELU})",), ("d", "a"), (), ()),
+    "silu_gated_grad": (
+        ("d * silu(gate)", f"d * pre_x * ({SILU})"),
+        ("d", "pre_x", "gate"),
+        ("x", "dgate"),
+        (),
+    ),
 }
 EPILOGUES = {**FORWARD, **BACKWARD}
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -59,7 +68,7 @@ def make_site(
     """A site of one of EPILOGUES; outputs have dtype `out`, where it is given, and columns are fp32."""
     outputs, variables, labels, columns = EPILOGUES[name]
     backward = name in BACKWARD
-    weights = 2 if name == "silu_gated" else 1
+    weights = 2 if name in ("silu_gated", "silu_gated_pre") else 1
     op: Product = Dgrad() if backward else Linear(weights)
     weight = TensorType((k, n) if backward else (n, k), dtype)
     shapes: list[tuple[Dim, ...]] = [(n,) if v in columns else (*rows, n) for v in variables[weights:]]
@@ -82,6 +91,11 @@ def written(kernel: Kernel, site: Site, folder: Path) -> list[Path]:
         (folder / name).write_text(text, encoding="utf-8")
         paths.append(folder / name)
     return paths
+
+
+def jitted(module: ModuleType, site: Site) -> Any:
+    """The Triton kernel of a generated file."""
+    return getattr(module, f"{symbol(site)[0]}_kernel")
 
 
 def imported(kernel: Kernel, site: Site, folder: Path) -> ModuleType:

@@ -13,7 +13,7 @@ import torch
 from specc.compiler import pipeline, reference
 from specc.compiler.check import load
 from specc.compiler.lock import lock_path, read_lock
-from specc.runtime.judge import inputs_of, upcast
+from specc.runtime.judge import inputs_of, sizes_of, upcast
 from specc.runtime.load import instantiate
 from specc.runtime.tune.candidates import tuned_choices
 
@@ -30,7 +30,7 @@ def main() -> None:
         plan = pipeline.plan(spec, target, "", lock)
         for choice in tuned_choices(plan):
             for rows in ROWS:
-                inputs = inputs_of(choice.site, {"B": 1, "T": rows, "S": rows}, "cuda")
+                inputs = inputs_of(choice.site, sizes_of(choice.site, rows), "cuda")
                 found = module[plan.called(choice)](*inputs)
                 found = found if isinstance(found, tuple) else (found,)
                 torch.cuda.synchronize()

@@ -6,12 +6,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from kernel_sites import EPILOGUES, imported, make_site, parameters
+from kernel_sites import EPILOGUES, imported, jitted, make_site, parameters
 
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.linear_triton import LINEAR_TRITON
-
-pytest.importorskip("triton")
 
 POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32"}
 # The blocks of the descriptors that launch() makes: of x, of each weight, and half a tile of anything else.
@@ -30,7 +28,7 @@ def signature(module: ModuleType, site: Site) -> tuple[dict[str, str], dict[str,
     sizes = {"BLOCK_M": module.BLOCK_M, "BLOCK_N": module.BLOCK_N, "BLOCK_K": module.BLOCK_K}
     sizes["HALF_N"] = module.BLOCK_N // 2
     types, constants = {}, {}
-    for name in inspect.signature(module.kernel.fn).parameters:
+    for name in inspect.signature(jitted(module, site).fn).parameters:
         tensor, _, kind = name.rpartition("_")
         if kind == "ptr":
             types[name] = POINTERS[tensors[tensor].dtype]
@@ -54,7 +52,7 @@ def compiled(site: Site, folder: Path) -> Any:
     module = imported(LINEAR_TRITON, site, folder)
     types, constants = signature(module, site)
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    source = ASTSource(module.kernel, types, constants, aligned)
+    source = ASTSource(jitted(module, site), types, constants, aligned)
     options = {"num_warps": module.WARPS, "num_stages": module.STAGES}
     return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
 

@@ -37,7 +37,10 @@ WAYS: dict[str, tuple[Kernel, str]] = {
 }
 # The golf MLP; sizes that leave ragged tiles in N and K.
 SIZES = {"golf": (1792, 512), "ragged": (328, 200)}
-COMPILED = ("mul", "gelu_grad", "scaled_residual", "leaky_relu2")  # by nvcc, a minute each
+# By nvcc, a minute each.
+COMPILED = (
+    "mul", "gelu_grad", "scaled_residual", "leaky_relu2", "gelu_pre", "silu_gated", "silu_gated_pre", "silu_gated_grad",
+)  # fmt: skip
 Way = tuple[str, str, str]
 
 

@@ -21,7 +21,6 @@ from kernel_sites import (
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.kernels.linear_triton import LINEAR_TRITON
 
-pytest.importorskip("triton")
 pytestmark = pytest.mark.interpret
 
 # Ragged and whole tiles; the interpreter's dot is wrong in bf16.

@@ -11,8 +11,9 @@ from specc.runtime.native import compile_only, library
 
 pytestmark = pytest.mark.nvcc
 
-# A tile to read and the weight as stored; a long expression; a column, a tile and a transposed weight; two outputs.
-NAMES = ("mul", "gelu_grad", "scaled_residual", "leaky_relu2")
+# A tile to read and the weight as stored; a long expression; a column, a tile and a transposed weight; two outputs;
+# three outputs of two products.
+NAMES = ("mul", "gelu_grad", "scaled_residual", "leaky_relu2", "silu_gated")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,7 @@
 """The custom op around a kernel, as far as that works without a GPU: fakes, checks, two builds."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,6 @@ from kernel_sites import DTYPES, EPILOGUES, imported, make_site, sample_inputs
 from specc.compiler.kernels.gemm_evt import GEMM_EVT
 from specc.compiler.kernels.kernel import Kernel
 from specc.compiler.kernels.linear_triton import LINEAR_TRITON
-
-pytest.importorskip("triton")
 
 WAYS: dict[str, tuple[Kernel, str]] = {
     "tma": (LINEAR_TRITON, "sm90"),
@@ -79,3 +78,26 @@ def test_the_fake_is_traced_whole(tmp_path: Path) -> None:
     graph = torch.fx.experimental.proxy_tensor.make_fx(model, tracing_mode="fake")(*inputs).graph
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert names[0] == "traced.linear_leaky_relu2__n64_k32.default" and "aten.add.Tensor" in names
+
+
+def test_the_library_writes_its_product_before_the_kernel_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher with a library that only takes note of its call."""
+    site = make_site("silu_gated_pre", 64, 32)
+    module = imported(GEMM_EVT, site, tmp_path / "noted")
+    x, w_x, w_gate = inputs = sample_inputs(site, 5, 0)
+    y, pre_x, pre_gate = outputs = [torch.full((5, 64), torch.nan, dtype=torch.bfloat16) for _ in range(3)]
+    noted: list[tuple[int, ...]] = []
+
+    def call(*args: int) -> int:
+        assert torch.equal(pre_x, x @ w_x.T)
+        noted.append(args)
+        return 0
+
+    code = SimpleNamespace(linear_silu_gated_pre=call, linear_silu_gated_pre_workspace=lambda m: m)
+    monkeypatch.setattr(module, "native", lambda: code)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    module.launch(*inputs, *outputs)
+    ((m, swizzle, raster, *pointers, _, stream),) = noted
+    assert (m, swizzle, raster, stream) == (5, 1, 0, 7)
+    assert pointers == [value.data_ptr() for value in (x, w_gate, pre_x, y, pre_gate)]
+    assert y.isnan().all() and pre_gate.isnan().all()

@@ -114,7 +114,6 @@ REFUSALS = [(name, site, words, kernel) for name, (site, words) in BOTH_REFUSE.i
         "keeps at most 2 accumulators in registers; this node has 3",
         "triton",
     ),
-    ("accumulators", make_site("silu_gated"), "keeps one accumulator; this node has 2", "cutlass"),
     (
         "output dtype",
         make_site("gelu", out=F32),
@@ -152,7 +151,7 @@ def test_every_target_has_a_kernel_for_every_epilogue(name: str) -> None:
 def test_the_catalogue_finds_the_kernels_and_ranks_them() -> None:
     found = catalog(specc.compiler.kernels, Kernel)
     assert found["linear_triton"] is LINEAR_TRITON and found["gemm_evt"] is GEMM_EVT
-    for name in ("gelu", "mul"):
+    for name in ("gelu", "mul", "silu_gated"):
         assert GEMM_EVT.rank(make_site(name)) < LINEAR_TRITON.rank(make_site(name))
 
 
@@ -243,6 +242,35 @@ def test_the_walk_of_a_tile_is_no_reason_to_compile_again(tmp_path: Path) -> Non
     assert "using EpilogueTile = cute::Shape<cute::Int<64>, cute::Int<64>>;" in one.read_text()
     words = "128x128x64, pingpong, cluster 2x1x1, epilogue 64x64, swizzle 2, along N"
     assert GEMM_EVT.tile == PINGPONG and str(walked) == words
+
+
+def test_the_library_computes_all_products_but_the_last(tmp_path: Path) -> None:
+    site = make_site("silu_gated")
+    source, launcher = (path.read_text() for path in written(GEMM_EVT, site, tmp_path / "gated"))
+    assert "    p_x = torch.mm(x.view(m, K), w_x.T)\n" in launcher
+    for text in (source, launcher):
+        assert "    p_x = x w_x^T, by the library, bf16\n" in text and "    p_gate = x w_gate^T\n" in text
+    assert "Fragment const& p_gate, Fragment const& p_x) const {" in source
+    assert "static_cast<Element const*>(w_gate), stride_w}" in source and "w_x)" not in source
+    assert "        x.data_ptr(), w_gate.data_ptr(), p_x.data_ptr(), y.data_ptr()," in launcher
+    assert GEMM_EVT.render(site).tile == f"p_x by the library; {PINGPONG}"
+    assert GEMM_EVT.between(site) == (site.node.type,) * 2  # written, and read
+    assert GEMM_EVT.between(PLAIN) == () == LINEAR_TRITON.between(site)
+    assert GEMM_EVT.padding(site, 128 * 8) == 1 and GEMM_EVT.padding(site, 129) == pytest.approx(1 + 127 / 129 / 2)
+    _, three = (path.read_text() for path in written(GEMM_EVT, three_weights(), tmp_path / "three"))
+    assert "    p_a = torch.mm(x.view(m, K), w_a.T)\n    p_b = torch.mm(x.view(m, K), w_b.T)\n" in three
+
+
+def test_a_product_that_is_an_output_is_written_by_the_library(tmp_path: Path) -> None:
+    site = make_site("silu_gated_pre")
+    source, launcher = (path.read_text() for path in written(GEMM_EVT, site, tmp_path / "kept"))
+    assert "    torch.mm(x.view(m, K), w_x.T, out=pre_x.view(m, N))\n" in launcher
+    assert "        x.data_ptr(), w_gate.data_ptr(), pre_x.data_ptr(), y.data_ptr(), pre_gate.data_ptr()," in launcher
+    assert "void const* pre_x, void* y, void* pre_gate" in " ".join(source.split())
+    assert "struct ComputeY" in source and "struct ComputePre" not in source  # the accumulator is stored as it is
+    # accumulator, tile, store of the accumulator, value
+    assert "using Reads = cute::tuple<cute::seq<>, cute::seq<>, cute::seq<0>, cute::seq<0, 1>>;" in source
+    assert "    y = silu(p_gate) * pre_x\n" in source and GEMM_EVT.between(site) == (site.node.type,)
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm86", "sm90"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from head_sites import PARTS, SHAPES, buffers, columns, expected, head_inputs, head_site, inside, several
-from kernel_sites import DTYPES, check_guards, imported, written
+from kernel_sites import DTYPES, check_guards, imported, jitted, written
 from tiny_models import ATTENTION, tiny
 
 from specc.compiler import kernels
@@ -199,7 +199,6 @@ def test_plain_torch_keeps_a_narrow_dtype(dtype: str, parts: str, backward: bool
 
 @pytest.mark.parametrize(("parts", "backward"), WAYS, ids=NAMED)
 def test_fakes_have_the_shapes_and_dtypes_of_the_node(parts: str, backward: bool, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
     for i, rows in enumerate(((0,), (5,), (2, 3), (2, 0, 3))):
         site = head_site(parts, backward=backward, rows=rows)
         module = imported(NORM_ROPE_TRITON, site, tmp_path / f"fake_{parts}_{backward}_{i}")
@@ -213,7 +212,6 @@ def test_fakes_have_the_shapes_and_dtypes_of_the_node(parts: str, backward: bool
 
 
 def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
     site = head_site(sizes=(4, 32, 8))
     op = imported(NORM_ROPE_TRITON, site, tmp_path / "checked_heads").norm_rotary_gain
     x, cos, sin, gain = head_inputs(site, 2, 3, 1)
@@ -233,7 +231,6 @@ def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None
 
 
 def test_a_group_is_one_op_each_way_when_it_is_compiled(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
     from torch._dynamo.backends.common import aot_autograd
 
     heads = {**ATTENTION, "head_dim": 32, "qk_norm": {"gain": 1.5}, "rope": {"dims": 16}}
@@ -284,7 +281,6 @@ def site_of(case: Case) -> Site:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], Any]:
     """What the interpreter leaves in the buffers of each case and number of sequences and tokens."""
-    pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("interpreted_heads")
     runs, keys, widths = [], [], []
     for i, case in enumerate(CASES):
@@ -328,7 +324,7 @@ def test_interpreted_kernels_give_the_reference(case: Case, interpreted: dict[tu
 
 
 def compiled(site: Site, folder: Path, tile: HeadTile | None = None, stride: int | None = None) -> Any:
-    triton = pytest.importorskip("triton")
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -336,12 +332,12 @@ def compiled(site: Site, folder: Path, tile: HeadTile | None = None, stride: int
     element = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32"}[site.inputs[0].dtype]
     pointers = dict.fromkeys(("cos_ptr", "sin_ptr", "partial_ptr"), "*fp32")
     types, constants = {}, {}
-    for name in inspect.signature(module.kernel.fn).parameters:
+    for name in inspect.signature(jitted(module, site).fn).parameters:
         types[name] = "i32" if name in ("B", "T") else pointers.get(name, element) if "_ptr" in name else "constexpr"
         if types[name] == "constexpr":
             constants[name] = (stride or module.H * module.C) if name == "STRIDE" else getattr(module, name)
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    source = ASTSource(module.kernel, types, constants, aligned)
+    source = ASTSource(jitted(module, site), types, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options={"num_warps": module.WARPS})
 
 

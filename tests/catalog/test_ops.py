@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from specc.compiler import ops, witness
 from specc.compiler.catalog import classes
 from specc.compiler.ir import Builder, Op, Scaled, Tape, TensorType, TypeRuleError
-from specc.compiler.ops.attention import CacheWrite, Sdpa, SdpaCached
+from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaCached
 from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
@@ -89,7 +89,8 @@ SAMPLES = [
     Sample(SumTo((4, 1)), (HEADS,), arithmetic=True),
 ]  # fmt: skip
 REGIONS = {Call.name, Fused.name, Scan.name}  # they run other graphs and have no arithmetic of their own
-KERNELS = {SoftmaxLoss.name, NormRope.name, NormRopeGrad.name}  # only kernels compute them, in files of their own
+# only kernels compute them, in files of their own
+KERNELS = {SoftmaxLoss.name, NormRope.name, NormRopeGrad.name, CausalAttention.name, CausalAttentionGrad.name}
 
 
 def named(sample: Sample) -> str:
@@ -315,7 +316,8 @@ def test_ops_without_a_rule_say_so() -> None:
         for name, kind in classes(ops, Op).items()
         if kind.derivative is not Op.derivative  # the pointwise language derives its own
     }
-    assert stated == {op.name for op, _ in ruled(random.Random(0))} | {NormRope.name}  # test_norm_rope.py
+    elsewhere = {NormRope.name, CausalAttention.name}  # test_norm_rope.py, test_attention.py
+    assert stated == {op.name for op, _ in ruled(random.Random(0))} | elsewhere
 
 
 ERRORS = [
@@ -329,6 +331,12 @@ ERRORS = [
     (LayerNorm(), (X, "f32[8]", "f32[9]"), "n scales (9,) but v0 gives 8 features"),
     (Sdpa(), (HEADS, "f32[B,T,3,6]", "f32[B,T,3,6]"), "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
     (Sdpa(), (HEADS, HEADS, "f32[B,T,4,7]"), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,4,7]"),
+    (CausalAttention(), (HEADS, HEADS, X), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,8]"),
+    (
+        CausalAttentionGrad(),
+        (HEADS, HEADS, HEADS, HEADS, HEADS, "f32[B,T,4]"),
+        "n takes the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]",
+    ),
     (CacheWrite(), ("f32[B,S,4,6]", "f32[B,T,2,6]", "i64[T]"), "n keeps f32[B,S,4,6] but is given f32[B,T,2,6]"),
     (Rope(), (HEADS, "f32[T,4]", "f32[T,4]"), "n rotates 8 dims of heads of 6"),
     (SplitHeads(3), (X,), "n splits v0 of 8 features into 3 equal heads"),

@@ -5,12 +5,13 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernel_sites import DTYPES, check_guards, imported, written
+from kernel_sites import DTYPES, check_guards, imported, jitted, written
 from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, inside, loss_inputs, loss_site
 
 from specc.compiler import kernels
@@ -116,7 +117,7 @@ def test_a_measured_tile_replaces_the_rule(tmp_path: Path) -> None:
         (RowTile(2, 1024, 8), "ROWS, BLOCK, WARPS = 2, 1024, 8"),
         (RowTile(1, 512, 2), "BLOCK, WARPS = 512, 2"),
     ):
-        kernel = type(SOFTMAX_LOSS_TRITON)("softmax_loss_triton", "triton", frozenset({"gpu"}), tile)
+        kernel = replace(SOFTMAX_LOSS_TRITON, tile=tile)
         (path,) = written(kernel, loss_site(1000), tmp_path / str(tile.rows))
         assert f"\n{line}\n" in path.read_text()
 
@@ -157,7 +158,6 @@ def test_plain_torch_keeps_the_dtype_of_the_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reduction", BOTH)
 @pytest.mark.parametrize("vocab", [100, 9000])
 def test_fakes_have_the_shapes_and_dtypes_of_the_node(vocab: int, reduction: str, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
     for rows in ((0,), (5,), (2, 3)):
         site = loss_site(vocab, vocab + 8, CAP, reduction, rows=rows)
         module = imported(SOFTMAX_LOSS_TRITON, site, tmp_path / f"fake_{vocab}_{reduction}_{len(rows)}{rows[0]}")
@@ -172,7 +172,6 @@ def test_fakes_have_the_shapes_and_dtypes_of_the_node(vocab: int, reduction: str
 
 
 def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
     site = loss_site(100, 104)
     op = imported(SOFTMAX_LOSS_TRITON, site, tmp_path / "checked_loss").softmax_loss
     logits, targets = loss_inputs(site, 6, 1)
@@ -214,7 +213,6 @@ def interpreter_inputs(site: Site, m: int) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], Any]:
     """What the interpreter leaves in the buffers of each case and number of rows."""
-    pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("interpreted_loss")
     runs, keys = [], []
     for i, case in enumerate(CASES):
@@ -262,21 +260,21 @@ def test_interpreted_kernels_give_the_reference(case: Case, interpreted: dict[tu
 
 
 def compiled(site: Site, folder: Path, tile: RowTile | None = None) -> Any:
-    triton = pytest.importorskip("triton")
+    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = type(SOFTMAX_LOSS_TRITON)("softmax_loss_triton", "triton", frozenset({"gpu"}), tile)
+    kernel = replace(SOFTMAX_LOSS_TRITON, tile=tile)
     module = imported(kernel, site, folder)
     element = {"bf16": "*bf16", "f32": "*fp32"}[site.inputs[0].dtype]
     pointers = {"logits_ptr": element, "targets_ptr": "*i64", "nats_ptr": "*fp32", "grad_ptr": element}
     types, constants = {}, {}
-    for name in inspect.signature(module.kernel.fn).parameters:
+    for name in inspect.signature(jitted(module, site).fn).parameters:
         types[name] = pointers.get(name, "i32" if name == "M" else "constexpr")
         if types[name] == "constexpr":
             constants[name] = getattr(module, name)
     aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    source = ASTSource(module.kernel, types, constants, aligned)
+    source = ASTSource(jitted(module, site), types, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options={"num_warps": module.WARPS})
 
 

@@ -1,5 +1,6 @@
 """`specc diff`: a summary first, then the texts, the plans and the kernels paired by node."""
 
+import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -63,11 +64,26 @@ def test_kernels_are_paired_by_node(tmp_path: Path) -> None:
 
 
 def test_a_kernel_in_another_language_is_removed_and_added(tmp_path: Path) -> None:
+    lock = json.loads((SPECS / "gpt_mlp35.lock.json").read_text())
+    entry = lock["targets"]["sm90"]["kernels"]["linear_leaky_relu2__n1792_k512"]
+    tile = {"m": 128, "n": 128, "k": 64, "warps": 4, "stages": 3, "resident": 2}
+    entry |= {"kernel": "linear_triton", "tile": tile}
+    path = tmp_path / "other.yaml"
+    path.write_text(GOLF)
+    (tmp_path / "gpt_mlp35.lock.json").write_text(json.dumps(lock))
+    summary, text = compare(SPECS / "gpt_mlp35.yaml", path)
+    words = {line.partition(" ")[0]: line for line in summary}
+    assert words["removed"] == "removed      sm90/linear_leaky_relu2__n1792_k512.cu"
+    assert words["changed"] == "changed      PLAN.md, sm90/linear_leaky_relu2__n1792_k512.py"
+    assert ("a/sm90/linear_leaky_relu2__n1792_k512.cu", "/dev/null") in heads(text)
+
+
+def test_a_gate_adds_kernels_and_replaces_others(tmp_path: Path) -> None:
     summary, text = compared(tmp_path, ("leaky_relu(x, 0.5) ** 2", "silu(gate) * x"))
     words = {line.partition(" ")[0]: line for line in summary}
-    assert "sm90/linear_leaky_relu2__n1792_k512.cu" in words["removed"]  # two products of one input are Triton's
+    assert "sm90/linear_leaky_relu2__n1792_k512.cu -> sm90/linear_silu_mul_pre__n1792_k512.cu" in words["replaced"]
     assert "sm90/dgrad_add__n512_k1792.cu" in words["added"]
-    assert ("a/sm90/linear_leaky_relu2__n1792_k512.cu", "/dev/null") in heads(text)
+    assert ("/dev/null", "b/sm90/dgrad_add__n512_k1792.cu") in heads(text)
     assert words["parameters"] == f"parameters   29,374,040 -> {29_374_040 + 11 * 1792 * 512:,} (+{11 * 1792 * 512:,})"
 
 

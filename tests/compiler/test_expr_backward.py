@@ -4,11 +4,13 @@ import pytest
 import torch
 from expr_samples import expressions, values
 
-from specc.compiler.expr import Backward, ExprError, Var, parse, plan_backward, torch_value, variables
+from specc.compiler.expr import Backward, ExprError, Keep, Var, parse, plan_backward, torch_value, variables
 
 
-def planned(text: str, wrt: tuple[str, ...] = ("x",)) -> tuple[str, list[str], str, list[str], tuple[str, ...]]:
-    plan = plan_backward(parse(text), wrt)
+def planned(
+    text: str, wrt: tuple[str, ...] = ("x",), keep: Keep = "derivative"
+) -> tuple[str, list[str], str, list[str], tuple[str, ...]]:
+    plan = plan_backward(parse(text), wrt, keep)
     assert [name for name, _ in plan.grads] == list(wrt)
     saves = [f"{name} = {expr}" for name, expr in plan.saves]
     return plan.strategy, saves, str(plan.value), [str(grad) for _, grad in plan.grads], plan.needs
@@ -97,6 +99,25 @@ def test_saves_are_shared_and_only_what_is_needed() -> None:
     assert planned("exp(x + gate)", ("x", "gate"))[3] == ["d * y", "d * y"]
 
 
+def test_inputs_may_be_kept_instead_of_derivatives() -> None:
+    gelu = "0.5 + 0.5 * erf(0.7071067811865476 * x) + 0.3989422804014327 * x * exp(-0.5 * x ** 2)"
+    assert planned("gelu(x)", keep="input") == ("recomputed", [], "gelu(x)", [f"d * ({gelu})"], ("x",))
+    assert planned("silu(gate) * x", ("x", "gate"), "input") == (
+        "recomputed",
+        [],
+        "silu(gate) * x",
+        ["d * silu(gate)", "d * x * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))"],
+        ("gate", "x"),
+    )
+    assert planned("gelu(x) + 2 * gate", ("x", "gate"), "input")[3:] == ([f"d * ({gelu})", "2 * d"], ("x",))
+
+
+@pytest.mark.parametrize("text", ["relu(x) ** 2", "x * scale + bias", "x * gate", "exp(x + gate)"])
+def test_where_no_derivative_is_saved_nothing_else_is_kept(text: str) -> None:
+    wrt = tuple(name for name in ("x", "gate") if name in variables(parse(text)))
+    assert plan_backward(parse(text), wrt, "input") == plan_backward(parse(text), wrt)
+
+
 def test_a_slope_that_is_steeper_than_the_function_does_not_give_its_value() -> None:
     assert planned("abs(x) ** 0.5 * scale")[2] == "scale * sqrt(abs(x))"  # at 0 slope * x would be infinite * 0
     assert planned("scale / x")[2] == "scale / x"
@@ -162,6 +183,9 @@ def test_plans_compute_the_gradient(text: str, order: tuple[str, ...]) -> None:
     wrt = tuple(name for name in order if name in variables(parse(text)))
     assert check(plan_backward(parse(text), wrt), text, wrt, at, 1e-9) >= len(at["x"]) * len(wrt) // 3
     assert check(plan_backward(parse(text), ("x",)), text, ("x",), at, 1e-9) >= len(at["x"]) // 3
+    kept = plan_backward(parse(text), wrt, "input")
+    assert check(kept, text, wrt, at, 1e-9) >= len(at["x"]) * len(wrt) // 3
+    assert not kept.saves or kept.strategy == "inputs"
 
 
 @pytest.mark.parametrize("wrt", [("x",), ("x", "gate"), ("gate", "x", "scale")])

@@ -11,9 +11,19 @@ import torch
 from expr_samples import NAMES, POINTS, check_single, expressions, values
 from torch.nn import functional as F
 
-from specc.compiler.expr import QUICK_ERF, ExprError, cuda_text, parse, torch_text, torch_value, triton_text
+from specc.compiler.expr import (
+    ExprError,
+    cuda_functions,
+    cuda_text,
+    derive,
+    parse,
+    torch_text,
+    torch_value,
+    triton_text,
+)
 
 EXPRESSIONS = expressions(500, 30)
+ERF, SLOPE = parse("erf(x)"), derive(parse("gelu(x)"), "x")
 
 
 @pytest.mark.parametrize(
@@ -36,13 +46,13 @@ EXPRESSIONS = expressions(500, 30)
             "gelu(x)",
             "F.gelu(x)",
             "0.5 * x * (1.0 + tl.erf(0.7071067811865476 * x))",
-            "0.5f * x * (1.0f + quick_erf(0.7071067811865476f * x))",
+            "x * (0.5f + 0.5f * quick_erf(0.8493218f * x))",
         ),
         (
             "gelu_tanh(x)",
             "F.gelu(x, approximate='tanh')",
             "x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))",
-            "x / (1.0f + __expf(-1.5957691216057308f * x * (1.0f + 0.044715f * x * x)))",
+            "x * (1.0f / (1.0f + __expf(-1.5957691216057308f * x * (1.0f + 0.044715f * x * x))))",
         ),
         (
             "30 * tanh(x / 30)",
@@ -54,7 +64,13 @@ EXPRESSIONS = expressions(500, 30)
             "silu(gate) * x",
             "F.silu(gate) * x",
             "gate * tl.sigmoid(gate) * x",
-            "gate / (1.0f + __expf(-gate)) * x",
+            "gate * (1.0f / (1.0f + __expf(-gate))) * x",
+        ),
+        (
+            "exp(-2 * (x + 1) ** 2) + exp(x ** 2)",
+            "torch.exp(-2.0 * (x + 1.0) ** 2) + torch.exp(x ** 2)",
+            "tl.exp(-2.0 * (x + 1.0) * (x + 1.0)) + tl.exp(x * x)",
+            "quick_bell(1.6986436f * (x + 1.0f)) + __expf(x * x)",
         ),
         ("x - (a - b)", "x - (a - b)", "x - (a - b)", "x - (a - b)"),
         ("(x + 1) ** 2", "(x + 1.0) ** 2", "(x + 1.0) * (x + 1.0)", "(x + 1.0f) * (x + 1.0f)"),
@@ -135,6 +151,7 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, list[float]
     assert compiler, "the tests need a C++ compiler"
     folder: Path = tmp_path_factory.mktemp("cuda_text")
     parameters = ", ".join(f"float {name}" for name in NAMES)
+    at = {"x": "a"}
     functions = [f"static float f{i}({parameters}) {{ return {cuda_text(e)}; }}" for i, e in enumerate(EXPRESSIONS)]
     table = ", ".join(f"f{i}" for i in range(len(EXPRESSIONS)))
     source = folder / "expressions.cpp"
@@ -145,11 +162,11 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, list[float]
                 "#define __device__",
                 "#define __expf(x) expf(x)",
                 "static float __fdividef(float a, float b) { return a / b; }",
-                QUICK_ERF,
+                cuda_functions(["quick_erf("]),
                 *functions,
                 f"static float (*const table[])(float, float, float) = {{{table}}};",
                 'extern "C" float evaluate(int i, float a, float b, float c) {',
-                "  return i < 0 ? quick_erf(a) : table[i](a, b, c);",
+                f"  return i == -1 ? {cuda_text(ERF, at)} : i == -2 ? {cuda_text(SLOPE, at)} : table[i](a, b, c);",
                 "}",
             ]
         )
@@ -188,3 +205,14 @@ def test_quick_erf_is_within_its_bound(cuda: Callable[[int, list[float]], float]
     at = torch.cat((torch.linspace(-7, 7, 4001, dtype=torch.float64), torch.tensor([0.0, 1e-6, 1e30, -1e30]).double()))
     got = torch.tensor([cuda(-1, [z, 0.0, 0.0]) for z in at.tolist()], dtype=torch.float64)
     assert ((got - torch.erf(at)).abs() <= 5e-7).all()
+    got = torch.tensor([cuda(-2, [z, 0.0, 0.0]) for z in at[:-2].tolist()], dtype=torch.float64)
+    assert ((got - torch_value(SLOPE, {"x": at[:-2]})).abs() <= 5e-7).all()
+
+
+def test_gelu_and_its_slope_share_their_functions() -> None:
+    value, slope = cuda_text(parse("gelu(x)")), cuda_text(SLOPE)
+    assert "quick_erf(0.8493218f * x)" in value and "quick_erf(0.8493218f * x)" in slope
+    assert "quick_bell(0.8493218f * x)" in slope  # which quick_erf calls with the same argument
+    both = cuda_functions([value, slope])
+    assert both == cuda_functions([value]) and both.index("float quick_bell(") < both.index("float quick_erf(")
+    assert "quick_erf" not in cuda_functions(["quick_bell(x)"]) and cuda_functions(["x + 1.0f"]) == ""

@@ -13,8 +13,6 @@ from expr_samples import NAMES, POINTS, check_single, expressions, values
 
 from specc.compiler.expr import FUNCTIONS, Expr, derive, parse, plan_backward, triton_text
 
-pytest.importorskip("triton")
-
 CALLS = {
     "leaky_relu": "leaky_relu(x, 0.3)",
     "where": "where(x > gate, x, 0.5)",

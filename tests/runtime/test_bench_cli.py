@@ -46,6 +46,23 @@ def bench(*arguments: str) -> dict[str, Any]:
     return data
 
 
+def test_a_part_of_the_model_alone_and_figures_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("specc.runtime.bench.variants.MODES", {})  # nothing that compiles
+    command = ["bench", str(SPEC), "--target", "cpu", *SETS, "--only", "kernels", "--only", "groups", "--json"]
+    assert run([*command, "--at", "head.l"]) == 0
+    out, told = capsys.readouterr()
+    found = json.loads(out)
+    assert [row["name"] for row in found["kernels"]] == ["head.logits", "head.loss + softcap", "head.logits.dgrad"]
+    assert not found["groups"] and found["command"].endswith("--at head.l --target cpu --steps 10")
+    for row in found["kernels"]:
+        ours = row["times"].get("generated") or row["times"]["library"]
+        assert f"  {row['name']}: {ours['ms']:.4g} ms" in told
+    assert run([*command, "--at", "hed"]) == 4
+    assert "no kernel and no group is at hed\n" in (said := capsys.readouterr().err) and "head.logits" in said
+
+
 def test_the_parts_are_those_of_the_suite() -> None:
     assert cli_measure.PARTS == suite.PARTS
 

@@ -71,7 +71,7 @@ def test_costs_are_the_compilers() -> None:
     spec = spec_of("relu(x) ** 2")
     plan = pipeline.plan(spec, "cpu", "")
     up = next(choice for choice in plan.choices if choice.site.label == "blocks.*.mlp.up + act")
-    cost = cost_of(plan, up, sizes_of(spec))
+    cost = cost_of(up, sizes_of(spec))
     rows = spec.train.micro_batch * spec.model.window
     assert (cost.flops, cost.bytes) == (2 * rows * 8 * 12, 4 * (rows * 8 + 8 * 12 + rows * 12))
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .causal_attention__h12_g12_c64 import causal_attention
+from .causal_attention_grad__h12_g12_c64 import causal_attention_grad
 from .dgrad_mul__n3072_k768 import dgrad_mul
 from .linear_gelu__n3072_k768 import linear_gelu
 from .rotary__h12_c64_r32 import rotary
@@ -25,12 +27,6 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     for name, shape in shapes.items():
         holder.register_parameter(name, nn.Parameter(torch.empty(shape)))
     return holder
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -65,6 +61,27 @@ def _(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
 def rope_angles(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
     """The table of angles, which every block of the model reads."""
     return rope_table(positions, dims, base)
+
+
+class FusedAttention(torch.autograd.Function):
+    """Fused group blocks.*.attention: y. Keeps y, lse for the backward."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, lse = causal_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, y, lse = ctx.saved_tensors
+        d_q, d_k, d_v = causal_attention_grad(d, q, k, v, y, lse)
+        return d_q, d_k, d_v
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedAttention.apply(q, k, v)
 
 
 class FusedQ(torch.autograd.Function):
@@ -165,7 +182,7 @@ class Block(nn.Module):
         h = F.rms_norm(x, (768,), eps=1e-06)
         q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (12, 64)), cos, sin)
         k = fused_k(F.linear(h, self.attention.k).unflatten(-1, (12, 64)), cos, sin)
-        y = attend(q, k, F.linear(h, self.attention.v).unflatten(-1, (12, 64))).flatten(-2)
+        y = fused_attention(q, k, F.linear(h, self.attention.v).unflatten(-1, (12, 64))).flatten(-2)
         x = x + 0.20412414523193154 * F.linear(y, self.attention.out)
         return x + fused_mlp(F.rms_norm(x, (768,), eps=1e-06), self.mlp.up, self.mlp.down)
 

@@ -1,0 +1,62 @@
+"""Causal attention and its gradient on the CPU, by Torch's own kernel for it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.ir import Op
+from specc.compiler.kernels.attention import annotation, formulas, header, heads_of, promise
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.kernels.lines import flowed, listed
+from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
+
+
+@dataclass(frozen=True, slots=True)
+class PlainContext:
+    """What templates/torch/attention_cpu_forward.py.jinja and its neighbour for the gradient may know."""
+
+    header: str
+    summary: str
+    formulas: tuple[str, ...]
+    signature: str
+    promise: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTorch(Kernel):
+    """Takes any heads, on the CPU alone."""
+
+    def rejects(self, site: Site) -> str | None:
+        if "gpu" in site.target.features:
+            return f"is Torch's kernel for the CPU, and not for {site.target.name}"
+        return None
+
+    def rank(self, site: Site) -> int:
+        return 9
+
+    def render(self, site: Site) -> Rendered:
+        function, module = symbol(site)
+        backward, inputs, _ = heads_of(site)
+        arguments = [f"{name}: Tensor" for name in inputs]
+        context = PlainContext(
+            header(site),
+            flowed(f'"""{site.label}: {site.node.op.words} by Torch\'s kernel for the CPU.'),
+            formulas(site),
+            listed(f"def {function}(", arguments, f") -> {annotation(site)}:"),
+            promise(site),
+        )
+        template = f"torch/attention_cpu_{'backward' if backward else 'forward'}.py.jinja"
+        return Rendered(function, module, {f"{module}.py": (template, context)}, "")
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTorch(AttentionTorch):
+    computes: ClassVar[type[Op]] = CausalAttention
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTorch(AttentionTorch):
+    computes: ClassVar[type[Op]] = CausalAttentionGrad
+
+
+ATTENTION_TORCH = ForwardTorch("attention_torch", "torch", frozenset())
+ATTENTION_GRAD_TORCH = BackwardTorch("attention_grad_torch", "torch", frozenset())
