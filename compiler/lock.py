@@ -63,7 +63,7 @@ class Machine(StrictModel):
 
 
 class Locked(StrictModel):
-    """The kernels of one target, by symbol, and what its groups keep, by name."""
+    """The kernels of one target, by symbol, and what its groups keep, by name and first kernel."""
 
     machine: Machine
     kernels: Mapping[Word, Entry]

@@ -39,10 +39,11 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """All ways of one group, what is usual first, and the one that the plan takes: by rule, or as the lock `measured`.
-    `digest` is what a lock knows the group by."""
+    """All ways of one group, what is usual first, and the one that the plan takes: by rule, or as the lock `measured`,
+    where the group has `name` and `digest`."""
 
     label: str
+    name: str
     ways: tuple[Way, ...]
     chosen: Way
     digest: str

@@ -75,11 +75,12 @@ def _alternatives(programs: Programs, ways: tuple[Way, ...], target: Target, loc
     """The ways of a group and the one to take: what the lock names, else what moves fewest bytes, else the usual."""
     group = ways[0].group
     digest = group_digest([choice.site for choice in way.own] for way in ways)
-    measured = lock.kept(target.name, group.name, digest)
+    name = " ".join((group.name, *(choice.rendered.module for choice in ways[0].own[:1])))  # variants have their own
+    measured = lock.kept(target.name, name, digest)
     chosen = min(ways, key=_moved)
     if measured is not None:
         chosen = {way.group.keep: way for way in ways}[measured.keep]
-    return Alternatives(group_pattern(programs, group, group.scope), ways, chosen, digest, measured)
+    return Alternatives(group_pattern(programs, group, group.scope), name, ways, chosen, digest, measured)
 
 
 def _moved(way: Way) -> int:

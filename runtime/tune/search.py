@@ -131,7 +131,7 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
         kept = fastest(alternatives, target, lock)
         if kept is not None:
             say(told(alternatives, kept))
-            lock = lock.with_kept(target, alternatives.chosen.group.name, kept, machine)
+            lock = lock.with_kept(target, alternatives.name, kept, machine)
             write_atomically(options.path, [lock.text().encode()], lambda _: None)
     return tuple(results)
 

@@ -35,8 +35,9 @@ def alternatives(act: Any, target: str, lock: Lock = NO_LOCK) -> Alternatives:
 
 def locked(act: Any, target: str, keep: Keep, **changed: Any) -> Lock:
     """A lock in which a way is the fastest."""
-    found = {"group": alternatives(act, target).digest, "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}}
-    return NO_LOCK.with_kept(target, "fused_mlp", Kept.model_validate({**found, **changed}), MACHINE)
+    found = alternatives(act, target)
+    kept = {"group": found.digest, "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
+    return NO_LOCK.with_kept(target, found.name, Kept.model_validate(kept), MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,18 @@ def test_what_was_measured_for_another_group_is_not_taken() -> None:
     lock = locked(GELU, "sm90", "input")
     assert alternatives("gelu_tanh(x)", "sm90", lock).measured is None
     assert alternatives(GELU, "sm80", lock).measured is None
+
+
+def test_variants_of_a_spec_share_a_lock() -> None:
+    lock = locked(GELU, "sm90", "input")
+    other, kept = alternatives("gelu_tanh(x)", "sm90"), {"derivative": 0.25, "input": 0.5}
+    both = lock.with_kept("sm90", other.name, Kept(group=other.digest, keep="derivative", ms=kept), MACHINE)
+    assert set(both.targets["sm90"].groups) == {
+        "fused_mlp linear_gelu__n16_k8",
+        "fused_mlp linear_gelu_tanh__n16_k8",
+    }
+    assert alternatives(GELU, "sm90", both).chosen.group.keep == "input"
+    assert alternatives("gelu_tanh(x)", "sm90", both).measured is not None
 
 
 def test_a_lock_has_the_time_of_what_is_kept() -> None:
