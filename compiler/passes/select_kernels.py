@@ -8,7 +8,7 @@ from specc.compiler import kernels
 from specc.compiler.catalog import catalog
 from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
-from specc.compiler.ir import Graph, Node
+from specc.compiler.ir import Graph, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.lock import NO_LOCK, Entry, Lock, locked_kernel
 from specc.compiler.ops.region import Fused
@@ -30,7 +30,7 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
             choice = _choose(graph, site, lock.entry(target.name, site))
         except ExprError as error:
             hint = "give the activation a name: `act: {expr: ..., name: ...}`"
-            problems.append(Problem(_place(programs, group), "S402", error.message, hint))
+            problems.append(Problem(_place(programs, group, graph, node), "S402", error.message, hint))
             continue
         if isinstance(choice, Choice):
             choices.append(choice)
@@ -38,19 +38,22 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
             reasons = "; ".join(f"{name}: {reason}" for name, reason in choice)
             message = f"no kernel of {target.name} takes {site.label}"
             hint = f"{reasons}. Change the sizes, or take the node out of fuse"
-            problems.append(Problem(_place(programs, group), "S401", message, hint))
+            problems.append(Problem(_place(programs, group, graph, node), "S401", message, hint))
     problems += _clashes(programs, choices)
     if problems:
         raise LoweringError(tuple(problems))
     return Plan(programs.name, title, source, target, programs, tuple(_told_together(choices)))
 
 
-def _planned(programs: Programs) -> Iterator[tuple[Group, Graph, Node]]:
+def _planned(programs: Programs) -> Iterator[tuple[Group | None, Graph, Node]]:
+    """Every node that wants a kernel, with the group and the graph that it is in."""
     for group in programs.groups:
         for graph in (group.forward, group.backward):
             for node in graph.nodes:
                 if node.op.planned:
                     yield group, graph, node
+    for graph in programs.graphs:
+        yield from ((None, graph, node) for node in graph.nodes if node.op.everywhere)
 
 
 def _callers(programs: Programs, group: Group) -> tuple[str, ...]:
@@ -68,14 +71,27 @@ def group_pattern(programs: Programs, group: Group, node: str) -> str:
     return place_pattern(programs, _callers(programs, group), node)
 
 
-def _place(programs: Programs, group: Group) -> tuple[str | int, ...]:
-    return programs.place(group_pattern(programs, group, group.scope).replace("*", "0"))
+def _place(programs: Programs, group: Group | None, graph: Graph, node: Node) -> tuple[str | int, ...]:
+    found = group_pattern(programs, group, group.scope) if group else place_pattern(programs, (graph.name,), node.name)
+    return programs.place(found.replace("*", "0"))
 
 
-def _site(programs: Programs, group: Group, graph: Graph, node: Node, target: Target) -> Site:
-    prefix = group_pattern(programs, group, node.name)
+def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, target: Target) -> Site:
+    if group is None:
+        prefix = place_pattern(programs, (graph.name,), node.name)
+        node = replace(node, types=tuple(map(_rows, node.types)))
+        inputs = tuple(_rows(graph.types[ref]) for ref in node.inputs)
+    else:
+        prefix = group_pattern(programs, group, node.name)
+        inputs = tuple(graph.types[ref] for ref in node.inputs)
     label = " + ".join((prefix, *(_tail(member, node.name.rpartition(".")[0]) for member in node.members[1:])))
-    return Site(node, tuple(graph.types[ref] for ref in node.inputs), target, label, programs.name)
+    return Site(node, inputs, target, label, programs.name)
+
+
+def _rows(type: TensorType) -> TensorType:
+    """A value whose rows have any leading dims, with those of a whole sequence."""
+    leading = isinstance(type.shape[0], str) if type.shape else False
+    return type.with_shape("B", "T", type.width) if leading else type
 
 
 def _tail(member: str, part: str) -> str:
