@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,14 +22,18 @@ from specc.compiler.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.torch_model import model_context
 
+DEPLOYED = "deployed"  # the folder, below a target's, of what runs from an artifact
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A spec with its plans by target, and its files by path under generated/<name>/."""
+    """A spec with its plans by target, and its files by path under generated/<name>/. `deployed` are the plans of what
+    runs from an artifact, where these are others."""
 
     spec: Spec
     plans: Mapping[str, Plan]
     files: Mapping[str, str]
+    deployed: Mapping[str, Plan] = field(default_factory=dict)
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
@@ -44,17 +48,20 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
     is no source."""
     name = f"specs/{spec.name}.yaml"
     plans: dict[str, Plan] = {}
+    deployed: dict[str, Plan] = {}
     problems: list[Problem] = []
     for target in targets or spec.targets:
         try:
             plans[target] = pipeline.plan(spec, target, name, lock)
+            if (other := pipeline.deployed_plan(spec, target, name)) is not None:
+                deployed[target] = other
         except LoweringError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         if source is None:
             raise LoweringError(tuple(problems))
         raise SpecError(to_diagnostics(problems, source), source.texts)
-    return Built(spec, plans, _files(spec, plans, lock))
+    return Built(spec, plans, _files(spec, plans, deployed, lock), deployed)
 
 
 def validate(path: Path, overrides: Iterable[str] = ()) -> Spec:
@@ -114,15 +121,16 @@ def model_files(plan: Plan) -> Mapping[str, str]:
     return files
 
 
-def _files(spec: Spec, plans: Mapping[str, Plan], lock: Lock) -> Mapping[str, str]:
-    files = {f"{target}/{name}": text for target, plan in plans.items() for name, text in model_files(plan).items()}
-    files["PLAN.md"] = plan_page(spec, plans)
+def _files(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock) -> Mapping[str, str]:
+    folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}
+    files = {f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan).items()}
+    files["PLAN.md"] = plan_page(spec, plans, deployed)
     manifest = {
         "spec": digest(canonical(spec)),
         "lock": digest(lock.text()) if lock.targets else None,
         "compiler": version("specc"),
         "files": {name: digest(text) for name, text in sorted(files.items())},
-        "nodes": {target: _nodes(plan) for target, plan in sorted(plans.items())},
+        "nodes": {folder: _nodes(plan) for folder, plan in sorted(folders.items())},
     }
     return {**files, MANIFEST: json.dumps(manifest, indent=2, sort_keys=True) + "\n"}
 

@@ -4,7 +4,7 @@ import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import rich_click as click
 
@@ -39,6 +39,21 @@ def search(spec: Path | None, extra: tuple[Path, ...]) -> tuple[Path, ...]:
     return (*extra, *beside, Path())
 
 
+def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
+    """The override that makes `--data KIND` the kind of data, where a spec with its `overrides` states another, or
+    none; only for kinds that need no files."""
+    from specc.compiler.overrides import apply_overrides
+    from specc.compiler.source import read
+    from specc.compiler.train_spec import GENERATED
+
+    if data not in GENERATED:
+        return ()
+    stated: Any = apply_overrides(read(path), overrides).data
+    for key in ("train", "data", "kind"):
+        stated = stated.get(key) if isinstance(stated, dict) else None
+    return () if stated == data else (f"train.data={{kind: {data}}}",)
+
+
 class _Repeatable(click.RichCommand):
     """Keeps its arguments as they were given, to run them in other processes."""
 
@@ -51,7 +66,9 @@ class _Repeatable(click.RichCommand):
 @click.argument("spec", required=False, type=folder)
 @click.option("--run", "directory", type=folder, help="Run directory; runs/NAME-NNN where unset, and printed.")
 @click.option(
-    "--data", default="stdlib", show_default=True, help="A text, jsonl or token-shard file or folder, or `stdlib`."
+    "--data",
+    help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, or "
+    "`polynomial`. Where unset, `stdlib` or `polynomial`, as the spec's kind of data is.",
 )
 @target_option
 @click.option("--gpus", type=click.IntRange(min=1), help="Processes here, one a GPU; with --target cpu, on the CPU.")
@@ -65,7 +82,7 @@ class _Repeatable(click.RichCommand):
 def train(
     spec: Path | None,
     directory: Path | None,
-    data: str,
+    data: str | None,
     target: str | None,
     gpus: int | None,
     overrides: tuple[str, ...],
@@ -82,6 +99,7 @@ def train(
 
     with joined_world() if is_launched() else nullcontext() as world:
         path = spec or only_spec()
+        overrides = (*overrides, *selecting(path, overrides, data))
         loaded, source = load(path, overrides)
         lock = read_lock(lock_path(path, loaded.name))
         compile_loaded(loaded, source, (), lock)
@@ -99,7 +117,7 @@ def train(
         options = TrainOptions(
             loaded,
             target_of(loaded, target, gpus),
-            data,
+            data or loaded.train.data.usual,
             directory,
             overrides,
             resume,
@@ -111,8 +129,7 @@ def train(
         result = run(options, say, world)
         if world is None or world.rank == 0:
             state = "complete" if result.complete else "ended early"
-            bits = f"{result.final.bpb_pieces:.4f} bits per byte"
-            click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {bits}")
+            click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
             click.echo(f"next: specc quantize {result.run}")
     return 0
 
@@ -150,9 +167,9 @@ def quantize(
     if as_json:
         click.echo((result.artifact.parent / "report.json").read_text(encoding="utf-8"), nl=False)
         return
-    for name, bits in (("before", result.before), ("after", result.after)):
-        click.echo(f"{name:<12} {loss_line(bits)}")
-    click.echo(result.after.audit())
+    for name, score in (("before", result.before), ("after", result.after)):
+        for line in score.report():
+            click.echo(f"{name:<12} {line}")
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
     click.echo(f"artifact     {result.size.total:,} bytes{budget}: {result.artifact}")
@@ -173,15 +190,13 @@ class Stages:
         self.stage = stage
 
 
-def loss_line(bits: Any) -> str:
-    """Loss and both metrics in one line."""
-    bpb = "unknown" if bits.bpb is None else f"{bits.bpb:.4f}"
-    return f"{bits.nats / bits.tokens:.4f} nats a token, bpb {bpb}, bpb_pieces {bits.bpb_pieces:.4f}"
-
-
 @cli.command("eval")
 @model_argument
-@click.option("--data", help="A text, jsonl or token-shard file or folder, or `stdlib`; the run's own where unset.")
+@click.option(
+    "--data",
+    help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, `polynomial` "
+    "or `polynomial:SPLIT`. The run's own where unset.",
+)
 @click.option(
     "--stride", type=click.IntRange(min=1), help="Tokens from one window to the next; the spec's where unset."
 )
@@ -202,13 +217,13 @@ def evaluate(
     tokenizers: tuple[Path, ...],
     as_json: bool,
 ) -> None:
-    """Score a run or an artifact in bits per byte on the validation split."""
+    """Score a run or an artifact: text in bits per byte on the validation split, lines by exact match."""
     from specc.runtime.evaluate import EvaluateOptions
     from specc.runtime.evaluate import evaluate as score
 
     stages = Stages()
     options = EvaluateOptions(data, stride, None, max_tokens)
-    bits = score(
+    found = score(
         model,
         options,
         target=target,
@@ -218,11 +233,10 @@ def evaluate(
         progress=lambda done, total: stages("score", done, total),
     )
     if as_json:
-        names = ("nats", "tokens", "document_bytes", "piece_bytes", "bpb", "bpb_pieces", "lossless")
-        click.echo(json.dumps({name: getattr(bits, name) for name in names}, indent=2))
+        click.echo(json.dumps(found.facts(), indent=2))
     else:
-        click.echo(f"{bits.tokens:,} tokens: {loss_line(bits)}")
-        click.echo(bits.audit())
+        for line in found.report():
+            click.echo(line)
 
 
 @cli.command()
@@ -241,6 +255,10 @@ def export(run: Path, kind: Any, out: Path | None, force: bool) -> None:
 @cli.command()
 @model_argument
 @click.option("--prompt", default="", help="The start of a document.")
+@click.option(
+    "--lines", type=click.File("r", encoding="utf-8"), help="A file of lines, or -; each is turned into another line."
+)
+@click.option("--beam", type=click.IntRange(min=1), help="Of lines, so many are tried at once; the spec's where unset.")
 @click.option("--max-tokens", type=click.IntRange(min=0), default=200, show_default=True)
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most probable token.")
 @click.option("--top-k", type=int, help="Keep so many of the most probable tokens.")
@@ -254,6 +272,8 @@ def export(run: Path, kind: Any, out: Path | None, force: bool) -> None:
 def generate(
     model: Path,
     prompt: str,
+    lines: TextIO | None,
+    beam: int | None,
     max_tokens: int,
     temperature: float,
     top_k: int | None,
@@ -263,7 +283,16 @@ def generate(
     target: str | None,
     tokenizers: tuple[Path, ...],
 ) -> None:
-    """Continue a text with a run or an artifact."""
+    """Continue a text with a run or an artifact; or with --lines, print the line that a model of lines makes of
+    each."""
+    if lines is not None:
+        from specc.runtime.opened import open_model
+        from specc.runtime.translate import opened_translator
+
+        opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
+        translated = opened_translator(opened, beam).translate(lines.read().splitlines())
+        click.echo("".join(f"{line}\n" for line in translated), nl=False)
+        return
     from specc.runtime.generate import Sampling
     from specc.runtime.generate import generate as write
     from specc.runtime.opened import open_model

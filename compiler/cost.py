@@ -1,9 +1,10 @@
 """What a model costs: parameters, floating-point operations and bytes, a node or a token, from the graph."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specc.compiler.ir import Graph
+from specc.compiler.ops.region import Scan
 from specc.compiler.programs import Programs, flatten
 
 
@@ -19,8 +20,18 @@ class NodeCost:
 
 
 def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
-    """The cost of every node of a program once its symbols have `sizes`. A multiply-add counts two operations."""
-    return tuple(graph_costs(flatten(programs, programs.program(program)), sizes))
+    """The cost of every node of a program once its symbols have `sizes`, that of a loop over time node by node for all
+    its steps. A multiply-add counts two operations."""
+    graph = flatten(programs, programs.program(program))
+    found = list(graph_costs(graph, sizes))
+    for node in graph.nodes:
+        if isinstance(node.op, Scan):
+            step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
+            steps = node.types[-1].shape[1]
+            times = sizes[steps] if isinstance(steps, str) else steps
+            for cost in graph_costs(step, sizes):
+                found.append(replace(cost, flops=times * cost.flops, bytes=times * cost.bytes))
+    return tuple(found)
 
 
 def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
@@ -41,9 +52,10 @@ def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def flops_per_token(programs: Programs, tokens: int) -> int:
-    """Operations of matrix products and attention in a forward pass over one window, divided by its tokens.
+    """Operations of matrix products and attention in a forward pass over one window, and over a source of one where
+    there is a source, divided by the window's tokens.
 
     Training takes three times as many: each product has two gradients of its own cost.
     """
-    costs = node_costs(programs, "train", {"B": 1, "T": tokens})
+    costs = node_costs(programs, "train", {"B": 1, "T": tokens, "S": tokens})
     return sum(cost.flops for cost in costs if cost.matrix) // tokens

@@ -95,8 +95,14 @@ class Op:
     matrix: ClassVar[bool] = False
     # The features of the output are those of the first input, so an error about them is that input's.
     keeps_features: ClassVar[bool] = False
+    # The compiler of Torch leaves it as it is, so that a program with it is no single graph.
+    apart: ClassVar[bool] = False
+    # It changes its first input, a state, and gives it back.
+    in_place: ClassVar[bool] = False
     # In a fused group the plan chooses a kernel for it.
     planned: ClassVar[bool] = False
+    # The plan chooses a kernel for it outside of fused groups too.
+    everywhere: ClassVar[bool] = False
     # In a fused group a plan lists it, though the group could be read without it: it changes shapes.
     listed: ClassVar[bool] = False
     # Tokens of a sequence meet in it, so rows of sequences cannot be taken as one dim.

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 from specc.compiler.lock import NO_LOCK, Lock
-from specc.compiler.passes.assign_quant import assign_quant
+from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.optimizers import owners
+from specc.compiler.passes.quantize_products import quantize_products
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.verify import verify
 from specc.compiler.plan import Plan
@@ -68,3 +69,24 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
     if problems:
         raise LoweringError(tuple(problems))
     return made
+
+
+def deployed(spec: Spec, target: str) -> Programs | None:
+    """The programs that run from an artifact, where the spec has products computed in whole numbers; None where it has
+    none, so that the artifact's weights are brought back to floats for the programs of training.
+
+    Fusion points are of these: a deployed product has an epilogue of what follows it. Raises LoweringError.
+    """
+    programs = lower(spec, target)
+    schemes = allocation(spec.quant, programs.params)
+    if not any(scheme.integer for scheme in schemes.values()):
+        return None
+    made = quantize_products(assign_quant(programs, spec.quant), schemes)
+    verify(made, "quantize_products")
+    return made
+
+
+def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
+    """The plan of `deployed`; None where that is. Raises LoweringError."""
+    programs = deployed(spec, target)
+    return select_kernels(programs, TARGETS[target], spec.model.title, source) if programs is not None else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from specc.compiler.ir import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.lock import Entry, Kept
-from specc.compiler.ops.region import Call
+from specc.compiler.ops.region import Call, Scan
 from specc.compiler.programs import Group, Programs
 from specc.compiler.targets import Target
 
@@ -77,7 +77,7 @@ class Plan:
 
 def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str:
     """A node's path as people write it: `blocks.*.mlp.up` for one of functions that several blocks call."""
-    calls = [call.op for program in programs.programs for call in program.nodes if isinstance(call.op, Call)]
+    calls = [call.op for program in programs.programs for call in program.nodes if isinstance(call.op, Call | Scan)]
     places = [call.at.split(".") for call in calls if call.callee in graphs]
     if not places:
         return node

@@ -6,6 +6,7 @@ from typing import Any
 from specc.compiler.cost import flops_per_token
 from specc.compiler.expr import KEEPS
 from specc.compiler.ir import TensorType
+from specc.compiler.ops.quantized import CropColumns, QuantizeRows
 from specc.compiler.passes.assign_quant import Allocation, allocation
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
@@ -59,8 +60,8 @@ def forward_flops(spec: Spec, plans: Mapping[str, Plan]) -> int:
     return flops_per_token(lower(spec, next(iter(plans))), spec.model.window)
 
 
-def plan_page(spec: Spec, plans: Mapping[str, Plan]) -> str:
-    """The text of PLAN.md."""
+def plan_page(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] | None = None) -> str:
+    """The text of PLAN.md; `deployed` are the plans of what runs from an artifact, where these are others."""
     programs = first_programs(plans)
     schemes = allocation(spec.quant, programs.params)
     count = sum(param.count for param in programs.params)
@@ -79,15 +80,37 @@ def plan_page(spec: Spec, plans: Mapping[str, Plan]) -> str:
         lines += ["", f"{words[0].upper()}{words[1:]}."]
     for target, plan in plans.items():
         lines += ["", f"## {target}", "", *_target(spec, plan)]
+        if deployed and target in deployed:
+            lines += ["", f"## {target}, deployed", "", *_padding(deployed[target].programs)]
+            lines += _target(spec, deployed[target])
     return "\n".join(lines) + "\n"
+
+
+def _padding(programs: Programs) -> Iterator[str]:
+    """What is padded for int8 products, a line each, and an empty one."""
+    lines: list[str] = []
+    for graph in programs.graphs:
+        for node in graph.nodes:
+            if isinstance(node.op, CropColumns):
+                made = graph.types[node.inputs[0]].width
+                path = place_pattern(programs, (graph.name,), node.name)
+                lines.append(f"- {path}: N {node.op.columns} is padded to {made}")
+            elif isinstance(node.op, QuantizeRows) and (k := graph.types[node.inputs[0]].width) != node.op.columns:
+                path = place_pattern(programs, (graph.name,), node.name.removesuffix("_input"))
+                lines.append(f"- {path}: K {k} is padded to {node.op.columns}")
+    if lines:
+        yield "Padded to multiples of 16, with zeros:"
+        yield ""
+        yield from dict.fromkeys(lines)
+        yield ""
 
 
 def _target(spec: Spec, plan: Plan) -> Iterator[str]:
     programs = plan.programs
-    tokens = max(spec.train.micro_batch * spec.model.window, 1)
+    tokens = max(spec.train.at_once() * spec.model.window, 1)
     yield "| node | op and epilogue | kernel | tile | GFLOP | MB moved |"
     yield "|---|---|---|---|---|---|"
-    sizes = {"B": spec.train.micro_batch, "T": spec.model.window, "S": spec.model.window}
+    sizes = {"B": spec.train.at_once(), "T": spec.model.window, "S": spec.model.window}
     yield from dict.fromkeys(_row(choice, sizes) for choice in plan.choices)
     for path, op, types in _others(programs):
         yield f"| {path} | {op} {types} | torch | | | |"
@@ -162,7 +185,7 @@ def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
         if not _whole(programs, graph.name):
             continue
         for node in graph.nodes:
-            if node.op.matrix:
+            if node.op.matrix and not node.op.everywhere:
                 path = place_pattern(programs, _alike(programs, node.name), node.name)
                 if (path, node.op.name) not in seen:
                     seen.add((path, node.op.name))
@@ -177,7 +200,7 @@ def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
 
 
 def _whole(programs: Programs, name: str) -> bool:
-    return name in programs.whole[:1] or name.endswith(".forward")
+    return name in programs.whole[:1] or name.endswith((".forward", ".step"))
 
 
 def _alike(programs: Programs, node: str) -> tuple[str, ...]:

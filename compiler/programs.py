@@ -90,12 +90,12 @@ class Programs:
         return max(found)[1] if found else ("model",)
 
 
-def flatten(programs: Programs, graph: Graph, groups: bool = True) -> Graph:
-    """`graph` with every call, and with `groups` every fused group, replaced by the nodes that they run, under full
-    names. Numbers that
-    calls bind are named `$place.name`; `scalar_values` has them."""
+def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "") -> Graph:
+    """`graph`, running at `at`, with every call, and with `groups` every fused group, replaced by the nodes that they
+    run, under full names; a loop over time stays. Numbers that calls bind are named `$place.name`; `scalar_values` has
+    them."""
     nodes: list[Node] = []
-    renamed = _inline(programs, graph, "", {name: name for name, _ in graph.inputs}, nodes, groups)
+    renamed = _inline(programs, graph, at, {name: name for name, _ in graph.inputs}, nodes, groups)
     outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
     params = tuple((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params)
     scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))

@@ -14,7 +14,7 @@ def fitted(line: str, width: int) -> tuple[str, ...]:
         return (line,)
     head, value = _value(statement)
     pairs = list(_pairs(value))
-    if isinstance(ast.parse(value, mode="eval").body, ast.Call) and pairs:
+    if isinstance(ast.parse(value, mode="eval").body, ast.Call | ast.Dict) and pairs:
         start, end = pairs[-1]
         if len(indent) + len(head) + start >= width:
             start, end = max(pairs, key=lambda pair: pair[1] - pair[0])

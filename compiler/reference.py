@@ -1,18 +1,27 @@
 """The second witness: runs a program from its ops' plain Torch references, in float64, sharing no code with what is
 generated."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from specc.compiler.ir import Node
+from specc.compiler.ir import Graph, Node
+from specc.compiler.ops.region import Scan
 from specc.compiler.programs import Programs, flatten, scalar_values
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Is told of each node, under its full name, what went in and what came out.
+Observe = Callable[[Node, list["Tensor"], tuple["Tensor", ...]], None]
+
+
 def run(
-    programs: Programs, program: str, inputs: Mapping[str, "Tensor"], params: Mapping[str, "Tensor"]
+    programs: Programs,
+    program: str,
+    inputs: Mapping[str, "Tensor"],
+    params: Mapping[str, "Tensor"],
+    observe: Observe | None = None,
 ) -> dict[str, "Tensor"]:
     """The outputs of a program by label, in the precision of `params`. The programs must not be fused."""
     import torch
@@ -22,10 +31,49 @@ def run(
         f"${name}": torch.tensor(value, dtype=torch.float64)
         for name, value in scalar_values(programs.program(program)).items()
     }
-    values = {**inputs, **{f"@{name}": tensor for name, tensor in params.items()}, **numbers}
+    fixed = {**{f"@{name}": tensor for name, tensor in params.items()}, **numbers}
+    return _outputs(programs, graph, inputs, fixed, observe)
+
+
+def _outputs(
+    programs: Programs,
+    graph: Graph,
+    inputs: Mapping[str, "Tensor"],
+    fixed: Mapping[str, "Tensor"],
+    observe: Observe | None,
+) -> dict[str, "Tensor"]:
+    """The outputs of a flattened graph by label; `fixed` are parameters and numbers."""
+    values = {**inputs, **fixed}
     for node in graph.nodes:
-        values |= zip(node.outputs, node_value(node, [values[ref] for ref in node.inputs]), strict=True)
+        given = [values[ref] for ref in node.inputs]
+        made = _loop(programs, node.op, given, fixed, observe) if isinstance(node.op, Scan) else node_value(node, given)
+        if observe is not None:
+            observe(node, given, made)
+        values |= zip(node.outputs, made, strict=True)
     return {label: values[ref] for label, ref in graph.outputs}
+
+
+def _loop(
+    programs: Programs,
+    scan: Scan,
+    inputs: list["Tensor"],
+    fixed: Mapping[str, "Tensor"],
+    observe: Observe | None,
+) -> tuple["Tensor", ...]:
+    """A loop over time, step by step."""
+    import torch
+
+    step = flatten(programs, programs.function(scan.callee), at=scan.at)
+    last = scan.carried + scan.stepped
+    carried, stepped, others = inputs[: scan.carried], inputs[scan.carried : last], inputs[last:]
+    rows: list[list[Tensor]] = []
+    for t in range(stepped[0].shape[1]):
+        given = (*carried, *(sequence.narrow(1, t, 1) for sequence in stepped), *others)
+        named = {name: value for (name, _), value in zip(step.inputs, given, strict=True)}
+        made = list(_outputs(programs, step, named, fixed, observe).values())
+        carried = made[: scan.carried]
+        rows.append(made[scan.carried :])
+    return *carried, *(torch.cat(outputs, 1) for outputs in zip(*rows, strict=True))
 
 
 def node_value(node: Node, inputs: list["Tensor"]) -> tuple["Tensor", ...]:

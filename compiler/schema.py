@@ -7,19 +7,30 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 
 from specc.compiler.spec import Spec
+from specc.compiler.strict import StrictModel
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class _ForEditors(GenerateJsonSchema):
-    """Without titles that only repeat a key; the members of a union require the tag that tells them apart."""
+    """Without titles that only repeat a key; the members of a union require the tag that tells them apart,
+    unless a section that does not state it is that member."""
 
     def generate(self, schema: Any, mode: JsonSchemaMode = "validation") -> dict[str, Any]:
         found = super().generate(schema, mode)
+        untagged = {model.__name__ for model in _all(StrictModel) if model.untagged}
         for key, member in _tags(found):
-            model = found["$defs"][member.rpartition("/")[2]]
-            model["required"] = sorted({*model.get("required", ()), key})
+            name = member.rpartition("/")[2]
+            model = found["$defs"][name]
+            if name not in untagged:
+                model["required"] = sorted({*model.get("required", ()), key})
         return {"$schema": DIALECT, **_cleared(found)}
+
+
+def _all(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
+    for one in model.__subclasses__():
+        yield one
+        yield from _all(one)
 
 
 def _tags(schema: Any) -> Iterator[tuple[str, str]]:

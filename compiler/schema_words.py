@@ -46,7 +46,8 @@ class Words:
         return Diagnostic(code, message, hint, place.file, place.mark)
 
     def _name(self, path: Path) -> str:
-        return _place(path[-2:] if path and isinstance(path[-1], int) else path[-1:])
+        words = [i for i, part in enumerate(path) if isinstance(part, str)]
+        return _place(path[words[-1] :] if words else path)
 
     def _data(self, path: Path) -> Any:
         value: Any = self.source.data

@@ -38,7 +38,8 @@ def models_in(annotation: Any) -> list[Model]:
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
     """Every path of `data` where a model of the spec is to stand, outer ones first, with that model.
 
-    Of a union it is the one whose tag the data states; where the data states none of them, there is no model.
+    Of a union it is the one whose tag the data states, or that needs no tag where the data states none; else there is
+    no model.
     """
     if isinstance(data, dict):
         model = _chosen(models_in(annotation), data)
@@ -62,6 +63,9 @@ def _chosen(models: list[Model], data: Mapping[str, object]) -> Model | None:
             tag = tag_of(model, name)
             if tag is not None and data.get(name) == tag:
                 return model
+    for model in models:
+        if model.untagged and not any(tag_of(model, name) and name in data for name in model.model_fields):
+            return model
     untagged = [model for model in models if not any(tag_of(model, name) for name in model.model_fields)]
     if len(models) == 1:
         return models[0]

@@ -11,9 +11,8 @@ from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.strict import Name, NodeName, Positive, Problem, StrictModel
 from specc.compiler.targets import TARGETS
-from specc.compiler.train_spec import EvalSpec, Pattern, TrainSpec
+from specc.compiler.train_spec import AnyEval, BitsSpec, Pattern, TrainSpec
 
-BYTE_IDS = 257  # of the tokenizer `bytes`: 256 values and the mark between documents
 SCHEMES = models(quant, Scheme, "scheme")
 RULES = tuple(
     create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(Pattern, ...))
@@ -92,33 +91,17 @@ class Spec(StrictModel):
     fuse: tuple[FusePoint, ...] = ()
     quant: QuantSpec | None = None
     train: TrainSpec
-    eval: EvalSpec = EvalSpec()
+    eval: AnyEval = BitsSpec()
 
     def problems(self) -> Iterator[Problem]:
         """Each target once; steps, windows and vocabulary that fit each other."""
         for i, target in enumerate(self.targets):
             if target in self.targets[:i]:
                 yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")
-        window, at_once = self.model.window, self.train.micro_batch * self.model.window
-        if self.train.tokens_per_step % at_once:
-            near = max(self.train.tokens_per_step // at_once, 1) * at_once
-            yield Problem(
-                ("train", "tokens_per_step"),
-                "S217",
-                f"a step of {self.train.tokens_per_step:,} tokens is no whole number of micro-batches of "
-                f"{self.train.micro_batch} x {window} = {at_once:,}",
-                f"use {near:,} or {near + at_once:,}, or another micro_batch",
-                related=(("a micro-batch", ("train", "micro_batch")),)
-                if "micro_batch" in self.train.model_fields_set
-                else (),
-            )
-        if self.eval.stride is not None and self.eval.stride > window:
-            message = (
-                f"windows that advance by {self.eval.stride} tokens leave out some of them: the context is {window}"
-            )
-            yield Problem(("eval", "stride"), "S218", message, f"use at most {window}")
-        if self.train.data.tokenizer == "bytes" and self.model.vocabulary < BYTE_IDS:
-            message = f"the tokenizer `bytes` has {BYTE_IDS} ids, the model only {self.model.vocabulary}"
-            yield Problem(
-                ("model", "vocab"), "S219", message, f"use {BYTE_IDS}: the bytes and a mark between documents"
-            )
+        yield from (problem.under("train") for problem in self.train.problems_of_a_step(self.model.window))
+        yield from self.train.data.problems_with(self.model)
+        pairs = self.model.characters is not None
+        if self.train.teacher_forcing is not None and not pairs:
+            message = "teacher forcing is for models that turn lines into lines"
+            yield Problem(("train", "teacher_forcing"), "S227", message, "take it out")
+        yield from (problem.under("eval") for problem in self.eval.problems_with(self.model.window, pairs))

@@ -3,7 +3,7 @@
 import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -70,8 +70,11 @@ RESERVED = frozenset(
         "type",
         "xpu",
         "zero_grad",
+        "begin",
         "extend",
+        "score",
         "skip",
+        "step",
         "norm_scale",
         "norm_weight",
         "norm_bias",
@@ -110,7 +113,12 @@ class Problem:
 
 
 class StrictModel(BaseModel):
-    """Unknown keys and wrong types are errors; values are immutable."""
+    """Unknown keys and wrong types are errors; values are immutable.
+
+    `untagged` says that a section which does not state its kind is this one.
+    """
+
+    untagged: ClassVar[bool] = False
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

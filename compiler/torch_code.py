@@ -18,8 +18,8 @@ class Body:
 
     `names` maps graph inputs to Python names; `spell` gives the text of nodes that are no plain ops (calls of kernels,
     groups, blocks), None for all others; `reserved` are names that locals must not take; `alive` are inputs that are
-    read
-    once more when the body has ended.
+    read once more when the body has ended; `scopes` are first words of paths that names can do without; `apart` are
+    values that must not be called x, as a loop over blocks calls its own so.
     """
 
     graph: Graph
@@ -27,6 +27,8 @@ class Body:
     spell: Spell
     reserved: frozenset[str] = frozenset()
     alive: frozenset[str] = frozenset()
+    scopes: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
     lines: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
@@ -46,6 +48,10 @@ class Body:
 
     def node(self, node: Node) -> None:
         text = self.text_of(node)
+        if node.op.in_place and not self.graph.consumers[node.name]:
+            self.lines.append(text)  # what it changes is its result
+            self.texts[node.name] = self.text(node.inputs[0])
+            return
         if len(node.types) == 1 and self.may_wait(node):
             self.pending[node.name] = text
             return
@@ -100,12 +106,16 @@ class Body:
         self.assign(node, self.pending.pop(ref))
         self.ahead = before
 
-    def assign(self, node: Node, text: str) -> None:
-        names = [self.name_for(node, i) for i in range(len(node.types))]
+    def release(self, *names: str) -> None:
+        """Writes out what waits and reads one of `names`, which are about to get other values."""
         for waiting in [
             ref for ref, other in self.pending.items() if any(self.mentions(other, name) for name in names)
         ]:
             self.write(waiting)
+
+    def assign(self, node: Node, text: str) -> None:
+        names = [self.name_for(node, i) for i in range(len(node.types))]
+        self.release(*names)
         self.lines.append(f"{', '.join(names)} = {text}")
         for ref, name in zip(node.outputs, names, strict=True):
             self.texts[ref], self.held[name] = name, ref
@@ -116,9 +126,13 @@ class Body:
         return any(word.partition(".")[0] == name for word in words)
 
     def name_for(self, node: Node, index: int) -> str:
-        """A short name that no live value holds, else the longer path."""
+        """A short name that no live value holds, else the longer path; `_` for one of several that nobody reads."""
+        if len(node.types) > 1 and not self.graph.uses(node.outputs[index]):
+            return "_"
         for name in self.candidates(node, index):
             holder = self.held.get(name)
+            if name == "x" and node.outputs[index] in self.apart:
+                continue
             if name not in self.reserved and (holder is None or not self.live(holder)):
                 return name
         raise AssertionError(f"no name for {node.name}")
@@ -129,6 +143,7 @@ class Body:
         returned = [label for label, output in self.graph.outputs if output == ref and label.isidentifier()]
         path = node.members[-1] if node.epilogue is not None and not node.op.gradient else node.name
         parts = path.split(".")
+        parts = parts[1:] if parts[0] in self.scopes and len(parts) > 1 else parts
         labels = (node.epilogue or node.op).output_labels
         long = "_".join(parts)
         if labels and (index or node.epilogue is None) and len(node.types) > 1:

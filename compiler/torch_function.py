@@ -4,14 +4,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specc.compiler.ir import Graph, Node
-from specc.compiler.ops.region import Fused
+from specc.compiler.ir import Graph, Named, Node, TensorType
+from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.plan import Plan
 from specc.compiler.python_lines import fitted
 
 BODY = 102  # columns of a line of a method's body
 WIDTH = 104  # columns of a line of a class body
-LOCALS = frozenset({"F", "Tensor", "nn", "torch", "weights", "self", "kept", "block", "outputs", "i", "read"})
+LOCALS = frozenset({"F", "Tensor", "nn", "torch", "weights", "self", "kept", "block", "outputs", "i", "read", "state"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Function:
     lines: tuple[str, ...]
     returns: str
     annotation: str
+    decorator: str = ""
 
     @property
     def head(self) -> tuple[str, ...]:
@@ -36,7 +37,8 @@ class Function:
                 *(f"    {argument}," for argument in self.arguments),
                 f") -> {self.annotation}:",
             ]
-        return (*lines, *(f"    {text}" for text in docstring(self.doc)))
+        above = (self.decorator,) if self.decorator else ()
+        return (*above, *lines, *(f"    {text}" for text in docstring(self.doc)))
 
     @property
     def code(self) -> tuple[str, ...]:
@@ -58,13 +60,19 @@ def docstring(text: str) -> list[str]:
     return [*textwrap.wrap(f'"""{text}', WIDTH - 4, break_long_words=False), '"""']
 
 
+def types_doc(inputs: Sequence[Named], outputs: Sequence[TensorType]) -> str:
+    """A line that states what goes in and what comes out."""
+    given = ", ".join(f"{name} {type}" for name, type in inputs)
+    return f"{given} -> {', '.join(map(str, outputs))}."
+
+
 def class_name(name: str) -> str:
     return "".join(word.capitalize() for word in name.split("_"))
 
 
 @dataclass(frozen=True)
 class Speller:
-    """The text of nodes that are no plain ops: kernels chosen by the plan, and fused groups."""
+    """The text of nodes that are no plain ops: kernels chosen by the plan, fused groups, loops and calls alone."""
 
     plan: Plan
     graph: Graph
@@ -72,6 +80,10 @@ class Speller:
     def __call__(self, node: Node, args: Sequence[str]) -> str | None:
         if isinstance(node.op, Fused):
             return f"{node.op.group}({', '.join(args)})"
+        if isinstance(node.op, Scan):
+            return f"self.{node.op.at}({', '.join(args)})"
+        if isinstance(node.op, Call):
+            return f"self.{node.op.at}.{node.op.callee.partition('.')[2]}({', '.join(args)})"
         choice = self.plan.choice(self.graph, node)
         if choice is not None and choice.rendered.function:
             return f"{self.plan.called(choice)}({', '.join(args)})"

@@ -1,20 +1,23 @@
 """Turns a plan into what templates/torch/model.py.jinja may know: classes, methods, groups, tables, all as text."""
 
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir import Graph, Named, Node, TensorType
+from specc.compiler.ir import Graph, Named, Node
 from specc.compiler.ops.region import Call
 from specc.compiler.plan import Plan
-from specc.compiler.programs import owner
+from specc.compiler.programs import Programs, owner
 from specc.compiler.torch_code import Body
-from specc.compiler.torch_function import LOCALS, Function, Speller, class_name, docstring
+from specc.compiler.torch_function import LOCALS, Function, Speller, class_name, docstring, types_doc
 from specc.compiler.torch_group import GroupContext, group_context, scoring_function
-from specc.compiler.torch_loop import loop_lines
+from specc.compiler.torch_loop import scans, stacks, time_loop
+from specc.compiler.torch_program import CACHE, keeper, new_cache, program_method
 
-METHODS = {"train": "forward"}  # a module is called to train it; other programs are methods of their own names
+# What deployed models keep apart from their parameters: the numbers of products in int8.
+STORED = {"i8": "torch.int8", "i32": "torch.int32", "f32": "torch.float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class ClassContext:
     init: tuple[str, ...]
     methods: tuple[Function, ...]
     aliases: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,8 @@ def model_context(plan: Plan) -> ModelContext:
     inner = [*functions, *(f for group in groups for f in (group.forward, group.backward))]
     code += [line for function in inner for line in (*function.lines, function.returns)]
     functional = any("F." in line for line in code)
-    doc = (f"{plan.name} for {plan.target.name}: {plan.title}.", *_legend(plan))
+    title = textwrap.fill(f"{plan.name} for {plan.target.name}: {plan.title}.", 116)
+    doc = (title, *_legend(plan))
     ordered = tuple(sorted(imports, key=_by_number))
     return ModelContext(doc, ordered, supports, "", groups, functions, blocks, tuple(tables), model, functional)
 
@@ -83,7 +88,9 @@ def _code(context: ClassContext) -> Iterator[str]:
 
 
 def _legend(plan: Plan) -> tuple[str, ...]:
-    return ("Shapes: B rows, T tokens, S kept positions; parameters and activations are " + plan.target.dtype + ".",)
+    pairs = any("S" in type.shape for _, type in plan.programs.programs[0].inputs)
+    lengths = "S tokens of the source, T of the target" if pairs else "T tokens, S kept positions"
+    return (f"Shapes: B rows, {lengths}; parameters and activations are {plan.programs.params[0].dtype}.",)
 
 
 def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
@@ -102,38 +109,50 @@ def _owners(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(owner(graph.name) for graph in plan.programs.functions))
 
 
-def _types_doc(inputs: Sequence[Named], outputs: Sequence[TensorType]) -> str:
-    given = ", ".join(f"{name} {type}" for name, type in inputs)
-    return f"{given} -> {', '.join(map(str, outputs))}."
-
-
 def _params(params: Sequence[Named]) -> tuple[str, ...]:
     """The lines that create parameters under their dotted names."""
     holders: dict[str, list[str]] = {}
     lines: list[str] = []
+    constants = [entry for entry in params if entry[1].storage]
     for path, type in params:
+        if type.storage:
+            continue
         holder, _, name = path.rpartition(".")
         shape = ", ".join(map(str, type.shape)) + ("," if len(type.shape) == 1 else "")
         if holder:
             holders.setdefault(holder, []).append(f"{name}=({shape})")
         else:
             lines.append(f"self.{name} = nn.Parameter(torch.empty({shape.rstrip(',')}))")
+    owners = dict.fromkeys(path.rpartition(".")[0] for path, _ in constants)
+    bare = [holder for holder in owners if holder and holder not in holders]
+    parents = dict.fromkeys(parent for holder in (*holders, *bare) if (parent := holder.rpartition(".")[0]))
+    lines += [f"self.{parent} = nn.Module()" for parent in dict.fromkeys((*parents, *bare))]
     for holder, entries in holders.items():
         line = f"self.{holder} = weights({', '.join(entries)})"
         if len(line) <= 100:
             lines.append(line)
         else:
             lines += [f"self.{holder} = weights(", *(f"    {entry}," for entry in entries), ")"]
+    for path, type in constants:
+        holder, _, name = path.rpartition(".")
+        sizes = ", ".join(map(str, type.shape))
+        owner = f"self.{holder}" if holder else "self"
+        lines.append(f'{owner}.register_buffer("{name}", torch.empty({sizes}, dtype={STORED[type.dtype]}))')
     return tuple(lines)
 
 
 def _block_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContext:
     functions = [graph for graph in plan.programs.functions if owner(graph.name) == name]
     first = functions[0]
-    init = (*_params(first.params), *(f"self.{scalar} = {scalar}" for scalar in first.scalars))
+    params = tuple(dict.fromkeys(entry for graph in functions for entry in graph.params))
+    init = (*_params(params), *(f"self.{scalar} = {scalar}" for scalar in first.scalars))
     methods = tuple(_method(plan, graph, reserved) for graph in functions)
     layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes))
-    return ClassContext(class_name(name), tuple(docstring(f"One block: {layers}.")), first.scalars, init, methods)
+    what = "One block"
+    for scan, op in [found for found in scans(plan.programs.programs) if owner(found[1].callee) == name][:1]:
+        methods = (time_loop(plan.programs.function(op.callee), scan), *methods)
+        what = "A loop over time"
+    return ClassContext(class_name(name), tuple(docstring(f"{what}: {layers}.")), first.scalars, init, methods)
 
 
 def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
@@ -141,33 +160,35 @@ def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
     body.run(graph.nodes)
     state = {name for name, _ in graph.inputs}
     outputs = [(label, ref) for label, ref in graph.outputs if label not in state or label == "x"]
-    doc = _types_doc(graph.inputs, [graph.types[ref] for _, ref in outputs])
+    doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in outputs])
     if len(outputs) < len(graph.outputs):
         doc += " Caches are updated in place."
     arguments = ("self", *(f"{name}: Tensor" for name, _ in graph.inputs))
     annotation = "Tensor" if len(outputs) == 1 else f"tuple[{', '.join('Tensor' for _ in outputs)}]"
     name = graph.name.partition(".")[2]
-    return Function(name, doc, arguments, tuple(body.lines), body.returned([ref for _, ref in outputs]), annotation)
+    returns = body.returned([ref for _, ref in outputs])
+    return Function(name, doc, arguments, tuple(body.lines), returns, annotation)
 
 
 def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> ClassContext:
     programs = plan.programs
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
     init = list(_params(params))
-    calls = [node for node in programs.programs[0].nodes if isinstance(node.op, Call)]
-    init += _modules(plan, calls, tables)
+    for calls in stacks(programs.programs[0].nodes):
+        init += _modules(plan, calls, tables)
+    loops = {op.at: class_name(owner(op.callee)) for _, op in scans(programs.programs)}
+    init += [f"self.{at} = {name}()" for at, name in loops.items()]
     methods: dict[tuple[tuple[str, ...], ...], Function] = {}
     aliases: list[str] = []
-    state: tuple[Named, ...] = ()
     for graph in programs.programs:
-        method = _program(plan, graph, reserved, tables)
+        method = program_method(plan, graph, reserved, tables)
         known = methods.setdefault((method.lines, method.arguments, (method.returns,)), method)
         if known is not method:
             aliases.append(f"{method.name} = {known.name}")
-        state = state or tuple(entry for entry in graph.inputs if entry[0].startswith("cache."))
     found = list(methods.values())
-    if any(graph.name not in programs.whole for graph in programs.programs):
-        found.append(_new_cache(params, state, calls))
+    if cached := [graph for graph in programs.programs if keeper(plan, graph) == CACHE]:
+        state = tuple(entry for entry in cached[0].inputs if entry[0].startswith(f"{CACHE}."))
+        found.append(new_cache(params, state, next(stacks(cached[0].nodes), [])))
     return ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),
@@ -175,7 +196,15 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
         tuple(init),
         tuple(found),
         tuple(aliases),
+        tuple(_constants(programs)),
     )
+
+
+def _constants(programs: Programs) -> Iterator[str]:
+    """What the model says of itself to those who compile it."""
+    nodes = (node for graph in programs.graphs for node in graph.nodes)
+    if names := sorted({node.op.name for node in nodes if node.op.apart}):
+        yield f"fullgraph = False  # Torch's compiler takes it in parts: each {' and '.join(names)} runs as it is"
 
 
 def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
@@ -184,12 +213,12 @@ def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
     if not ops:
         return []
     names = [class_name(owner(op.callee)) for op in ops]
-    field = ops[0].at.partition(".")[0]
+    field = ops[0].at.rpartition(".")[0]
     if len({(name, op.scalars) for name, op in zip(names, ops, strict=True)}) == 1:
         numbers = ", ".join(repr(value) for _, value in ops[0].scalars)
         return [f"self.{field} = nn.ModuleList({names[0]}({numbers}) for _ in range({len(ops)}))"]
     words = ", ".join(name for name, _ in ops[0].scalars)
-    table = field.upper()
+    table = field.upper().replace(".", "_")
     comment = f"# class{' and ' + words if words else ''} of each"
     rows = [
         f"    ({', '.join((name, *(repr(v) for _, v in op.scalars)))}{',' if not op.scalars else ''}),"
@@ -197,42 +226,3 @@ def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
     ]
     tables.append("\n".join((comment, f"{table} = (", *rows, ")")))
     return [f"self.{field} = nn.ModuleList(make(*numbers) for make, *numbers in {table})"]
-
-
-def _program(plan: Plan, graph: Graph, reserved: frozenset[str], tables: list[str]) -> Function:
-    inputs = [(name, type) for name, type in graph.inputs if not name.startswith("cache.")]
-    stateful = graph.name not in plan.programs.whole
-    body = Body(graph, {name: name for name, _ in inputs}, Speller(plan, graph), reserved)
-    calls = [node for node in graph.nodes if isinstance(node.op, Call)]
-    start = graph.nodes.index(calls[0]) if calls else len(graph.nodes)
-    body.run(graph.nodes[:start])
-    if calls:
-        loop_lines(plan, body, calls, tables)
-    body.run(graph.nodes[start + len(calls) :])
-    outputs = [(label, ref) for label, ref in graph.outputs if not label.startswith("cache.")]
-    arguments = ["self", *(f"{name}: Tensor" for name, _ in inputs)]
-    doc = _types_doc(inputs, [graph.types[ref] for _, ref in outputs])
-    if stateful:
-        arguments.append("cache: list[tuple[Tensor, ...]]")
-        doc = doc[:-1] + ", with the tokens added to `cache`, which holds `start` of them."
-    name = METHODS.get(graph.name, graph.name)
-    doc = f"{graph.name}: {doc}"
-    return Function(
-        name, doc, tuple(arguments), tuple(body.lines), body.returned([ref for _, ref in outputs]), "Tensor"
-    )
-
-
-def _new_cache(params: Sequence[Named], state: Sequence[Named], calls: Sequence[Node]) -> Function:
-    """The method that makes empty state: a tuple of tensors a block, and every block keeps the same."""
-    kept = [type.shape[2:] for name, type in state]
-    tails = kept[: len(kept) // len(calls)]
-    assert kept == tails * len(calls)
-    lines = [f"new = self.{params[0][0]}.new_zeros"] if state else []
-    tensors = ", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in tails)
-    returns = f"[({tensors}{',' if len(tails) == 1 else ''}) for _ in self.blocks]"
-    if len(tails) > 2:
-        lines.append(f"shapes = ({', '.join(map(str, tails))})")
-        returns = "[tuple(new(rows, positions, *shape) for shape in shapes) for _ in self.blocks]"
-    doc = "Empty state for `rows` sequences of at most `positions` tokens."
-    arguments = ("self", "rows: int", "positions: int")
-    return Function("new_cache", doc, arguments, tuple(lines), returns, "list[tuple[Tensor, ...]]")

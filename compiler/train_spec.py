@@ -1,10 +1,14 @@
-"""The `train:` section of a spec: data, batch, length of the run, optimizers, schedule, averaging."""
+"""The `train:` and `eval:` sections of a spec: data, batch, length, optimizers, schedules, averaging; the metric."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from specc.compiler import data
+from specc.compiler.catalog import models
+from specc.compiler.data.kind import DataKind
+from specc.compiler.data.text import TextData
 from specc.compiler.strict import (
     NonNegative,
     NonNegativeFloat,
@@ -18,11 +22,19 @@ from specc.compiler.strict import (
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class DataSpec(StrictModel):
-    """What a run reads: `bytes`, a SentencePiece `*.model` or a tiktoken rank file, and the order of its windows."""
+DATA = models(data, DataKind, "kind")
+GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
-    tokenizer: Annotated[str, Field(min_length=1, max_length=256)] = "bytes"
-    order: Literal["sequential", "coprime_stride"] = "coprime_stride"
+
+def _text_unless_said(value: Any) -> Any:
+    """Data that does not state its kind is text."""
+    return {"kind": "text", **value} if isinstance(value, dict) else value
+
+
+if TYPE_CHECKING:  # the union is made from what the package holds, which no type checker can see
+    AnyData = DataKind
+else:
+    AnyData = Annotated[Union[DATA], Field(discriminator="kind"), BeforeValidator(_text_unless_said)]  # noqa: UP007
 
 
 class Ramp(StrictModel):
@@ -61,11 +73,29 @@ OptimizerSpec = Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]
 
 class ScheduleSpec(StrictModel):
     """The learning rate's multiplier: up from 0 over `warmup_steps`, 1, then down to `floor` over the last
-    `warmdown_steps`."""
+    `warmdown_steps`. Either may be given as a fraction of `train.steps`, which follows when a run is made shorter.
+    """
 
     warmup_steps: NonNegative = 0
     warmdown_steps: NonNegative = 0
+    warmup_fraction: Unit = 0.0
+    warmdown_fraction: Unit = 0.0
     floor: Unit = 0.0
+
+    def of(self, steps: int) -> tuple[int, int]:
+        """Steps of warm-up and of warm-down in a run of so many."""
+        parts = (int(part * steps) for part in (self.warmup_fraction, self.warmdown_fraction))
+        up, down = (
+            max(given, part) for given, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
+        )
+        return up, down
+
+    def problems(self) -> Iterator[Problem]:
+        """Each of the two is given once."""
+        for name in ("warmup", "warmdown"):
+            if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
+                message = f"{name} is given in steps and as a fraction"
+                yield Problem((f"{name}_fraction",), "S229", message, "keep one of the two")
 
 
 class EmaSpec(StrictModel):
@@ -75,15 +105,33 @@ class EmaSpec(StrictModel):
     decay: Annotated[float, Field(gt=0, lt=1)]
 
 
-class TrainSpec(StrictModel):
-    """One run. Give either `steps` or `budget_seconds`; both drive the schedule."""
+class ForcingSpec(StrictModel):
+    """Teacher forcing: the probability with which a position of the decoder is fed the truth, else its own token.
 
-    data: DataSpec = DataSpec()
-    micro_batch: Positive = 8
-    tokens_per_step: Positive
+    `points` are [when, probability], counted in steps or epochs from 0; between two the value holds, or goes in a
+    straight line. The last one stays.
+    """
+
+    points: Annotated[tuple[tuple[NonNegative, Unit], ...], Field(min_length=1)]
+    by: Literal["step", "epoch"] = "step"
+    between: Literal["hold", "linear"] = "hold"
+
+
+class TrainSpec(StrictModel):
+    """One run. Give either `steps` or `budget_seconds`; both drive the schedule.
+
+    A step is counted in tokens (`tokens_per_step`) or in rows (`batch`): windows of text, or pairs of lines. A
+    backward pass takes `micro_batch` rows on each process; where unset, 8 of a step counted in tokens, else all.
+    """
+
+    data: AnyData = TextData()
+    micro_batch: Positive | None = None
+    tokens_per_step: Positive | None = None
+    batch: Positive | None = None
     steps: Positive | None = None
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
+    teacher_forcing: tuple[tuple[NonNegative, Unit], ...] | ForcingSpec | None = None
     optimizers: Annotated[tuple[OptimizerSpec, ...], Field(min_length=1)]
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
@@ -92,8 +140,56 @@ class TrainSpec(StrictModel):
     validate_tokens: Positive | None = None
     checkpoint_every: NonNegative = 0
 
+    def rows(self, window: int) -> int:
+        """Rows of a step, over all processes."""
+        return self.batch if self.batch is not None else (self.tokens_per_step or 0) // window
+
+    def at_once(self, world: int = 1) -> int:
+        """Rows of a backward pass on one of `world` processes."""
+        if self.micro_batch is not None:
+            return self.micro_batch
+        return 8 if self.batch is None else max(self.batch // world, 1)
+
+    @property
+    def forcing(self) -> ForcingSpec | None:
+        """The teacher forcing, written out."""
+        given = self.teacher_forcing
+        return ForcingSpec(points=given) if isinstance(given, tuple) else given
+
+    def problems_of_a_step(self, window: int) -> Iterator[Problem]:
+        """Why a step of windows of so many tokens does not come out even, for one process."""
+        at_once = self.at_once() if self.batch is not None else self.at_once() * window
+        size = self.batch if self.batch is not None else self.tokens_per_step
+        if size is None or size % at_once == 0:
+            return
+        near = max(size // at_once, 1) * at_once
+        unit, passes = ("rows", "") if self.batch is not None else ("tokens", f"{self.at_once()} x {window} = ")
+        yield Problem(
+            ("batch" if self.batch is not None else "tokens_per_step",),
+            "S217",
+            f"a step of {size:,} {unit} is no whole number of micro-batches of {passes}{at_once:,}",
+            f"use {near:,} or {near + at_once:,}, or another micro_batch",
+            related=(("a micro-batch", ("micro_batch",)),) if "micro_batch" in self.model_fields_set else (),
+        )
+
     def problems(self) -> Iterator[Problem]:
-        """A run ends either by steps or by the clock, and its warm-down fits inside it."""
+        """A step has one size; a run ends either by steps or by the clock, and its warm-down fits inside it."""
+        if (self.tokens_per_step is None) == (self.batch is None):
+            yield Problem(
+                ("batch",) if self.batch is not None else (),
+                "S224",
+                "train needs exactly one of tokens_per_step and batch",
+                "keep `tokens_per_step:` for text, or `batch:`, in rows, for pairs of lines",
+            )
+        points = self.forcing.points if self.forcing is not None else ((0, 1.0),)
+        times = [when for when, _ in points]
+        if times[:1] != [0] or sorted(set(times)) != times:
+            yield Problem(
+                ("teacher_forcing",),
+                "S225",
+                f"teacher forcing has points at {', '.join(map(str, times)) or 'no time'}",
+                "begin at 0 and go up",
+            )
         if (self.steps is None) == (self.budget_seconds is None):
             yield Problem(
                 ("steps",) if self.steps is not None else (),
@@ -101,19 +197,70 @@ class TrainSpec(StrictModel):
                 "train needs exactly one of steps and budget_seconds",
                 "keep the one that should end the run and drive the schedule",
             )
-        if self.steps is not None and self.schedule.warmup_steps + self.schedule.warmdown_steps > self.steps:
+        parts = [name for name in ("warmup_fraction", "warmdown_fraction") if getattr(self.schedule, name)]
+        if self.steps is None and parts:
+            message = f"{parts[0]} is a fraction of train.steps, which a run of budget_seconds does not have"
+            yield Problem(("schedule", parts[0]), "S229", message, f"use {parts[0].replace('fraction', 'steps')}")
+        if self.steps is not None and sum(self.schedule.of(self.steps)) > self.steps:
             yield Problem(
-                ("schedule", "warmdown_steps"),
+                ("schedule", "warmdown_fraction" if "warmdown_fraction" in parts else "warmdown_steps"),
                 "S202",
-                f"warm-up and warm-down take {self.schedule.warmup_steps + self.schedule.warmdown_steps} steps "
-                f"but the run has {self.steps}",
+                f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps but the run has {self.steps}",
                 "shorten them or give the run more steps",
                 related=(("the run's length", ("steps",)),),
             )
 
 
-class EvalSpec(StrictModel):
-    """How `specc eval` scores: windows of the context, each advanced by `stride` tokens (the context where unset)."""
+class BitsSpec(StrictModel):
+    """`specc eval` in bits per byte: windows of the context, each advanced by `stride` tokens (the context where
+    unset)."""
 
+    untagged: ClassVar[bool] = True
+
+    metric: Literal["bits_per_byte"] = "bits_per_byte"
     stride: Positive | None = None
     batch: Positive = 16
+
+    def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
+        """A stride within the context, and a model of one stream."""
+        if pairs:
+            message = "the model turns lines into lines, which have no bits per byte"
+            yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
+        elif self.stride is not None and self.stride > window:
+            message = f"windows that advance by {self.stride} tokens leave out some of them: the context is {window}"
+            yield Problem(("stride",), "S218", message, f"use at most {window}")
+
+
+class ExactMatchSpec(StrictModel):
+    """`specc eval` by exact match: the share of lines whose decoded text is the target, character for character.
+
+    `batch` lines are decoded at once; of generated data, `lines` of each split are scored. `beam` is the width of a
+    beam search.
+    """
+
+    metric: Literal["exact_match"]
+    decode: Literal["greedy", "beam"] = "greedy"
+    beam: Annotated[int, Field(ge=2, le=64)] | None = None
+    batch: Positive = 1024
+    lines: Annotated[int, Field(ge=1, le=100_000)] = 100_000
+
+    def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
+        """A model of pairs."""
+        if not pairs:
+            message = "exact match is of lines, and the model reads one stream of tokens"
+            yield Problem(("metric",), "S228", message, "use bits_per_byte")
+
+    def problems(self) -> Iterator[Problem]:
+        """A beam has a width, and nothing else has one."""
+        if (self.beam is None) != (self.decode == "greedy"):
+            message = "a beam search needs its width" if self.beam is None else "greedy decoding has no beam"
+            yield Problem(("decode",), "S226", message, "e.g. `decode: beam, beam: 4`, or `decode: greedy` alone")
+
+
+def _bits_unless_said(value: Any) -> Any:
+    """A section that does not state its metric is of bits per byte."""
+    return {"metric": "bits_per_byte", **value} if isinstance(value, dict) else value
+
+
+EvalSpec = BitsSpec | ExactMatchSpec
+AnyEval = Annotated[EvalSpec, Field(discriminator="metric"), BeforeValidator(_bits_unless_said)]

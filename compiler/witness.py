@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specc.compiler.expr import Binary, Call, Compare, Const, Expr, Neg, Var, reread
 from specc.compiler.ir import Graph, Input, Node, TensorType, Traced, node_of
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.region import Scan
 from specc.compiler.programs import Programs, flatten, scalar_values
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
 COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
 # functions of the pointwise language whose Torch function has another name
 SPELLED = {"gelu_tanh": "gelu", "abs": "abs", "max": "maximum", "min": "minimum"}
-TORCH_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i64": "int64"}
+TORCH_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i64": "int64", "bool": "bool"}
 
 
 class Mismatch(Exception):
@@ -31,8 +32,14 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
 
     from torch import arange, fx
 
+    class Tracer(fx.Tracer):
+        """Leaves a loop over time whole: its length is that of its input."""
+
+        def is_leaf_module(self, m: "nn.Module", module_qualified_name: str) -> bool:
+            return self.traced_func_name != "step" and hasattr(m, "step")
+
     own = [value for name, value in vars(source).items() if isinstance(value, types.FunctionType) and name != "weights"]
-    tracer = fx.Tracer(autowrap_functions=(*own, arange))
+    tracer = Tracer(autowrap_functions=(*own, arange))
     tracer.traced_func_name = method
     return tracer.trace(module)
 
@@ -63,14 +70,16 @@ def check_types(
 
     graph = flatten(programs, programs.program(program), groups=False)
     seen = compare(graph, scalar_values(programs.program(program)), traced)
+    sizes = {"B": rows, "T": tokens, "S": tokens}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    FakeTensorProp(fx.GraphModule(module, traced), mode).propagate(ids, ids)
+    shapes = [[sizes[dim] if isinstance(dim, str) else dim for dim in type.shape] for _, type in graph.inputs]
+    given = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
+    FakeTensorProp(fx.GraphModule(module, traced), mode).propagate(*given)
     checked = 0
     for name, found in seen.items():
         value = found.meta.get("val")
         if isinstance(value, torch.Tensor):
-            _check_type(name, graph.by_name[name].type, value, {"B": rows, "T": tokens})
+            _check_type(name, graph.by_name[name].type, value, sizes)
             checked += 1
     return checked
 
@@ -122,6 +131,11 @@ class _Comparison:
             self.expect(known is found, node.name, "is computed once", found)
             return
         self.seen[node.name] = found
+        if isinstance(node.op, Scan):
+            self.expect(found.op == "call_module" and found.target == node.op.at, node.name, "is a loop", found)
+            for ref, have in zip(node.inputs, found.args, strict=True):
+                self.value(ref, have)
+            return
         if isinstance(node.op, Pointwise):
             values = dict(zip(node.op.variables, node.inputs, strict=True))
             self.expression(node, reread(node.op.outputs[0]), values, found)
@@ -137,12 +151,20 @@ class _Comparison:
         self.expect(set(dict(wanted.keywords)) <= set(found.kwargs), node.name, f"has {dict(wanted.keywords)}", found)
         pairs = [*zip(wanted.args, args, strict=True), *((v, found.kwargs[k]) for k, v in wanted.keywords)]
         for want, have in pairs:
-            if isinstance(want, Input):
-                self.value(node.inputs[want.index], have)
-            elif isinstance(want, Traced):
-                self.call(node, want, have)
-            else:
-                self.expect(want == have, node.name, f"has {want}", have)
+            self.argument(node, want, have)
+
+    def argument(self, node: Node, want: object, have: Any) -> None:
+        """One argument of a call; of a tuple each item."""
+        if isinstance(want, Input):
+            self.value(node.inputs[want.index], have)
+        elif isinstance(want, Traced):
+            self.call(node, want, have)
+        elif isinstance(want, tuple) and any(isinstance(item, Input) for item in want):
+            self.expect(isinstance(have, tuple) and len(have) == len(want), node.name, f"has {len(want)} items", have)
+            for one, other in zip(want, have, strict=True):
+                self.argument(node, one, other)
+        else:
+            self.expect(want == have, node.name, f"has {want}", have)
 
     def expression(self, node: Node, expr: Expr, values: Mapping[str, str], found: Any) -> None:
         """An expression of the pointwise language against the arithmetic that was traced."""

@@ -19,7 +19,14 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     target, f32 [B, T]; and `prefill`, `decode` and `new_cache` for generation. ids and targets are i64 [B, T]
     on the device of the target, `cuda` or `cpu`. Without `target` the best one that runs here is taken. No
     code that a file holds is ever executed. Raises as `specc.runtime.opened.open_model` does.
+
+    A model of pairs of lines has `model(source, inputs, target)`, `model.score(source, target)`, `encode` and
+    `extend`, and `model.translate(lines)`, which turns a list of lines into the list of theirs.
     """
     from specc.runtime.opened import open_model
+    from specc.runtime.translate import opened_translator
 
-    return open_model(Path(path), target, device).model
+    opened = open_model(Path(path), target, device)
+    if opened.spec.model.characters is not None:
+        opened.model.translate = opened_translator(opened).translate  # type: ignore[assignment]
+    return opened.model

@@ -9,34 +9,33 @@ WARM_UP = 2  # passes before the capture: they compile, and allocate what librar
 
 
 class Captured:
-    """`work(ids, targets)` on a GPU, of one shape: run as it is twice, then captured, and from then on replayed.
+    """`work(*tensors)` on a GPU, of one shape: run as it is twice, then captured, and from then on replayed.
 
     What `work` writes must lie at the same addresses in every call, and its Python must do the same each time. The
     graph keeps its own memory for what it allocates. Raises what `work` and CUDA raise, also while capturing: an
     operation that cannot be captured is an error, not a reason to go on without.
     """
 
-    def __init__(self, work: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, work: Callable[..., None]) -> None:
         self._work = work
         self._passes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, ids: Tensor, targets: Tensor) -> None:
-        """One micro-batch; ids and targets are i64 [B, T] on the device."""
+    def __call__(self, *given: Tensor) -> None:
+        """One micro-batch; what is given lies on the device, and has the same shapes in every call."""
         if self._passes < WARM_UP:
             self._passes += 1
-            self._work(ids, targets)
+            self._work(*given)
             return
         if self._graph is None:
-            self._ids, self._targets = torch.empty_like(ids), torch.empty_like(targets)
-            self._ids.copy_(ids)
-            self._targets.copy_(targets)
+            self._held = tuple(tensor.clone() for tensor in given)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                self._work(self._ids, self._targets)
+                self._work(*self._held)
             self._graph = graph
-        if ids.shape != self._ids.shape:
-            raise ValueError(f"captured for {list(self._ids.shape)} tokens, not {list(ids.shape)}")
-        self._ids.copy_(ids, non_blocking=True)
-        self._targets.copy_(targets, non_blocking=True)
+        shapes = [[list(tensor.shape) for tensor in some] for some in (self._held, given)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"captured for {shapes[0]} tokens, not {shapes[1]}")
+        for held, tensor in zip(self._held, given, strict=True):
+            held.copy_(tensor, non_blocking=True)
         self._graph.replay()

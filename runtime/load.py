@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from specc.compiler.artifact import write
-from specc.compiler.build import compile_loaded
+from specc.compiler.build import DEPLOYED, compile_loaded
 from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.ops.region import Call
 from specc.compiler.programs import Programs
@@ -40,17 +40,20 @@ class Loaded:
     directory: Path
 
 
-def instantiate(spec: Spec, target: str, directory: Path, fuse: bool = True, lock: Lock = NO_LOCK) -> Loaded:
+def instantiate(
+    spec: Spec, target: str, directory: Path, fuse: bool = True, lock: Lock = NO_LOCK, deployed: bool = False
+) -> Loaded:
     """Renders `spec` for `target` under `directory`, with the tiles of `lock`, and builds its module; parameters are
     f32 and not yet filled.
 
-    Without `fuse` every fusion point is left out, which gives the same function by plain ops.
+    Without `fuse` every fusion point is left out, which gives the same function by plain ops. With `deployed` it is
+    what runs from an artifact, of a spec for which that is something else.
     """
     spec = spec if fuse else replace_fuse(spec)
     built = compile_loaded(spec, None, (target,), lock)
     write(directory, built.files, force=True)
-    code = directory / target
-    plan = built.plans[target]
+    code = directory / target / DEPLOYED if deployed else directory / target
+    plan = built.deployed[target] if deployed else built.plans[target]
     return Loaded(spec, TARGETS[target], plan.programs, import_model(code).Model(), code)
 
 

@@ -21,7 +21,8 @@ Value = str | int | float | bool | None
 @dataclass(frozen=True, slots=True)
 class Step:
     """One update: `loss` in nats a token, mean over the step's tokens; `lr` the schedule's multiplier;
-    `grad_norm` before clipping; `seconds` of training so far."""
+    `grad_norm` before clipping; `seconds` of training so far.
+    Where steps are counted in samples, tokens are those of both sides, without pads."""
 
     step: int
     loss: float
@@ -29,6 +30,7 @@ class Step:
     grad_norm: float
     tokens_per_second: float
     seconds: float
+    samples_per_second: float | None = None
 
 
 class RunLog:
@@ -59,7 +61,7 @@ class RunLog:
         return RunFailure(f"cannot write {self._path}: {error.strerror or error}", "free some space")
 
     def step(self, step: Step) -> None:
-        self.write("step", **asdict(step))
+        self.write("step", **{name: value for name, value in asdict(step).items() if value is not None})
 
     def close(self) -> None:
         self._file.close()
@@ -134,7 +136,8 @@ def open_progress(say: Say) -> Iterator[Lines | Bar]:
 
 
 def _in_words(step: Step) -> str:
+    samples = "" if step.samples_per_second is None else f"{step.samples_per_second:,.0f} samples/s  "
     return (
-        f"step {step.step:,}  loss {step.loss:.4f}  lr x{step.lr:.3f}  norm {step.grad_norm:.3f}  "
+        f"step {step.step:,}  loss {step.loss:.4f}  lr x{step.lr:.3f}  norm {step.grad_norm:.3f}  {samples}"
         f"{step.tokens_per_second:,.0f} tokens/s  {step.seconds:.1f} s"
     )

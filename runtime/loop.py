@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from specc.runtime import checkpoint
-from specc.runtime.data import BitsPerByte, Tokenizer, TokenStream
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import RunLog, Say, Silence, Step
 from specc.runtime.run import Run
 from specc.runtime.signals import Signals, Stopped
 from specc.runtime.trainer import Trainer
+from specc.runtime.validation import Measured, Validates
 
-_MEMORY = "lower train.micro_batch; tokens_per_step may stay"
+_MEMORY = "lower train.micro_batch; the size of a step may stay"
 
 
 class Progress(Protocol):
@@ -39,16 +39,6 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Validation:
-    """What is scored: the first `max_tokens` of a stream (None: all of it), `batch` windows at once."""
-
-    stream: TokenStream
-    tokenizer: Tokenizer
-    batch: int
-    max_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class TrainResult:
     """How a run ended. `checkpoint` holds what it ends with: the averaged weights where the spec averages.
 
@@ -61,11 +51,11 @@ class TrainResult:
     step: int
     seconds: float
     complete: bool
-    raw: BitsPerByte
-    averaged: BitsPerByte | None
+    raw: Measured
+    averaged: Measured | None
 
     @property
-    def final(self) -> BitsPerByte:
+    def final(self) -> Measured:
         return self.averaged or self.raw
 
 
@@ -80,7 +70,7 @@ class Loop:
         self,
         run: Run,
         trainer: Trainer,
-        validation: Validation,
+        validation: Validates,
         log: RunLog | Silence,
         progress: Progress,
         say: Say,
@@ -130,7 +120,7 @@ class Loop:
             python=platform.python_version(),
         )
         if (trainer.compiled or train.budget_seconds is not None) and not self._ended():
-            trainer.warm_up(self._validation.tokenizer.vocab)  # so that the clock sees no compilation
+            trainer.warm_up(self._validation.vocabulary)  # so that the clock sees no compilation
         self._began = time.monotonic()
         self._look()
         trainer.clock.start()
@@ -181,7 +171,15 @@ class Loop:
         raw = self._validate("raw", None)
         averaged = self._validate("average", trainer.average.tensors) if trainer.average else None
         ends_with = "raw" if averaged is None else "average"
-        self._log.write("end", step=trainer.step, seconds=trainer.clock.seconds, complete=complete, weights=ends_with)
+        totals = trainer.totals()
+        self._log.write(
+            "end", step=trainer.step, seconds=trainer.clock.seconds, complete=complete, weights=ends_with, **totals
+        )
+        if totals:
+            self._say(
+                f"{totals['samples']:,} samples and {totals['tokens']:,} tokens in {trainer.clock.seconds:.1f} s: "
+                f"{totals['samples_per_second']:,.0f} samples/s, {totals['tokens_per_second']:,.0f} tokens/s"
+            )
         if not complete:
             self._say(f"ended early after step {trainer.step:,}; continue with --resume auto")
         return TrainResult(self._run.directory, path, trainer.step, trainer.clock.seconds, complete, raw, averaged)
@@ -200,30 +198,18 @@ class Loop:
         self._log.write("checkpoint", step=trainer.step, path=path.name)
         return path
 
-    def _validate(self, which: str, weights: Mapping[str, Tensor] | None) -> BitsPerByte:
-        to, trainer = self._validation, self._trainer
+    def _validate(self, which: str, weights: Mapping[str, Tensor] | None) -> Measured:
+        trainer = self._trainer
 
         def glance(done: int, todo: int) -> None:
             if self._signals.came:
                 raise _Noticed
 
         try:
-            result = trainer.evaluate(
-                to.stream, to.tokenizer, to.batch, to.max_tokens, weights, glance, meet=self._look
-            )
+            result = trainer.evaluate(self._validation, weights, glance, meet=self._look)
         except _Noticed:
             self._look()  # meets the others, who score their parts to the end; raises Stopped for all
             raise
-        nats = result.nats / result.tokens
-        self._log.write(
-            "validation",
-            step=trainer.step,
-            weights=which,
-            nats=nats,
-            tokens=result.tokens,
-            bpb=result.bpb,
-            bpb_pieces=result.bpb_pieces,
-        )
-        bpb = result.bpb if result.bpb is not None else result.bpb_pieces
-        self._say(f"step {trainer.step:,}  validation, {which} weights: {nats:.4f} nats/token, {bpb:.4f} bpb")
+        self._log.write("validation", step=trainer.step, weights=which, **result.record())
+        self._say(f"step {trainer.step:,}  validation, {which} weights: {result.line()}")
         return result

@@ -29,7 +29,6 @@ FLAGS = (
     "-O3",
     "-std=c++17",
     "-DNDEBUG",
-    "-gencode=arch=compute_90a,code=sm_90a",
     "--expt-relaxed-constexpr",
     "-ftz=true",  # else every exp is scaled around the subnormals: a quarter of the instructions of gelu
     "-prec-div=false",  # within 2 ulp of f32; the exact forms branch, and cost registers that the epilogue lacks
@@ -40,6 +39,7 @@ FLAGS = (
 )
 HEADERS = ("include", "tools/util/include")  # below the wheel's cutlass_library/source
 CUTLASS = "nvidia-cutlass"
+ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)  # how a source says for what it is; else sm_90a
 LOG_LINES = 40
 
 
@@ -57,7 +57,7 @@ def compile_only(source: Path) -> Path:
     `library`."""
     text = source.read_bytes()
     nvcc, (version, headers) = find_nvcc(), find_cutlass()
-    facts = (nvcc_version(nvcc), version, platform.machine(), *FLAGS)
+    facts = (nvcc_version(nvcc), version, platform.machine(), *flags(text))
     code = b"\n".join(line for line in text.splitlines() if not line.lstrip().startswith(b"//"))
     key = hashlib.sha256(b"\0".join((code, *(fact.encode() for fact in facts)))).hexdigest()[:32]
     folder = cache_folder()
@@ -66,6 +66,13 @@ def compile_only(source: Path) -> Path:
         if not compiled.is_file():
             _compile(nvcc, headers, source.name, text, compiled)
     return compiled
+
+
+def flags(text: bytes) -> tuple[str, ...]:
+    """What nvcc is told for a source: `FLAGS`, and the architecture that the source names."""
+    found = ARCH.search(text)
+    arch = found[1].decode() if found else "90a"
+    return (*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}")
 
 
 def compile_ahead(directory: Path) -> None:
@@ -86,7 +93,7 @@ def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -
         copy, made = Path(scratch, name), Path(scratch, compiled.name)
         copy.write_bytes(text)
         includes = [f"-I{headers / folder}" for folder in HEADERS]
-        command = [nvcc, *FLAGS, *includes, str(copy), "-o", str(made)]
+        command = [nvcc, *flags(text), *includes, str(copy), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         log = done.stdout + done.stderr
         end = "\n".join(log.splitlines()[-LOG_LINES:])

@@ -21,15 +21,19 @@ from specc.compiler.build import compile_loaded, interface_digest, spec_of
 from specc.compiler.check import problems_of
 from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.passes.quantize_products import integer_products
+from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import Spec
 from specc.runtime import checkpoint
-from specc.runtime.data import DataError, Tokenizer, open_tokenizer
+from specc.runtime.data import CharTokenizer, Tokenizer
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import read_artifact
 from specc.runtime.load import Loaded, assign, choose_target, device_of, instantiate
+from specc.runtime.quantize.constants import constants, fill
 from specc.runtime.quantize.tensors import Layout, QuantizedModel, dequantized, layout
 from specc.runtime.run import Run, RunDirectoryError
+from specc.runtime.sources.tokens import characters_of, tokenizer_of
 
 ARTIFACT = "model.specc"
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -125,14 +129,12 @@ class Opened:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The one that the spec names. Raises DataError where it is not found or has too many ids."""
-        tokenizer = open_tokenizer(self.spec.train.data.tokenizer, self.search)
-        known = self.spec.model.vocabulary
-        if tokenizer.vocab > known:
-            raise DataError(
-                f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {known:,}",
-                "give the tokenizer that the model was trained with",
-            )
-        return tokenizer
+        return tokenizer_of(self.spec, self.search)
+
+    @property
+    def characters(self) -> CharTokenizer:
+        """The vocabulary of a model of pairs of lines. Raises DataError for another one."""
+        return characters_of(self.spec)
 
 
 def open_model(
@@ -189,27 +191,43 @@ def realize(
     weights: Mapping[str, Tensor],
     fuse: bool = True,
     lock: Lock = NO_LOCK,
+    constants: Mapping[str, Tensor] | None = None,
 ) -> Loaded:
     """The module of `spec` with `weights` (f32, by parameter name), in eval mode on the device of its target.
 
-    Without `fuse` it is the unfused one. Its code lies in a folder that only this user can open, and that
-    goes with the module.
+    Without `fuse` it is the unfused one; with `constants`, by name, that of the deployed programs. Its code lies in a
+    folder that only this user can open, and that goes with the module.
     """
     target = choose_target(spec, target)
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
     try:
-        loaded = instantiate(spec, target, directory, fuse, lock)
+        loaded = instantiate(spec, target, directory, fuse, lock, constants is not None)
         assign(loaded, weights)
+        fill(loaded, constants or {})
         where = _device(loaded, device)
-        kinds = {param.name: DTYPES[param.dtype] for param in loaded.programs.params}
+        kinds = {p.name: DTYPES[p.dtype] for p in loaded.programs.params if p.dtype in DTYPES}
         for name, parameter in loaded.model.named_parameters():
             parameter.data = parameter.data.to(where, kinds[name])
+        for buffer in loaded.model.buffers():
+            buffer.data = buffer.data.to(where)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
     loaded.model.eval()
     weakref.finalize(loaded.model, shutil.rmtree, directory, ignore_errors=True)
     return loaded
+
+
+def realize_stored(
+    spec: Spec, target: str | None, device: str | None, stored: QuantizedModel, weights: Mapping[str, Tensor]
+) -> Loaded:
+    """The module that runs from stored arrays, of which `weights` are what they stand for: its products are computed in
+    whole numbers where their schemes say so. Raises IntegrityError where the arrays do not fit together."""
+    sources = integer_products(lower(spec, choose_target(spec, target)), stored.schemes)
+    if not sources:
+        return realize(spec, target, device, weights)
+    kept = {name: weight for name, weight in weights.items() if not stored.schemes[name].integer}
+    return realize(spec, target, device, kept, constants=constants(sources, stored))
 
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
@@ -256,9 +274,19 @@ def token_cache() -> Path:
     return user_cache_path("specc") / "tokens"
 
 
-def read_verified(path: Path) -> tuple[Spec, dict[str, Tensor], bool]:
-    """The spec in an artifact, its parameters (f32, by name), and whether this compiler generates the very
-    code that it was written with. Raises IntegrityError, handing out nothing, when anything is wrong."""
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What an artifact holds: its spec, the arrays as they are stored, the parameters (f32, by name) that they stand
+    for, and whether this compiler generates the very code that it was written with."""
+
+    spec: Spec
+    stored: QuantizedModel
+    weights: dict[str, Tensor]
+    same_code: bool
+
+
+def read_verified(path: Path) -> Verified:
+    """All of an artifact. Raises IntegrityError, handing out nothing, when anything is wrong."""
     made: list[tuple[Spec, Deployment]] = []
 
     def expected(text: bytes) -> tuple[bytes, Layout]:
@@ -267,21 +295,26 @@ def read_verified(path: Path) -> tuple[Spec, dict[str, Tensor], bool]:
 
     artifact = read_artifact(path, expected)
     spec, deployment = made[0]
+    model = QuantizedModel(deployment.schemes, deployment.shapes, artifact.tensors)
     try:
-        weights = dequantized(QuantizedModel(deployment.schemes, deployment.shapes, artifact.tensors))
+        weights = dequantized(model)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
-    return spec, weights, artifact.code == deployment.code
+    return Verified(spec, model, weights, artifact.code == deployment.code)
 
 
 def _open_artifact(
     path: Path, target: str | None, device: str | None, search: tuple[Path, ...], say: Say, data: str | None
 ) -> Opened:
-    spec, weights, same = read_verified(path)
-    if not same:
+    found = read_verified(path)
+    if not found.same_code:
         say(f"{path} was written with other generated code: results may differ in the last bits")
-    loaded = realize(spec, target, device, weights)
-    return Opened(spec, loaded, "artifact", path, _device(loaded, device), same, data, search)
+    try:
+        loaded = realize_stored(found.spec, target, device, found.stored, found.weights)
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error.message}", error.hint) from error
+    where = _device(loaded, device)
+    return Opened(found.spec, loaded, "artifact", path, where, found.same_code, data, search)
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:

@@ -13,15 +13,16 @@ from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime import checkpoint
 from specc.runtime.committed import sweep
-from specc.runtime.data import DataError, Loader, Tokenizer, open_stream, open_tokenizer
 from specc.runtime.distributed import World
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.load import device_of, initialize, instantiate
 from specc.runtime.log import RunLog, Say, Silence, open_progress
-from specc.runtime.loop import Limits, Loop, TrainResult, Validation
+from specc.runtime.loop import Limits, Loop, TrainResult
 from specc.runtime.native import compile_ahead
 from specc.runtime.run import Run, default_run, is_run, locked, newest_run, require_free
+from specc.runtime.sources.source import Ready, source_of
 from specc.runtime.trainer import Trainer
+from specc.runtime.validation import Validates
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class TrainOptions:
 
     Attributes:
         spec, target: the resolved spec, and which of its targets to run.
-        data: a source as `specc.runtime.data.open_stream` takes it.
+        data: what the spec's kind of data takes: for text, see `specc.runtime.data.open_stream`.
         run: the run directory; None takes the next free `runs/NAME-NNN`, or to resume the newest.
         overrides: the `--set` texts that are in the spec already, for the record.
         resume: "auto" goes on from the newest sound checkpoint, or starts where there is none.
@@ -70,7 +71,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
     process ended; DataError for the data.
     """
     spec = options.spec
-    world, tokenizer = _fitting(options, world or World.alone())
+    world, ready = _fitting(options, world or World.alone())
     leads = world.rank == 0
     say = say if leads else _nothing
     directory = world.first(
@@ -88,7 +89,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         elif leads:
             require_free(directory)
         say(f"run: {directory}")
-        trainer, validation = _prepare(run, options, world, tokenizer, stack)
+        trainer, validation = _prepare(run, options, world, ready, stack)
         if started:
             _resume(run, trainer, say)
         elif leads:  # only now that all fits: what failed before can be tried again in the same place
@@ -105,44 +106,45 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 def _nothing(line: str) -> None: ...
 
 
-def _fitting(options: TrainOptions, world: World) -> tuple[World, Tokenizer]:
-    """The world on its device, and the tokenizer, found to be there and to fit before anything is written."""
+def _fitting(options: TrainOptions, world: World) -> tuple[World, Ready]:
+    """The world on its device, and what reads the data, found to be there and to fit before anything is written."""
     device = torch.device(options.device or device_of(TARGETS[options.target]))
     if device.type == "cuda" and not torch.cuda.is_available():
         message = f"target {options.target} needs an NVIDIA GPU, and torch finds none"
         raise EnvironmentFailure(message, "train another target of the spec")
-    tokenizer = open_tokenizer(options.spec.train.data.tokenizer, options.search)
-    if tokenizer.vocab > options.spec.model.vocabulary:
-        raise DataError(
-            f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {options.spec.model.vocabulary:,}",
-            f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
-        )
-    return world.on(device), tokenizer
+    ready = source_of(options.spec).ready(options.spec, options.search)
+    return world.on(device), ready
 
 
 def _prepare(
-    run: Run, options: TrainOptions, world: World, tokenizer: Tokenizer, stack: ExitStack
-) -> tuple[Trainer, Validation]:
+    run: Run, options: TrainOptions, world: World, ready: Ready, stack: ExitStack
+) -> tuple[Trainer, Validates]:
     spec, device = run.spec, world.device
     torch.manual_seed(spec.train.seed)
     with world.in_turn("prepare"):  # one writes the generated code, starts to compile its kernels, and tokenizes
         loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
         if device.type == "cuda" and world.rank == 0:
             compile_ahead(loaded.directory)
-        streams = [open_stream(run.data, split, tokenizer, options.cache) for split in ("train", "val")]
-    for stream in streams:
-        stack.callback(stream.close)
-    world.require_same("part of the run", {"spec": run.spec_digest, "data": [stream.digest for stream in streams]})
+        opened = ready.open(run.data, options.cache, stack)
+    world.require_same("part of the run", {"spec": run.spec_digest, "data": list(opened.digests)})
     initialize(loaded, spec.train.seed)
-    plan, window = spec.train, spec.model.window
-    train_stream, val_stream = streams
-    loader = Loader(train_stream, plan.micro_batch, window, plan.data.order, plan.seed, world.rank, world.size)
-    stack.enter_context(loader)
-    compiled = options.compiled and device.type == "cuda"
+    supply = opened.supply(loaded, world, stack)
+    takes = tuple(name for name, _ in next(one for one in loaded.programs.programs if one.name == "train").inputs)
+    if takes != supply.feed.names:
+        raise TypeError(f"the program train takes {takes}, and {spec.train.data.kind} gives {supply.feed.names}")
     trainer = Trainer(
-        loaded.model, loaded.programs.params, plan, loader, window, device, compiled, run.spec_digest, world
+        loaded.model,
+        loaded.programs.params,
+        spec.train,
+        supply.loader,
+        spec.model.window,
+        device,
+        options.compiled and device.type == "cuda",
+        run.spec_digest,
+        world,
+        supply.feed,
     )
-    return trainer, Validation(val_stream, tokenizer, spec.eval.batch, plan.validate_tokens)
+    return trainer, supply.validation
 
 
 def _resume(run: Run, trainer: Trainer, say: Say) -> None:

@@ -2,9 +2,10 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,19 +15,20 @@ from specc.compiler.train_spec import TrainSpec
 from specc.runtime.capture import Captured
 from specc.runtime.checkpoint import Snapshot, require_match
 from specc.runtime.clock import Clock
-from specc.runtime.data import BitsPerByte, Loader, Tokenizer, TokenStream, evaluate_bits
 from specc.runtime.data.bits import Sums
 from specc.runtime.distributed import World
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.feed import Batch, Feed, Windows
 from specc.runtime.log import Step
 from specc.runtime.optim import schedule
 from specc.runtime.optim.average import Average
 from specc.runtime.optim.groups import Optimizers
 from specc.runtime.optim.masters import Masters
+from specc.runtime.validation import Measured, Score, Scorer, Validates
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 WARM_UP_STEPS = 3
-Function = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[..., Tensor]
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
 
 
@@ -38,14 +40,14 @@ class BatchError(RuntimeFailure):
 
 def micro_batches(train: TrainSpec, window: int, world: int = 1) -> int:
     """Backward passes a step on each of `world` processes. Raises BatchError if they do not come out even."""
-    at_once = train.micro_batch * window * world
-    count, rest = divmod(train.tokens_per_step, at_once)
+    by_rows, rows = train.batch is not None, train.at_once(world)
+    size = (train.batch if by_rows else train.tokens_per_step) or 0
+    at_once = rows * world if by_rows else rows * window * world
+    count, rest = divmod(size, at_once)
     if rest or not count:
         processes = f" x {world} processes" if world > 1 else ""
-        message = (
-            f"train.tokens_per_step {train.tokens_per_step:,} is no multiple of "
-            f"micro_batch {train.micro_batch} x {window} tokens{processes} = {at_once:,}"
-        )
+        what, unit = ("batch", "") if by_rows else ("tokens_per_step", f" x {window} tokens")
+        message = f"train.{what} {size:,} is no multiple of micro_batch {rows}{unit}{processes} = {at_once:,}"
         near = " or ".join(f"{n * at_once:,}" for n in (count, count + 1) if n)
         raise BatchError(message, f"use {near}, or another micro_batch")
     return count
@@ -59,16 +61,29 @@ class _Launched:
     multiplier: float
     numbers: Tensor  # f32 [2]: loss, gradient norm
     arrived: torch.cuda.Event | None
+    counted: tuple[int | None, int]  # samples and tokens given so far, these included
+
+
+class Batches(Protocol):
+    """Where batches come from, with a place in an order that can be saved."""
+
+    def next(self) -> Batch: ...
+
+    def state(self) -> dict[str, int]: ...
+
+    def restore(self, state: Mapping[str, int]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Trainer:
     """One model in training. It moves to `device`, and its parameters to the dtypes that `parameters` state.
 
-    The model gives `model(ids, targets)`, the mean loss in nats, f32 [], and `model.score(ids, targets)`, the
-    nats of each target, [B, T]; ids and targets are i64 [B, T].
+    The model gives a mean loss in nats, f32 [], of what `feed` makes of a batch; for windows of text, the default,
+    that is `model(ids, targets)`, i64 [B, T]. `model.score` gives the nats of each target, [B, T].
 
     In a `world` of several processes each has a trainer, all make the same calls, and `loader` gives each its
-    part of a step's windows. Gradients and losses are summed once a step; all else each computes for itself.
+    part of a step's rows. Gradients and losses are summed once a step; all else each computes for itself.
     """
 
     def __init__(
@@ -76,29 +91,33 @@ class Trainer:
         model: nn.Module,
         parameters: Sequence[Parameter],
         train: TrainSpec,
-        loader: Loader,
+        loader: Batches,
         window: int,
         device: torch.device,
         compiled: bool,
         spec_digest: str,
         world: World | None = None,
+        feed: Feed | None = None,
     ) -> None:
         self.train, self.loader, self.window = train, loader, window
         self.device, self.compiled = device, compiled
         self.world = world or World.alone()
         self.micro_batches = micro_batches(train, window, self.world.size)
+        self.feed = feed or Windows(train.rows(window) * window)
         model.to(device)
+        self._model = model
         self.masters = Masters(model, {param.name: DTYPES[param.dtype] for param in parameters})
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers)
         self.average = Average(self.masters.tensors, train.average.decay) if train.average else None
         self._loss, self._score = _functions(model, compiled)
         graphs = compiled and device.type == "cuda"
-        self._micro_batch: Callable[[Tensor, Tensor], None] = Captured(self._add) if graphs else self._add
+        self._micro_batch: Callable[..., None] = Captured(self._add) if graphs else self._add
         self._spec_digest = spec_digest
         self.step = 0
         self.clock = Clock()
         self._launched: deque[_Launched] = deque()
         self._last_seconds = 0.0
+        self._last_tokens, self._last_samples = 0, 0
 
     @property
     def done(self) -> float:
@@ -113,7 +132,7 @@ class Trainer:
         then those from before the step.
         """
         multiplier = schedule.multiplier(self.train, self.step, self.clock.common)
-        self._gradients(self._batches())
+        self._gradients(self._arguments(self.loader.next() for _ in range(self.micro_batches)))
         norm = self._sum_up()
         self._launch(multiplier, torch.stack((self.masters.loss, norm)))
         known = self._known(lag=1 if self.device.type == "cuda" else 0)
@@ -139,11 +158,10 @@ class Trainer:
         """Compiles everything that a step runs, by steps on made-up tokens; then all is as it was."""
         before = _copied(self.snapshot())
         generator = torch.Generator().manual_seed(0)
-        shape = (2, self.train.micro_batch, self.window)
+        shape = (self.train.at_once(self.world.size), self.window)
         for _ in range(WARM_UP_STEPS):
-            parts = range(self.micro_batches)
-            tokens = (torch.randint(vocabulary, shape, generator=generator) for _ in parts)
-            self._gradients(self._place(*both) for both in tokens)
+            made = (self.feed.made_up(shape, vocabulary, generator) for _ in range(self.micro_batches))
+            self._gradients(self._arguments(made))
             self.world.wait()  # however long another compiles, a sum on the device must not time out
             self._sum_up()
             self._update(1.0)
@@ -151,15 +169,12 @@ class Trainer:
 
     def evaluate(
         self,
-        stream: TokenStream,
-        tokenizer: Tokenizer,
-        batch: int,
-        max_tokens: int | None,
+        validation: Validates,
         weights: Mapping[str, Tensor] | None = None,
         progress: Callable[[int, int], None] | None = None,
         meet: Callable[[], None] | None = None,
-    ) -> BitsPerByte:
-        """Scores a stream, or its first `max_tokens`, with `weights`, or else the model as it stands.
+    ) -> Measured:
+        """Scores what `validation` holds, with `weights`, or else the model as it stands.
 
         Each rank of the world scores a part. `progress` is called between batches, `meet` when this rank's
         part is done, before the sums are. Raises RunFailure when the loss is not finite.
@@ -171,22 +186,32 @@ class Trainer:
             return self.world.totals(sums)
 
         with self.masters.showing(weights) if weights is not None else nullcontext():
-            result = evaluate_bits(
-                self._score,
-                stream,
-                tokenizer,
-                self.window,
-                batch,
-                self.device,
-                max_tokens=max_tokens,
-                progress=progress,
-                rank=self.world.rank,
-                world=self.world.size,
-                reduce=reduce,
+            result = validation.measure(
+                Scorer(
+                    self._model,
+                    self._score,
+                    self.window,
+                    self.device,
+                    progress,
+                    self.world.rank,
+                    self.world.size,
+                    reduce,
+                    self.compiled,
+                )
             )
         if not math.isfinite(result.nats):
             raise RunFailure(f"step {self.step}: the validation loss is {result.nats}", _NOT_FINITE)
         return result
+
+    def totals(self) -> dict[str, float]:
+        """Where steps are counted in samples: how many the run has trained on by now, their tokens, and both a second
+        of training, of these totals; else nothing."""
+        samples, tokens = self.feed.counted()
+        if samples is None:
+            return {}
+        seconds = max(self.clock.seconds, 1e-9)
+        rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
+        return {"samples": samples, "tokens": tokens, **rates}
 
     def require_same(self) -> None:
         """Raises RunFailure on a rank whose weights are not those of rank 0."""
@@ -229,26 +254,30 @@ class Trainer:
         self.step = snapshot.step
         self.clock.set(snapshot.seconds)
         self._last_seconds = snapshot.seconds
+        samples, self._last_tokens = self.feed.counted()
+        self._last_samples = samples or 0
         self._launched.clear()
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (self._place(*self.loader.next()) for _ in range(self.micro_batches))
+    def _arguments(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """What the passes of the coming step take, on the device."""
+        for part, batch in enumerate(batches):
+            yield self.feed.arguments(tuple(map(self._place, batch)), self.step, part)
 
-    def _place(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if self.device.type == "cuda":  # from pageable memory, the copy would wait for the step before
-            ids, targets = ids.pin_memory(), targets.pin_memory()
-        return ids.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+    def _place(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cuda" and not tensor.is_cuda:
+            tensor = tensor.pin_memory()  # from pageable memory, the copy would wait for the step before
+        return tensor.to(self.device, non_blocking=True)
 
-    def _gradients(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def _gradients(self, parts: Iterable[Batch]) -> None:
         """Adds up gradients and losses of this process's micro-batches in the masters."""
         self.masters.clear()
-        for ids, targets in batches:
-            self._micro_batch(ids, targets)
+        for arguments in parts:
+            self._micro_batch(*arguments)
 
-    def _add(self, ids: Tensor, targets: Tensor) -> None:
+    def _add(self, *arguments: Tensor) -> None:
         """Adds one micro-batch's gradients and loss to the masters. Captured as a CUDA graph: see there what it may
         do."""
-        loss: Tensor = self._loss(ids, targets)
+        loss = self.feed.loss(self._loss, *arguments)
         torch.autograd.backward(loss)
         self.masters.collect()
         self.masters.loss.add_(loss.detach())
@@ -270,7 +299,7 @@ class Trainer:
             numbers = numbers.to("cpu", non_blocking=True)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
-        self._launched.append(_Launched(self.step + 1, multiplier, numbers, arrived))
+        self._launched.append(_Launched(self.step + 1, multiplier, numbers, arrived, self.feed.counted()))
 
     def _known(self, lag: int) -> list[Step]:
         steps = []
@@ -285,17 +314,21 @@ class Trainer:
                 message = f"step {one.step}: the loss is {loss} and the gradient norm {norm}{first}"
                 raise RunFailure(message, _NOT_FINITE)
             seconds = self.clock.seconds
-            rate = self.train.tokens_per_step / max(seconds - self._last_seconds, 1e-9)
-            self._last_seconds = seconds
-            steps.append(Step(one.step, loss, one.multiplier, norm, rate, seconds))
+            since = max(seconds - self._last_seconds, 1e-9)
+            samples, tokens = one.counted
+            rate = (tokens - self._last_tokens) / since
+            rows = None if samples is None else (samples - self._last_samples) / since
+            self._last_seconds, self._last_tokens, self._last_samples = seconds, tokens, samples or 0
+            steps.append(Step(one.step, loss, one.multiplier, norm, rate, seconds, rows))
         return steps
 
 
-def _functions(model: nn.Module, compiled: bool) -> tuple[Function, Function]:
-    """The mean loss, and the loss of each target; both (ids, targets) -> nats."""
-    score: Function = model.score  # type: ignore[assignment]
+def _functions(model: nn.Module, compiled: bool) -> tuple[Function, Score]:
+    """The mean loss, of what the feed makes of a batch, and the loss of each target."""
+    score: Score = model.score  # type: ignore[assignment]
     if compiled:
-        return torch.compile(model, fullgraph=True), torch.compile(score, fullgraph=True)
+        whole = getattr(model, "fullgraph", True)  # else it says itself what is compiled of a loop over time
+        return torch.compile(model, fullgraph=whole), torch.compile(score, fullgraph=whole)
     return model, score
 
 

@@ -4,7 +4,7 @@ leaks."""
 import copy
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,11 @@ from torch import Tensor
 from specc.compiler import pipeline, reference, witness
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.lock import NO_LOCK, Lock
+from specc.compiler.ops.dropout import Dropout
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
+from specc.compiler.vocabulary import PAD
+from specc.runtime.feed import shifted
 from specc.runtime.judge import Errors, Judge, inputs_of, sizes_of
 from specc.runtime.load import Loaded, device_of, instantiate, replace_fuse, runs_on
 
@@ -68,7 +71,7 @@ def _not_here(target: str) -> str | None:
 
 def _traces(loaded: Loaded, name: str) -> Iterator[Check]:
     """The fx round trip of every program that sees whole sequences."""
-    model = copy.deepcopy(loaded.model).to(DTYPES[loaded.target.dtype])
+    model = copy.deepcopy(loaded.model).to(DTYPES[_dtype(loaded)])
     source = sys.modules[type(loaded.model).__module__]
     for program, method in (("train", "forward"), ("score", "score")):
         try:
@@ -85,7 +88,7 @@ def _traces(loaded: Loaded, name: str) -> Iterator[Check]:
 def _fill(fused: Loaded, plain: Loaded) -> None:
     """Random parameters that leave no path at zero, the same in both modules, in compute dtype on the target's
     device."""
-    device, dtype = device_of(fused.target), DTYPES[fused.target.dtype]
+    device, dtype = device_of(fused.target), DTYPES[_dtype(fused)]
     tensors = {}
     for param in fused.programs.params:
         spread = 1.0 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5
@@ -97,35 +100,50 @@ def _fill(fused: Loaded, plain: Loaded) -> None:
         loaded.model.to(device=device, dtype=dtype)
 
 
-def _batch(loaded: Loaded, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+def _dtype(loaded: Loaded) -> str:
+    """What the model computes in."""
+    return loaded.programs.params[0].dtype
+
+
+def _batch(loaded: Loaded, program: str, rows: int, tokens: int) -> dict[str, Tensor]:
+    """Random ids for every input of a program, each `rows` x `tokens`."""
     shape, device = (rows, tokens), device_of(loaded.target)
-    vocabulary = loaded.spec.model.vocabulary
-    return (torch.randint(vocabulary, shape, device=device), torch.randint(vocabulary, shape, device=device))
+    names = [name for name, _ in loaded.programs.program(program).inputs]
+    return {name: torch.randint(loaded.spec.model.vocabulary, shape, device=device) for name in names}
+
+
+def _drops(loaded: Loaded) -> bool:
+    """Whether training draws at random, so that it can be compared with nothing."""
+    return any(isinstance(node.op, Dropout) for graph in loaded.programs.graphs for node in graph.nodes)
 
 
 def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
-    """Loss and every gradient of the generated module against float64; the unfused module shows what rounding costs."""
-    ids, targets = _batch(fused, 2, min(spec.model.window, 48))
+    """Loss and every gradient of the generated module against float64; the unfused module shows what rounding costs.
+    Where training draws, the loss is the mean of what scoring gives."""
+    program = "score" if _drops(fused) else "train"
+    inputs = _batch(fused, program, 2, min(spec.model.window, 48))
     programs = pipeline.lower(replace_fuse(spec), fused.target.name)
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
-    loss = reference.run(programs, "train", {"ids": ids, "targets": targets}, exact)["loss"]
+    loss = reference.run(programs, program, inputs, exact)["loss"].mean()
     loss.backward()  # type: ignore[no-untyped-call]
     truth = {name: tensor.grad for name, tensor in exact.items()}
+    least = 1e-5 * max(tensor.norm().item() for tensor in truth.values() if tensor is not None)
     errors: dict[str, tuple[float, float, str]] = {}
     for name, loaded in (("fused", fused), ("plain", plain)):
         loaded.model.zero_grad()
-        found = loaded.model(ids, targets)
+        run: Any = loaded.model if program == "train" else loaded.model.score
+        found = run(*inputs.values()).mean()
         found.backward()
         by_parameter = {}
         for path, parameter in loaded.model.named_parameters():
             exact_grad = truth[path]
             assert parameter.grad is not None and exact_grad is not None
-            by_parameter[path] = _relative(parameter.grad, exact_grad)
+            by_parameter[path] = _relative(parameter.grad, exact_grad, least)
         worst = max(by_parameter, key=lambda path: by_parameter[path])
         errors[name] = (abs(found.item() - loss.item()) / abs(loss.item()), by_parameter[worst], worst)
         loaded.model.zero_grad()
     target = fused.target.name
-    floor = 1e-5 if fused.target.dtype == "f32" else 1e-3
+    floor = 1e-5 if _dtype(fused) == "f32" else 1e-3
     bound = max(1.5 * errors["plain"][0], floor), max(1.5 * errors["plain"][1], floor)
     seen = f"relative error {errors['fused'][0]:.1e}; unfused {errors['plain'][0]:.1e}"
     yield Check(target, "loss against float64", errors["fused"][0] <= bound[0], seen)
@@ -133,9 +151,10 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     yield Check(target, "gradients against float64", errors["fused"][1] <= bound[1], seen)
 
 
-def _relative(found: Tensor, exact: Tensor) -> float:
-    """|found - exact| / |exact| in the Frobenius norm; infinite where `found` holds NaN."""
-    error = ((found.double() - exact).norm() / exact.norm().clamp_min(1e-30)).item()
+def _relative(found: Tensor, exact: Tensor, least: float) -> float:
+    """|found - exact| / |exact| in the Frobenius norm; infinite where `found` holds NaN. A norm below
+    `least` counts as that: some gradients are 0 but for rounding."""
+    error = ((found.double() - exact).norm() / exact.norm().clamp_min(least)).item()
     return error if error == error else float("inf")
 
 
@@ -165,15 +184,16 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
 def _causality(loaded: Loaded) -> Iterator[Check]:
     """Another token at j moves nothing before j, and something from j on."""
     tokens = min(loaded.spec.model.window, 128)
-    ids, targets = _batch(loaded, 2, tokens)
-    scale = 1e-5 if loaded.target.dtype == "f32" else 1e-2
+    inputs, fed = _batch(loaded, "score", 2, tokens), loaded.spec.model.fed
+    scale = 1e-5 if _dtype(loaded) == "f32" else 1e-2
     leak, moved = 0.0, True
     with torch.no_grad():
-        before = loaded.model.score(ids, targets)  # type: ignore[operator]
+        before = loaded.model.score(*inputs.values())  # type: ignore[operator]
         for j in sorted({0, 1, tokens // 3, tokens // 2, tokens - 1}):
-            changed = ids.clone()
+            changed = inputs[fed].clone()
             changed[:, j] = (changed[:, j] + 1) % loaded.spec.model.vocabulary
-            difference = (loaded.model.score(changed, targets) - before).abs()  # type: ignore[operator]
+            again = {**inputs, fed: changed}
+            difference = (loaded.model.score(*again.values()) - before).abs()  # type: ignore[operator]
             leak = max(leak, difference[:, :j].max().item() if j else 0.0)
             moved = moved and bool(difference[:, j:].max() > 0)
     detail = f"changing token j moved scores before j by at most {leak:.1e}" + ("" if moved else "; and none after it")
@@ -181,24 +201,47 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
 
 
 def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Two chunks and then a token at a time against the cache give the scores of the whole sequence, as far as the
-    dtype's rounding lets them: three times what it does to the whole sequence's own scores."""
+    """A token at a time against the state gives the scores of the whole sequence, as far as the dtype's rounding lets
+    them: three times what it does to the whole sequence's own scores."""
     tokens = min(spec.model.window, 64)
-    ids, targets = _batch(loaded, 2, tokens)
+    inputs = _batch(loaded, "score", 2, tokens)
     model: Any = loaded.model
     exact = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
+    stepped = next(STEPPED[program.name] for program in programs.programs if program.name in STEPPED)
     with torch.no_grad():
-        truth = reference.run(programs, "score", {"ids": ids, "targets": targets}, exact)["loss"]
-        noise = (model.score(ids, targets).double() - truth).abs().max().item()
-        cache = model.new_cache(2, tokens)
-        ends = sorted({max(tokens // 4, 1), max(tokens // 2, 1), *range(max(tokens // 2, 1), tokens + 1)})
-        logits, start = [], 0
-        for end in ends:
-            logits.append(model.prefill(ids[:, start:end], torch.tensor(start, device=ids.device), cache))
-            start = end
-    nats = [-row.log_softmax(-1).gather(1, targets[:, i - 1 : i]) for row, i in zip(logits, ends, strict=True)]
-    read = [end - 1 for end in ends]
-    error = (torch.cat(nats, 1).double() - truth[:, read]).abs().max().item()
+        truth = reference.run(programs, "score", inputs, exact)["loss"]
+        noise = (model.score(*inputs.values()).double() - truth).abs().max().item()
+        read, nats = stepped(model, tokens, *inputs.values())
+    error = (nats.double() - truth[:, read]).abs().max().item()
     detail = f"largest error {error:.1e} nats against float64; uncached {noise:.1e}"
     yield Check(loaded.target.name, "cached equals uncached", error <= 3 * noise + 1e-5, detail)
+
+
+def _stepped_text(model: Any, tokens: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
+    """Two chunks, then a token at a time: the positions after which there are logits, and the nats there."""
+    cache = model.new_cache(len(ids), tokens)
+    ends = sorted({max(tokens // 4, 1), max(tokens // 2, 1), *range(max(tokens // 2, 1), tokens + 1)})
+    logits, start = [], 0
+    for end in ends:
+        logits.append(model.prefill(ids[:, start:end], torch.tensor(start, device=ids.device), cache))
+        start = end
+    read = [end - 1 for end in ends]
+    return read, _nats(logits, targets[:, read])
+
+
+def _stepped_pairs(model: Any, tokens: int, source: Tensor, target: Tensor) -> tuple[list[int], Tensor]:
+    """Every position of the target, and the nats there, 0 at pads."""
+    state, inputs = model.encode(source), shifted(target)
+    starts = (torch.tensor(t, device=source.device) for t in range(tokens))
+    logits = [model.extend(inputs[:, t : t + 1], start, state) for t, start in enumerate(starts)]
+    return list(range(tokens)), _nats(logits, target) * (target != PAD)
+
+
+def _nats(logits: list[Tensor], targets: Tensor) -> Tensor:
+    """Those of each target, [B, T], for logits of each position."""
+    return -torch.stack(logits, 1).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+# the program that goes on with a line -> how a line is scored with it
+STEPPED: Mapping[str, Callable[..., tuple[list[int], Tensor]]] = {"prefill": _stepped_text, "extend": _stepped_pairs}

@@ -25,3 +25,18 @@ class Architecture(StrictModel):
     def window(self) -> int:
         """How many tokens it is trained on at a time."""
         raise TypeError(f"{type(self).__name__} does not state its context")
+
+    @property
+    def fed(self) -> str:
+        """The input of the program `score` that holds the tokens of the line that is scored, in order."""
+        return "ids"
+
+    @property
+    def reads_pads(self) -> bool:
+        """Whether pads behind a source change what is made of it, so that sources have to be of one length."""
+        return False
+
+    @property
+    def characters(self) -> str | None:
+        """The alphabet that the spec itself states; None where a tokenizer has it."""
+        return None

@@ -1,6 +1,6 @@
 """From features to logits."""
 
-from specc.compiler.blocks.init import Init
+from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.roles import Head, Shape
 from specc.compiler.ir import Builder
 from specc.compiler.ops.linear import Linear
@@ -10,10 +10,11 @@ from specc.compiler.strict import PositiveFloat
 
 class LogitHead(Head):
     """One matrix to the vocabulary, the token table itself where `tied` (Press and Wolf, 2017); logits are kept within
-    +-softcap by softcap * tanh(z / softcap)."""
+    +-softcap by softcap * tanh(z / softcap). `bias` adds a vector to them."""
 
     tied: bool = True
     softcap: PositiveFloat | None = None
+    bias: bool = False
     init: Init | None = None
 
     def lower(self, b: Builder, x: str, shape: Shape, embedding: str) -> str:
@@ -21,6 +22,9 @@ class LogitHead(Head):
         if not self.tied:
             weight = b.param("logits", shape.activation(shape.vocab, shape.dim), self.init or shape.matrix_init)
         logits = b.add("logits", Linear(), (x, weight))
+        if self.bias:
+            vector = b.param("logits_bias", shape.activation(shape.vocab), constant(0.0))
+            logits = b.add("logits.biased", Pointwise(("z + bias",), ("z", "bias")), (logits, vector))
         cap = f"{self.softcap!r} * tanh(z / {self.softcap!r})" if self.softcap is not None else "z"
         return b.add(
             "softcap" if self.softcap is not None else "logits.f32", Pointwise((cap,), ("z",), dtype="f32"), (logits,)

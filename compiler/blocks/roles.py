@@ -1,19 +1,22 @@
 """The parts a block can play in a model, and what each is asked. A new block picks a part and answers."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal, Protocol
+
+from pydantic import Field
 
 from specc.compiler.blocks.init import Init, constant, formula, value_of
 from specc.compiler.expr import ExprError, parse, variables
-from specc.compiler.ir import Builder, Op, TensorType
+from specc.compiler.ir import Builder, Dim, Graph, Op, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import PartName, Path, Problem, StrictModel
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a block may know of the model around it: features, layers, tokens of context, vocabulary, compute dtype."""
+    """What a block may know of the model around it: features, layers, tokens of context, vocabulary, compute dtype, how
+    many positions are kept between tokens, and the features of an encoder."""
 
     dim: int
     layers: int
@@ -22,6 +25,13 @@ class Shape:
     dtype: str
     matrix_init: Init
     output_init: Init
+    kept: Dim = "S"
+    source: Dim = 0
+
+    def of_width(self, width: Dim) -> "Shape":
+        """The same around a value of `width` features."""
+        assert isinstance(width, int)
+        return replace(self, dim=width)
 
     def activation(self, *dims: int | str) -> TensorType:
         return TensorType(dims, self.dtype)
@@ -35,13 +45,51 @@ class Lowered:
     state: Mapping[str, str] = field(default_factory=dict)
 
 
+class FunctionTable(Protocol):
+    """Where functions are kept."""
+
+    def keep(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
+        """The built function under the first free one of `names`, or the equal one that exists; its parameters are
+        those under `at`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a part that is made of functions stands: their places start with `at`, their class is called after
+    `owner`, and the spec states the part at `place`. `places` are those of all nodes so far."""
+
+    at: str
+    owner: str
+    place: Path
+    places: Mapping[str, Path]
+    functions: FunctionTable
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Values that a layer can read besides its input. `cache` is empty in a program that sees whole sequences."""
+    """Values that a part can read besides its input; what a program does not have is empty.
+
+    `positions` are those of the input's tokens; `cache` is the part's own state, where it is given one token after
+    another; `ids` are the tokens themselves. Models of pairs have a `memory`, what the encoder made of the source
+    [B, S, D], and of its positions `seen` tells which are tokens, bool[B, S]; `final` is its last state, `start` what
+    a recurrent part begins from, both by key. `start` of a part that `asks` another is that one's state. `values` are
+    those of the parts before, by title. A part that is not `causal` sees the whole sequence; one in `training` may
+    drop; one that `extends` a sequence is given its next tokens. A part that calls functions finds its `site`.
+    """
 
     positions: str
     shared: Mapping[str, str]
     cache: Mapping[str, str]
+    ids: str = ""
+    memory: str = ""
+    seen: str = ""
+    final: Mapping[str, str] = field(default_factory=dict)
+    start: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, str] = field(default_factory=dict)
+    causal: bool = True
+    training: bool = False
+    extends: bool = False
+    site: "Site | None" = None
 
 
 LayerFormula = Annotated[float | str, formula("layer", "layers")]
@@ -107,32 +155,90 @@ class Embed(StrictModel):
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 
-class Layer(StrictModel):
-    """One residual branch of a block: x + residual * f(norm(x)). `residual` is a factor or formula, or `learned`: one
-    number a feature, from 1."""
+class Part(StrictModel):
+    """One step on the way of a value [B, T, D]."""
+
+    # It reads tokens, or the encoder alone: no value has to be made before it.
+    starts: ClassVar[bool] = False
+    # It keeps h and c between tokens, and can begin from those of another.
+    recurrent: ClassVar[bool] = False
+    # It reads the last h of a recurrent encoder.
+    reads_final: ClassVar[bool] = False
 
     name: PartName | None = None
-    residual: Literal["learned"] | LayerFormula | None = None
 
     @property
     def title(self) -> str:
         return self.name or str(getattr(self, "kind", ""))
 
+    @property
+    def reads_source(self) -> bool:
+        """Whether it needs an encoder's values."""
+        return False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes what it keeps at the positions of its tokens, in place."""
+        return False
+
+    @property
+    def reads_seen(self) -> bool:
+        """Whether it needs to know in an encoder which positions are tokens."""
+        return False
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether it needs the positions of its tokens, besides what it shares and where it keeps."""
+        return False
+
+    @property
+    def reads_future(self) -> bool:
+        """Whether a token's value depends on later tokens, so that it can be in no decoder."""
+        return False
+
+    @property
+    def reads(self) -> str | None:
+        """The title of an earlier part whose value it reads besides its input."""
+        return None
+
+    @property
+    def asks(self) -> str | None:
+        """The title of a later recurrent part whose last h it reads: then all from here to there is a loop over
+        time."""
+        return None
+
     def problems_in(self, dim: int) -> Iterator[Problem]:
-        """What is wrong with this layer in a model of `dim` features; paths are relative to the layer."""
+        """What is wrong with this part in a model of `dim` features; paths are relative to the part."""
         yield from ()
 
     def shared(self, dim: int) -> Mapping[str, Op]:
-        """Values computed once for all layers from the positions i64[T], by name. Equal ops are one value."""
+        """Values computed once for all parts from the positions i64[T], by name. Equal ops are one value."""
         return {}
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """What the layer keeps between tokens; `S` is the number of positions kept."""
+        """What the part keeps between tokens, a row of each for a row of the input."""
+        return {}
+
+    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
+        """The state before the first token, by its keys, where a model has an encoder; zeros where nothing else is
+        said."""
         return {}
 
     def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        """Adds the branch itself, from normalized input x [B, T, D] to its value [B, T, D]."""
+        """Adds the part itself, from x [B, T, D] to its value."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+
+class Stage(Part):
+    """A part that gives another value, of a width of its own; it may read earlier ones."""
+
+
+class Layer(Part):
+    """One residual branch of a block: x + residual * f(norm(x)). `residual` is a factor or formula, or `learned`: one
+    number a feature, from 1. In training each element of the branch is dropped with probability `dropout`."""
+
+    residual: Literal["learned"] | LayerFormula | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def join(self, b: Builder, x: str, y: str, shape: Shape) -> str:
         """Adds the branch's value to the residual stream."""
@@ -162,6 +268,14 @@ class Skips(StrictModel):
 
     def lower(self, b: Builder, x: str, skip: str, shape: Shape) -> str:
         """Joins the earlier output to the stream, at the start of the block."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+
+class Bridge(StrictModel):
+    """From the last h and c of the encoder, [B, D], to those that the decoder starts from."""
+
+    def lower(self, b: Builder, h: str, c: str, width: int, shape: Shape) -> Mapping[str, str]:
+        """Adds h and c of `width` features."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 

@@ -93,6 +93,9 @@ def _parts(members: Sequence[Node]) -> Parts | str:
     if len(losses) != 1:
         return f"takes one cross_entropy, not {len(losses)}"
     loss = reader = losses[0]
+    assert isinstance(loss.op, CrossEntropy)
+    if loss.op.ignore is not None:
+        return f"counts every target; {loss.name} ignores {loss.op.ignore}"
     if loss.inputs[1] in by_name:
         return f"wants targets from outside; {loss.inputs[1]} is a member"
     made, bound = by_name.get(node_of(loss.inputs[0])), None

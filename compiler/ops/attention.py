@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _reference(q: "Tensor", k: "Tensor", v: "Tensor", allowed: "Tensor") -> "Tensor":
-    """Softmax attention in the precision of q, head by head; `allowed` is bool[T, S]."""
+    """Softmax attention in the precision of q, head by head; `allowed` is bool[T, S], or such with leading dims."""
     v = v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2)
     weights = _scores(q, k, allowed).softmax(-1)
     attended: Tensor = weights @ v.transpose(1, 2)
@@ -212,6 +212,7 @@ class CacheWrite(Op):
 
     name: ClassVar[str] = "cache_write"
     inline: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
 
     @property
     def arity(self) -> int:
@@ -280,3 +281,37 @@ class SdpaCached(Op):
         row, column = positions.unsqueeze(1), torch.arange(k.shape[1], device=q.device)
         allowed = (column <= row) & (row - column < (self.window or k.shape[1]))
         return _reference(q, k, v, allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaSeen(Op):
+    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] that `seen`, bool[B, S], tells: all of
+    them, earlier and later."""
+
+    name: ClassVar[str] = "sdpa_seen"
+    matrix: ClassVar[bool] = True
+
+    @property
+    def arity(self) -> int:
+        return 4
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        q, k, v, seen = inputs
+        _check(q, k, v)
+        if seen.shape != k.shape[:2]:
+            raise TypeRuleError(f"sees {seen} of keys {k}", (1, 3))
+        return (q,)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        q, k = inputs[0], inputs[1]
+        return 4 * q.count(sizes) * k.with_shape(k.shape[1]).count(sizes)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{self.support(inputs)}({', '.join(args)})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "attend_seen"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        q, k, v, seen = inputs
+        return _reference(q, k, v, seen[:, None, None])

@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Op):
-    """-log softmax(logits)[target] in nats for logits f32[B, T, V] and targets i64[B, T]: the mean, or one a token."""
+    """-log softmax(logits)[target] in nats for logits f32[B, T, V] and targets i64[B, T]: the mean, or one a token.
+
+    Targets that are `ignore` do not count: the mean is over the others, and one a token is 0 there.
+    """
 
     name: ClassVar[str] = "cross_entropy"
     reduction: Literal["mean", "none"]
+    ignore: int | None = None
 
     @property
     def arity(self) -> int:
@@ -33,20 +37,24 @@ class CrossEntropy(Op):
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         logits, targets = map(operand, args)
+        ignored = "" if self.ignore is None else f", ignore_index={self.ignore}"
         if self.reduction == "mean":
-            return f"F.cross_entropy({logits}.flatten(0, 1), {targets}.flatten())"
-        return f'F.cross_entropy({logits}.transpose(1, 2), {targets}, reduction="none")'
+            return f"F.cross_entropy({logits}.flatten(0, 1), {targets}.flatten(){ignored})"
+        return f'F.cross_entropy({logits}.transpose(1, 2), {targets}{ignored}, reduction="none")'
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        ignored = () if self.ignore is None else (("ignore_index", self.ignore),)
         if self.reduction == "mean":
-            return Traced("cross_entropy", (Traced("flatten", (Input(0), 0, 1)), Traced("flatten", (Input(1),))))
+            rows = Traced("flatten", (Input(0), 0, 1)), Traced("flatten", (Input(1),))
+            return Traced("cross_entropy", rows, ignored)
         transposed = Traced("transpose", (Input(0), 1, 2))
-        return Traced("cross_entropy", (transposed, Input(1)), (("reduction", "none"),))
+        return Traced("cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none")))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         logits, targets = inputs
         nats = logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        return nats.mean() if self.reduction == "mean" else nats
+        counted = targets == targets if self.ignore is None else targets != self.ignore
+        return nats[counted].mean() if self.reduction == "mean" else nats * counted
 
 
 @dataclass(frozen=True, slots=True)

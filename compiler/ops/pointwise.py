@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.expr import reread, torch_text, torch_value, variables
+from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
 from specc.compiler.ir import Dim, Op, Sizes, TensorType, TypeRuleError, operand
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class Pointwise(Op):
                 name: f"{operand(text)}.{_CAST[self.dtype]}()" if type.dtype != self.dtype else text
                 for (name, text), type in zip(names.items(), inputs, strict=True)
             }
-        texts = [torch_text(reread(output), names) for output in self.outputs]
+        read = map(reread, self.outputs)
+        texts = [names[expr.name] if isinstance(expr, Var) else torch_text(expr, names) for expr in read]
         return texts[0] if len(texts) == 1 else ", ".join(texts)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":

@@ -12,7 +12,7 @@ Types = tuple[tuple[tuple[int | str, ...], str], ...]
 @dataclass(frozen=True, slots=True)
 class Call(Op):
     """Runs function `callee` with the parameters that stand under `at`, and with `scalars` for the numbers it asks of
-    its caller. `returns` are the shapes and dtypes that it gives back."""
+    its caller. `returns` are the shapes and dtypes that it gives back, `labels` what code calls them."""
 
     name: ClassVar[str] = "call"
     inline: ClassVar[bool] = False
@@ -20,10 +20,15 @@ class Call(Op):
     at: str
     returns: Types
     scalars: tuple[tuple[str, float], ...] = ()
+    labels: tuple[str, ...] = ()
 
     @property
     def arity(self) -> int:
         return 0
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return self.labels
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
@@ -56,19 +61,30 @@ class Fused(Op):
 
 @dataclass(frozen=True, slots=True)
 class Scan(Op):
-    """Runs function `callee` once for each step of time; its first `carried` outputs are the next step's first
-    inputs."""
+    """Runs function `callee` once for each step of time; its first `carried` outputs are the next step's first inputs.
+
+    Inputs are the first carried values, then `stepped` sequences [B, T, ...], of which each step is given its own
+    [B, 1, ...], then what all steps read. Outputs are the last carried values and the other outputs of all steps, one
+    behind the other.
+    """
 
     name: ClassVar[str] = "scan"
+    apart: ClassVar[bool] = True
     inline: ClassVar[bool] = False
     callee: str
     at: str
     carried: int
+    stepped: int
     returns: Types
+    labels: tuple[str, ...] = ()
 
     @property
     def arity(self) -> int:
         return 0
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return self.labels
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)

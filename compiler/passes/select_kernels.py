@@ -2,7 +2,7 @@
 what a group keeps for its backward."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from specc.compiler import kernels
@@ -10,7 +10,7 @@ from specc.compiler.catalog import catalog
 from specc.compiler.cost import graph_costs
 from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
-from specc.compiler.ir import Graph, Node
+from specc.compiler.ir import Graph, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.lock import NO_LOCK, Entry, Lock, group_digest, locked_kernel
 from specc.compiler.ops.region import Fused
@@ -19,6 +19,7 @@ from specc.compiler.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
 from specc.compiler.targets import Target
 
+Planned = tuple[Group | None, Graph, Node]  # a node that wants a kernel, and the group and graph that it is in
 MANY = 4096  # what a symbol counts where ways of a group are compared by their bytes
 
 
@@ -33,15 +34,18 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
     problems: list[Problem] = []
     groups: list[Group] = []
     for group in programs.groups:
-        usual, *others = (_way(programs, way, target, lock) for way in (group, *group.others))
+        usual, *rest = (_way(programs, way, target, lock) for way in (group, *group.others))
         problems += usual[1]
-        ways = (usual[0], *(way for way, wrong in others if not wrong))
+        ways = (usual[0], *(way for way, wrong in rest if not wrong))
         chosen = ways[0]
         if len(ways) > 1:
             alternatives.append(_alternatives(programs, ways, target, lock))
             chosen = alternatives[-1].chosen
         choices += chosen.choices
         groups.append(chosen.group)
+    others, further = _chosen(programs, _everywhere(programs), target, lock)
+    choices += others
+    problems += further
     programs = replace(programs, groups=tuple(groups))
     problems += _clashes(programs, choices)
     if problems:
@@ -51,15 +55,31 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
 
 def _way(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[Way, list[Problem]]:
     """A group with the kernels of its nodes, and every node that no kernel takes."""
+    graphs = (group.forward, group.backward)
+    planned = ((group, graph, node) for graph in graphs for node in graph.nodes if node.op.planned)
+    choices, problems = _chosen(programs, planned, target, lock)
+    return Way(group, choices), problems
+
+
+def _everywhere(programs: Programs) -> Iterator[Planned]:
+    """The nodes outside groups that want a kernel."""
+    for graph in programs.graphs:
+        yield from ((None, graph, node) for node in graph.nodes if node.op.everywhere)
+
+
+def _chosen(
+    programs: Programs, planned: Iterable[Planned], target: Target, lock: Lock
+) -> tuple[tuple[Choice, ...], list[Problem]]:
+    """A kernel for each node, and every node that no kernel takes."""
     choices: list[Choice] = []
     problems: list[Problem] = []
-    for graph, node in _planned(group):
+    for group, graph, node in planned:
         site = _site(programs, group, graph, node, target)
         try:
             choice = _choose(graph, site, lock.entry(target.name, site))
         except ExprError as error:
             hint = "give the activation a name: `act: {expr: ..., name: ...}`"
-            problems.append(Problem(_place(programs, group), "S402", error.message, hint))
+            problems.append(Problem(_place(programs, group, graph, node), "S402", error.message, hint))
             continue
         if isinstance(choice, Choice):
             choices.append(choice)
@@ -67,8 +87,8 @@ def _way(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[
             reasons = "; ".join(f"{name}: {reason}" for name, reason in choice)
             message = f"no kernel of {target.name} takes {site.label}"
             hint = f"{reasons}. Change the sizes, or take the node out of fuse"
-            problems.append(Problem(_place(programs, group), "S401", message, hint))
-    return Way(group, tuple(choices)), problems
+            problems.append(Problem(_place(programs, group, graph, node), "S401", message, hint))
+    return tuple(choices), problems
 
 
 def _alternatives(programs: Programs, ways: tuple[Way, ...], target: Target, lock: Lock) -> Alternatives:
@@ -93,13 +113,6 @@ def _moved(way: Way) -> int:
     return sum(cost.bytes for graph in graphs for cost in graph_costs(graph, sizes)) + sum(between)
 
 
-def _planned(group: Group) -> Iterator[tuple[Graph, Node]]:
-    for graph in (group.forward, group.backward):
-        for node in graph.nodes:
-            if node.op.planned:
-                yield graph, node
-
-
 def _callers(programs: Programs, group: Group) -> tuple[str, ...]:
     """The graphs that run a group."""
     runs = (
@@ -115,14 +128,27 @@ def group_pattern(programs: Programs, group: Group, node: str) -> str:
     return place_pattern(programs, _callers(programs, group), node)
 
 
-def _place(programs: Programs, group: Group) -> tuple[str | int, ...]:
-    return programs.place(group_pattern(programs, group, group.scope).replace("*", "0"))
+def _place(programs: Programs, group: Group | None, graph: Graph, node: Node) -> tuple[str | int, ...]:
+    found = group_pattern(programs, group, group.scope) if group else place_pattern(programs, (graph.name,), node.name)
+    return programs.place(found.replace("*", "0"))
 
 
-def _site(programs: Programs, group: Group, graph: Graph, node: Node, target: Target) -> Site:
-    prefix = group_pattern(programs, group, node.name)
+def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, target: Target) -> Site:
+    if group is None:
+        prefix = place_pattern(programs, (graph.name,), node.name)
+        node = replace(node, types=tuple(map(_rows, node.types)))
+        inputs = tuple(_rows(graph.types[ref]) for ref in node.inputs)
+    else:
+        prefix = group_pattern(programs, group, node.name)
+        inputs = tuple(graph.types[ref] for ref in node.inputs)
     label = " + ".join((prefix, *(_tail(member, node.name.rpartition(".")[0]) for member in node.members[1:])))
-    return Site(node, tuple(graph.types[ref] for ref in node.inputs), target, label, programs.name)
+    return Site(node, inputs, target, label, programs.name)
+
+
+def _rows(type: TensorType) -> TensorType:
+    """A value whose rows have any leading dims, with those of a whole sequence."""
+    leading = isinstance(type.shape[0], str) if type.shape else False
+    return type.with_shape("B", "T", type.width) if leading else type
 
 
 def _tail(member: str, part: str) -> str:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 
-StoredType = Literal["i8", "f16", "bf16", "f32"]
+StoredType = Literal["i8", "i32", "f16", "bf16", "f32"]
 
 # numpy has no bfloat16: its 16 bits are held as uint16, never converted.
-NUMPY_TYPES: Mapping[StoredType, str] = {"i8": "<i1", "f16": "<f2", "bf16": "<u2", "f32": "<f4"}
-ITEM_BYTES: Mapping[StoredType, int] = {"i8": 1, "f16": 2, "bf16": 2, "f32": 4}
+NUMPY_TYPES: Mapping[StoredType, str] = {"i8": "<i1", "i32": "<i4", "f16": "<f2", "bf16": "<u2", "f32": "<f4"}
+ITEM_BYTES: Mapping[StoredType, int] = {"i8": 1, "i32": 4, "f16": 2, "bf16": 2, "f32": 4}
 
 
 class SchemeError(ValueError):
@@ -35,7 +35,7 @@ class SchemeError(ValueError):
 class Stored:
     """One array that is stored of a parameter, such as its codes or its row scales.
 
-    `dtype` "i8" is one signed code a byte; "bf16" arrays are numpy uint16 holding the 16 bits.
+    `dtype` "i8" is one signed code a byte, "i32" one in four; "bf16" arrays are numpy uint16 holding the 16 bits.
     """
 
     suffix: str
@@ -54,10 +54,22 @@ class Stored:
         return np.dtype(NUMPY_TYPES[self.dtype])
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What calibration saw of the product that a parameter is the weight of: X^T X of its input as `hessian`, the
+    input's largest magnitude as `peak`. Of a bias, `weight` are the stored arrays of the weight beside it."""
+
+    hessian: Tensor | None = None
+    peak: float | None = None
+    weight: Mapping[str, Array] | None = None
+
+
 class Scheme(StrictModel):
     """The base of every scheme. A subclass names itself by a `scheme` Literal and adds its settings."""
 
     needs_hessian: ClassVar[bool] = False
+    # The deployed model multiplies with it in whole numbers, instead of bringing it back to floats when it is loaded.
+    integer: ClassVar[bool] = False
 
     @abstractmethod
     def label(self) -> str:
@@ -83,6 +95,10 @@ class Scheme(StrictModel):
         ignore it. Raises SchemeError for a shape that `rejects` refuses, for NaN or infinity, and for values
         out of range.
         """
+
+    def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
+        """As `quantize`, for a scheme that may ask for more than a Hessian."""
+        return self.quantize(weight, seen.hessian)
 
     @abstractmethod
     def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:

@@ -25,7 +25,7 @@ SCALAR = 0.5  # for a number that each block fixes for itself
 def sizes_of(spec: Spec) -> Mapping[str, int]:
     """What the symbols of a type stand for: one micro-batch of whole windows."""
     window = spec.model.window
-    return {"B": spec.train.micro_batch, "T": window, "S": window}
+    return {"B": spec.train.at_once(), "T": window, "S": window}
 
 
 class Operands:

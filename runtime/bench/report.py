@@ -122,7 +122,7 @@ def _step(report: Report) -> list[str]:
     heads = ("of fuse:[]", "ms", "±", "tokens/s", "TFLOP/s", "peak GB", "start s", "compile s", "loss")
     build = report.builds[FUSED]
     spec = report.options.spec
-    count = spec.train.tokens_per_step // (report.sizes["B"] * report.sizes["T"])
+    count = spec.train.rows(report.sizes["T"]) // report.sizes["B"]
     title = f"step of {build.tokens:,} tokens"
     lines = [f"{title:<{NAME - 5}}" + "".join(f"{head:>10}" for head in heads)]
     for name, build in report.builds.items():

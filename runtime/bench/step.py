@@ -121,7 +121,8 @@ def measure(
 
     Raises RunFailure when a loss is not finite.
     """
-    flops = 3 * flops_per_token(pipeline.lower(spec, target), spec.model.window) * spec.train.tokens_per_step
+    window = spec.model.window
+    flops = 3 * flops_per_token(pipeline.lower(spec, target), window) * spec.train.rows(window) * window
     each = -(-steps // ROUNDS)
     found = {}
     for name, fuse in ((FUSED, True), (UNFUSED, False)):
@@ -163,7 +164,7 @@ def _start(spec: Spec, target: str, lock: Lock, device: torch.device, folder: Pa
     loaded = instantiate(spec, target, folder, fuse, lock)
     initialize(loaded, spec.train.seed)
     train, window = spec.train, spec.model.window
-    loader: Any = RandomTokens(train.micro_batch, window, spec.model.vocabulary)
+    loader: Any = RandomTokens(train.at_once(), window, spec.model.vocabulary)
     trainer = Trainer(loaded.model, loaded.programs.params, train, loader, window, device, gpu, "bench")
     run = _Run(loaded, trainer, 0.0, [], None, 0.0, [])
     for _ in range(WARM_UP):
@@ -185,7 +186,7 @@ def _finished(run: _Run, each: int, flops: int, generated: frozenset[str]) -> Bu
     return Build(
         Measured.of(run.samples[: max(half, 1)], run.samples[half:]),
         each * len(run.samples),
-        train.tokens_per_step,
+        train.rows(trainer.window) * trainer.window,
         flops,
         run.start,
         sum(max(0.0, ms - usual) for ms in run.warm) / 1e3,

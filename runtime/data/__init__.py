@@ -1,6 +1,7 @@
 """Text, token shards, tokenizers, streams, the training loader, and bits per byte."""
 
 from specc.runtime.data.bits import BitsPerByte, evaluate_bits
+from specc.runtime.data.characters import CharTokenizer
 from specc.runtime.data.corpus import documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.loader import Loader, Order
@@ -18,6 +19,7 @@ from specc.runtime.data.tokenizer import (
 __all__ = [
     "BitsPerByte",
     "ByteTokenizer",
+    "CharTokenizer",
     "DataError",
     "DataIntegrityError",
     "Loader",

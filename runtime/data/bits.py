@@ -48,6 +48,29 @@ class BitsPerByte:
     bpb_pieces: float
     lossless: bool
 
+    def record(self) -> dict[str, float | None]:
+        """For the log of a run; `nats` are those of a token."""
+        nats = self.nats / self.tokens
+        return {"nats": nats, "tokens": self.tokens, "bpb": self.bpb, "bpb_pieces": self.bpb_pieces}
+
+    def line(self) -> str:
+        bpb = self.bpb if self.bpb is not None else self.bpb_pieces
+        return f"{self.nats / self.tokens:.4f} nats/token, {bpb:.4f} bpb"
+
+    def summary(self) -> str:
+        return f"{self.bpb_pieces:.4f} bits per byte"
+
+    def report(self) -> list[str]:
+        """For people: the loss and both metrics, and the audit."""
+        bpb = "unknown" if self.bpb is None else f"{self.bpb:.4f}"
+        nats = f"{self.nats / self.tokens:.4f} nats a token, bpb {bpb}, bpb_pieces {self.bpb_pieces:.4f}"
+        return [f"{self.tokens:,} tokens: {nats}", self.audit()]
+
+    def facts(self) -> dict[str, float | None]:
+        """For programs."""
+        names = ("nats", "tokens", "document_bytes", "piece_bytes", "bpb", "bpb_pieces", "lossless")
+        return {name: getattr(self, name) for name in names}
+
     def audit(self) -> str:
         """One line that says whether the two ways to count bytes agree."""
         pieces = f"audit: sum of token bytes {self.piece_bytes:,}"

@@ -32,7 +32,7 @@ _LINE_BYTES = 1024 * 1024
 _SPLIT_NAME = re.compile(r"(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 # Tests hold broken and odd encodings on purpose; the others differ between installations of one version.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
-_READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
+READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,21 +178,22 @@ def _kind(path: Path) -> str:
 def _read_documents(path: Path) -> Iterator[bytes]:
     kind = _kind(path)
     try:
-        with _open(path) as file:
+        with open_file(path) as file:
             if kind == ".txt":
                 yield from _separated(file)
             elif kind == ".jsonl":
                 yield from _json_lines(file, path)
             else:
                 yield file.read()
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         what = str(error) or type(error).__name__
         raise DataIntegrityError(f"{path}: damaged compressed file: {what}", "copy the file again") from None
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
 
 
-def _open(path: Path) -> io.BufferedIOBase:
+def open_file(path: Path) -> io.BufferedIOBase:
+    """The bytes of a file, which may be compressed. Reading it raises OSError, or READ_ERRORS where it is damaged."""
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".gz":

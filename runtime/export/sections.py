@@ -53,15 +53,18 @@ class Kind(IntEnum):
     F16 = 3
     BF16 = 4
     F32 = 5
+    I32 = 6
 
 
-ITEM_BYTES = {Kind.SPEC: 1, Kind.CODES: 1, Kind.SCALES: 2, Kind.F16: 2, Kind.BF16: 2, Kind.F32: 4}
+ITEM_BYTES = {Kind.SPEC: 1, Kind.CODES: 1, Kind.SCALES: 2, Kind.F16: 2, Kind.BF16: 2, Kind.F32: 4, Kind.I32: 4}
 
 
 def kind_of(stored: Stored) -> Kind:
     """Where an array goes. Row scales keep to themselves: among other floats they compress worse."""
     if stored.dtype == "i8":
         return Kind.CODES
+    if stored.dtype == "i32":
+        return Kind.I32
     if stored.dtype == "f16":
         return Kind.SCALES if stored.suffix == "scale" else Kind.F16
     return Kind.BF16 if stored.dtype == "bf16" else Kind.F32

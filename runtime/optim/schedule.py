@@ -23,11 +23,11 @@ def progress(train: TrainSpec, step: int, seconds: float) -> float:
 
 
 def by_steps(schedule: ScheduleSpec, steps: int, step: int) -> float:
-    """A run of `steps` updates: up in a straight line over the first `warmup_steps`, which end at 1, and down
-    to `floor` over the last `warmdown_steps`, which begin at 1 and aim at 0 just after the last update."""
-    left = steps - step
-    down = 1.0 if left >= schedule.warmdown_steps else max(left / schedule.warmdown_steps, schedule.floor)
-    return min(_warm_up(schedule, step), down)
+    """A run of `steps` updates: up in a straight line over the steps of the warm-up, which end at 1, and down
+    to `floor` over those of the warm-down, which begin at 1 and aim at 0 just after the last update."""
+    left, (warmup, warmdown) = steps - step, schedule.of(steps)
+    down = 1.0 if left >= warmdown else max(left / warmdown, schedule.floor)
+    return min(_warm_up(warmup, step), down)
 
 
 def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -> float:
@@ -40,7 +40,7 @@ def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -
     left = max(0.0, budget - seconds)
     span = schedule.warmdown_steps * seconds / step if step else 0.0
     down = 1.0 if left >= span else max(left / span, schedule.floor)
-    return min(_warm_up(schedule, step), down)
+    return min(_warm_up(schedule.warmup_steps, step), down)
 
 
 def value_at(value: float | Ramp, step: int) -> float:
@@ -50,6 +50,6 @@ def value_at(value: float | Ramp, step: int) -> float:
     return value
 
 
-def _warm_up(schedule: ScheduleSpec, step: int) -> float:
+def _warm_up(steps: int, step: int) -> float:
     # the first update is already above 0: at 0 it would be a step that learns nothing
-    return min(1.0, (step + 1) / schedule.warmup_steps) if schedule.warmup_steps else 1.0
+    return min(1.0, (step + 1) / steps) if steps else 1.0

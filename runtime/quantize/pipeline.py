@@ -7,8 +7,9 @@ spec, and hold the artifact to its budget by its exact bytes.
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from specc.compiler.build import canonical
 from specc.compiler.passes.assign_quant import allocation
-from specc.compiler.quant.scheme import Scheme
+from specc.compiler.passes.quantize_products import Source, integer_products
+from specc.compiler.pipeline import lower
+from specc.compiler.quant.scheme import Scheme, Seen
 from specc.compiler.spec import RULES, SCHEMES, Spec
 from specc.runtime import committed
-from specc.runtime.data import BitsPerByte, open_stream
+from specc.runtime.data import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.evaluate import EvaluateOptions, evaluate_opened
+from specc.runtime.evaluate import METRICS, EvaluateOptions, Scored
 from specc.runtime.export.artifact import ArtifactSize, measured_bytes, write_artifact
 from specc.runtime.load import assign
 from specc.runtime.opened import (
@@ -33,14 +36,17 @@ from specc.runtime.opened import (
     final_weights,
     opened_run,
     realize,
+    realize_stored,
     token_cache,
 )
 from specc.runtime.quantize.budget import Allocation, choose, promoted
 from specc.runtime.quantize.calibrate import calibration_windows, capture_hessians
 from specc.runtime.quantize.hessian import traces
+from specc.runtime.quantize.ranges import input_peaks
 from specc.runtime.quantize.report import Row, report
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
 from specc.runtime.run import SPEC, Run, locked, readable
+from specc.runtime.sources.source import source_of
 
 REPORT = "report.json"
 Progress = Callable[[str, int, int], None]
@@ -67,8 +73,8 @@ class QuantizeResult:
     budget: int | None
     rows: tuple[Row, ...]
     promoted: tuple[str, ...]
-    before: BitsPerByte
-    after: BitsPerByte
+    before: Scored
+    after: Scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,23 +118,32 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     opened = opened_run(run, weights, options.target, options.device, options.search)
     scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache)
 
-    def measure_loss() -> BitsPerByte:
-        return evaluate_opened(opened, scored, lambda done, total: tell("evaluate", done, total))
+    def measure(model: Opened) -> Scored:
+        metric = METRICS[run.spec.eval.metric]
+        return metric(model, scored, lambda done, total: tell("evaluate", done, total))
 
-    before = measure_loss()
-    say(f"before: {_loss(before)}")
+    before = measure(opened)
+    say(f"before: {before.report()[0]}")
     base = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
     hessians: Mapping[str, Tensor] = {}
     if quant.promote is not None or any(scheme.needs_hessian for scheme in base.values()):
         hessians = _calibrate(run, opened, options, weights, tell)
     on_device = {name: tensor.to(opened.device) for name, tensor in weights.items()}
-    quantizer = Quantizer(run.spec, on_device, hessians, tell)
+    sources = integer_products(lower(run.spec, opened.loaded.target.name), base)
+    peaks = _peaks(run, opened, options, on_device, sources, tell) if sources else {}
+    quantizer = Quantizer(run.spec, on_device, hessians, tell, sources, peaks)
     schemes = choose(quant, base, traces(hessians), quantizer.estimate, quantizer.exact, say)
     model = quantizer.model(schemes)
 
-    assign(opened.loaded, dequantized(model))
-    after = measure_loss()
-    say(f"after: {_loss(after)}")
+    if sources:
+        loaded = realize_stored(
+            resolved(run.spec, schemes), opened.loaded.target.name, options.device, model, dequantized(model)
+        )
+        after = measure(replace(opened, loaded=loaded))
+    else:
+        assign(opened.loaded, dequantized(model))
+        after = measure(opened)
+    say(f"after: {after.report()[0]}")
     result = _write(run, step, quantizer, schemes, base, (before, after))
     say(f"{result.artifact}: {result.size.total:,} bytes")
     return result
@@ -155,9 +170,17 @@ class Quantizer:
     """Quantizes parameters as allocations are tried; each (parameter, scheme) once."""
 
     def __init__(
-        self, spec: Spec, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor], tell: Progress
+        self,
+        spec: Spec,
+        weights: Mapping[str, Tensor],
+        hessians: Mapping[str, Tensor],
+        tell: Progress,
+        sources: Sequence[Source] = (),
+        peaks: Mapping[str, float] | None = None,
     ) -> None:
         self.spec, self.weights, self.hessians, self._tell = spec, weights, hessians, tell
+        self._peaks = peaks or {}
+        self._weight_of = {source.bias: source.weight for source in sources if source.bias}
         self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
         self._sizes: dict[tuple[str, Scheme], int] = {}
 
@@ -165,13 +188,23 @@ class Quantizer:
         """Every parameter by its scheme. Raises QuantizeError naming one that cannot be."""
         for done, (name, scheme) in enumerate(schemes.items(), 1):
             if (name, scheme) not in self._made:
-                one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians)
-                self._made[name, scheme] = one
-                self._sizes[name, scheme] = entropy_bytes(one)
+                self._one(name, schemes)
                 self._tell("quantize", done, len(schemes))
         shapes = {name: tuple(self.weights[name].shape) for name in schemes}
         tensors = {name: self._made[name, scheme].tensors[name] for name, scheme in schemes.items()}
         return QuantizedModel(dict(schemes), shapes, tensors)
+
+    def _one(self, name: str, schemes: Allocation) -> QuantizedModel:
+        """One parameter by its scheme; the weight that it is the bias of before it."""
+        scheme = schemes[name]
+        if (name, scheme) not in self._made:
+            weight = self._weight_of.get(name)
+            beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
+            seen = Seen(self.hessians.get(name) if scheme.needs_hessian else None, self._peaks.get(name), beside)
+            one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
+            self._made[name, scheme] = one
+            self._sizes[name, scheme] = entropy_bytes(one)
+        return self._made[name, scheme]
 
     def estimate(self, schemes: Allocation) -> int:
         """About how many bytes the arrays take compressed."""
@@ -204,13 +237,40 @@ def _calibrate(
         stream.close()
 
 
+def _peaks(
+    run: Run,
+    opened: Opened,
+    options: QuantizeOptions,
+    weights: Mapping[str, Tensor],
+    sources: Sequence[Source],
+    tell: Progress,
+) -> Mapping[str, float]:
+    """The largest magnitudes of the inputs of int8 products, by weight, on the training data."""
+    assert run.spec.quant is not None
+    wanted = run.spec.quant.calibrate
+    programs = lower(run.spec, opened.loaded.target.name)
+    with ExitStack() as stack:
+        ready = source_of(run.spec).ready(run.spec, opened.search)
+        data = ready.open(options.data or run.data, options.cache or token_cache(), stack)
+        batches = (
+            {name: ids.to(opened.device) for name, ids in batch.items()}
+            for batch in data.calibration(wanted.sequences, wanted.batch)
+        )
+        try:
+            return input_peaks(
+                programs, sources, batches, weights, lambda done: tell("calibrate", done, wanted.sequences)
+            )
+        except torch.OutOfMemoryError as error:
+            raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
+
+
 def _write(
     run: Run,
     step: int,
     quantizer: Quantizer,
     schemes: Allocation,
     base: Allocation,
-    losses: tuple[BitsPerByte, BitsPerByte],
+    losses: tuple[Scored, Scored],
 ) -> QuantizeResult:
     """Puts the artifact, its spec and the report in place of what the run had."""
     spec = resolved(run.spec, schemes)
@@ -276,13 +336,8 @@ def report_json(result: QuantizeResult, sensitivity: Mapping[str, float]) -> str
         "artifact_bytes": result.size.total,
         "budget_bytes": result.budget,
         "promoted": list(result.promoted),
-        "before": asdict(result.before),
-        "after": asdict(result.after),
+        "before": result.before.facts(),
+        "after": result.after.facts(),
         "parameters": rows,
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
-
-
-def _loss(bits: BitsPerByte) -> str:
-    bpb = bits.bpb if bits.bpb is not None else bits.bpb_pieces
-    return f"{bits.nats / bits.tokens:.4f} nats/token, {bpb:.4f} bpb"

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from specc.compiler.quant.scheme import Scheme, SchemeError, Stored
+from specc.compiler.quant.scheme import Scheme, SchemeError, Seen, Stored
 from specc.runtime.errors import IntegrityError, QuantizeError
 
 Array = npt.NDArray[Any]
@@ -39,11 +39,13 @@ def quantize_tensors(
     schemes: Mapping[str, Scheme],
     hessians: Mapping[str, Tensor],
     progress: Progress | None = None,
+    seen: Mapping[str, Seen] | None = None,
 ) -> QuantizedModel:
     """Every parameter by its scheme, in the order of `schemes`; after each, `progress(name, done, total)`.
 
-    `hessians` holds X^T X [columns, columns] for the schemes that need one. Raises QuantizeError with the
-    parameter's name when names differ, a Hessian is missing, or a scheme refuses.
+    `hessians` holds X^T X [columns, columns] for the schemes that need one, `seen` all that other schemes ask of
+    calibration. Raises QuantizeError with the parameter's name when names differ, a Hessian is missing, or a scheme
+    refuses.
     """
     if set(params) != set(schemes):
         odd = sorted(set(params) ^ set(schemes))
@@ -52,7 +54,7 @@ def quantize_tensors(
     for name, scheme in schemes.items():
         try:
             hessian = hessians.get(name) if scheme.needs_hessian else None
-            tensors[name] = scheme.quantize(params[name], hessian)
+            tensors[name] = scheme.quantize_seen(params[name], (seen or {}).get(name, Seen(hessian)))
         except SchemeError as error:
             raise QuantizeError(f"{name}: {error}", "give it another scheme under quant.rules") from error
         if progress is not None:

@@ -156,7 +156,7 @@ def _rounded(ms: float) -> float:
 
 def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, ceiling: Ceilings, say: Say) -> Found:
     spec, site = options.spec, choice.site
-    rows = spec.train.micro_batch * spec.model.window
+    rows = spec.train.at_once() * spec.model.window
     cost = cost_of(choice, sizes_of(spec))
     every = tuple(candidates(site, plan.source))
     journal = Journal(machine, site_digest(site), rows)

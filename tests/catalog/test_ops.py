@@ -15,23 +15,45 @@ from torch.utils.flop_counter import FlopCounterMode
 from specc.compiler import ops, witness
 from specc.compiler.catalog import classes
 from specc.compiler.ir import Builder, Op, Scaled, Tape, TensorType, TypeRuleError
-from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaCached
+from specc.compiler.ops.additive import Additive
+from specc.compiler.ops.attention import (
+    CacheWrite,
+    CausalAttention,
+    CausalAttentionGrad,
+    Sdpa,
+    SdpaCached,
+    SdpaSeen,
+)
+from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.norm_rope import NormRope, NormRopeGrad
 from specc.compiler.ops.pointwise import Pointwise, SumTo
+from specc.compiler.ops.quantized import CellMarks, CropColumns, Int8Linear, LstmUpdate, Part, QuantizeRows, TimeMajor
+from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.ops.rope import Positions, Rope, RopeAngles
+from specc.compiler.ops.sequence import AsStep, Concat, Copy, Moves, Repeat, Reversed, Seen, Shift, StateWrite, Zeros
 from specc.compiler.ops.shape import CropRows, Embedding, Last, MergeHeads, PadRows, SplitHeads
+from specc.compiler.ops.sinusoid import Sinusoid
 from specc.compiler.render import render
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i64": torch.int64}
+DTYPES = {
+    "f32": torch.float32,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "bool": torch.bool,
+    "i8": torch.int8,
+    "i32": torch.int32,
+}
 MODULES = itertools.count()
 B, T, S = 3, 5, 9
 SIZES = {"B": B, "T": T, "S": S}
 X, IDS = "f32[B,T,8]", "i64[B,T]"
 HEADS = "f32[B,T,4,6]"
+SEEN = "bool[B,S]"
+WEIGHTS = ("f32[12,8]", "f32[12,3]")  # of an LSTM of 3 features
 
 
 @dataclass(frozen=True)
@@ -85,12 +107,50 @@ SAMPLES = [
     Sample(Pointwise(("z",), ("z",), dtype="f32"), ("bf16[B,T,8]",), arithmetic=True),
     Sample(Pointwise(("3 * tanh(z / 3)",), ("z",), dtype="f32"), ("bf16[B,T,8]",), arithmetic=True),
     Sample(Pointwise(("x + 1", "max(x, y)"), ("x", "y"), ("y", "most")), (X, X), arithmetic=True),
+    Sample(SdpaSeen(), (HEADS, "f32[B,S,2,6]", "f32[B,S,2,6]", SEEN)),
+    Sample(Additive("relu"), ("f32[B,T,1]", "f32[B,S,1]", "f32[B,S,8]", SEEN)),
+    Sample(Additive("tanh"), ("f32[B,T,6]", "f32[B,S,6]", "f32[B,S,8]", SEEN, "f32[6]")),
+    Sample(Lstm(), (X, "f32[B,3]", "f32[B,3]", *WEIGHTS, "f32[12]")),
+    Sample(Lstm(biases=2), (X, "f32[B,3]", "f32[B,3]", *WEIGHTS, "f32[12]", "f32[12]")),
+    Sample(Lstm(2), (X, "f32[B,6]", "f32[B,6]", *WEIGHTS, "f32[12]", *WEIGHTS, "f32[12]")),
+    Sample(Lstm(2, 2), (X, "f32[B,6]", "f32[B,6]", *(*WEIGHTS, "f32[12]", "f32[12]") * 2)),
+    Sample(LstmCell(), ("f32[B,1,8]", "f32[B,3]", "f32[B,3]", *WEIGHTS, "f32[12]")),
+    Sample(LstmCell(2), ("f32[B,1,8]", "f32[B,3]", "f32[B,3]", *WEIGHTS, "f32[12]", "f32[12]")),
+    Sample(Seen(0), ("i64[B,S]",)),
+    Sample(Shift(1), (IDS,)),
+    Sample(Zeros((3, 2)), (X,)),
+    Sample(StateWrite(), ("f32[B,8]", "f32[B,8]")),
+    Sample(Copy(), (X,)),
+    Sample(Concat(), (X, "f32[B,T,3]")),
+    Sample(Reversed(), (X,)),
+    Sample(AsStep(), ("f32[B,8]",)),
+    Sample(Repeat(), ("f32[B,8]", IDS)),
+    Sample(Dropout(0.5), (X,)),
+    Sample(Sinusoid(6), ("i64[T]",)),
+    Sample(CrossEntropy("mean", 0), ("f32[B,T,7]", IDS)),
+    Sample(CrossEntropy("none", 0), ("f32[B,T,7]", IDS)),
+    Sample(QuantizeRows(8), (X, "f32[8]")),
+    Sample(QuantizeRows(16), (X, "f32[8]")),
+    Sample(CropColumns(5), (X,)),
+    Sample(TimeMajor(), (X,)),
+    Sample(TimeMajor(backward=True), (X,)),
+    Sample(TimeMajor(back=True), (X,)),
+    Sample(Part(1, 2), (X,)),
+    Sample(CellMarks(), ("i32[12]",)),
+    Sample(LstmUpdate(), ("f32[B,12]", "f32[B,3]")),
     Sample(SumTo((8,)), (X,), arithmetic=True),
     Sample(SumTo((4, 1)), (HEADS,), arithmetic=True),
 ]  # fmt: skip
 REGIONS = {Call.name, Fused.name, Scan.name}  # they run other graphs and have no arithmetic of their own
 # only kernels compute them, in files of their own
-KERNELS = {SoftmaxLoss.name, NormRope.name, NormRopeGrad.name, CausalAttention.name, CausalAttentionGrad.name}
+KERNELS = {
+    SoftmaxLoss.name,
+    NormRope.name,
+    NormRopeGrad.name,
+    CausalAttention.name,
+    CausalAttentionGrad.name,
+    Int8Linear.name,
+}
 
 
 def named(sample: Sample) -> str:
@@ -112,7 +172,12 @@ def values(sample: Sample, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for type in types_of(sample):
-        if type.dtype != "i64":
+        if type.dtype == "bool":
+            found.append(torch.rand(shape(type), generator=generator) < 0.6)
+            found[-1][:, 0] = True  # of a row without any there is no mean
+        elif type.dtype == "i32":
+            found.append(torch.randint(-99, 99, shape(type), generator=generator, dtype=torch.int32))
+        elif type.dtype != "i64":
             found.append(torch.randn(shape(type), generator=generator, dtype=DTYPES[type.dtype]))
         elif type.shape == ("T",):
             found.append(torch.arange(T) + seed % (S - T))
@@ -156,13 +221,15 @@ def test_spelling_equals_the_reference(sample: Sample, seed: int) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
+        torch.manual_seed(seed)  # for what draws
         found = many(module_of(sample).M()(*[tensor.clone() for tensor in given]))
     finally:
         torch.set_default_dtype(before)
+    torch.manual_seed(seed)
     wanted = many(sample.op.reference(*in_float64(given)))
     assert len(found) == len(wanted)
     for have, want in zip(found, wanted, strict=True):
-        assert want.dtype in (torch.float64, torch.int64)
+        assert want.dtype in (torch.float64, torch.int64, torch.bool, torch.int8) or isinstance(sample.op, CellMarks)
         tolerance = 1e-6 if casts else 1e-12
         torch.testing.assert_close(have.to(want.dtype), want, rtol=tolerance, atol=tolerance)
 
@@ -204,6 +271,10 @@ def different(sample: Sample) -> Sample | None:
         RmsNorm: {"eps": 0.125},
         LayerNorm: {"eps": 0.125},
         RopeAngles: {"base": 77.0},
+        Seen: {"pad": 3},
+        Shift: {"start": 2},
+        Dropout: {"p": 0.25},
+        Zeros: {"shape": (2, 3)},
     }
     if isinstance(sample.op, Sdpa | SdpaCached):
         return replace(sample, op=replace(sample.op, window=(sample.op.window or 0) + 1))
@@ -239,7 +310,7 @@ def test_flops_grow_in_proportion_to_the_rows(sample: Sample) -> None:
     one, three = (sample.op.flops(types, sample.op.infer(types), {**SIZES, "B": rows}) for rows in (1, 3))
     rowless = not any("B" in type.shape for type in types) or isinstance(sample.op, Positions)
     assert three == (one if rowless else 3 * one)
-    moves = (Embedding, SplitHeads, MergeHeads, Last, PadRows, CropRows, CacheWrite, Positions)
+    moves = (Embedding, SplitHeads, MergeHeads, Last, PadRows, CropRows, CacheWrite, Positions, Moves)
     assert (one == 0) == isinstance(sample.op, moves)
 
 
@@ -329,6 +400,24 @@ ERRORS = [
     (Wgrad(), ("f32[T,8]", "f32[B,8]"), "n sums over rows ('T',) and ('B',)"),
     (RmsNorm(affine=True), (X, "f32[7]"), "n scales (7,) but v0 gives 8 features"),
     (LayerNorm(), (X, "f32[8]", "f32[9]"), "n scales (9,) but v0 gives 8 features"),
+    (SdpaSeen(), (HEADS, HEADS, HEADS, SEEN), "n sees bool[B,S] of keys f32[B,T,4,6]"),
+    (Additive("relu"), ("f32[B,T,2]", "f32[B,S,2]", "f32[B,S,8]", SEEN), "n scores by one number, but queries have 2"),
+    (Additive("tanh"), ("f32[B,T,6]", "f32[B,S,6]", "f32[B,S,8]", SEEN, "f32[5]"), "n weighs 6 features by f32[5]"),
+    (Lstm(), (X, "f32[B,3]", "f32[B,3]", "f32[12,7]", "f32[12,3]", "f32[12]"), "n takes 7 features but v0 gives 8"),
+    (Lstm(), (X, "f32[B,3]", "f32[B,4]", *WEIGHTS, "f32[12]"), "n starts from h f32[B,3] and c f32[B,4]"),
+    (Lstm(), (X, "f32[B,4]", "f32[B,4]", *WEIGHTS, "f32[12]"), "n starts 3 features from h f32[B,4]"),
+    (
+        LstmCell(),
+        ("f32[B,1,8]", "f32[B,3]", "f32[B,3]", *WEIGHTS, "f32[3]"),
+        "n has gates of 3 features, which f32[12,8], f32[12,3], f32[3] are not made for",
+    ),
+    (
+        LstmCell(),
+        (X, "f32[B,3]", "f32[B,3]", *WEIGHTS, "f32[12]"),
+        "n takes one step of 3 features, not f32[B,T,8] from h f32[B,3]",
+    ),
+    (StateWrite(), ("f32[B,8]", "f32[B,7]"), "n keeps f32[B,8] but is given f32[B,7]"),
+    (Concat(), (X, "f32[B,S,8]"), "n puts f32[B,T,8] beside f32[B,S,8]"),
     (Sdpa(), (HEADS, "f32[B,T,3,6]", "f32[B,T,3,6]"), "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
     (Sdpa(), (HEADS, HEADS, "f32[B,T,4,7]"), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,4,7]"),
     (CausalAttention(), (HEADS, HEADS, X), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,8]"),

@@ -93,7 +93,7 @@ def test_the_catalogs_of_specc() -> None:
     }  # type: ignore[union-attr]
     assert {model.__name__ for model in models(blocks, Embed, "kind")} == {"Token", "Project", "EmbedNorm"}
     assert set(catalog(kernels, Kernel)) >= {"torch", "torch_epilogue", "linear_triton", "gemm_evt"}
-    assert {"round", "gptq", "none"} == {
+    assert {"round", "gptq", "int8", "none"} == {
         model.model_fields["scheme"].annotation.__args__[0] for model in models(quant, Scheme, "scheme")
     }  # type: ignore[union-attr]
     assert {"linear", "dgrad", "wgrad", "pointwise", "sdpa", "call", "fused", "scan"} <= set(classes(ops, Op))

@@ -13,11 +13,12 @@ HEAVY = ("torch", "triton", "numpy", "safetensors", "brotli")
 
 # Lower layers first: a module may import from its own layer and from those before it. A folder is its package.
 LAYERS = (
-    ("errors", "strict", "pattern", "targets", "source", "yaml_text", "python_lines"),
+    ("errors", "strict", "pattern", "targets", "source", "yaml_text", "python_lines", "vocabulary"),
     ("catalog", "expr"),
     ("ir", "ir_text"),
     ("ops",),
     ("blocks", "quant"),
+    ("data",),
     ("programs", "train_spec"),
     ("architectures",),
     ("spec",),
@@ -37,6 +38,7 @@ LAYERS = (
         "torch_function",
         "torch_group",
         "torch_model",
+        "torch_program",
         "witness",
         "starting",
     ),

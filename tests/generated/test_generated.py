@@ -116,6 +116,9 @@ PLANS = {
     "gpt2_124m": ("123,532,032 parameters", 797.8),
     "gpt_mlp35": ("29,374,040 parameters", 245.4),
     "gpt_mini": ("1,017,496 parameters", 7.3),
+    "poly_transformer": ("4,758,528 parameters", 29.1),
+    "poly_lstm": ("3,725,472 parameters", 19.9),
+    "poly_attn": ("405,215 parameters", 2.5),
 }
 
 
@@ -166,7 +169,7 @@ def test_torch_fx_finds_the_plan(name: str, target: str) -> None:
     programs = pipeline.run(spec, target)
     source = import_model(GENERATED / name / target)
     before = torch.get_default_dtype()
-    torch.set_default_dtype({"cpu": torch.float32}.get(target, torch.bfloat16))
+    torch.set_default_dtype({"f32": torch.float32, "bf16": torch.bfloat16}[programs.params[0].dtype])
     try:
         model = source.Model()  # its parameters are not filled, and take no memory until they are
     finally:

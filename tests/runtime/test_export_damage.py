@@ -144,7 +144,7 @@ def test_lies_are_named(tmp_path: Path) -> None:
         (forge([(1, codes, 12), (0, spec, 2)]), "first section"),
         (forge([(1, codes, 12)]), "first section"),
         (forge([(0, spec, 2), (0, spec, 2)]), "first section"),
-        (forge([(0, spec, 2), (6, codes, 12)]), "unknown kind 6"),
+        (forge([(0, spec, 2), (7, codes, 12)]), "unknown kind 7"),
         (forge([(0, spec, 2)]), "not one that this specc understands"),
         (forge([(0, brotli.compress(b"\xff\xfe"), 2)]), "not one that this specc understands"),
         (forge([(0, spec, 2**24 + 1)]), "more than one may hold"),

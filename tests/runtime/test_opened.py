@@ -222,7 +222,7 @@ def test_a_spec_that_makes_no_such_model_is_found(artifact: Path, old: str, new:
 
 
 def test_codes_that_no_quantizer_writes_are_found(artifact: Path) -> None:
-    spec, _, _ = read_verified(artifact)
+    spec = read_verified(artifact).spec
     name = "blocks.0.attention.q"
     shape = Deployment.of(spec).shapes[name]
     codes = torch.full(shape, 100, dtype=torch.int8).numpy()

@@ -14,6 +14,16 @@ def test_by_steps_goes_up_stays_and_goes_down() -> None:
     assert found == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.3])
 
 
+def test_shares_are_steps_of_the_run_that_it_is() -> None:
+    for steps, up, down in ((12, 3, 6), (400, 100, 200), (3, 0, 1)):
+        shares, counted = (
+            ScheduleSpec(warmup_fraction=0.25, warmdown_fraction=0.5, floor=0.1),
+            ScheduleSpec(warmup_steps=up, warmdown_steps=down, floor=0.1),
+        )
+        found = [by_steps(shares, steps, step) for step in range(steps)]
+        assert found == [by_steps(counted, steps, step) for step in range(steps)]
+
+
 def test_without_warm_up_and_warm_down_it_is_one_throughout() -> None:
     assert [by_steps(ScheduleSpec(), 3, step) for step in range(4)] == [1, 1, 1, 1]
     assert [by_clock(ScheduleSpec(), 3.0, step, float(step)) for step in range(5)] == [1, 1, 1, 1, 1]

@@ -110,7 +110,7 @@ def test_the_loss_it_reports_is_that_of_the_artifact(made: Quantized) -> None:
 
 def test_it_quantizes_the_weights_that_the_run_ends_with(made: Quantized) -> None:
     weights = random_weights(made.run.spec)  # the average; the plain weights are all 7
-    _, stored, _ = read_verified(made.result.artifact)
+    stored = read_verified(made.result.artifact).weights
     for name, tensor in stored.items():
         error = (tensor - weights[name]).square().mean().sqrt() / weights[name].square().mean().sqrt()
         assert float(error) < 0.1, name
@@ -118,7 +118,7 @@ def test_it_quantizes_the_weights_that_the_run_ends_with(made: Quantized) -> Non
 
 def test_the_rows_tell_what_was_done_to_each_parameter(made: Quantized) -> None:
     weights = random_weights(made.run.spec)
-    _, stored, _ = read_verified(made.result.artifact)
+    stored = read_verified(made.result.artifact).weights
     report = json.loads((made.run.quantized / "report.json").read_text())
     assert [row["name"] for row in report["parameters"]] == list(stored)
     for row in report["parameters"]:
@@ -141,7 +141,7 @@ def test_the_rows_tell_what_was_done_to_each_parameter(made: Quantized) -> None:
 
 def test_the_resolved_spec_says_all_by_name(made: Quantized) -> None:
     spec, _ = load(made.run.quantized / "spec.json")
-    assert spec == made.result.spec == spec_of(canonical(spec)) == read_verified(made.result.artifact)[0]
+    assert spec == made.result.spec == spec_of(canonical(spec)) == read_verified(made.result.artifact).spec
     assert spec.quant is not None and spec.quant.promote is None
     names = [name for name, _ in made.loaded.model.named_parameters()]
     assert {rule.match for rule in spec.quant.rules} == set(names) and len(spec.quant.rules) == len(names)

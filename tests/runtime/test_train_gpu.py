@@ -15,6 +15,7 @@ from specc.runtime.log import read_log
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.muon import orthogonalize
 from specc.runtime.trainer import Trainer
+from specc.runtime.validation import Validation
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +95,7 @@ def test_a_run_on_the_clock(tmp_path: Path) -> None:
     from test_train_run import spec
 
     from specc.runtime.log import RunLog
-    from specc.runtime.loop import Limits, Loop, Validation
+    from specc.runtime.loop import Limits, Loop
     from specc.runtime.run import Run
 
     train = train_spec(steps=None, budget_seconds=1.0, schedule={"warmdown_steps": 20}, validate_every=10)

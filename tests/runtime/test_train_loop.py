@@ -22,9 +22,10 @@ from specc.runtime import checkpoint
 from specc.runtime.data import ByteTokenizer
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import Lines, RunLog, Step, read_log
-from specc.runtime.loop import Limits, Loop, TrainResult, Validation
+from specc.runtime.loop import Limits, Loop, TrainResult
 from specc.runtime.run import Run
 from specc.runtime.signals import Interrupted, Preempted
+from specc.runtime.validation import Validation
 
 Hook = Callable[[Step], None]
 
@@ -108,7 +109,7 @@ def test_the_final_checkpoint_holds_what_was_scored_last(tmp_path: Path) -> None
         model = Toy()
         model.load_state_dict(checkpoint.weights(result.checkpoint))
         one = trainer(tmp_path, train, model)
-        again = one.evaluate(stream(tmp_path, "val"), ByteTokenizer(), 8, 200)
+        again = one.evaluate(Validation(stream(tmp_path, "val"), ByteTokenizer(), 8, 200))
         assert again.nats == result.final.nats
         assert (result.averaged is None) == (name == "plain")
 

@@ -16,6 +16,7 @@ from specc.runtime.checkpoint import Snapshot
 from specc.runtime.data import ByteTokenizer, Loader
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.trainer import BatchError, Trainer, micro_batches
+from specc.runtime.validation import Validation
 
 
 def steps(one: Trainer, count: int) -> list[float]:
@@ -251,10 +252,10 @@ def test_validation_scores_the_weights_that_it_is_given(tmp_path: Path) -> None:
         tokens = torch.from_numpy(val.read(0, val.tokens).astype("int64"))
         with torch.no_grad():
             expected = sum(float(lone.score(tokens[i : i + 1, None], tokens[i + 1 : i + 2, None])) for i in range(400))
-        result = one.evaluate(val, ByteTokenizer(), 3, 400, weights)
+        result = one.evaluate(Validation(val, ByteTokenizer(), 3, 400), weights)
         assert result.tokens == 400 and result.nats == pytest.approx(expected, rel=1e-5)
-    raw = one.evaluate(val, ByteTokenizer(), 3, 400)
-    assert raw.nats == one.evaluate(val, ByteTokenizer(), 3, 400, one.masters.tensors).nats != result.nats
+    raw = one.evaluate(Validation(val, ByteTokenizer(), 3, 400))
+    assert raw.nats == one.evaluate(Validation(val, ByteTokenizer(), 3, 400), one.masters.tensors).nats != result.nats
     assert equal(one.snapshot(), before)
 
 
@@ -262,4 +263,4 @@ def test_validation_that_is_not_finite_stops(tmp_path: Path) -> None:
     one = trainer(tmp_path)
     broken = {name: torch.full_like(tensor, math.nan) for name, tensor in one.masters.tensors.items()}
     with pytest.raises(RunFailure, match="validation loss is nan"):
-        one.evaluate(stream(tmp_path, "val"), ByteTokenizer(), 2, 50, broken)
+        one.evaluate(Validation(stream(tmp_path, "val"), ByteTokenizer(), 2, 50), broken)

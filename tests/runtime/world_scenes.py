@@ -24,9 +24,10 @@ from specc.runtime.data import ByteTokenizer
 from specc.runtime.distributed import World, joined
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import RunLog, Silence, Step
-from specc.runtime.loop import Limits, Loop, TrainResult, Validation
+from specc.runtime.loop import Limits, Loop, TrainResult
 from specc.runtime.run import Run
 from specc.runtime.signals import Preempted
+from specc.runtime.validation import Validation
 
 TRAIN = train_spec(tokens_per_step=8 * 8, validate_every=7)
 
@@ -75,7 +76,7 @@ def scores(folder: Path, world: World) -> dict[str, Any]:
     one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
     found = []
     for tokens in (500, 3):
-        result = one.evaluate(stream(folder, "val"), ByteTokenizer(), 4, tokens)
+        result = one.evaluate(Validation(stream(folder, "val"), ByteTokenizer(), 4, tokens))
         found.append([result.nats, result.tokens, result.piece_bytes])
     return {"scores": found}
 

@@ -1,0 +1,250 @@
+"""An encoder and a decoder: a source line to the target line, a token after another."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+
+from pydantic import Field
+
+from specc.compiler import blocks
+from specc.compiler.architectures.architecture import Architecture
+from specc.compiler.architectures.functions import Functions
+from specc.compiler.architectures.side import Side, spans
+from specc.compiler.architectures.stack import BlocksStage, one_of
+from specc.compiler.blocks.head import LogitHead
+from specc.compiler.blocks.init import Init
+from specc.compiler.blocks.roles import Bridge, Layer, Part, Shape, Stage, Surroundings
+from specc.compiler.catalog import models
+from specc.compiler.ir import Builder, Graph, TensorType, TypeRuleError
+from specc.compiler.ops.loss import CrossEntropy
+from specc.compiler.ops.sequence import Copy, Seen, Shift
+from specc.compiler.ops.shape import Last
+from specc.compiler.programs import LoweringError, Programs
+from specc.compiler.strict import Path, Problem
+from specc.compiler.vocabulary import PAD, START, Vocabulary
+
+if TYPE_CHECKING:
+    AnyBridge = Bridge
+    AnyStage = Part
+else:
+    AnyBridge = one_of(Bridge)
+    _STAGES = (*models(blocks, Stage, "kind"), *models(blocks, Layer, "kind"), BlocksStage)
+    AnyStage = Annotated[Union[_STAGES], Field(discriminator="kind")]  # noqa: UP007
+
+Stages = Annotated[tuple[AnyStage, ...], Field(min_length=1, max_length=64)]
+IDS = "i64"
+AHEAD = "use `directions: forward`"
+
+
+class EncoderDecoder(Architecture):
+    """Sequence to sequence (Sutskever, Vinyals and Le, 2014): an encoder reads a source of at most `context` tokens, a
+    decoder writes a target of at most as many. Each side is its stages in order, without residuals but in `blocks`;
+    `bridge` leads from the last state of a recurrent encoder to the first of the decoder, zeros where it is unset.
+
+    `dtype` is what it computes in, the target's where it is unset.
+    """
+
+    kind: Literal["encoder_decoder"]
+    vocab: Vocabulary
+    context: Annotated[int, Field(gt=0, le=2**16)]
+    dtype: Literal["f32"] | None = None
+    init: Init = Init(normal=0.02)
+    output_init: Init | None = None
+    encoder: Stages
+    bridge: AnyBridge | None = None
+    decoder: Stages
+    head: LogitHead = LogitHead()
+
+    @property
+    def title(self) -> str:
+        sides = (" + ".join(stage.title for stage in side) for side in (self.encoder, self.decoder))
+        return f"encoder {next(sides)}, decoder {next(sides)}, {self.context} tokens, vocabulary {self.vocabulary}"
+
+    @property
+    def vocabulary(self) -> int:
+        return self.vocab.size
+
+    @property
+    def window(self) -> int:
+        return self.context
+
+    @property
+    def fed(self) -> str:
+        return "target"
+
+    @property
+    def reads_pads(self) -> bool:
+        return any(stage.recurrent for stage in self.encoder)
+
+    @property
+    def characters(self) -> str | None:
+        return self.vocab.chars
+
+    def problems(self) -> Iterator[Problem]:
+        """Stages that cannot stand where they do."""
+        for side, stages in (("encoder", self.encoder), ("decoder", self.decoder)):
+            titles: dict[str, int] = {}
+            for i, stage in enumerate(stages):
+                if (first := titles.setdefault(stage.title, i)) != i:
+                    message = f"two stages of the {side} are named {stage.title}"
+                    related = (("the first one", (side, first)),)
+                    yield Problem((side, i), "S207", message, "give one of them a `name:`", related)
+                yield from (problem.under(side, i) for problem in _stage_problems(side, stages, i))
+
+    def lower(self, name: str, dtype: str) -> Programs:
+        return _Lowering(self, name, dtype).run()
+
+
+def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Problem]:
+    """What is wrong with a stage where it stands; paths are relative to it."""
+    stage = stages[i]
+    if stage.starts != (i == 0):
+        what = f"the {side} starts with {stage.title}" if i == 0 else f"{stage.title} is in the middle of the {side}"
+        yield Problem((), "S233", what, "put one stage that starts a side first: `embed`, or in a decoder `repeat`")
+    if side == "encoder" and (stage.reads_source or stage.asks is not None or stage.reads_final):
+        yield Problem((), "S234", f"{stage.title} reads an encoder, and is in one", "put it into the decoder")
+    if side == "decoder" and stage.reads_future:
+        yield Problem((), "S235", f"{stage.title} reads later tokens, which a decoder has not written yet", AHEAD)
+    before, after = stages[:i], stages[i + 1 :]
+    if stage.reads is not None and all(other.title != stage.reads for other in before):
+        yield Problem((), "S236", f"{stage.title} reads {stage.reads}, which is no stage before it", "name one that is")
+    if stage.asks is not None and all(other.title != stage.asks or not other.recurrent for other in after):
+        message = f"{stage.title} asks with the state of {stage.asks}, which is no recurrent stage after it"
+        yield Problem((), "S236", message, "name an lstm that follows it")
+    inside = next((stage for first, last in spans(stages) if first < i <= last), None)
+    if inside is not None and not stage.recurrent and stage.in_place:
+        message = f"{stage.title} keeps what it has seen in place, which a loop over time cannot"
+        yield Problem((), "S237", message, "put it before the stage that asks with a later state")
+
+
+def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
+    """Where the spec states what stands at the start of a node's name."""
+    yield "head", ("model", "head")
+    yield "bridge", ("model", "bridge")
+    for side, stages in (("encoder", model.encoder), ("decoder", model.decoder)):
+        loops = dict(spans(stages))
+        looped = {i for first, last in loops.items() for i in range(first, last + 1)}
+        for i, stage in enumerate(stages):
+            yield f"{side}.{stage.title}", ("model", side, i)
+            if i in looped:
+                yield f"{side}.step.{stage.title}", ("model", side, i)
+            for j, layer in enumerate(getattr(stage, "layers", ())):
+                for k in range(getattr(stage, "count", 0)):
+                    yield f"{side}.{stage.title}.{k}.{layer.title}", ("model", side, i, "layers", j)
+
+
+class _Lowering:
+    """The state of one lowering."""
+
+    def __init__(self, model: EncoderDecoder, name: str, dtype: str) -> None:
+        self.model, self.name = model, name
+        stages: tuple[Any, ...] = (*model.encoder, *model.decoder)
+        layers = max(1, sum(stage.count for stage in stages if isinstance(stage, BlocksStage)))
+        kind = model.dtype or dtype
+        out = model.output_init or model.init
+        shape = Shape(0, layers, model.context, model.vocabulary, kind, model.init, out, kept=model.context)
+        self.functions = Functions(layers)
+        self.places = dict(_places(model))
+        self.encoder = Side("encoder", model.encoder, shape, self.functions, self.places)
+        self.decoder = Side("decoder", model.decoder, shape, self.functions, self.places)
+        self.reads_source = any(stage.reads_source for stage in model.decoder)
+        self.reads_seen = any(stage.reads_seen for stage in model.encoder)
+
+    def run(self) -> Programs:
+        programs = (self.scored("train"), self.scored("score"), self.encode(), self.extend())
+        if refused := self.functions.refused:
+            hint = "change the number or formula"
+            raise LoweringError(tuple(Problem(("model",), "S221", text, hint) for text in refused.values()))
+        params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
+        places = tuple(self.places.items())
+        return Programs(self.name, params, functions, programs, places, whole=("train", "score"))
+
+    def scored(self, name: Literal["train", "score"]) -> Graph:
+        """source i64[B, S], target i64[B, T] -> cross-entropy in nats, f32, over the targets that are no pads.
+
+        `train` gives the mean, and is told `inputs` i64[B, T], what the decoder is fed: it drops. `score` gives one
+        number a token, 0 at pads, and feeds the truth.
+        """
+        b = Builder(name)
+        source = b.input("source", TensorType(("B", "S"), IDS))
+        given = TensorType(("B", "T"), IDS)
+        inputs = b.input("inputs", given) if name == "train" else ""
+        target = b.input("target", given)
+        around = self.read(b, source, name == "train")
+        b.scope = ""
+        ids = inputs or b.add("inputs", Shift(START), (target,))
+        x, _ = self.decoder.run(b, ids, around)
+        loss = CrossEntropy("mean" if name == "train" else "none", PAD)
+        logits = self.head(b, x)
+        return self.functions.program(b, {"loss": b.add("loss", loss, (logits, target))})
+
+    def encode(self) -> Graph:
+        """source i64[B, S] -> the state before the first token."""
+        b = Builder("encode")
+        around = self.read(b, b.input("source", TensorType(("B", "S"), IDS)), False)
+        begun = self.decoder.begin(b, around)
+        state = {"encoder.seen": around.seen} if self.reads_source else {}
+        state |= {key: begun[key] for key in self.decoder.state()}
+        b.scope = ""
+        for i, (key, ref) in enumerate(state.items()):
+            if ref in list(state.values())[:i]:
+                state[key] = b.add(f"{key}.copy", Copy(), (ref,))
+        return self.functions.program(b, {f"state.{key}": ref for key, ref in state.items()})
+
+    def extend(self) -> Graph:
+        """ids i64[B, 1], the token after `start` (i64[]) others -> logits f32[B, V] of the next, and the state."""
+        b = Builder("extend")
+        ids = b.input("ids", TensorType(("B", 1), IDS))
+        start = b.input("start", TensorType((), IDS))
+        seen = b.input("state.encoder.seen", TensorType(("B", "S"), "bool")) if self.reads_source else ""
+        cache = {key: b.input(f"state.{key}", type) for key, type in self.decoder.state().items()}
+        x, state = self.decoder.run(b, ids, Surroundings("", {}, cache, seen=seen, extends=True), start)
+        b.scope = ""
+        logits = self.head(b, b.add("last", Last(), (x,)))
+        return self.functions.program(b, {"logits": logits, **{f"state.{key}": ref for key, ref in state.items()}})
+
+    def read(self, b: Builder, source: str, training: bool) -> Surroundings:
+        """What the encoder makes of a source, as the decoder finds it."""
+        b.scope = "encoder"
+        seen = ""
+        if self.reads_source or self.reads_seen:
+            seen = b.add("seen", Seen(PAD), (source,))
+        whole = Surroundings("", {}, {}, seen=seen, causal=False, training=training)
+        memory, final = self.encoder.run(b, source, whole)
+        self.decoder.shape = replace(self.decoder.shape, source=b.types[memory].width)
+        last = next((stage.title for stage in reversed(self.model.encoder) if stage.recurrent), None)
+        states = {key: final[f"encoder.{last}.{key}"] for key in ("h", "c")} if last else {}
+        return Surroundings(
+            "", {}, {}, memory=memory, seen=seen, final=states, start=self.start(b, states), training=training
+        )
+
+    def start(self, b: Builder, final: dict[str, str]) -> dict[str, str]:
+        """What the first recurrent stage of the decoder begins from; empty without a bridge."""
+        bridge = self.model.bridge
+        first = next((stage for stage in self.model.decoder if stage.recurrent), None)
+        if bridge is None:
+            return {}
+        b.scope = "bridge"
+        if first is None or not final:
+            side = "decoder" if first is None else "encoder"
+            message = f"the bridge wants a recurrent stage on both sides, and the {side} has none"
+            raise LoweringError((Problem(("model", "bridge"), "S238", message, "take the bridge out"),))
+        width = first.state(self.decoder.shape)["h"].width
+        assert isinstance(width, int)
+        try:
+            return dict(bridge.lower(b, final["h"], final["c"], width, self.decoder.shape))
+        except TypeRuleError as error:
+            raise LoweringError((Problem(("model", "bridge"), "S301", error.message, "use `linear`"),)) from None
+
+    def head(self, b: Builder, x: str) -> str:
+        b.scope = "head"
+        width = b.types[x].width
+        try:
+            return self.model.head.lower(
+                b, x, self.decoder.shape.of_width(width), f"@decoder.{self.model.decoder[0].title}.token"
+            )
+        except (TypeRuleError, KeyError) as error:
+            message = error.message if isinstance(error, TypeRuleError) else "head has no token table to be tied to"
+            raise LoweringError(
+                (Problem(("model", "head"), "S301", message, "set `tied: false`, or let the widths be equal"),)
+            ) from None

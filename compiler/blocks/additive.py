@@ -1,0 +1,56 @@
+"""Additive attention to the source, asked with the state of the decoder."""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from specc.compiler.blocks.affine import affine
+from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.ir import Builder, TensorType
+from specc.compiler.ops.additive import Additive
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.sequence import AsStep
+from specc.compiler.strict import Name, Positive, Problem
+
+
+class AdditiveStage(Stage):
+    """The mean of the encoder's values under the softmax of scores (Bahdanau, Cho and Bengio, 2015).
+
+    With the last h of the recurrent stage `query`, the score of a position is relu(w . [h; value] + b), or with
+    `form: tanh` w . tanh(W h + U value + b) for `width` features.
+    """
+
+    kind: Literal["additive"]
+    query: Name
+    form: Literal["relu", "tanh"] = "relu"
+    width: Positive = 1
+
+    @property
+    def reads_source(self) -> bool:
+        return True
+
+    @property
+    def asks(self) -> str | None:
+        return self.query
+
+    def problems_in(self, dim: int) -> Iterator[Problem]:
+        if self.form == "relu" and self.width != 1:
+            yield Problem(("width",), "S232", "the relu form scores by one number", "leave width out, or use form tanh")
+
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
+        keys, values = shape.activation("B", "S", self.width), shape.activation("B", "S", shape.source)
+        return {"keys": keys, "values": values}
+
+    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
+        size = (self.width, b.types[around.memory].width)
+        keys = affine(b, around.memory, "key", size, shape, shape.matrix_init, True)
+        return {"keys": keys, "values": around.memory}
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        h = b.add("h", AsStep(), (around.start["h"],))
+        weight = b.param("query", shape.activation(self.width, b.types[h].width), shape.matrix_init)
+        query = b.add("query", Linear(), (h, weight))
+        scale = []
+        if self.form == "tanh":
+            scale = [b.param("score", shape.activation(self.width), shape.matrix_init)]
+        cache = around.cache
+        return Lowered(b.add("y", Additive(self.form), (query, cache["keys"], cache["values"], around.seen, *scale)))

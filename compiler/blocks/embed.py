@@ -1,0 +1,46 @@
+"""The tokens of one side of a model of pairs as features."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from specc.compiler.blocks.init import Init
+from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.ir import Builder
+from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.shape import Embedding
+from specc.compiler.ops.sinusoid import Sinusoid
+from specc.compiler.strict import Positive
+
+
+class EmbedStage(Stage):
+    """A learned row of features for each id, table [V, D], from which a side starts. `positions` are added to it: a
+    learned table [context, D], or waves. In training each feature is dropped with probability `dropout`."""
+
+    starts: ClassVar[bool] = True
+
+    kind: Literal["embed"]
+    dim: Positive
+    positions: Literal["learned", "sinusoidal"] | None = None
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    init: Init | None = None
+
+    @property
+    def reads_positions(self) -> bool:
+        return self.positions is not None
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        init = self.init or shape.matrix_init
+        table = b.param("token", shape.activation(shape.vocab, self.dim), init)
+        y = b.add("token", Embedding(), (around.ids, table))
+        if self.positions == "learned":
+            rows = b.param("positions", shape.activation(shape.context, self.dim), init)
+            place = b.add("place", Embedding(), (around.positions, rows))
+        elif self.positions == "sinusoidal":
+            place = b.add("place", Sinusoid(self.dim, shape.dtype), (around.positions,))
+        if self.positions is not None:
+            y = b.add("x", Pointwise(("x + place",), ("x", "place")), (y, place))
+        if around.training and self.dropout:
+            y = b.add("dropped", Dropout(self.dropout), (y,))
+        return Lowered(y)

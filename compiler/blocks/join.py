@@ -1,0 +1,35 @@
+"""Stages that join values or drop some of them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.ir import Builder
+from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.sequence import Concat
+from specc.compiler.strict import Name
+
+
+class ConcatStage(Stage):
+    """The features so far and, behind them, those of the earlier stage `beside`."""
+
+    kind: Literal["concat"]
+    beside: Name
+
+    @property
+    def reads(self) -> str | None:
+        return self.beside
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        return Lowered(b.add("x", Concat(), (x, around.values[self.beside])))
+
+
+class DropoutStage(Stage):
+    """In training each feature is dropped with probability `p` (Srivastava et al., 2014)."""
+
+    kind: Literal["dropout"]
+    p: Annotated[float, Field(gt=0, lt=1)]
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        return Lowered(b.add("x", Dropout(self.p), (x,)) if around.training else x)

@@ -1,0 +1,102 @@
+"""Recurrent stages: the LSTM, and what repeats the encoder's last state for one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from specc.compiler.blocks.init import Init, constant
+from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.ir import Builder, TensorType
+from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.recurrent import GATES, Lstm, LstmCell
+from specc.compiler.ops.sequence import AsStep, Repeat, Reversed, Zeros
+from specc.compiler.strict import Positive
+
+SPREAD = Init(uniform="2/sqrt(fan_out)")  # 1 / sqrt(hidden), as the rows are four times the hidden size
+
+
+class LstmStage(Stage):
+    """A layer of long short-term memory (Hochreiter and Schmidhuber, 1997) of `hidden` features in each direction.
+
+    `biases` is how many vectors each direction adds, one or, as libraries do, two; `gates` the order of the input,
+    forget, cell and output gates in its matrices [4H, D] and [4H, H].
+    """
+
+    recurrent: ClassVar[bool] = True
+
+    kind: Literal["lstm"]
+    hidden: Positive
+    directions: Literal["forward", "backward", "both"] = "forward"
+    biases: Annotated[int, Field(ge=1, le=2)] = 1
+    gates: Literal["ifgo"] = "ifgo"
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    init: Init | None = None
+
+    @property
+    def width(self) -> int:
+        """Features of its value and of its state."""
+        return self.hidden * (2 if self.directions == "both" else 1)
+
+    @property
+    def reads_future(self) -> bool:
+        return self.directions != "forward"
+
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
+        kept = shape.activation("B", self.width)
+        return {"h": kept, "c": kept}
+
+    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
+        if around.start:
+            return around.start
+        return {name: b.add(f"{name}.zero", Zeros((self.width,)), (around.memory,)) for name in ("h", "c")}
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        start = around.cache or self.begin(b, shape, replace(around, memory=around.memory or x))
+        weights = [
+            weight
+            for side in (("", "back_") if self.directions == "both" else ("",))
+            for weight in self._weights(b, side, shape)
+        ]
+        if around.cache:
+            cell = b.add("cell", LstmCell(self.biases), (x, start["h"], start["c"], *weights))
+            y = b.add("y", AsStep(), (cell,))
+            return Lowered(y, {"h": cell, "c": f"{cell}:1"})
+        if self.directions == "backward":
+            x = b.add("x.reversed", Reversed(), (x,))
+        op = Lstm(2 if self.directions == "both" else 1, self.biases)
+        y = made = b.add("lstm", op, (x, start["h"], start["c"], *weights))
+        if self.directions == "backward":
+            y = b.add("y.reversed", Reversed(), (made,))
+        if around.training and self.dropout:
+            y = b.add("dropped", Dropout(self.dropout), (y,))
+        return Lowered(y, {"h": f"{made}:1", "c": f"{made}:2"})
+
+    def _weights(self, b: Builder, side: str, shape: Shape) -> list[str]:
+        """The parameters of one direction."""
+        rows, init = GATES * self.hidden, self.init or SPREAD
+        found = [b.param(f"{side}input", shape.activation(rows, shape.dim), init)]
+        found.append(b.param(f"{side}hidden", shape.activation(rows, self.hidden), init))
+        names = ("bias",) if self.biases == 1 else ("input_bias", "hidden_bias")
+        return [*found, *(b.param(f"{side}{name}", shape.activation(rows), constant(0.0)) for name in names)]
+
+
+class RepeatStage(Stage):
+    """The encoder's last h at every position: a decoder that starts with it reads no tokens, so it writes all of a
+    line at once (non-autoregressive)."""
+
+    starts: ClassVar[bool] = True
+    reads_final: ClassVar[bool] = True
+
+    kind: Literal["repeat"]
+
+    def state(self, shape: Shape) -> Mapping[str, TensorType]:
+        return {"h": shape.activation("B", shape.dim)}
+
+    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
+        return {"h": around.final["h"]}
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        state = around.cache or self.begin(b, shape, around)
+        return Lowered(b.add("x", Repeat(), (state["h"], around.ids)))

@@ -1,0 +1,1 @@
+"""What a run can train on: one file a kind of data."""

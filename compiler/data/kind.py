@@ -1,0 +1,32 @@
+"""What a kind of training data is asked."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from specc.compiler.strict import Problem, StrictModel
+
+FileName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class DataKind(StrictModel):
+    """The base of what `train.data` may be. A subclass names itself by a `kind` Literal and adds its settings.
+
+    `usual` is what `--data` stands for where it is not given. `generated` says that the data needs no files, so that
+    `--data KIND` selects the kind, with its defaults, over what a spec says.
+    """
+
+    usual: ClassVar[str]
+    generated: ClassVar[bool] = False
+
+    kind: str
+
+    @property
+    def least_vocabulary(self) -> int:
+        """How many ids a model needs to read it, as far as that is known without files."""
+        return 0
+
+    def problems_with(self, model: Any) -> Iterator[Problem]:
+        """Why a model (an Architecture) cannot read it; paths are from the top of the spec."""
+        yield from ()

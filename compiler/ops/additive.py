@@ -1,0 +1,58 @@
+"""Additive attention: a small network scores each position of the source (Bahdanau, Cho and Bengio, 2015)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Additive(Op):
+    """softmax(scores) v for queries [B, T, A], keys [B, S, A] and values v [B, S, D], over the positions that
+    `seen`, bool[B, S], tells.
+
+    The score of a query and a key is relu(query + key), of A = 1, or w . tanh(query + key), where w [A] is the last
+    input.
+    """
+
+    name: ClassVar[str] = "additive"
+    matrix: ClassVar[bool] = True
+    form: Literal["relu", "tanh"]
+
+    @property
+    def arity(self) -> int:
+        return 4 if self.form == "relu" else 5
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        query, keys, values, seen, *weight = inputs
+        if query.width != keys.width or keys.shape[:-1] != values.shape[:-1] or keys.shape[:-1] != seen.shape:
+            raise TypeRuleError(f"attends with queries {query}, keys {keys}, values {values}, seen {seen}", (0, 1, 2))
+        if self.form == "relu" and query.width != 1:
+            raise TypeRuleError(f"scores by one number, but queries have {query.width}", (0,))
+        if any(w.shape != (query.width,) for w in weight):
+            raise TypeRuleError(f"weighs {query.width} features by {weight[0]}", (0, 4))
+        return (query.with_shape(*query.shape[:-1], values.width),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        query, keys, values = inputs[:3]
+        pairs = query.with_shape(*query.shape[:-1], keys.shape[1]).count(sizes)
+        features = [width for width in (keys.width, values.width) if isinstance(width, int)]
+        return pairs * (4 * features[0] + 2 * features[1])
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{self.support(inputs)}({', '.join(args)})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return f"attend_additive_{self.form}"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        query, keys, values, seen, *weight = inputs
+        sums = query.unsqueeze(2) + keys.unsqueeze(1)
+        scores = (sums.tanh() * weight[0]).sum(-1) if weight else sums.clamp_min(0).squeeze(-1)
+        shown = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
+        attended: Tensor = shown.softmax(-1) @ values
+        return attended

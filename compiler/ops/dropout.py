@@ -1,0 +1,43 @@
+"""Dropout (Srivastava et al., 2014)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir import Input, Op, TensorType, Traced
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout(Op):
+    """x with each element zero with probability `p`, the others divided by 1 - p. Only programs that train have it.
+
+    It draws from Torch's generator of the device, in the order of the program; so does the reference.
+    """
+
+    name: ClassVar[str] = "dropout"
+    inline: ClassVar[bool] = False  # it draws in the order of the program
+    keeps_features: ClassVar[bool] = True
+    p: float
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (inputs[0],)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"F.dropout({args[0]}, {self.p})"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("dropout", (Input(0),), (("p", self.p), ("training", True)))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        x = inputs[0]
+        kept = torch.empty_like(x).bernoulli_(1 - self.p)
+        return x * kept / (1 - self.p)

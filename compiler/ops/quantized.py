@@ -1,0 +1,263 @@
+"""Products in whole numbers: rows as int8 codes, their product with stored codes, and what padding adds taken off."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError, operand
+from specc.compiler.ops.linear import rows
+from specc.compiler.ops.sequence import Moves
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST = 127  # of a code; -128 is none, so that codes are symmetric
+ALIGNMENT = 16  # codes that one load takes: K and N of an int8 product are multiples of it
+
+
+def padded(extent: int) -> int:
+    """`extent` as an int8 product takes it."""
+    return -(-extent // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeRows(Op):
+    """x [..., K] as codes i8 [..., columns]: x * inverse for f32 inverse [K], rounded, halves to even, within -127 and
+    127; zeros behind column K. NaN becomes 0."""
+
+    name: ClassVar[str] = "quantize_rows"
+    keeps_features: ClassVar[bool] = True
+    columns: int
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, inverse = inputs
+        if not x.floating or inverse.dtype != "f32":
+            raise TypeRuleError(f"quantizes floats by f32 numbers, not {x} by {inverse}", (0, 1))
+        if inverse.shape != (x.width,):
+            raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
+        if not isinstance(x.width, int) or x.width > self.columns:
+            raise TypeRuleError(f"makes {self.columns} columns of {x.width}", (0,))
+        return (TensorType((*rows(x), self.columns), "i8"),)
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "quantize_rows" if inputs[0].width == self.columns else "quantize_rows_padded"
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        further = "" if inputs[0].width == self.columns else f", {self.columns}"
+        return f"{self.support(inputs)}({args[0]}, {args[1]}{further})"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        further = () if inputs[0].width == self.columns else (self.columns,)
+        return Traced(self.support(inputs), (Input(0), Input(1), *further))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        x, inverse = inputs
+        codes = (x.float() * inverse).round().clamp(-LARGEST, LARGEST).nan_to_num(0.0).to(torch.int8)
+        return torch.cat((codes, codes.new_zeros(*codes.shape[:-1], self.columns - codes.shape[-1])), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear(Op):
+    """Codes x i8 [..., K] times stored codes w i8 [N, K], plus offset i32 [N]: the exact sums, i32 [..., N].
+
+    What follows, from the scale of the sums on, is an epilogue. An output of type i8 is rounded to a code.
+    """
+
+    name: ClassVar[str] = "int8_linear"
+    matrix: ClassVar[bool] = True
+    planned: ClassVar[bool] = True
+    everywhere: ClassVar[bool] = True
+    layout: ClassVar[Literal["nk"]] = "nk"
+
+    @property
+    def arity(self) -> int:
+        return 3
+
+    @property
+    def words(self) -> str:
+        return "int8 linear"
+
+    def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
+        n, k = inputs[1].shape
+        return self.name, f"n{n}_k{k}"
+
+    def extent(self, weight: TensorType) -> tuple[int, int]:
+        """N and K of the product."""
+        n, k = weight.shape
+        assert isinstance(n, int) and isinstance(k, int)
+        return n, k
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, weight, offset = inputs
+        found = f"{x.dtype}, {weight.dtype} and {offset.dtype}"
+        if (x.dtype, weight.dtype, offset.dtype) != ("i8", "i8", "i32"):
+            raise TypeRuleError(f"multiplies i8 by i8 and adds i32, not {found}", (0, 1, 2))
+        if len(weight.shape) != 2:
+            raise TypeRuleError(f"takes a matrix [N, K], not {weight}", (1,))
+        n, k = self.extent(weight)
+        if x.width != k:
+            raise TypeRuleError(f"K is {k} in the weight but its input has {x.width} features ({{input}})", (0, 1))
+        if offset.shape != (n,):
+            raise TypeRuleError(f"N is {n} in the weight but the bias is {offset}", (2,))
+        if n % ALIGNMENT or k % ALIGNMENT:
+            raise TypeRuleError(f"wants multiples of {ALIGNMENT}, but N is {n} and K is {k}", (1,))
+        return (TensorType((*rows(x), n), "i32"),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, weight = inputs[0], inputs[1]
+        return 2 * x.with_shape(*rows(x)).count(sizes) * weight.count(sizes)
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        x, weight, offset = (tensor.to(torch.int64) for tensor in inputs)
+        sums = torch.zeros(*x.shape[:-1], weight.shape[0], dtype=torch.int64)
+        for k in range(weight.shape[1]):
+            sums += x[..., k : k + 1] * weight[:, k]
+        return (sums + offset).to(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class CropColumns(Moves):
+    """The first `columns` columns of [..., N]: what padding added, taken off."""
+
+    name: ClassVar[str] = "crop_columns"
+    keeps_features: ClassVar[bool] = True
+    listed: ClassVar[bool] = True
+    columns: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        if not isinstance(x.width, int) or x.width < self.columns:
+            raise TypeRuleError(f"crops at least {self.columns} columns, not {x}", (0,))
+        return (x.with_shape(*rows(x), self.columns),)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}[..., :{self.columns}]"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("getitem", (Input(0), (..., slice(None, self.columns))))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0].narrow(-1, 0, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeMajor(Moves):
+    """[B, T, D] as [T, B, D], row by row in memory, `backward` in time; with `back`, a view of such a value as
+    [B, T, D]."""
+
+    name: ClassVar[str] = "time_major"
+    keeps_features: ClassVar[bool] = True
+    backward: bool = False
+    back: bool = False
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        a, b, width = inputs[0].shape
+        return (inputs[0].with_shape(b, a, width),)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        flip = ".flip(1)" if self.backward else ""
+        return f"{operand(args[0])}{flip}.transpose(0, 1){'' if self.back else '.contiguous()'}"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        swapped = Traced("transpose", (Traced("flip", (Input(0), 1)) if self.backward else Input(0), 0, 1))
+        return swapped if self.back else Traced("contiguous", (swapped,))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        steps = range(inputs[0].shape[1])
+        return torch.stack([inputs[0][:, t] for t in (reversed(steps) if self.backward else steps)])
+
+
+@dataclass(frozen=True, slots=True)
+class Part(Moves):
+    """The features [..., D] of one of `parts` equal parts of [..., parts D]."""
+
+    name: ClassVar[str] = "part"
+    index: int
+    parts: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        if not isinstance(x.width, int) or x.width % self.parts or not 0 <= self.index < self.parts:
+            raise TypeRuleError(f"takes part {self.index} of {self.parts} of {x}", (0,))
+        return (x.with_shape(*rows(x), x.width // self.parts),)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}.chunk({self.parts}, -1)[{self.index}]"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("getitem", (Traced("chunk", (Input(0), self.parts, -1)), self.index))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        width = inputs[0].shape[-1] // self.parts
+        return inputs[0].narrow(-1, self.index * width, width)
+
+
+@dataclass(frozen=True, slots=True)
+class CellMarks(Op):
+    """Which columns of the gates [4H], of the offsets given, are the cell's: f32, 1 there and 0 elsewhere."""
+
+    name: ClassVar[str] = "cell_marks"
+    inline: ClassVar[bool] = False
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (TensorType(inputs[0].shape, "f32"),)
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "cell_marks"
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"cell_marks({args[0]})"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        size = inputs[0].shape[0] // 4
+        return torch.tensor([float(i // size == 2) for i in range(4 * size)])
+
+
+@dataclass(frozen=True, slots=True)
+class LstmUpdate(Op):
+    """The new h and c [B, H] of gates [B, 4H] behind their functions, in the order i, f, g, o, and the old c."""
+
+    name: ClassVar[str] = "lstm_update"
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return "h", "c"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        gates, c = inputs
+        if not isinstance(c.width, int) or gates.shape != (*rows(c), 4 * c.width):
+            raise TypeRuleError(f"updates {c} by four gates a feature, not {gates}", (0, 1))
+        return c, c
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "lstm_update"
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"lstm_update({', '.join(args)})"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        gates, c = inputs
+        size = c.shape[-1]
+        i, f, g, o = (gates[..., n * size : (n + 1) * size] for n in range(4))
+        new = f * c + i * g
+        return o * new.tanh(), new

@@ -1,0 +1,137 @@
+"""The long short-term memory of Hochreiter and Schmidhuber (1997), gates in the order i, f, g, o: over a whole
+sequence, by the library, or one step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GATES = 4
+
+
+def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[TensorType]) -> int:
+    """The hidden size of one direction, whose weights are input [4H, D], hidden [4H, H] and biases [4H]."""
+    into, hidden, *_ = weights
+    size = hidden.width
+    assert isinstance(size, int)
+    if into.width != x.width:
+        raise TypeRuleError(f"takes {into.width} features but {{input}} gives {x.width}", (0,))
+    if any(weight.shape[0] != GATES * size for weight in weights):
+        shown = ", ".join(map(str, weights))
+        raise TypeRuleError(f"has gates of {size} features, which {shown} are not made for")
+    if h.shape != c.shape:
+        raise TypeRuleError(f"starts from h {h} and c {c}", (1, 2))
+    return size
+
+
+def _step(x: "Tensor", h: "Tensor", c: "Tensor", weights: Sequence["Tensor"]) -> tuple["Tensor", "Tensor"]:
+    """One step of one direction, in the precision of x [B, D]; returns h and c."""
+    into, hidden, *biases = weights
+    i, f, g, o = (x @ into.T + h @ hidden.T + sum(biases)).chunk(GATES, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+@dataclass(frozen=True, slots=True)
+class Lstm(Op):
+    """x [B, T, D] through `directions` LSTMs, forward in time and, with two, backward; their features lie side by side.
+
+    Inputs are x, then h and c [B, directions H] to start from, then the weights of each direction: input [4H, D],
+    hidden [4H, H] and `biases` vectors [4H]. Outputs are y [B, T, directions H] and the last h and c.
+    """
+
+    name: ClassVar[str] = "lstm"
+    apart: ClassVar[bool] = True
+    matrix: ClassVar[bool] = True
+    directions: int = 1
+    biases: int = 1
+
+    @property
+    def arity(self) -> int:
+        return 3 + self.directions * (2 + self.biases)
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return "y", "h", "c"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, h, c, *weights = inputs
+        each = 2 + self.biases
+        sizes = [_check(x, h, c, weights[i : i + each]) for i in range(0, len(weights), each)]
+        if len(inputs) != self.arity or h.width != sum(sizes):
+            raise TypeRuleError(f"starts {sum(sizes)} features from h {h}", (1,))
+        return x.with_shape(*x.shape[:-1], sum(sizes)), h, c
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x = inputs[0]
+        matrices = sum(weight.count(sizes) for weight in inputs[3:] if len(weight.shape) == 2)
+        return 2 * x.with_shape(*x.shape[:-1]).count(sizes) * matrices
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{self.support(inputs)}({', '.join((*args[:3], str(self.directions), *args[3:]))})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "lstm" if self.biases == 2 else "lstm_one_bias"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        state, weights = map(Input, range(3)), map(Input, range(3, len(inputs)))
+        return Traced(self.support(inputs), (*state, self.directions, *weights))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        x, h, c, *weights = inputs
+        each, sides = 2 + self.biases, []
+        starts = zip(h.chunk(self.directions, -1), c.chunk(self.directions, -1), strict=True)
+        for d, start in enumerate(starts):
+            (h, c), outputs = start, []
+            for t in range(x.shape[1]) if d == 0 else reversed(range(x.shape[1])):
+                h, c = _step(x[:, t], h, c, weights[d * each : (d + 1) * each])
+                outputs.append(h)
+            sides.append((torch.stack(outputs if d == 0 else outputs[::-1]), h, c))
+        y, h, c = (torch.cat(parts, -1) for parts in zip(*sides, strict=True))
+        return y.transpose(0, 1), h, c
+
+
+@dataclass(frozen=True, slots=True)
+class LstmCell(Op):
+    """One step of an LSTM: x [B, 1, D], h and c [B, H] and the weights of one direction, as of `Lstm`; gives h and
+    c."""
+
+    name: ClassVar[str] = "lstm_cell"
+    matrix: ClassVar[bool] = True
+    biases: int = 1
+
+    @property
+    def arity(self) -> int:
+        return 5 + self.biases
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return "h", "c"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, h, c, *weights = inputs
+        size = _check(x, h, c, weights)
+        if x.shape[1] != 1 or h.width != size:
+            raise TypeRuleError(f"takes one step of {size} features, not {x} from h {h}", (0, 1))
+        return h, c
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        x, _, _, *weights = inputs
+        matrices = sum(weight.count(sizes) for weight in weights[:2])
+        return 2 * x.with_shape(x.shape[0]).count(sizes) * matrices
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{self.support(inputs)}({', '.join(args)})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "lstm_cell" if self.biases == 2 else "lstm_cell_one_bias"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        x, h, c, *weights = inputs
+        return _step(x[:, 0], h, c, weights)

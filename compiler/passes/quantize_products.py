@@ -1,0 +1,310 @@
+"""The deployed programs of a model whose weights are multiplied in whole numbers: each product becomes an int8 one."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from specc.compiler import quant
+from specc.compiler.blocks.init import constant
+from specc.compiler.catalog import catalog
+from specc.compiler.ir import Graph, Node, Op, TensorType, TypeRuleError, node_of, walk
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, padded
+from specc.compiler.ops.region import Call, Scan
+from specc.compiler.passes.assign_quant import Allocation
+from specc.compiler.programs import LoweringError, Parameter, Programs
+from specc.compiler.quant.int8_form import Factor, Int8Form
+from specc.compiler.strict import Problem
+
+STORAGE = "int8"
+HINT = 'add a rule that keeps it, e.g. {match: "%s", scheme: none, dtype: f32}'
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One product of the model, by the full names of its node, weight and bias (empty for none). `read` and `made` are
+    the inputs and outputs of the node that the weight meets; `maker` is what made the first of them; all products with
+    one `leader`, a weight, share the scale of their input."""
+
+    node: str
+    weight: str
+    bias: str
+    read: tuple[int, ...]
+    made: tuple[int, ...]
+    maker: str
+    leader: str
+
+
+def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
+    """The products that the deployed model computes in whole numbers, in order of the parameter table: what is to be
+    calibrated. `programs` are those before any pass."""
+    found: dict[str, Source] = {}
+    leaders = _Leaders()
+    for graph, at in _sites(_deployed(programs)):
+        by_value: dict[str, str] = {}
+        for node in graph.nodes:
+            for factor in _factors(graph, node):
+                weight = at + factor.weight[1:]
+                if not schemes[weight].integer:
+                    continue
+                bias = at + factor.bias[1:] if factor.bias and schemes[at + factor.bias[1:]].integer else ""
+                first = node.inputs[factor.read[0]]
+                maker = at + node_of(first) if node_of(first) in graph.by_name else node_of(first)
+                source = Source(at + node.name, weight, bias, factor.read, factor.made, maker, weight)
+                found.setdefault(weight, source)
+                # what a loop gives itself is no value that others read
+                leaders.join(weight if factor.made else by_value.setdefault(first, weight), weight)
+    order = {param.name: i for i, param in enumerate(programs.params)}
+    sources = sorted(found.values(), key=lambda source: order[source.weight])
+    return tuple(replace(source, leader=leaders.of(source.weight, order)) for source in sources)
+
+
+def quantize_products(programs: Programs, schemes: Allocation) -> Programs:
+    """The programs that a deployed model runs, without `train`: every node whose weights have a scheme for whole
+    numbers as int8 products, over stored codes [N, K], offset [N], scale [N] and, one an input, inverse [K].
+
+    Raises LoweringError for a parameter of such a scheme that is read by anything else, or a function that some of its
+    callers quantize and others do not.
+    """
+    sources = {source.weight: source for source in integer_products(programs, schemes)}
+    deployed = _deployed(programs)
+    places: dict[str, list[str]] = {}
+    for graph, at in _sites(deployed):
+        places.setdefault(graph.name, []).append(at)
+    problems: list[Problem] = []
+    added: dict[str, Parameter] = {}
+    changed: dict[str, Graph] = {}
+    made: dict[str, Graph] = {}
+    for graph in deployed.graphs:
+        try:
+            editor = _Editor(graph, tuple(places[graph.name]), schemes, sources, made)
+            changed[graph.name] = editor.run()
+        except TypeRuleError as error:
+            problems.append(Problem(("quant",), "S312", error.message, HINT % "*"))
+            continue
+        for at in places[graph.name]:
+            for name, type in editor.added.items():
+                added.setdefault(at + name, Parameter(at + name, _sizes(type), type.dtype, constant(0.0), STORAGE))
+    kept = tuple(param for param in deployed.params if not schemes[param.name].integer)
+    problems += _left_over(deployed, changed, places, schemes)
+    if problems:
+        raise LoweringError(tuple(problems))
+    return replace(
+        deployed,
+        params=(*kept, *added.values()),
+        functions=(*(changed[graph.name] for graph in deployed.functions), *made.values()),
+        programs=tuple(changed[graph.name] for graph in deployed.programs),
+    )
+
+
+def _deployed(programs: Programs) -> Programs:
+    """The programs without training, and the functions that they run."""
+    kept = tuple(graph for graph in programs.programs if graph.name != "train")
+    table = {graph.name: graph for graph in programs.graphs}
+    called = {graph.name for program in kept for graph in walk(table, program)}
+    functions = tuple(graph for graph in programs.functions if graph.name in called)
+    whole = tuple(name for name in programs.whole if name != "train")
+    return replace(programs, programs=kept, functions=functions, whole=whole)
+
+
+def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
+    """Every graph with each prefix that its names have where it runs, once."""
+    seen: set[tuple[str, str]] = set()
+
+    def visit(graph: Graph, at: str) -> Iterator[tuple[Graph, str]]:
+        if (graph.name, at) in seen:
+            return
+        seen.add((graph.name, at))
+        yield graph, at
+        for node in graph.nodes:
+            if isinstance(node.op, Call | Scan):
+                yield from visit(programs.function(node.op.callee), f"{at}{node.op.at}.")
+
+    for program in programs.programs:
+        yield from visit(program, "")
+
+
+def _factors(graph: Graph, node: Node) -> tuple[Factor, ...]:
+    form = _form(node)
+    return form.factors(graph, node) if form is not None else ()
+
+
+def _form(node: Node) -> Int8Form | None:
+    forms = catalog(quant, Int8Form).values()
+    return next((form for form in forms if type(node.op) is form.takes), None)
+
+
+def _sizes(type: TensorType) -> tuple[int, ...]:
+    return tuple(dim for dim in type.shape if isinstance(dim, int))
+
+
+def _left_over(
+    programs: Programs, changed: Mapping[str, Graph], places: Mapping[str, list[str]], schemes: Allocation
+) -> Iterator[Problem]:
+    """Parameters in whole numbers that a node still reads as floats, as one problem."""
+    found: dict[str, str] = {}
+    for graph in changed.values():
+        for node in graph.nodes:
+            for ref in node.inputs:
+                for name in [at + ref[1:] for at in places[graph.name]] if ref[0] == "@" else ():
+                    if name in schemes and schemes[name].integer:
+                        found.setdefault(name, node.op.name)
+    if found:
+        name, op = next(iter(found.items()))
+        words = ",".join(dict.fromkeys(other.rpartition(".")[2] for other in found))
+        more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
+        message = f"{name} is int8, but it is read by {op}, which is no product{more}"
+        yield Problem(("quant",), "S312", message, HINT % (f"*.{{{words}}}" if "," in words else f"*.{words}"))
+
+
+@dataclass
+class _Leaders:
+    """Weights that share the codes of their input."""
+
+    above: dict[str, str] = field(default_factory=dict)
+
+    def top(self, weight: str) -> str:
+        while (upper := self.above.setdefault(weight, weight)) != weight:
+            weight = upper
+        return weight
+
+    def join(self, a: str, b: str) -> None:
+        self.above[self.top(b)] = self.top(a)
+
+    def of(self, weight: str, order: Mapping[str, int]) -> str:
+        """The first, in the order of the table, of the weights that share with this one."""
+        top = self.top(weight)
+        return min((other for other in self.above if self.top(other) == top), key=lambda name: order[name])
+
+
+@dataclass
+class _Editor:
+    """One graph while its products are replaced; see quant.int8_form.Editing."""
+
+    graph: Graph
+    places: tuple[str, ...]
+    schemes: Allocation
+    sources: Mapping[str, Source]
+    functions: dict[str, Graph]
+    added: dict[str, TensorType] = field(default_factory=dict)
+    types: dict[str, TensorType] = field(default_factory=dict)
+    new: dict[str, list[Node]] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    names: dict[str, str] = field(default_factory=dict)
+    shared: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def run(self) -> Graph:
+        """The graph with every product in whole numbers."""
+        self.types |= self.graph.types
+        for node in self.graph.nodes:
+            factors = _factors(self.graph, node)
+            told = [self.integer(factor.weight) for factor in factors]
+            if node.name in self.gone or not any(told):
+                continue
+            if not all(told):
+                raise TypeRuleError(f"{self.places[0]}{node.name} has int8 weights and others; it takes one sort")
+            form = _form(node)
+            assert form is not None
+            form.rewrite(self, node, factors)
+        nodes: list[Node] = []
+        for node in self.graph.nodes:
+            nodes += self.new.get(node.name, [])
+            if node.name not in self.gone:
+                nodes.append(node)
+        read = {ref for node in nodes for ref in node.inputs}
+        params = tuple(entry for entry in self.graph.params if f"@{entry[0]}" in read)
+        params += tuple(self.added.items())
+        outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
+        named = tuple(replace(node, inputs=tuple(map(self._name, node.inputs))) for node in nodes)
+        return _requantized(replace(self.graph, nodes=named, params=params, outputs=outputs))
+
+    def _name(self, ref: str) -> str:
+        while ref in self.names:
+            ref = self.names[ref]
+        return ref
+
+    def type(self, ref: str) -> TensorType:
+        return self.types[ref]
+
+    def integer(self, ref: str) -> bool:
+        if ref[0] != "@" or self.places[0] + ref[1:] not in self.schemes:
+            return False
+        found = {self.schemes[at + ref[1:]].integer for at in self.places}
+        if len(found) > 1:
+            raise TypeRuleError(
+                f"{self.places[0]}{ref[1:]} is int8 in some of the blocks that share its code, not in all"
+            )
+        return found.pop()
+
+    def constant(self, weight: str, suffix: str, type: TensorType) -> str:
+        name = f"{weight[1:]}_{suffix}"
+        self.added[name] = self.types[f"@{name}"] = replace(type, storage=STORAGE)
+        return f"@{name}"
+
+    def inverse(self, weight: str) -> str:
+        leader, width = self._leader(weight), self.types[weight].width
+        return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
+
+    def _leader(self, weight: str) -> str:
+        leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
+        if len(leaders) > 1:
+            raise TypeRuleError(f"{self.places[0]}{weight[1:]} shares its input with other products elsewhere")
+        return leaders.pop()
+
+    def codes(self, ref: str, weight: str, before: Node) -> str:
+        leader = self._leader(weight)
+        if (ref, leader) not in self.shared:
+            width = self.types[ref].width
+            assert isinstance(width, int)
+            name = f"{weight[1:]}_input"
+            self.shared[ref, leader] = self.add_op(
+                name, QuantizeRows(padded(width)), (ref, self.inverse(weight)), before
+            )
+        return self.shared[ref, leader]
+
+    def add(self, node: Node, at: Node) -> str:
+        node.op.infer([self.types[ref] for ref in node.inputs[: node.op.arity or len(node.inputs)]])
+        self.new.setdefault(at.name, []).append(node)
+        self.types |= zip(node.outputs, node.types, strict=True)
+        return node.name
+
+    def add_op(self, name: str, op: Op, inputs: Sequence[str], at: Node) -> str:
+        return self.add(Node(name, op, tuple(inputs), op.infer([self.types[ref] for ref in inputs])), at)
+
+    def function(self, graph: Graph) -> str:
+        if self.functions.setdefault(graph.name, graph) != graph:
+            raise TypeRuleError(f"two functions are named {graph.name}")
+        return graph.name
+
+    def replace(self, old: Node, *refs: str) -> None:
+        self.gone.add(old.name)
+        self.names |= {a: b for a, b in zip(old.outputs, refs, strict=False) if a != b}
+
+
+def _requantized(graph: Graph) -> Graph:
+    """The graph with every int8 product that only codes are made of writing these codes itself."""
+    for node in graph.nodes:
+        if not isinstance(node.op, QuantizeRows):
+            continue
+        maker = graph.by_name.get(node_of(node.inputs[0]))
+        if maker is None or not isinstance(maker.op, Int8Linear) or graph.uses(maker.name) != 1:
+            continue
+        tail = maker.epilogue
+        assert isinstance(tail, Pointwise)
+        if maker.type.width != node.type.width:
+            continue
+        text = f"({tail.outputs[0]}) * inverse"
+        title = f"{tail.title.rpartition('_')[0]}_i8".lstrip("_")
+        joined = replace(tail, outputs=(text,), variables=(*tail.variables, "inverse"), title=title)
+        made = replace(
+            maker,
+            inputs=(*maker.inputs, node.inputs[1]),
+            types=(replace(node.type),),
+            epilogue=joined,
+            members=(*maker.members, node.name),
+        )
+        nodes = tuple(made if old is maker else old for old in graph.nodes if old is not node)
+        swapped = tuple(
+            replace(old, inputs=tuple(maker.name if ref == node.name else ref for ref in old.inputs)) for old in nodes
+        )
+        return _requantized(replace(graph, nodes=swapped))
+    return graph

@@ -1,0 +1,83 @@
+"""What an op becomes where its weights are int8: the base of each form, and what a form may ask of the pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from specc.compiler.ir import Graph, Node, Op, TensorType
+from specc.compiler.ops.quantized import padded
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A product inside a node. `weight` [N, K] and `bias` [N], empty where there is none, are values of the graph; the
+    values multiplied with the weight are the node's inputs `read` and its own outputs `made`, by position."""
+
+    weight: str
+    bias: str
+    read: tuple[int, ...]
+    made: tuple[int, ...] = ()
+
+
+class Editing(Protocol):
+    """A graph while its products are replaced. Names are those of the graph before."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    def type(self, ref: str) -> TensorType:
+        """The type of a value, old or new."""
+
+    def integer(self, ref: str) -> bool:
+        """Whether a value is a parameter that is stored for products in whole numbers."""
+
+    def constant(self, weight: str, suffix: str, type: TensorType) -> str:
+        """Declares a stored tensor of a weight: `codes`, `offset` or `scale`."""
+
+    def codes(self, ref: str, weight: str, before: Node) -> str:
+        """The value `ref` as codes for the product with `weight`, made ahead of a node; all products of one value share
+        them."""
+
+    def inverse(self, weight: str) -> str:
+        """The constant by which the input of the product with `weight` is made codes, f32 [K]."""
+
+    def add(self, node: Node, at: Node) -> str:
+        """Puts a new node where the old one `at` stands; returns its first output."""
+
+    def add_op(self, name: str, op: Op, inputs: Sequence[str], at: Node) -> str:
+        """As `add`, of a node without an epilogue, typed by its op."""
+
+    def function(self, graph: Graph) -> str:
+        """Adds a function, unless an equal one is there; returns its name."""
+
+    def replace(self, old: Node, *refs: str) -> None:
+        """Takes an old node out and lets the readers of its outputs read `refs`; none where another took it in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Form:
+    """How nodes of one op are computed in int8. Subclasses answer; one module-level value of each is what the catalogue
+    finds."""
+
+    name: str
+    takes: ClassVar[type[Op]]
+
+    def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
+        """The products of a node; empty where it cannot be computed so."""
+        raise TypeError(f"{type(self).__name__} does not say what it multiplies")
+
+    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        """Replaces a node whose weights are all int8."""
+        raise TypeError(f"{type(self).__name__} does not say what a node becomes")
+
+
+def sums_of(edit: Editing, weight: str, bias: str) -> tuple[str, str, str]:
+    """The stored codes [N, K], offset [N] and scale [N] of a weight, N and K as the product takes them."""
+    n, k = edit.type(weight).shape
+    assert isinstance(n, int) and isinstance(k, int)
+    rows = padded(n)
+    return (
+        edit.constant(weight, "codes", TensorType((rows, padded(k)), "i8")),
+        edit.constant(weight, "offset", TensorType((rows,), "i32")),
+        edit.constant(weight, "scale", TensorType((rows,), "f32")),
+    )

@@ -1,0 +1,173 @@
+"""A long short-term memory in int8: one product for the gates of all steps of x, and one a step for those of h, whose
+epilogue adds the two and applies the functions of the gates."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, TypeRuleError
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.quantized import CellMarks, Int8Linear, LstmUpdate, Part, QuantizeRows, TimeMajor, padded
+from specc.compiler.ops.recurrent import Lstm, LstmCell
+from specc.compiler.ops.region import Scan, returned
+from specc.compiler.ops.sequence import AsStep, Concat, Reversed
+from specc.compiler.ops.shape import Last
+from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of
+
+SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
+SUM = "x_ + p * scale"
+GATES = Pointwise(
+    (f"where(cell > 0, tanh({SUM}), sigmoid({SUM}))",), ("p", "scale", "x_", "cell"), title="lstm_gates_f32"
+)
+
+
+def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
+    """The two products of each direction; a bias that both could have is that of h."""
+    found: list[Factor] = []
+    for d in range(directions):
+        into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
+        found.append(Factor(into, vectors[0] if biases == 2 else "", (0,)))
+        found.append(Factor(hidden, vectors[-1], (1,), (0,)))
+    return tuple(found)
+
+
+def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
+    """The hidden size. Raises TypeRuleError where the gates have no whole vectors, or a bias is no int8."""
+    _, size = edit.type(factors[1].weight).shape
+    assert isinstance(size, int)
+    if size % 4:
+        raise TypeRuleError(f"{node.name} has {size} features, and int8 gates want a multiple of 4")
+    for factor in factors:
+        if factor.bias and not edit.integer(factor.bias):
+            raise TypeRuleError(f"{factor.bias[1:]} is not int8, but {factor.weight[1:]}, whose sums it joins, is")
+    return size
+
+
+def _gates_of(edit: Editing, node: Node, name: str, codes: str, factor: Factor) -> str:
+    """The share of x in the gates, f32 [..., 4H], under `name`."""
+    held = sums_of(edit, factor.weight, factor.bias)
+    type = edit.type(codes)
+    made = TensorType((*type.shape[:-1], edit.type(held[0]).shape[0]), "f32")
+    op = Int8Linear()
+    return edit.add(Node(name, op, (codes, *held), (made,), SCALED, (name,)), node)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8CellForm(Int8Form):
+    """One step, in place."""
+
+    takes: ClassVar[type[Op]] = LstmCell
+
+    def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
+        assert isinstance(node.op, LstmCell)
+        return _factors(node, 3, node.op.biases, 1)
+
+    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        x, h, c, *_ = node.inputs
+        _check(edit, node, factors)
+        codes = edit.codes(x, factors[0].weight, node)
+        scope = node.name.rpartition(".")[0]
+        gates = _gates_of(edit, node, f"{scope}.gates_x", codes, factors[0])
+        step = edit.add_op(f"{scope}.gates_step", Last(), (gates,), node)
+        held = (*sums_of(edit, factors[1].weight, factors[1].bias), edit.inverse(factors[1].weight))
+        marks = edit.add_op(f"{scope}.marks", CellMarks(), (held[1],), node)
+        quantized = edit.add_op(f"{scope}.h_codes", QuantizeRows(_columns(edit, held)), (h, held[3]), node)
+        type = edit.type(step)
+        name = f"{scope}.gates"
+        done = edit.add(Node(name, Int8Linear(), (quantized, *held[:3], step, marks), (type,), GATES, (name,)), node)
+        made = edit.add_op(f"{scope}.update", LstmUpdate(), (done, c), node)
+        edit.replace(node, made, f"{made}:1")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8LstmForm(Int8Form):
+    """A whole sequence: a loop over the steps of h."""
+
+    takes: ClassVar[type[Op]] = Lstm
+
+    def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
+        assert isinstance(node.op, Lstm)
+        return _factors(node, 3, node.op.biases, node.op.directions)
+
+    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        x, h, c, *_ = node.inputs
+        directions, scope = len(factors) // 2, node.name.rpartition(".")[0]
+        parts: list[tuple[str, str, str]] = []
+        for d in range(directions):
+            both, name = factors[2 * d : 2 * d + 2], f"{scope}.back" if d else f"{scope}.forward"
+            _check(edit, node, both)
+            state = [
+                edit.add_op(f"{name}_{word}", Part(d, directions), (ref,), node) if directions > 1 else ref
+                for word, ref in (("h", h), ("c", c))
+            ]
+            parts.append(_direction(edit, node, name, x, state, both, bool(d)))
+        if directions == 1:
+            edit.replace(node, *parts[0])
+            return
+        joined = [
+            edit.add_op(f"{scope}.both_{word}", Concat(), sides, node)
+            for word, sides in zip("yhc", zip(*parts, strict=True), strict=True)
+        ]
+        edit.replace(node, *joined)
+
+
+def _direction(
+    edit: Editing, node: Node, name: str, x: str, state: Sequence[str], factors: Sequence[Factor], backward: bool
+) -> tuple[str, str, str]:
+    """Adds one direction; returns y [B, T, H], h and c. In memory the gates of a step lie together."""
+    codes = edit.codes(x, factors[0].weight, node)
+    major = edit.add_op(f"{name}_codes", TimeMajor(backward), (codes,), node)
+    gates = _gates_of(edit, node, f"{name}_x", major, factors[0])
+    steps = edit.add_op(f"{name}_steps", TimeMajor(back=True), (gates,), node)
+    held = (*sums_of(edit, factors[1].weight, factors[1].bias), edit.inverse(factors[1].weight))
+    marks = edit.add_op(f"{name}_marks", CellMarks(), (held[1],), node)
+    inputs = (*state, steps, *held, marks)
+    step = edit.function(_step([edit.type(ref) for ref in inputs], _columns(edit, held)))
+    kept = [edit.type(ref) for ref in state]
+    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
+    word = name.rpartition(".")[2]
+    op = Scan(
+        step, f"{name.rpartition('.')[0]}_{word}", 2, 1, returned((*kept, y)), tuple(f"{word}_{w}" for w in "hcy")
+    )
+    loop = edit.add(Node(f"{name}_loop", op, inputs, (*kept, y)), node)
+    out = f"{loop}:2"
+    if backward:
+        out = edit.add_op(f"{name}_y", Reversed(), (out,), node)
+    return out, loop, f"{loop}:1"
+
+
+def _columns(edit: Editing, held: Sequence[str]) -> int:
+    width = edit.type(held[3]).width
+    assert isinstance(width, int)
+    return padded(width)
+
+
+def _step(types: Sequence[TensorType], columns: int) -> Graph:
+    """The function of one step: h, c, the gates of x at that step, and the constants that all steps read."""
+    names = ("h", "c", "x", "codes", "offset", "scale", "inverse", "marks")
+    size = types[0].width
+    b = Builder(f"lstm_{size}_steps.step")
+    given = [
+        b.input(name, type.with_shape(type.shape[0], 1, type.width) if name == "x" else type)
+        for name, type in zip(names, types, strict=True)
+    ]
+    h, c, x, codes, offset, scale, inverse, marks = given
+    quantized = b.add("recurrent.h", QuantizeRows(columns), (h, inverse))
+    row = b.add("recurrent.x", Last(), (x,))
+    node = Node(
+        "recurrent.gates",
+        Int8Linear(),
+        (quantized, codes, offset, scale, row, marks),
+        (b.types[row],),
+        GATES,
+        ("recurrent.gates",),
+    )
+    b.nodes.append(node)
+    b.types[node.name] = node.type
+    update = b.add("recurrent.update", LstmUpdate(), (node.name, c))
+    y = b.add("recurrent.y", AsStep(), (update,))
+    return b.build({"next_h": update, "next_c": f"{update}:1", "y": y})
+
+
+INT8_CELL = Int8CellForm("int8_lstm_cell")
+INT8_LSTM = Int8LstmForm("int8_lstm")

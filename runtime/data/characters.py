@@ -1,0 +1,93 @@
+"""The vocabulary of single characters, as a spec states it in `model.vocab: {chars: ...}`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specc.runtime.data.errors import DataError
+
+Array = npt.NDArray[np.integer[Any]]
+Tokens = npt.NDArray[np.uint8]
+
+PAD, START, STOP = 0, 1, 2
+SPECIAL = 3  # ids before the first character
+MAX_CHARACTERS = 256 - SPECIAL
+
+
+class CharTokenizer:
+    """One token a character: 0 pad, 1 start, 2 stop, then the characters in the order of `chars`.
+
+    A line is kept as its tokens, then stop, then pad. Start is never kept: a decoder is fed it first.
+
+    Raises DataError for a character that stands twice, or for more of them than fit in a byte with the marks.
+    """
+
+    pad, start, stop = PAD, START, STOP
+
+    def __init__(self, chars: str) -> None:
+        twice = next((char for i, char in enumerate(chars) if char in chars[:i]), None)
+        if twice is not None:
+            raise DataError(f"the vocabulary has the character {twice!r} twice", "remove one of the two")
+        if not 0 < len(chars) <= MAX_CHARACTERS or "\0" in chars:
+            raise DataError(f"a vocabulary of characters has 1 to {MAX_CHARACTERS} of them, and no NUL")
+        self.chars = chars
+        self.vocab = SPECIAL + len(chars)
+        self._codes = _codes([chars])[0]
+        self._ids = np.zeros(int(self._codes.max()) + 1, np.uint8)  # by code point; 0 where there is none
+        self._ids[self._codes] = np.arange(SPECIAL, self.vocab)
+
+    def encode(self, text: str) -> Tokens:
+        """u8 [len(text)], without stop. Raises DataError for a character that it does not have."""
+        return self.encode_rows([text], len(text) + 1)[0, :-1]
+
+    def encode_rows(self, lines: Sequence[str], width: int) -> Tokens:
+        """u8 [N, width]: characters, stop, pad. Raises DataError for a line that is too long, or holds a character
+        that it does not have."""
+        return self.encode_codes(_codes(lines), width)
+
+    def encode_codes(self, codes: Array, width: int) -> Tokens:
+        """As `encode_rows`, of code points [N, W] with zeros after the end of each line."""
+        filled = codes != 0
+        known = self._ids[np.where(codes < len(self._ids), codes, 0)]
+        unknown = filled & (known == 0)
+        if unknown.any():
+            row, column = (int(where[0]) for where in np.nonzero(unknown))
+            line = "".join(map(chr, codes[row][filled[row]]))
+            raise DataError(
+                f"{line!r} holds {chr(codes[row, column])!r}, which is not in the vocabulary",
+                f"its characters are {self.chars}",
+            )
+        lengths = filled.sum(axis=1)
+        if lengths.size and lengths.max() >= width:
+            line = "".join(map(chr, codes[lengths.argmax()][filled[lengths.argmax()]]))
+            message = f"{line!r} has {lengths.max()} characters; {width} tokens hold at most {width - 1} and a stop"
+            raise DataError(message, "use a longer model.context")
+        tokens = np.full((len(codes), width), PAD, np.uint8)
+        kept = min(width, codes.shape[1])
+        tokens[:, :kept] = known[:, :kept]
+        tokens[np.arange(len(codes)), lengths] = STOP
+        return tokens
+
+    def decode(self, ids: Sequence[int] | Array) -> str:
+        """The text before the first stop; pad and start give nothing. Raises DataError for an id out of range."""
+        return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
+
+    def decode_rows(self, ids: Array) -> list[str]:
+        """`decode` of each row of [N, T]."""
+        if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
+            bad = ids[(ids < 0) | (ids >= self.vocab)][0]
+            raise DataError(f"no token {bad}; the vocabulary has {self.vocab} ids")
+        alive = (ids >= SPECIAL) & ((ids == STOP).cumsum(axis=1) == 0)
+        text = self._codes[ids[alive].astype(np.int64) - SPECIAL].astype("<u4").tobytes().decode("utf-32-le")
+        ends = alive.sum(axis=1).cumsum().tolist()
+        return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _codes(lines: Sequence[str]) -> npt.NDArray[np.uint32]:
+    """Code points [N, W], zeros after the end of each line."""
+    width = max((len(line) for line in lines), default=0)
+    return np.array(lines, f"<U{max(width, 1)}").view("<u4").reshape(len(lines), max(width, 1)).astype(np.uint32)

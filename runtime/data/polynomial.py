@@ -1,0 +1,287 @@
+"""The polynomial-expansion task: lines such as `(7-3*z)*(-5*z-9)=15*z**2-8*z-63`, drawn, printed and read back.
+
+A line is the product of two linear forms a*V + b in one V, a variable or the sine, cosine or tangent of one, and the
+expanded quadratic. The law of the draws and the rules of printing are those of the Scale AI data set; printing is what
+sympy prints by default with the blanks removed.
+
+Line k of a stream is made of one 64-bit word alone, word k of a SHAKE-256 output (see `draw`), so a stream is the
+same on every machine and version, and can be entered anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specc.runtime.data.errors import DataError
+
+Rows = npt.NDArray[np.uint8]  # [N, W]: ASCII, zeros after the end of each row
+Ints = npt.NDArray[np.int64]
+
+VARIABLES = "achijknostxyz"
+FUNCTIONS = ("", "sin", "cos", "tan")
+LONGEST = 29  # characters of the longest side
+SYMBOLS = "()*+-0123456789" + VARIABLES  # every character of a line but `=`
+BLOCK = 1 << 16  # words of one SHAKE-256 output
+
+_LETTERS = np.array([VARIABLES.index(letter) for letter in "sincostanxyzhijk"])
+_A = np.array([a for a in range(-9, 9) if a])
+_B = np.array([b for b in range(-32, 32) if b])
+_LARGEST_A, _LARGEST_B = 9, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """N lines as coefficients: `outer * V ** (2 - binomials)` times the binomials, in the order they are printed.
+
+    A product has one such form. Where there are fewer than two binomials, (1, 0), which is V itself, stands in for
+    each that is missing, so the expansion is always outer * forms[0] * forms[1].
+
+    Attributes:
+        variable: i64 [N], index into VARIABLES.
+        function: i64 [N], index into FUNCTIONS.
+        outer: i64 [N], 1 where there are two binomials.
+        forms: i64 [N, 2, 2], a and b of each form.
+    """
+
+    variable: Ints
+    function: Ints
+    outer: Ints
+    forms: Ints
+
+    @classmethod
+    def of(cls, variable: Ints, function: Ints, outer: Ints, forms: Ints) -> Lines:
+        """The lines of any products: monomials are multiplied out of `forms`, binomials put in order."""
+        a, b = forms[..., 0], forms[..., 1]
+        lone = b == 0
+        outer = outer * np.where(lone, a, 1).prod(axis=1)
+        forms = np.stack((np.where(lone, 1, a), b), axis=-1)
+        # Binomials before what stands in for them; those that are printed constant first before the others.
+        first = _constant_first(a, b)
+        major, minor = np.where(first, b, a), np.where(first, a, b)
+        rank = np.where(lone, 2, np.where(first, 0, 1)) * 1_000_000 + major * 1_000 + minor
+        swap = rank[:, 1] < rank[:, 0]
+        return cls(variable, function, outer, np.where(swap[:, None, None], forms[:, ::-1], forms))
+
+    def __len__(self) -> int:
+        return len(self.outer)
+
+    def __getitem__(self, which: slice | npt.NDArray[np.generic]) -> Lines:
+        return Lines(self.variable[which], self.function[which], self.outer[which], self.forms[which])
+
+    @property
+    def structures(self) -> Ints:
+        """i64 [N], one number for the coefficients of a line, whatever V it is in."""
+        key = self.outer + 81
+        for i in range(2):
+            key = (key * 19 + self.forms[:, i, 0] + _LARGEST_A) * 65 + self.forms[:, i, 1] + _LARGEST_B
+        return key
+
+    @property
+    def keys(self) -> Ints:
+        """i64 [N], one number for a line: equal where the texts are equal."""
+        return (self.structures * len(FUNCTIONS) + self.function) * len(VARIABLES) + self.variable
+
+    def factors(self) -> Rows:
+        """The left sides, u8 [N, LONGEST]."""
+        return np.concatenate([_factors(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
+
+    def expansions(self) -> Rows:
+        """The right sides, u8 [N, LONGEST]."""
+        return np.concatenate(
+            [_expansions(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)]
+        )
+
+    def texts(self) -> list[str]:
+        """The lines as they stand in a file, `factors=expansion`, without line ends."""
+        equals, end = (np.full((len(self), 1), ord(mark), np.uint8) for mark in "=\n")
+        table = np.hstack((self.factors(), equals, self.expansions(), end))
+        text: bytes = table[table != 0].tobytes()
+        return text.decode("ascii").splitlines()
+
+
+def joined(parts: Sequence[Lines]) -> Lines:
+    """All the lines of at least one part, in order."""
+    names = ("variable", "function", "outer", "forms")
+    return Lines(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def draw(stream: str, seed: int, start: int, count: int) -> Lines:
+    """Lines [start, start + count) of a stream.
+
+    Word k is the little-endian u64 at 8 * (k mod BLOCK) of SHAKE-256("specc polynomial {stream} {seed} {k // BLOCK}").
+    Its remainder by the product of the radices below, taken apart digit by digit from the lowest, is the line; the
+    remainder's bias is below 2 ** -23. The law, found in 400,000 lines of the set (facts of the task, measured):
+
+        16:      the letter: one of sin cos tan xyz hijk, each letter as often as it stands there
+        100:     0, 1, 2: V is sin, cos, tan of it; else V is the letter
+        85, 315: a and b of the first form, then of the second. a is 1 for the lowest fifth, else uniform over
+                 -9 .. -1, 1 .. 8; b is 0 for the lowest fifth, else uniform over -32 .. -1, 1 .. 31
+    """
+    rest = _words(stream, seed, start, count) % np.uint64(16 * 100 * (85 * 315) ** 2)
+
+    def digit(radix: int) -> Ints:
+        nonlocal rest
+        rest, value = np.divmod(rest, np.uint64(radix))
+        return value.astype(np.int64)
+
+    variable, chance = _LETTERS[digit(16)], digit(100)
+    forms = []
+    for _ in range(2):
+        a, b = digit(85), digit(315)
+        forms.append((np.where(a < 17, 1, _A[a % 17]), np.where(b < 63, 0, _B[b % 63])))
+    function = np.where(chance < 3, chance + 1, 0)
+    return Lines.of(variable, function, np.ones(count, np.int64), np.array(forms).transpose(2, 0, 1))
+
+
+def _words(stream: str, seed: int, start: int, count: int) -> npt.NDArray[np.uint64]:
+    parts = []
+    for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
+        size = min(start + count - block * BLOCK, BLOCK)  # an output's beginning does not depend on its length
+        taken = hashlib.shake_256(f"specc polynomial {stream} {seed} {block}".encode()).digest(8 * size)
+        parts.append(np.frombuffer(taken, "<u8")[max(start - block * BLOCK, 0) :])
+    return np.concatenate([np.zeros(0, np.uint64), *parts])
+
+
+# printing
+
+
+class _Table:
+    """The texts of the whole numbers -1999 .. 1999, looked up as columns of bytes."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        array = np.array([text.encode("ascii") for text in texts])
+        self._bytes = array.view(np.uint8).reshape(len(array), -1)
+
+    def __call__(self, numbers: Ints, where: npt.NDArray[np.bool_] | None = None) -> Rows:
+        """u8 [N, W]; nothing in a row that is not `where`."""
+        rows = self._bytes[numbers + 1999]
+        return rows if where is None else np.where(where[:, None], rows, 0).astype(np.uint8)
+
+
+def _times(n: int) -> str:
+    return f"{n}*" if abs(n) != 1 else "-" if n < 0 else ""
+
+
+_NUMBERS = range(-1999, 2000)
+_number = _Table(str(n) for n in _NUMBERS)  # 7
+_signed = _Table(f"{n:+}" if n else "" for n in _NUMBERS)  # +7, nothing for 0
+_coefficient = _Table(_times(n) if n else "" for n in _NUMBERS)  # 7*, - for -1, nothing for 1
+_added = _Table(("+" if n > 0 else "") + _times(n) if n else "" for n in _NUMBERS)  # +7*, + for 1, - for -1
+_NAMES = np.array([f"{name}({v})" if name else v for name in FUNCTIONS for v in VARIABLES], "S6")
+_NAME_BYTES = _NAMES.view(np.uint8).reshape(len(_NAMES), -1)
+
+
+def _constant_first(a: Ints, b: Ints) -> npt.NDArray[np.bool_]:
+    return (a < 0) & (b > 0)
+
+
+def _factors(lines: Lines) -> Rows:
+    name = _NAME_BYTES[lines.function * len(VARIABLES) + lines.variable]
+    first, second = lines.forms[:, 0], lines.forms[:, 1]
+    some, two = first[:, 1] != 0, second[:, 1] != 0
+    none, square = ~some, two & (first == second).all(axis=1)
+    front = some & ~two & (lines.function == 0)  # 3*x*(x+7), but 3*(sin(x)+7)*sin(x)
+    return _packed(
+        _coefficient(lines.outer),
+        _where(none | front, name),
+        _word("**2", none),
+        _word("*", front),
+        _form(first, name, some),
+        _word("**2", square),
+        _word("*", two & ~square),
+        _form(second, name, two & ~square),
+        _word("*", some & ~two & ~front),
+        _where(some & ~two & ~front, name),
+    )
+
+
+def _form(form: Ints, name: Rows, where: npt.NDArray[np.bool_]) -> Rows:
+    """`(7-3*z)` where the constant comes first, else `(3*z-7)`."""
+    a, b = form[:, 0], form[:, 1]
+    first = _constant_first(a, b)
+    columns = (_number(b, first), _coefficient(a), name, _signed(b, ~first))
+    return _where(where, np.hstack((_word("(", where), *columns, _word(")", where))))
+
+
+def _expansions(lines: Lines) -> Rows:
+    name = _NAME_BYTES[lines.function * len(VARIABLES) + lines.variable]
+    (a1, b1), (a2, b2) = (lines.forms[:, i].T for i in range(2))
+    square, linear, constant = lines.outer * a1 * a2, lines.outer * (a1 * b2 + a2 * b1), lines.outer * b1 * b2
+    first = (linear == 0) & (square < 0) & (constant > 0)  # 294-24*x**2
+    return _packed(
+        _number(constant, first),
+        _coefficient(square),
+        name,
+        _word("**2", np.ones(len(lines), np.bool_)),
+        _added(linear),
+        _where(linear != 0, name),
+        _signed(constant, ~first),
+    )
+
+
+def _word(text: str, where: npt.NDArray[np.bool_]) -> Rows:
+    return np.where(where[:, None], np.frombuffer(text.encode("ascii"), np.uint8), 0).astype(np.uint8)
+
+
+def _where(where: npt.NDArray[np.bool_], rows: Rows) -> Rows:
+    return np.where(where[:, None], rows, 0).astype(np.uint8)
+
+
+def _packed(*columns: Rows) -> Rows:
+    """Columns side by side, the gaps closed; raises ValueError where a row is longer than LONGEST."""
+    table = np.hstack(columns)
+    filled = table != 0
+    lengths = filled.sum(axis=1)
+    if lengths.size and lengths.max() > LONGEST:
+        raise ValueError(f"a side of {lengths.max()} characters; the task has at most {LONGEST}")
+    rows = np.zeros((len(table), LONGEST), np.uint8)
+    rows[np.arange(LONGEST) < lengths[:, None]] = table[filled]
+    return rows
+
+
+# reading
+
+_V = re.compile(rf"(?:(sin|cos|tan)\(([{VARIABLES}])\)|([{VARIABLES}]))")
+_TIMES = r"(-?[0-9]+\*|-?)"
+_FORM = re.compile(rf"\((?:{_TIMES}V([+-][0-9]+)|([0-9]+)(-[0-9]+\*|-)V)\)")
+_PRODUCT = re.compile(rf"{_TIMES}(V\*\*2|V\*F|F\*V|F\*\*2|F\*F)")
+
+
+def parse(factors: Iterable[str]) -> Lines:
+    """The coefficients of left sides, such as `4*(3*sin(k)-17)*sin(k)`.
+
+    Raises DataError for a text that is no product of the task: another form, or a number that is never drawn.
+    """
+    read = [_parsed(text) for text in factors]
+    variable, function, outer = (np.array([one[i] for one in read], np.int64) for i in range(3))
+    return Lines.of(variable, function, outer, np.array([one[3] for one in read], np.int64).reshape(-1, 2, 2))
+
+
+def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
+    bad = DataError(f"{text!r} is no product of two linear forms", "e.g. (7-3*z)*(-5*z-9), 3*x*(x+7) or -9*s**2")
+    if (found := _V.search(text)) is None:
+        raise bad
+    plain = text.replace(found[0], "V")
+    product = _PRODUCT.fullmatch(_FORM.sub("F", plain))
+    if product is None:
+        raise bad
+    forms = []
+    for times, constant, leading, last in _FORM.findall(plain):
+        forms.append((_factor(times if constant else last), int(constant or leading)))
+    forms = (forms * 2 if product[2] == "F**2" else forms) + [(1, 0)] * (2 - len(forms))
+    outer = _factor(product[1])
+    small = all(0 < abs(a) <= _LARGEST_A and abs(b) <= _LARGEST_B for a, b in forms)
+    if not small or not 0 < abs(outer) <= _LARGEST_A**2 or (outer != 1 and all(b for _, b in forms)):
+        raise bad
+    return VARIABLES.index(found[2] or found[3]), FUNCTIONS.index(found[1] or ""), outer, forms[:2]
+
+
+def _factor(text: str) -> int:
+    """The number of `7*`, `-` or nothing."""
+    return int(text[:-1]) if text.endswith("*") else -1 if text else 1

@@ -1,0 +1,1 @@
+"""Training data at work: one file a kind of `train.data`."""

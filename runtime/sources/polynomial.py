@@ -1,0 +1,95 @@
+"""Pairs of lines, generated or from a file, scored by exact match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specc.compiler.data.polynomial import PolynomialData
+from specc.compiler.spec import Spec
+from specc.compiler.train_spec import ExactMatchSpec
+from specc.runtime.data import CharTokenizer, DataError
+from specc.runtime.data.corpus import is_val
+from specc.runtime.data.pairs import FixedSet, FreshSamples, PairLoader, Pairs
+from specc.runtime.data.polynomial_sets import Fresh, held_out, read_lines, training_set
+from specc.runtime.distributed import World
+from specc.runtime.exact import PairValidation
+from specc.runtime.feed import Forced
+from specc.runtime.load import Loaded
+from specc.runtime.sources.source import Source, Supply
+from specc.runtime.sources.tokens import characters_of
+from specc.runtime.trainer import micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    spec: Spec
+    tokenizer: CharTokenizer
+
+    def open(self, data: str, cache: Path, stack: ExitStack) -> _Sets:
+        """`polynomial` generates lines; else `data` is a file of them, of which one in ten, by SHA-256, validates."""
+        kind, width = self.spec.train.data, self.spec.model.window
+        assert isinstance(kind, PolynomialData) and isinstance(self.spec.eval, ExactMatchSpec)
+        if data == kind.kind:
+            lines = training_set(kind.seed, kind.lines)
+            scored = held_out("same-law", kind.seed, self.spec.eval.lines, lines)
+            train, val = (Pairs.of(some, self.tokenizer, width) for some in (lines, scored))
+            return _Sets(self.spec, self.tokenizer, train, val, Fresh(kind.seed, kind.lines) if kind.fresh else None)
+        if kind.fresh:
+            raise DataError("`fresh: true` draws samples, and a file has none to draw", "train without --data")
+        sides: tuple[tuple[list[str], list[str]], ...] = (([], []), ([], []))
+        for left, right in zip(*read_lines(Path(data).expanduser()), strict=True):
+            side = sides[is_val(f"{left}={right}".encode())]
+            side[0].append(left)
+            side[1].append(right)
+        if not all(left for left, _ in sides):
+            raise DataError(f"{data}: too few lines to hold some out", "one line in ten, by hash, validates: give more")
+        train, val = (Pairs(*(self.tokenizer.encode_rows(side, width) for side in both)) for both in sides)
+        return _Sets(self.spec, self.tokenizer, train, val, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sets:
+    spec: Spec
+    tokenizer: CharTokenizer
+    train: Pairs
+    val: Pairs
+    fresh: Fresh | None
+
+    @property
+    def digests(self) -> Sequence[str]:
+        return [self.train.digest, self.val.digest]
+
+    def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
+        plan, window, match = self.spec.train, self.spec.model.window, self.spec.eval
+        assert isinstance(match, ExactMatchSpec)
+        samples = (
+            FixedSet(self.train, plan.seed, world.device)
+            if self.fresh is None
+            else FreshSamples(self.fresh, self.tokenizer, window)
+        )
+        rows, passes = plan.at_once(world.size), micro_batches(plan, window, world.size)
+        loader = stack.enter_context(PairLoader(samples, rows, passes, world.device, world.rank, world.size))
+        feed = Forced(loaded.model, plan.forcing, len(self.train), plan.seed, loader)
+        validation = PairValidation(self.val.within(plan.validate_tokens), self.tokenizer, self.spec)
+        return Supply(loader, feed, validation)
+
+    def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
+        count = min(rows, len(self.train))
+        for start in range(0, count, batch):
+            part = self.train[np.arange(start, min(start + batch, count)) * len(self.train) // count]
+            sides = {"source": part.source, "target": part.target}
+            yield {name: torch.from_numpy(side.astype(np.int64)) for name, side in sides.items()}
+
+
+def _ready(spec: Spec, search: Sequence[Path]) -> _Lines:
+    return _Lines(spec, characters_of(spec))
+
+
+POLYNOMIAL = Source("polynomial", _ready)

@@ -1,0 +1,66 @@
+"""What the runtime asks of a kind of training data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from specc.compiler.catalog import catalog
+from specc.compiler.spec import Spec
+from specc.runtime import sources
+from specc.runtime.distributed import World
+from specc.runtime.feed import Feed
+from specc.runtime.load import Loaded
+from specc.runtime.trainer import Batches
+from specc.runtime.validation import Validates
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """What a trainer reads, and what it is scored on."""
+
+    loader: Batches
+    feed: Feed
+    validation: Validates
+
+
+class Opened(Protocol):
+    """Data that is open. `digests` tell it from other data."""
+
+    @property
+    def digests(self) -> Sequence[str]: ...
+
+    def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
+        """For this process; what has to be closed is left to `stack`."""
+        ...
+
+    def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
+        """`rows` rows of the training data, at most `batch` at once, as the inputs of the program `score` by name, i64
+        on the CPU. They are spread over the data and depend on it, on the numbers and on the spec's seed alone."""
+        ...
+
+
+class Ready(Protocol):
+    def open(self, data: str, cache: Path, stack: ExitStack) -> Opened:
+        """Opens `data`, as `--data` names it. What takes long is made once, in `cache`. Raises DataError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One kind of data. `ready` finds all that is needed to be there and to fit the model, before a run writes
+    anything: of a spec and folders to look for files in. It raises DataError."""
+
+    name: str
+    ready: Callable[[Spec, Sequence[Path]], Ready]
+
+
+def source_of(spec: Spec) -> Source:
+    """The source of what the spec trains on."""
+    known: Mapping[str, Source] = catalog(sources, Source)
+    return known[spec.train.data.kind]

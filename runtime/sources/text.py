@@ -1,0 +1,66 @@
+"""Windows of one stream of tokens, scored in bits per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from specc.compiler.data.text import TextData
+from specc.compiler.spec import Calibrate, Spec
+from specc.compiler.train_spec import BitsSpec
+from specc.runtime.data import Loader, Tokenizer, TokenStream, open_stream
+from specc.runtime.distributed import World
+from specc.runtime.feed import Windows
+from specc.runtime.load import Loaded
+from specc.runtime.quantize.calibrate import calibration_windows
+from specc.runtime.sources.source import Source, Supply
+from specc.runtime.sources.tokens import tokenizer_of
+from specc.runtime.validation import Validation
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    spec: Spec
+    tokenizer: Tokenizer
+
+    def open(self, data: str, cache: Path, stack: ExitStack) -> _Streams:
+        streams = [open_stream(data, split, self.tokenizer, cache) for split in ("train", "val")]
+        for stream in streams:
+            stack.callback(stream.close)
+        return _Streams(self.spec, self.tokenizer, *streams)
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    spec: Spec
+    tokenizer: Tokenizer
+    train: TokenStream
+    val: TokenStream
+
+    @property
+    def digests(self) -> Sequence[str]:
+        return [self.train.digest, self.val.digest]
+
+    def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
+        plan, window, data = self.spec.train, self.spec.model.window, self.spec.train.data
+        assert isinstance(data, TextData) and isinstance(self.spec.eval, BitsSpec)
+        rows = plan.at_once(world.size)
+        loader = stack.enter_context(Loader(self.train, rows, window, data.order, plan.seed, world.rank, world.size))
+        validation = Validation(self.val, self.tokenizer, self.spec.eval.batch, plan.validate_tokens)
+        return Supply(loader, Windows(plan.rows(window) * window), validation)
+
+    def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
+        wanted = Calibrate(sequences=rows, batch=batch)
+        windows = calibration_windows(self.train, wanted, self.spec.model.window, self.spec.train.seed)
+        yield from ({"ids": ids, "targets": targets} for ids, targets in windows)
+
+
+def _ready(spec: Spec, search: Sequence[Path]) -> _Text:
+    return _Text(spec, tokenizer_of(spec, search))
+
+
+TEXT = Source("text", _ready)

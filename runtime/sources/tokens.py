@@ -1,0 +1,29 @@
+"""The tokens of a spec: those of a tokenizer that it names, or a vocabulary that it states."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specc.compiler.data.text import TextData
+from specc.compiler.spec import Spec
+from specc.runtime.data import CharTokenizer, DataError, Tokenizer, open_tokenizer
+
+
+def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
+    """The tokenizer that a spec of text names. Raises DataError where it is not found or has too many ids."""
+    data = spec.train.data
+    if not isinstance(data, TextData):
+        raise DataError(f"{spec.name} has a vocabulary of characters, and no tokenizer")
+    tokenizer = open_tokenizer(data.tokenizer, search)
+    if tokenizer.vocab > spec.model.vocabulary:
+        raise DataError(
+            f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {spec.model.vocabulary:,}",
+            f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
+        )
+    return tokenizer
+
+
+def characters_of(spec: Spec) -> CharTokenizer:
+    """The vocabulary that a spec states. Raises DataError where it names a tokenizer instead."""
+    if spec.model.characters is None:
+        raise DataError(f"{spec.name} reads one stream of tokens, and has no vocabulary of characters")
+    return CharTokenizer(spec.model.characters)

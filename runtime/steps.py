@@ -1,0 +1,138 @@
+"""Runs the programs of a model of pairs step by step: as they are, or on a GPU each step as one CUDA graph."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+State = dict[str, tuple[Tensor, ...]]
+WARM_UP = 2  # steps before the capture: they allocate what libraries keep
+SMALLEST = 64  # rows: below this a step takes as long as with this many
+
+
+class Pairs(Protocol):
+    """What a generated model of pairs can do. Sources are i64 [B, S], targets i64 [B, T]."""
+
+    def score(self, source: Tensor, target: Tensor) -> Tensor:
+        """Nats of each target, f32 [B, T]; 0 at pads."""
+        ...
+
+    def encode(self, source: Tensor) -> State:
+        """The state before the first token: tensors with a row for each source, by place in the spec."""
+        ...
+
+    def extend(self, ids: Tensor, start: Tensor, state: State) -> Tensor:
+        """Logits f32 [B, vocabulary] after `ids` (i64 [B, 1]), which follow `start` (i64 []) others; `state` takes them
+        in, in place."""
+        ...
+
+
+class Steps(Protocol):
+    """How a decoder runs its model."""
+
+    def encode(self, source: Tensor) -> State:
+        """The state before the first token."""
+        ...
+
+    def begin(self, state: State, beam: int = 1) -> State:
+        """The state with `beam` rows for each, where `extend` takes it; it lasts until the next `begin`."""
+        ...
+
+    def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
+        """Logits f32 [B, V] after ids i64 [B, 1]; they last until the next call."""
+        ...
+
+    def rows(self, going: int, now: int) -> int:
+        """How many rows to go on with where `going` of `now` are not done."""
+        ...
+
+
+class Eager:
+    """Calls the model."""
+
+    def __init__(self, model: Pairs) -> None:
+        self._model = model
+
+    def encode(self, source: Tensor) -> State:
+        return self._model.encode(source)
+
+    def begin(self, state: State, beam: int = 1) -> State:
+        return _repeated(state, beam)
+
+    def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
+        return self._model.extend(ids, torch.tensor(start, device=ids.device), state)
+
+    def rows(self, going: int, now: int) -> int:
+        """All rows until a quarter of them is done."""
+        return going if going <= 0.75 * now else now
+
+
+class Graphed:
+    """Replays a CUDA graph of `extend` for each number of rows: powers of two, and that of a whole batch.
+
+    The state of each size lies at fixed addresses. Weights are read where they are, so the graphs stay right while a
+    model trains in place.
+    """
+
+    def __init__(self, model: Pairs) -> None:
+        self._model = model
+        self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
+        self._graph: _Graph | None = None
+
+    def encode(self, source: Tensor) -> State:
+        return self._model.encode(source)
+
+    def begin(self, state: State, beam: int = 1) -> State:
+        state = _repeated(state, beam)
+        key = tuple(kept.shape for tensors in state.values() for kept in tensors)
+        if key not in self._graphs:
+            self._graphs[key] = _Graph(self._model, state)
+        self._graph = self._graphs[key]
+        return self._graph.filled(state)
+
+    def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
+        assert self._graph is not None and state is self._graph.state
+        return self._graph.replay(ids, start)
+
+    def rows(self, going: int, now: int) -> int:
+        """The next power of two, at most `now`."""
+        return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
+
+
+class _Graph:
+    """`extend` for states of one shape, captured."""
+
+    def __init__(self, model: Pairs, state: State) -> None:
+        self.state: State = {place: tuple(map(torch.clone, tensors)) for place, tensors in state.items()}
+        first = next(iter(self.state.values()))[0]
+        self._ids = torch.zeros(len(first), 1, dtype=torch.int64, device=first.device)
+        self._start = torch.zeros((), dtype=torch.int64, device=first.device)
+        stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(first.device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UP):
+                model.extend(self._ids, self._start, self.state)
+        torch.cuda.current_stream(first.device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._logits = model.extend(self._ids, self._start, self.state)
+
+    def filled(self, state: State) -> State:
+        """The graph's own state, with the values of another."""
+        for place, tensors in state.items():
+            for own, given in zip(self.state[place], tensors, strict=True):
+                own.copy_(given)
+        return self.state
+
+    def replay(self, ids: Tensor, start: int) -> Tensor:
+        self._ids.copy_(ids)
+        self._start.fill_(start)
+        self._graph.replay()
+        return self._logits
+
+
+def _repeated(state: State, beam: int) -> State:
+    """Every row `beam` times."""
+    if beam == 1:
+        return state
+    return {place: tuple(kept.repeat_interleave(beam, 0) for kept in tensors) for place, tensors in state.items()}

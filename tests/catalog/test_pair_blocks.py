@@ -1,0 +1,247 @@
+"""Every kind of stage of a model of pairs, with each option that changes what it computes: generated code against
+float64 references, cached against uncached, and what must not be read."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pair_models import BOTH, CROSS, EMBED, LSTM, MLP, SELF, batch, blocks, pairs_spec
+from tiny_models import Pair, float64, pair
+from torch import Tensor
+
+from specc.compiler import blocks as kinds
+from specc.compiler import witness
+from specc.compiler.blocks.roles import Bridge, Stage
+from specc.compiler.catalog import models
+from specc.compiler.ops.dropout import Dropout
+from specc.compiler.programs import flatten
+from specc.compiler.strict import tag_of
+from specc.runtime.feed import shifted
+
+ROOT = Path(__file__).parents[2]
+LEARNED = {**EMBED, "positions": "learned"}
+WAVES = {**EMBED, "positions": "sinusoidal"}
+CONCAT = {"kind": "concat", "beside": "embed"}
+ADDITIVE = {"kind": "additive", "query": "lstm"}
+UNTIED = {"tied": False, "bias": True}
+ENCODER = [LEARNED, blocks(SELF, MLP)]
+RECURRENT = [EMBED, BOTH]
+WITH_LAYER_NORM = {"norm": {"kind": "layer"}}
+
+
+def case(encoder: list[Any], decoder: list[Any], **words: Any) -> dict[str, Any]:
+    return {"encoder": encoder, "decoder": decoder, **words}
+
+
+CASES: Mapping[str, dict[str, Any]] = {
+    "transformer": case(ENCODER, [LEARNED, blocks(SELF, CROSS, MLP)]),
+    "transformer_of_waves": case([WAVES, blocks(SELF, MLP)], [WAVES, blocks(SELF, CROSS, MLP, **WITH_LAYER_NORM)]),
+    "transformer_rope": case(
+        [EMBED, blocks({**SELF, "rope": {}}, MLP)], [EMBED, blocks({**SELF, "rope": {"dims": 2}}, CROSS, MLP)]
+    ),
+    "transformer_biased": case(
+        [LEARNED, blocks({**SELF, "bias": True, "qk_norm": {"gain": 1.5}}, MLP)],
+        [LEARNED, blocks({**SELF, "bias": True}, {**CROSS, "bias": True, "kv_heads": 1, "qk_norm": {}}, MLP)],
+        head={"tied": True, "bias": True},
+    ),
+    "transformer_window": case([EMBED, blocks(MLP)], [LEARNED, blocks({**SELF, "window": 3}, CROSS)]),
+    "transformer_of_two_widths": case(
+        [{**EMBED, "dim": 12}, blocks({**SELF, "head_dim": 4}, MLP)], [LEARNED, blocks(SELF, CROSS, MLP)]
+    ),
+    "transformer_fused": case(
+        ENCODER,
+        [LEARNED, blocks(SELF, CROSS, MLP)],
+        fuse=[{"*.blocks.*.mlp": ["up", "act", "down"]}],
+    ),
+    "transformer_dropout": case(
+        [{**LEARNED, "dropout": 0.2}, blocks({**SELF, "dropout": 0.1}, {**MLP, "dropout": 0.3})],
+        [LEARNED, {"kind": "dropout", "p": 0.2}, blocks(SELF, {**CROSS, "dropout": 0.1}, MLP)],
+    ),
+    "residuals": case(
+        [LEARNED, blocks({**SELF, "residual": "learned"}, {**MLP, "residual": "1/(layer + 1)"})],
+        [LEARNED, blocks(SELF, CROSS, {**MLP, "residual": 0.5}, skips={"kind": "unet"})],
+    ),
+    "two_stacks": case(
+        [LEARNED, blocks(SELF, MLP), {**blocks(MLP), "name": "late"}],
+        [LEARNED, blocks(SELF), {**blocks(SELF, CROSS), "name": "late"}, CONCAT],
+        head=UNTIED,
+    ),
+    "lstms": case(RECURRENT, [EMBED, LSTM], bridge={"kind": "concat"}),
+    "lstms_without_a_bridge": case([EMBED, LSTM], [EMBED, {**LSTM, "biases": 2}], head=UNTIED),
+    "lstms_of_two_layers": case(
+        [EMBED, {**LSTM, "hidden": 6}, {**BOTH, "name": "second", "biases": 2}],
+        [EMBED, {**LSTM, "hidden": 5}, {**LSTM, "name": "second"}],
+        bridge={"kind": "linear"},
+    ),
+    "lstm_backward": case([EMBED, {**LSTM, "directions": "backward"}], [EMBED, LSTM], bridge={"kind": "concat"}),
+    "lstm_dropout": case(
+        [EMBED, {**BOTH, "dropout": 0.2}], [EMBED, {**LSTM, "dropout": 0.2}], bridge={"kind": "concat"}
+    ),
+    "attention_without_residuals": case(
+        RECURRENT,
+        [EMBED, {**SELF, "bias": True}, {**CROSS, "bias": True}, CONCAT, LSTM],
+        bridge={"kind": "concat"},
+        head=UNTIED,
+    ),
+    "attention_behind_an_lstm": case(RECURRENT, [EMBED, LSTM, CROSS, {**LSTM, "name": "second"}, CONCAT], head=UNTIED),
+    "additive_relu": case(RECURRENT, [EMBED, ADDITIVE, CONCAT, LSTM], bridge={"kind": "linear"}),
+    "additive_tanh": case(
+        RECURRENT,
+        [EMBED, {**ADDITIVE, "form": "tanh", "width": 5}, CONCAT, {**LSTM, "hidden": 6, "biases": 2}],
+        bridge={"kind": "linear"},
+        head=UNTIED,
+    ),
+    "additive_over_blocks": case(
+        ENCODER,
+        [LEARNED, blocks(SELF), {**ADDITIVE, "form": "tanh", "width": 3}, {**CONCAT, "beside": "blocks"}, LSTM],
+        head=UNTIED,
+    ),
+    "additive_and_cross_in_a_loop": case(
+        RECURRENT, [EMBED, ADDITIVE, CONCAT, {**CROSS, "head_dim": 3}, LSTM, {**CONCAT, "name": "both"}], head=UNTIED
+    ),
+    "additive_dropout": case(
+        [{**EMBED, "dropout": 0.1}, BOTH],
+        [{**EMBED, "dropout": 0.1}, ADDITIVE, CONCAT, LSTM],
+        bridge={"kind": "concat"},
+    ),
+    "repeat": case(RECURRENT, [{"kind": "repeat"}, LSTM], head=UNTIED),
+    "repeat_with_a_start": case([EMBED, LSTM], [{"kind": "repeat"}, LSTM], bridge={"kind": "concat"}, head=UNTIED),
+    "mlp_alone": case([EMBED, MLP], [EMBED, MLP, {**CROSS, "heads": 1}]),
+    "softcap": case(ENCODER, [LEARNED, blocks(SELF, CROSS)], head={"tied": False, "softcap": 5}),
+}
+WITHOUT_TOKENS = {"repeat", "repeat_with_a_start"}
+WITHOUT_SOURCE = {"lstms_without_a_bridge"}  # without a bridge and attention nothing leads from one side to the other
+
+
+@pytest.fixture(scope="module", params=CASES, ids=list(CASES))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Pair]:
+    """A case and its module."""
+    return request.param, pair(pairs_spec(**CASES[request.param]), tmp_path_factory.mktemp(request.param), seed=1)
+
+
+def test_loss_and_all_gradients_equal_the_reference(made: tuple[str, Pair]) -> None:
+    name, model = made
+    source, target = batch(model.spec)
+    with float64():
+        torch.manual_seed(3)  # dropout draws the same in both
+        want = model.reference("train", source=source, inputs=shifted(target), target=target)["loss"]
+        gradients = torch.autograd.grad(want, list(model.params.values()), allow_unused=name in WITHOUT_SOURCE)
+        torch.manual_seed(3)
+        loss = model.model(source, shifted(target), target)
+        loss.backward()
+    torch.testing.assert_close(loss, want, rtol=1e-11, atol=1e-11)
+    parameters = dict(model.model.named_parameters())
+    for path, gradient in zip(model.params, gradients, strict=True):
+        if gradient is None:
+            assert path.startswith("encoder")
+            continue
+        assert gradient.abs().max() > 0, f"the gradient of {path} tests nothing"
+        torch.testing.assert_close(
+            parameters[path].grad, gradient, rtol=1e-9, atol=1e-10, msg=lambda text, path=path: f"{path}: {text}"
+        )
+
+
+def test_scores_equal_the_reference_and_are_zero_at_pads(made: tuple[str, Pair]) -> None:
+    _, model = made
+    source, target = batch(model.spec)
+    with float64(), torch.no_grad():
+        scores = model.model.score(source, target)
+        want = model.reference("score", source=source, target=target)["loss"]
+        torch.testing.assert_close(scores, want, rtol=1e-11, atol=1e-11)
+        assert scores[target == 0].abs().max() == 0
+        assert scores[target != 0].min() > 0
+        if any(isinstance(node.op, Dropout) for graph in model.programs.graphs for node in graph.nodes):
+            torch.manual_seed(5)
+            dropped = model.model(source, shifted(target), target)
+            assert (dropped - scores.sum() / (target != 0).sum()).abs() > 1e-6  # training drops, scoring does not
+        else:
+            loss = model.model(source, shifted(target), target)
+            torch.testing.assert_close(loss, scores.sum() / (target != 0).sum(), rtol=1e-11, atol=1e-11)
+
+
+def stepped(model: Any, source: Tensor, inputs: Tensor) -> Tensor:
+    """Log-probabilities [B, T, V] after each of `inputs`, a token at a time; the state starts poisoned where nothing is
+    kept yet."""
+    state = model.encode(source)
+    for place, tensors in state.items():
+        for kept in tensors:
+            if kept.dim() == 4 and kept.shape[1] == 30 and kept.abs().max() == 0 and place != "encoder":
+                kept.fill_(1e6)
+    at = [kept.data_ptr() for tensors in state.values() for kept in tensors]
+    steps = [model.extend(inputs[:, t : t + 1], torch.tensor(t), state) for t in range(inputs.shape[1])]
+    assert at == [kept.data_ptr() for tensors in state.values() for kept in tensors]  # the state is kept in place
+    return torch.stack(steps, 1).log_softmax(-1)
+
+
+def test_cached_logits_equal_the_uncached(made: tuple[str, Pair]) -> None:
+    _, model = made
+    source, target = batch(model.spec)
+    with float64(), torch.no_grad():
+        found = stepped(model.model, source, shifted(target))
+        for token in range(1, model.spec.model.vocabulary):
+            same = torch.full_like(target, token)
+            want = model.model.score(source, torch.cat((target[:, :-1], same[:, -1:]), 1))[:, -1]
+            torch.testing.assert_close(-found[:, -1, token], want, rtol=1e-9, atol=1e-10)
+        nats = -found.gather(-1, target[..., None])[..., 0] * (target != 0)
+        torch.testing.assert_close(nats, model.model.score(source, target), rtol=1e-9, atol=1e-10)
+
+
+def test_the_decoder_reads_no_later_token(made: tuple[str, Pair]) -> None:
+    name, model = made
+    source, target = batch(model.spec)
+    with float64(), torch.no_grad():
+        before = model.model.score(source, target)
+        changed = target.clone()
+        changed[0, 3] = changed[0, 3] % 20 + 4
+        moved = (model.model.score(source, changed) - before).abs()
+    assert moved[0, :3].max() == 0
+    assert moved[1:].max() == 0  # nor any other row
+    assert (moved[0, 4:].max() > 0) == (name not in WITHOUT_TOKENS)
+
+
+def test_only_tokens_of_the_source_are_read(made: tuple[str, Pair]) -> None:
+    """Another token changes every later score; pads behind a source change nothing, where the spec says so."""
+    name, model = made
+    source, target = batch(model.spec)
+    with float64(), torch.no_grad():
+        before = model.model.score(source, target)
+        changed = source.clone()
+        changed[0, 2] = changed[0, 2] % 20 + 4
+        moved = (model.model.score(changed, target) - before).abs()
+        longer = model.model.score(torch.nn.functional.pad(source, (0, 5)), target)
+    assert (moved[0].min() > 0) == (name not in WITHOUT_SOURCE)
+    assert moved[1:].max() == 0
+    if not model.spec.model.reads_pads:
+        torch.testing.assert_close(longer, before, rtol=1e-11, atol=1e-11)
+    elif name not in WITHOUT_SOURCE:
+        assert (longer - before).abs().max() > 1e-9
+
+
+def test_torch_fx_finds_the_plan(made: tuple[str, Pair]) -> None:
+    _, model = made
+    source = sys.modules[type(model.model).__module__]
+    for program, method in (("train", "forward"), ("score", "score")):
+        traced = witness.trace(model.model, source, method)
+        nodes = flatten(model.programs, model.programs.program(program), groups=False).nodes
+        assert witness.round_trip(model.programs, program, traced) == len(nodes)
+
+
+def test_generated_code_is_ruff_clean(made: tuple[str, Pair]) -> None:
+    _, model = made
+    folder = Path(str(sys.modules[type(model.model).__module__].__file__)).parent
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_kind_of_stage_is_in_a_case() -> None:
+    wanted = {tag_of(model, "kind") for role in (Stage, Bridge) for model in models(kinds, role, "kind")}
+    used: set[object] = set()
+    for words in CASES.values():
+        used |= {stage["kind"] for side in ("encoder", "decoder") for stage in words[side]}
+        used.add(words.get("bridge", {}).get("kind"))
+    assert wanted <= used

@@ -1,0 +1,89 @@
+"""Products in whole numbers: what joins an epilogue, what is shared, what a spec may not ask for."""
+
+import pytest
+from tiny_models import ATTENTION, MLP, spec_data, spec_of
+
+from specc.compiler import pipeline
+from specc.compiler.build import compile_loaded
+from specc.compiler.ops.quantized import Int8Linear, QuantizeRows
+from specc.compiler.programs import LoweringError, Programs
+
+
+def deployed(*rules: object, **words: object) -> Programs:
+    data = spec_data((ATTENTION, {**MLP, "hidden": 16}), fuse=(), **words)  # type: ignore[arg-type]
+    data["quant"] = {"default": {"scheme": "int8"}, "rules": [{"match": "embed.token", **NONE}, *rules]}
+    programs = pipeline.deployed(spec_of(data), "cpu")
+    assert programs is not None
+    return programs
+
+
+NONE = {"scheme": "none", "dtype": "f32"}
+
+
+def test_the_programs_of_a_deployed_model_do_not_train() -> None:
+    programs = deployed()
+    assert [graph.name for graph in programs.programs] == ["score", "prefill", "decode"]
+    assert programs.whole == ("score",)
+
+
+def test_what_follows_joins_and_what_is_read_by_a_product_is_written_as_codes() -> None:
+    block = deployed().function("block.forward")
+    up, down = block.by_name["mlp.up"], block.by_name["mlp.down.padded"]
+    assert up.members == ("mlp.up", "mlp.act", "mlp.down_input")
+    assert up.epilogue is not None and up.epilogue.settings().startswith(
+        "{outputs=('(relu(p * scale) ** 2) * inverse',)"
+    )
+    assert [str(type) for type in up.types] == ["i8[B,T,16]"] and "mlp.down_input" not in block.by_name
+    assert down.inputs[0] == "mlp.up" and str(block.types["@mlp.down_codes"]) == "int8:i8[16,16]"
+
+
+def test_products_of_one_input_share_its_codes() -> None:
+    programs = deployed()
+    block = programs.function("block.forward")
+    made = [node for node in block.nodes if isinstance(node.op, QuantizeRows)]
+    assert [node.name for node in made] == ["attention.q_input", "attention.out_input", "mlp.up_input"]
+    readers = [node.name for node in block.consumers["attention.q_input"]]
+    assert [name.removesuffix(".padded") for name in readers] == ["attention.q", "attention.k", "attention.v"]
+    names = [param.name for param in programs.params]
+    assert "blocks.1.attention.q_inverse" in names and "blocks.1.attention.k_inverse" not in names
+    assert not any(param.storage == "int8" and param.dtype not in ("i8", "i32", "f32") for param in programs.params)
+
+
+def test_every_product_is_padded_to_whole_loads() -> None:
+    programs = deployed()
+    for graph in programs.graphs:
+        for node in graph.nodes:
+            if isinstance(node.op, Int8Linear):
+                n, k = node.op.extent(graph.types[node.inputs[1]])
+                assert n % 16 == 0 and k % 16 == 0
+
+
+def test_the_plan_shows_the_padding() -> None:
+    data = spec_data((ATTENTION, MLP), fuse=())
+    data["quant"] = {"default": {"scheme": "int8"}, "rules": [{"match": "embed.token", **NONE}]}
+    page = compile_loaded(spec_of(data), None).files["PLAN.md"]
+    assert "## cpu, deployed" in page and "- blocks.*.attention.q: N 8 is padded to 16" in page
+    assert "- blocks.*.mlp.up: K 8 is padded to 16" in page
+
+
+def test_int8_of_what_is_no_product_is_an_error() -> None:
+    data = spec_data((ATTENTION, MLP), fuse=())
+    data["quant"] = {"default": {"scheme": "int8"}}
+    with pytest.raises(LoweringError) as raised:
+        pipeline.deployed(spec_of(data), "cpu")
+    (problem,) = raised.value.problems
+    assert problem.code == "S312" and "embed.token is int8, but it is read by" in problem.message
+    assert 'match: "*.token"' in problem.hint
+
+
+def test_blocks_that_share_code_share_the_choice() -> None:
+    with pytest.raises(LoweringError) as raised:
+        deployed({"match": "blocks.0.mlp.up", **NONE})
+    messages = {problem.message for problem in raised.value.problems}
+    assert messages == {"blocks.0.mlp.up is int8 in some of the blocks that share its code, not in all"}
+
+
+def test_a_weight_that_is_kept_stays_a_product_of_floats() -> None:
+    block = deployed({"match": "blocks.*.mlp.down", **NONE}).function("block.forward")
+    assert not isinstance(block.by_name["mlp.down"].op, Int8Linear)
+    assert block.by_name["mlp.up"].types[0].dtype == "f32"

@@ -1,0 +1,200 @@
+"""Models in int8: near their floats, the same step by step, the same from an artifact; what each product is given."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from int8_models import CHARS, LSTM, MODELS, Made, data_of, lines, made
+from tiny_models import spec_of
+
+from specc.compiler import pipeline
+from specc.compiler.build import canonical, compile_loaded
+from specc.compiler.passes.quantize_products import integer_products
+from specc.runtime.data import CharTokenizer
+from specc.runtime.errors import IntegrityError, QuantizeError
+from specc.runtime.export.artifact import write_artifact
+from specc.runtime.opened import Deployment, open_model, read_verified
+from specc.runtime.quantize.constants import constants
+from specc.runtime.quantize.ranges import input_peaks
+from specc.runtime.translate import translator
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def model(name: str) -> Made:
+    return made(spec_of(data_of(MODELS[name])))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_int8_is_near_the_floats_and_is_not_the_floats(name: str) -> None:
+    """The inputs in int8 cost about as much as the weights in int8 do."""
+    one = model(name)
+    source, target = lines(1, 64)
+    with torch.no_grad():
+        exact, rounded, whole = (m.score(source, target) for m in (one.floats, one.rounded, one.whole))  # type: ignore[operator]
+    mask = target != 0
+    assert torch.equal(whole == 0, ~mask)
+    weights_cost, cost = ((found - exact)[mask].square().mean().sqrt() for found in (rounded, whole))
+    assert 0 < float(cost) < 6 * float(weights_cost) + 1e-3
+    assert float(cost) < 0.05 * float(exact[mask].std())
+    assert not torch.equal(whole, rounded)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_step_by_step_is_the_whole(name: str) -> None:
+    one: Any = model(name).whole
+    source, target = lines(2, 16)
+    with torch.no_grad():
+        wanted = one.score(source, target)
+        state = one.encode(source)
+        fed, found = torch.ones(16, 1, dtype=torch.int64), []
+        for t in range(target.shape[1]):
+            logits = one.extend(fed, torch.tensor(t), state)
+            found.append(-logits.log_softmax(-1).gather(1, target[:, t : t + 1]))
+            fed = target[:, t : t + 1]
+    difference = (torch.cat(found, 1) - wanted)[target != 0].abs()
+    # A float that differs in its last bit can fall to the code beside it; that is one step of one input.
+    assert float(difference.median()) < 1e-5 and float(difference.max()) < 0.05
+
+
+def test_every_product_is_calibrated_and_inputs_are_shared() -> None:
+    sources = {source.weight: source for source in model("lstm").sources}
+    assert set(sources) == {
+        *(f"encoder.lstm.{back}{word}" for back in ("", "back_") for word in ("input", "hidden")),
+        *(f"decoder.{part}.{word}" for part in ("attention", "cross") for word in "qkv"),
+        *(f"decoder.{part}.out" for part in ("attention", "cross")),
+        *("decoder.lstm.input", "decoder.lstm.hidden", "head.logits"),
+    }
+    assert sources["decoder.attention.v"].leader == "decoder.attention.q"
+    assert sources["decoder.cross.v"].leader == "decoder.cross.k" != sources["decoder.cross.q"].leader
+    assert sources["encoder.lstm.back_input"].leader == "encoder.lstm.input"
+    assert sources["encoder.lstm.back_hidden"].leader == "encoder.lstm.back_hidden"
+    assert sources["head.logits"].bias == "head.logits_bias"
+    assert sources["decoder.lstm.hidden"].bias == "decoder.lstm.bias" and sources["decoder.lstm.input"].bias == ""
+
+
+def test_ranges_are_those_of_the_inputs() -> None:
+    """The scale of a product's input is the largest magnitude that calibration gave it, divided by 127."""
+    one = model("lstm")
+    embed = one.weights["encoder.embed.token"]
+    seen = torch.cat([lines(100 + i)[0].flatten() for i in range(8)]).unique()
+    (scale,) = one.stored.tensors["encoder.lstm.input"]["input_scale"]
+    assert scale == np.float32(float(embed[seen].abs().max()) / 127)
+    bias, weight = one.stored.tensors["head.logits_bias"], one.stored.tensors["head.logits"]
+    step = np.float32(weight["input_scale"][0]) * weight["scale"].astype(np.float32)
+    exact = one.weights["head.logits_bias"].double().numpy() / step.astype(np.float64)
+    assert np.array_equal(bias["codes"], np.round(exact).astype(np.int32))
+
+
+def test_an_input_that_is_no_number_is_refused() -> None:
+    one = model("blocks")
+    programs = pipeline.lower(one.spec, "cpu")
+    weights = {**one.weights, "encoder.blocks.1.mlp.norm_bias": torch.full((16,), float("nan"))}
+    batch = dict(zip(("source", "target"), lines(3), strict=True))
+    with pytest.raises(QuantizeError, match=r"encoder\.blocks\.1\.mlp\.up: its input holds NaN"):
+        input_peaks(programs, one.sources, [batch], weights)
+    with pytest.raises(QuantizeError, match="gave its input no rows"):
+        input_peaks(programs, one.sources, [], one.weights)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_artifact_is_the_model(name: str, tmp_path: Path) -> None:
+    """Encoder, decoder and the decode loop run from one file."""
+    one = model(name)
+    path, deployment = tmp_path / "model.specc", Deployment.of(one.spec)
+    write_artifact(
+        path,
+        spec=canonical(one.spec).encode(),
+        interface=deployment.interface,
+        code=deployment.code,
+        layout=deployment.layout,
+        tensors=one.stored.tensors,
+        quality=5,
+    )
+    found = read_verified(path)
+    assert found.same_code and found.spec == one.spec
+    opened = open_model(path, "cpu", "cpu")
+    source, target = lines(4)
+    with torch.no_grad():
+        assert torch.equal(opened.generated.score(source, target), one.whole.score(source, target))  # type: ignore[operator]
+    tokenizer = CharTokenizer(CHARS)
+    texts = ["(7-z)", "x*2"]
+    answers = [
+        translator(m, one.spec, tokenizer, torch.device("cpu"), batch=2).translate(texts)
+        for m in (opened.model, one.whole)
+    ]
+    assert answers[0] == answers[1] and len(answers[0]) == 2
+
+
+def test_the_deployed_code_multiplies_codes_and_the_plan_tells_its_padding() -> None:
+    built = compile_loaded(spec_of(data_of(LSTM, targets=["cpu", "sm90", "sm86"])), None)
+    for target in ("cpu", "sm90", "sm86"):
+        text = built.files[f"{target}/deployed/model.py"]
+        assert "F.linear" not in text and "torch.lstm" not in text and "def forward(self, source" not in text
+        assert 'register_buffer("logits_codes", torch.empty(32, 16, dtype=torch.int8))' in text
+    assert "head.logits: N 31 is padded to 32" in built.files["PLAN.md"]
+    assert "encoder.lstm.input: K 12 is padded to 16" in built.files["PLAN.md"]
+    assert any(name.startswith("sm90/deployed/int8_linear") and name.endswith(".cu") for name in built.files)
+    kernels = {choice.kernel.name for choice in built.deployed["sm86"].choices}
+    assert kernels == {"gemm_int8_sm80"}
+
+
+def test_a_model_without_int8_has_no_deployed_code() -> None:
+    quant = {"default": {"scheme": "round", "bits": 8}, "rules": [{"match": "*bias", "scheme": "none", "dtype": "f32"}]}
+    spec = spec_of(data_of(LSTM, quant))
+    assert not compile_loaded(spec, None).deployed
+    schemes = {param.name: spec.quant.default for param in pipeline.lower(spec, "cpu").params}  # type: ignore[union-attr]
+    assert integer_products(pipeline.lower(spec, "cpu"), schemes) == ()
+
+
+def stored_with(one: Made, name: str, **arrays: Any) -> Any:
+    tensors = {**one.stored.tensors, name: {**one.stored.tensors[name], **arrays}}
+    return replace(one.stored, tensors=tensors)
+
+
+def test_arrays_that_do_not_fit_are_refused_with_what_was_expected() -> None:
+    """Each of these was computed with, silently, where pointers carry no shapes."""
+    one = model("lstm")
+    weight, bias = one.stored.tensors["head.logits"], one.stored.tensors["head.logits_bias"]
+    wide = np.zeros((31, 32), np.int8)
+    for name, arrays, message in (
+        (
+            "head.logits",
+            {"codes": wide},
+            r"head\.logits: K is 32 in the weight but its input has 16 features \(decoder",
+        ),
+        ("head.logits", {"codes": weight["codes"][:30]}, "head.logits: N is 30 in the weight, and the model has 31"),
+        ("head.logits", {"codes": weight["codes"].T}, "head.logits: K is 31 in the weight"),
+        ("head.logits", {"codes": weight["codes"].astype(np.float32)}, "the weight is stored as float32"),
+        ("head.logits", {"scale": weight["scale"][:5]}, r"N is 31 in the weight, and its scales are \[5\]"),
+        ("head.logits_bias", {"codes": bias["codes"][:30]}, "N is 31 in the weight but its bias has 30 numbers"),
+        ("head.logits_bias", {"codes": bias["codes"].astype(np.float32)}, "the bias is stored as float32"),
+        ("head.logits_bias", {"scale": bias["scale"] * 2}, "head.logits_bias was made for other scales than those of"),
+        ("decoder.attention.v", {"input_scale": weight["input_scale"] * 3}, "share an input, but scale it by"),
+    ):
+        with pytest.raises(IntegrityError, match=message):
+            constants(one.sources, stored_with(one, name, **arrays))
+    assert constants(one.sources, one.stored)
+
+
+def test_the_message_names_node_expected_and_got() -> None:
+    one = model("lstm")
+    source = replace(one.sources[-1], node="decoder.proj", maker="encoder.embed", leader=one.sources[-1].weight)
+    shapes = {**one.stored.shapes, source.weight: (31, 64)}
+    odd = stored_with(one, source.weight, codes=np.zeros((31, 128), np.int8))
+    with pytest.raises(IntegrityError) as raised:
+        constants([source], replace(odd, shapes=shapes))
+    wanted = "decoder.proj: K is 128 in the weight but its input has 64 features (encoder.embed)"
+    assert raised.value.message == wanted

@@ -1,0 +1,64 @@
+"""A model of lines as a user has it: trained, shipped as one file, and asked for lines."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pair_models import CROSS, EMBED, MLP, SELF, blocks, pairs_data
+
+import specc.runtime
+from specc.compiler.cli import run
+
+LINES = ["(7-3*z)*(-5*z-9)", "x**2", "n*(n-11)"]
+LEARNED = {**EMBED, "positions": "learned"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of two steps and the file that it ships as."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("lines")
+    data = pairs_data(
+        [LEARNED, blocks({**SELF, "dropout": 0.1}, MLP)], [LEARNED, blocks(SELF, CROSS, MLP)], init={"normal": 0.7}
+    )
+    data["quant"] = {"default": {"scheme": "none", "dtype": "f32"}}
+    data["train"] = {**data["train"], "teacher_forcing": [[0, 1.0], [1, 0.5]]}
+    data["eval"] = {"metric": "exact_match", "lines": 20}
+    (folder / "tiny.yaml").write_text(json.dumps(data))
+    directory, artifact = folder / "run", folder / "tiny.specc"
+    assert run(["train", str(folder / "tiny.yaml"), "--run", str(directory)]) == 0
+    assert run(["quantize", str(directory)]) == 0
+    assert run(["export", str(directory), "--out", str(artifact)]) == 0
+    return directory, artifact
+
+
+def test_lines_come_out_in_order_from_run_and_file(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.txt").write_text("".join(f"{line}\n" for line in LINES))
+    told = []
+    for model in trained:
+        for beam in ((), ("--beam", "2")):
+            capsys.readouterr()
+            assert run(["generate", str(model), "--lines", str(tmp_path / "lines.txt"), *beam]) == 0
+            told.append(capsys.readouterr().out.splitlines())
+    assert told[0] == told[2] and told[1] == told[3]
+    assert all(len(lines) == len(LINES) for lines in told)
+    model = specc.runtime.load(trained[1])
+    assert model.translate(LINES) == told[0]  # type: ignore[operator]
+    assert model.translate(LINES[::-1]) == told[0][::-1]  # type: ignore[operator]
+
+
+def test_a_bad_line_is_an_error_and_gives_nothing(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.txt").write_text("x**2\nx=2\n")
+    assert run(["generate", str(trained[1]), "--lines", str(tmp_path / "lines.txt")]) != 0
+    told = capsys.readouterr()
+    assert told.out == "" and "not in the vocabulary" in told.err
+
+
+def test_a_model_of_lines_continues_no_text(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", str(trained[1]), "--prompt", "x"]) != 0
+    assert "vocabulary of characters" in capsys.readouterr().err
