@@ -73,7 +73,7 @@ OptimizerSpec = Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]
 
 class ScheduleSpec(StrictModel):
     """The learning rate's multiplier: up from 0 over `warmup_steps`, 1, then down to `floor` over the last
-    `warmdown_steps`. Either may be given as a fraction of `train.steps`, which follows when a run is made shorter.
+    `warmdown_steps`. Either may be given as a fraction of `train.steps` instead, so that it follows a shorter run.
     """
 
     warmup_steps: NonNegative = 0

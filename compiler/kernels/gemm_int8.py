@@ -12,6 +12,7 @@ from specc.compiler.ops.quantized import ALIGNMENT, LARGEST, Int8Linear
 
 DTYPES = {"bf16": "torch.bfloat16", "f16": "torch.float16", "f32": "torch.float32", "i8": "torch.int8"}
 OWN = ("x", "w", "offset", "y")
+LONGEST_LABEL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ class Int8Function:
 
 def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
     function, file = symbol(site)
+    label = _told(site.label)
     types = [f"x {site.inputs[0]}", f"w {site.inputs[1]}", *(str(value) for value in tail.operands)]
-    header = flowed(f"{unbroken(site.label)}    {', '.join(types)} -> {tail.y}", "# ", "    ", 88)
+    header = flowed(f"{unbroken(label)}    {', '.join(types)} -> {tail.y}", "# ", "    ", 88)
     shapes = [f"x [..., {tail.k}] i8", f"w [{tail.n}, {tail.k}] i8", f"offset [{tail.n}] i32"]
     shapes += [f"{v.name} [{'' if v.column else '..., '}{tail.n}] {v.type.dtype}" for v in tail.operands]
     promise = flowed(f'"""{", ".join(map(unbroken, shapes))} -> y [..., {tail.n}] {tail.y.type.dtype}.', "    ")
@@ -121,7 +123,7 @@ def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
         given += [f"{word}={{{pairs}}}"] if values else []
     return Int8Function(
         header,
-        site.label,
+        label,
         f"specc_{site.module}",
         function,
         file,
@@ -133,6 +135,12 @@ def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
         listed("check_operands(", given, ")", 4),
         DTYPES[tail.y.type.dtype],
     )
+
+
+def _told(label: str) -> str:
+    """The nodes of a file that many share, as its first one and how many more there are; the plan page lists them."""
+    first, *more = label.split(" and ")
+    return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 
 
 @dataclass(frozen=True, slots=True)
