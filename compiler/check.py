@@ -80,6 +80,7 @@ CODES: Mapping[str, str] = {
     "S306": "two quantization rules for one parameter",
     "S307": "a parameter that its quantization scheme cannot take",
     "S311": "a promotion that promotes nothing",
+    "S312": "an int8 tensor that is no product's",
     "S308": "an optimizer that no parameter is left for",
     "S309": "an optimizer that cannot take a parameter",
     "S310": "a parameter without an optimizer",
@@ -143,11 +144,15 @@ def _problems_of_sound_parts(
         broken = any(one[: len(path)] == path for one in faulty)
         if broken or any(path[: len(outer)] == outer for outer in sound):
             continue
-        sound.append(path)
         data: object = source.data
         for part in path:
             data = data[part]  # type: ignore[index]
-        yield from problems_of(model.model_validate(data), path)
+        try:
+            value = model.model_validate(data)
+        except ValidationError:  # told at another path: it may be a part of several kinds of model
+            continue
+        sound.append(path)
+        yield from problems_of(value, path)
 
 
 def _placed(problem: Problem, source: Source) -> Diagnostic:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -17,7 +17,7 @@ from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.schema_errors import diagnostics_of
 from specc.compiler.shape import places
 from specc.compiler.source import read
-from specc.compiler.strict import Positive, PositiveFloat, StrictModel
+from specc.compiler.strict import One, Positive, PositiveFloat, StrictModel
 
 Word = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -73,7 +73,7 @@ class Locked(StrictModel):
 class Lock(StrictModel):
     """Everything measured for one model, by target."""
 
-    lock_version: Literal[1] = 1
+    lock_version: One = 1
     targets: Mapping[Word, Locked] = {}
 
     def entry(self, target: str, site: Site) -> Entry | None:

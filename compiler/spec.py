@@ -9,7 +9,7 @@ from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.strict import Name, NodeName, Positive, Problem, StrictModel
+from specc.compiler.strict import Name, NodeName, One, Positive, Problem, StrictModel
 from specc.compiler.targets import TARGETS
 from specc.compiler.train_spec import AnyEval, BitsSpec, Pattern, TrainSpec
 
@@ -84,7 +84,7 @@ class QuantSpec(StrictModel):
 class Spec(StrictModel):
     """One model: its shape, where it runs, what is fused, how it is quantized, trained and scored."""
 
-    spec_version: Literal[1]
+    spec_version: One
     name: Name
     targets: Annotated[tuple[TargetName, ...], Field(min_length=1)]
     model: AnyModel

@@ -3,9 +3,9 @@
 import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 def _usable(name: str) -> str:
@@ -86,6 +86,12 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 PartName = Annotated[Name, AfterValidator(_usable)]
 # A node inside a part, such as `act`, or `q.norm` for the norm of an attention's q.
 NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
+def _no_truth(value: object) -> object:
+    """A truth value as its word: Python takes True for 1, and YAML and JSON Schema do not."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version
 Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0)]

@@ -41,7 +41,9 @@ def group_context(plan: Plan, group: Group) -> GroupContext:
     inputs = [name for name, _ in group.forward.inputs]
     learned = [gradients.get(f"d_{name}") for name in inputs]
     many = "tuple[" + ", ".join("Tensor" if ref else "None" for ref in learned) + "]"
-    products = any(node.op.matrix for node in (*group.forward.nodes, *group.backward.nodes))
+    products = any(
+        node.op.matrix and not node.op.mixes_tokens for node in (*group.forward.nodes, *group.backward.nodes)
+    )
     rows = {name: flat for name, type in group.forward.inputs if products and (flat := _flat(name, type))}
     applied = ", ".join(rows.get(name, name) for name in inputs)
     kept = ", ".join(name for name in group.saved if name not in inputs)

@@ -188,7 +188,8 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
     found = list(methods.values())
     if cached := [graph for graph in programs.programs if keeper(plan, graph) == CACHE]:
         state = tuple(entry for entry in cached[0].inputs if entry[0].startswith(f"{CACHE}."))
-        found.append(new_cache(params, state, next(stacks(cached[0].nodes), [])))
+        if calls := next(stacks(cached[0].nodes), []):
+            found.append(new_cache(params, state, calls))
     return ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),

@@ -84,6 +84,7 @@ class CausalAttention(Op):
     so the forward of one serves the gradient of another."""
 
     name: ClassVar[str] = "causal_attention"
+    matrix: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
     chained: ClassVar[int] = 2  # scores, and values by their weights
@@ -146,6 +147,7 @@ class CausalAttentionGrad(Op):
     """
 
     name: ClassVar[str] = "causal_attention_grad"
+    matrix: ClassVar[bool] = True
     gradient: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True

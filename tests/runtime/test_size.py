@@ -22,7 +22,7 @@ def single() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("size")
-    spec = small_spec("quant.budget_bytes=23000", "quant.promote={bits: 6, count: 1}")
+    spec = small_spec("quant.budget_bytes=24000", "quant.promote={bits: 6, count: 1}")
     made = make_run(folder / "run", spec, str(write_text(folder / "data")))
     quantize(made.directory, QuantizeOptions(cache=folder / "cache", max_tokens=100), lambda _: None)
     return made
@@ -56,7 +56,7 @@ def test_groups_are_the_parameters(run: Run) -> None:
 
 def test_the_budget_is_decimal_bytes_and_may_be_met_exactly(run: Run) -> None:
     total = size(run.directory).total
-    assert size(run.directory).budget == 23000
+    assert size(run.directory).budget == 24000
     assert [size(run.directory, total + n).over for n in (-1, 0, 1)] == [True, False, False]
     assert size(run.directory, total - 1).budget == total - 1
 
