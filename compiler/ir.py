@@ -89,6 +89,8 @@ class Op:
     name: ClassVar[str] = ""
     # Consumers may print this value inside their own line.
     inline: ClassVar[bool] = True
+    # Its value is its first input, which it changes.
+    in_place: ClassVar[bool] = False
     # It computes a gradient, so code names its value for itself and not for what it follows.
     gradient: ClassVar[bool] = False
     # A matrix product or attention: what the cost of a model is counted in, and a plan lists.
@@ -107,7 +109,7 @@ class Op:
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """What code calls the outputs, where there are several."""
+        """What code calls the outputs, where there are several or the node's name tells less."""
         return ()
 
     @property
@@ -209,7 +211,7 @@ class Node:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return tuple(output_ref(self.name, i) for i in range(len(self.types)))
+        return output_refs(self.name, len(self.types))
 
     def __str__(self) -> str:
         tail = f" |> {self.epilogue.name}{self.epilogue.settings()}" if self.epilogue else ""
@@ -272,6 +274,11 @@ class Graph:
 
 def output_ref(node: str, index: int) -> str:
     return node if index == 0 else f"{node}:{index}"
+
+
+def output_refs(node: str, count: int) -> tuple[str, ...]:
+    """All outputs of a node that has `count`."""
+    return tuple(output_ref(node, i) for i in range(count))
 
 
 def node_of(ref: str) -> str:

@@ -12,8 +12,9 @@ from specc.compiler.programs import owner
 from specc.compiler.torch_code import Body
 from specc.compiler.torch_function import LOCALS, Function, Speller, class_name, docstring
 from specc.compiler.torch_group import GroupContext, group_context, scoring_function
-from specc.compiler.torch_loop import loop_lines
+from specc.compiler.torch_loop import field_of, inputs_of, loop_lines
 
+STATE = "cache."  # what the names of state among a program's inputs begin with
 METHODS = {"train": "forward"}  # a module is called to train it; other programs are methods of their own names
 
 
@@ -132,8 +133,9 @@ def _block_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContex
     first = functions[0]
     init = (*_params(first.params), *(f"self.{scalar} = {scalar}" for scalar in first.scalars))
     methods = tuple(_method(plan, graph, reserved) for graph in functions)
-    layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes))
-    return ClassContext(class_name(name), tuple(docstring(f"One block: {layers}.")), first.scalars, init, methods)
+    layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes if "." in node.name))
+    doc = f"One block: {layers}." if layers else f"One {name}."
+    return ClassContext(class_name(name), tuple(docstring(doc)), first.scalars, init, methods)
 
 
 def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
@@ -155,19 +157,19 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
     init = list(_params(params))
     calls = [node for node in programs.programs[0].nodes if isinstance(node.op, Call)]
-    init += _modules(plan, calls, tables)
+    for field in dict.fromkeys(field_of(call) for call in calls):
+        init += _modules(field, [call for call in calls if field_of(call) == field], tables)
     methods: dict[tuple[tuple[str, ...], ...], Function] = {}
     aliases: list[str] = []
-    state: tuple[Named, ...] = ()
     for graph in programs.programs:
         method = _program(plan, graph, reserved, tables)
         known = methods.setdefault((method.lines, method.arguments, (method.returns,)), method)
         if known is not method:
             aliases.append(f"{method.name} = {known.name}")
-        state = state or tuple(entry for entry in graph.inputs if entry[0].startswith("cache."))
     found = list(methods.values())
-    if any(graph.name not in programs.whole for graph in programs.programs):
-        found.append(_new_cache(params, state, calls))
+    if stateful := [graph for graph in programs.programs if graph.name not in programs.whole]:
+        runs = [node for node in stateful[0].nodes if isinstance(node.op, Call)]
+        found.append(_new_cache(stateful[0], params, runs))
     return ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),
@@ -178,13 +180,10 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
     )
 
 
-def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
-    """The module list of blocks, from a table where they differ."""
-    ops = [call.op for call in calls if isinstance(call.op, Call)]
-    if not ops:
-        return []
+def _modules(field: str, calls: Sequence[Node], tables: list[str]) -> list[str]:
+    """The module list of what `calls` call, from a table where these differ."""
+    ops = list({call.op.at: call.op for call in calls if isinstance(call.op, Call)}.values())
     names = [class_name(owner(op.callee)) for op in ops]
-    field = ops[0].at.partition(".")[0]
     if len({(name, op.scalars) for name, op in zip(names, ops, strict=True)}) == 1:
         numbers = ", ".join(repr(value) for _, value in ops[0].scalars)
         return [f"self.{field} = nn.ModuleList({names[0]}({numbers}) for _ in range({len(ops)}))"]
@@ -200,16 +199,20 @@ def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
 
 
 def _program(plan: Plan, graph: Graph, reserved: frozenset[str], tables: list[str]) -> Function:
-    inputs = [(name, type) for name, type in graph.inputs if not name.startswith("cache.")]
+    inputs = [(name, type) for name, type in graph.inputs if not name.startswith(STATE)]
     stateful = graph.name not in plan.programs.whole
-    body = Body(graph, {name: name for name, _ in inputs}, Speller(plan, graph), reserved)
     calls = [node for node in graph.nodes if isinstance(node.op, Call)]
+    own = {name: _state_name(name) for name, _ in _own_state(graph, calls)}
+    names = {name: name for name, _ in inputs} | own
+    body = Body(graph, names, Speller(plan, graph), reserved, wanted=_wanted(plan, calls))
+    if own:
+        body.lines.append(f"{', '.join(own.values())}{',' if len(own) == 1 else ''} = cache[0]")
     start = graph.nodes.index(calls[0]) if calls else len(graph.nodes)
     body.run(graph.nodes[:start])
     if calls:
-        loop_lines(plan, body, calls, tables)
+        loop_lines(plan, body, calls, tables, "cache[1:]" if own else "cache")
     body.run(graph.nodes[start + len(calls) :])
-    outputs = [(label, ref) for label, ref in graph.outputs if not label.startswith("cache.")]
+    outputs = [(label, ref) for label, ref in graph.outputs if not label.startswith(STATE)]
     arguments = ["self", *(f"{name}: Tensor" for name, _ in inputs)]
     doc = _types_doc(inputs, [graph.types[ref] for _, ref in outputs])
     if stateful:
@@ -222,17 +225,52 @@ def _program(plan: Plan, graph: Graph, reserved: frozenset[str], tables: list[st
     )
 
 
-def _new_cache(params: Sequence[Named], state: Sequence[Named], calls: Sequence[Node]) -> Function:
-    """The method that makes empty state: a tuple of tensors a block, and every block keeps the same."""
-    kept = [type.shape[2:] for name, type in state]
-    tails = kept[: len(kept) // len(calls)]
-    assert kept == tails * len(calls)
-    lines = [f"new = self.{params[0][0]}.new_zeros"] if state else []
-    tensors = ", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in tails)
-    returns = f"[({tensors}{',' if len(tails) == 1 else ''}) for _ in self.blocks]"
-    if len(tails) > 2:
-        lines.append(f"shapes = ({', '.join(map(str, tails))})")
-        returns = "[tuple(new(rows, positions, *shape) for shape in shapes) for _ in self.blocks]"
+def _own_state(graph: Graph, calls: Sequence[Node]) -> tuple[Named, ...]:
+    """The state of a program that no block keeps."""
+    passed = {ref for call in calls for ref in call.inputs}
+    return tuple((name, type) for name, type in graph.inputs if name.startswith(STATE) and name not in passed)
+
+
+def _state_name(name: str) -> str:
+    """What code calls a program's own state: `smear_previous` for `cache.embed.smear.previous`."""
+    return "_".join(name.split(".")[2:])
+
+
+def _wanted(plan: Plan, calls: Sequence[Node]) -> dict[str, str]:
+    """The names that blocks have for what all calls, or some, pass alike."""
+    made = {call.name for call in calls}
+    found: dict[str, str] = {}
+    for call in calls:
+        passed = list(inputs_of(plan, call).items())[1:]
+        found |= {ref: name for name, ref in passed if ref not in made and not ref.startswith(STATE)}
+    return found
+
+
+def _new_cache(graph: Graph, params: Sequence[Named], calls: Sequence[Node]) -> Function:
+    """The method that makes empty state: of the embedding, where it keeps some, and a tuple of tensors a run of a
+    block, all of which keep the same."""
+    own = _own_state(graph, calls)
+    kept = [type for name, type in graph.inputs if name.startswith(STATE) and (name, type) not in own]
+    blocks = [call for call in calls if field_of(call) == field_of(calls[0])]
+    each = kept[: len(kept) // len(blocks)]
+    assert kept == each * len(blocks)
+    over = "self.blocks" if len({call.op for call in blocks}) == len(blocks) else "ORDER"
+    lines = [f"new = self.{params[0][0]}.new_zeros"] if kept or own else []
+    tensors = f"{', '.join(map(_empty, each))}{',' if len(each) == 1 else ''}"
+    returns = f"[({tensors}) for _ in {over}]"
+    if len(each) > 2:
+        lines.append(f"shapes = ({', '.join(str(type.shape[2:]) for type in each)})")
+        returns = f"[tuple(new(rows, positions, *shape) for shape in shapes) for _ in {over}]"
     doc = "Empty state for `rows` sequences of at most `positions` tokens."
+    if own:
+        lines.append(f"own = ({', '.join(_empty(type) for _, type in own)}{',' if len(own) == 1 else ''})")
+        returns = f"[own, *({returns[1:-1]})]"
+        doc = f"{doc[:-1]}: the embedding's own, then each block's."
     arguments = ("self", "rows: int", "positions: int")
     return Function("new_cache", doc, arguments, tuple(lines), returns, "list[tuple[Tensor, ...]]")
+
+
+def _empty(type: TensorType) -> str:
+    """An empty tensor of state."""
+    dims = ", ".join({"B": "rows", "S": "positions"}.get(str(dim), str(dim)) for dim in type.shape)
+    return f"new({dims})" if type.floating else f"new({dims}, dtype=torch.int64)"

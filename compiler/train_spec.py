@@ -5,17 +5,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from specc.compiler.optimizer_spec import OptimizerSpec
 from specc.compiler.strict import (
     NonNegative,
-    NonNegativeFloat,
     Positive,
     PositiveFloat,
     Problem,
     StrictModel,
     Unit,
+    later,
 )
-
-Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class DataSpec(StrictModel):
@@ -25,47 +24,20 @@ class DataSpec(StrictModel):
     order: Literal["sequential", "coprime_stride"] = "coprime_stride"
 
 
-class Ramp(StrictModel):
-    """A value that goes from `start` to `end` in a straight line over `steps` steps, and stays there."""
-
-    start: Unit
-    end: Unit
-    steps: Positive
-
-
-class AdamWSpec(StrictModel):
-    """AdamW (Loshchilov and Hutter, 2019) for the parameters that `match` covers."""
-
-    kind: Literal["adamw"]
-    match: Pattern
-    lr: NonNegativeFloat
-    betas: tuple[Unit, Unit] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-
-
-class MuonSpec(StrictModel):
-    """Muon (Jordan, 2024): momentum whose matrix is orthogonalized by `steps` Newton-Schulz iterations."""
-
-    kind: Literal["muon"]
-    match: Pattern
-    lr: NonNegativeFloat
-    momentum: Unit | Ramp = 0.95
-    nesterov: bool = True
-    steps: Annotated[int, Field(ge=1, le=20)] = 5
-    weight_decay: NonNegativeFloat = 0.0
-
-
-OptimizerSpec = Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]
-
-
 class ScheduleSpec(StrictModel):
     """The learning rate's multiplier: up from 0 over `warmup_steps`, 1, then down to `floor` over the last
-    `warmdown_steps`."""
+    `warmdown_steps`, or over the last `warmdown_share` of the run."""
 
     warmup_steps: NonNegative = 0
     warmdown_steps: NonNegative = 0
+    warmdown_share: Annotated[float, Field(gt=0, le=1)] | None = later(None)
     floor: Unit = 0.0
+
+    def problems(self) -> Iterator[Problem]:
+        """One length of the warm-down."""
+        if self.warmdown_steps and self.warmdown_share is not None:
+            message = "a schedule with both warmdown_steps and warmdown_share"
+            yield Problem(("warmdown_share",), "S231", message, "keep one of the two")
 
 
 class EmaSpec(StrictModel):
@@ -73,6 +45,25 @@ class EmaSpec(StrictModel):
 
     kind: Literal["ema"]
     decay: Annotated[float, Field(gt=0, lt=1)]
+
+
+class SwaSpec(StrictModel):
+    """The plain mean of the weights after every `every` steps, once the warm-down has taken the multiplier below
+    `below` (Izmailov et al. 2018); it replaces them when the run ends."""
+
+    kind: Literal["swa"]
+    every: Positive = 50
+    below: Annotated[float, Field(gt=0, le=1)] = 0.2
+
+
+AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
+
+
+class QatSpec(StrictModel):
+    """Quantization-aware training: once the warm-down has taken the multiplier below `below`, the model computes with
+    weights rounded as `quant` will store them, before any promotion; gradients pass as if they were not."""
+
+    below: Annotated[float, Field(gt=0, le=1)] = 0.15
 
 
 class TrainSpec(StrictModel):
@@ -87,7 +78,8 @@ class TrainSpec(StrictModel):
     optimizers: Annotated[tuple[OptimizerSpec, ...], Field(min_length=1)]
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
-    average: EmaSpec | None = None
+    average: AverageSpec | None = None
+    qat: QatSpec | None = later(None)
     validate_every: NonNegative = 0
     validate_tokens: Positive | None = None
     checkpoint_every: NonNegative = 0

@@ -9,6 +9,7 @@ import torch
 from platformdirs import user_cache_path
 
 from specc.compiler.lock import NO_LOCK, Lock
+from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime import checkpoint
@@ -139,9 +140,9 @@ def _prepare(
     loader = Loader(train_stream, plan.micro_batch, window, plan.data.order, plan.seed, world.rank, world.size)
     stack.enter_context(loader)
     compiled = options.compiled and device.type == "cuda"
-    trainer = Trainer(
-        loaded.model, loaded.programs.params, plan, loader, window, device, compiled, run.spec_digest, world
-    )
+    params = loaded.programs.params
+    grids = allocation(spec.quant, params) if plan.qat is not None else None
+    trainer = Trainer(loaded.model, params, plan, loader, window, device, compiled, run.spec_digest, world, grids)
     return trainer, Validation(val_stream, tokenizer, spec.eval.batch, plan.validate_tokens)
 
 

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from specc.compiler.blocks.init import Init, constant, formula, value_of
 from specc.compiler.expr import ExprError, parse, variables
-from specc.compiler.ir import Builder, Op, TensorType
+from specc.compiler.ir import Builder, Dim, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import PartName, Path, Problem, StrictModel
 
@@ -36,12 +38,61 @@ class Lowered:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """The ids i64[B, T] that a program reads. In a program that goes on after others: how many those are, `start`
+    (i64[]), their `positions`, and the state that was kept of them, `cache`; else these are empty."""
+
+    ids: str
+    start: str = ""
+    positions: str = ""
+    cache: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Values that a layer can read besides its input. `cache` is empty in a program that sees whole sequences."""
+    """Values that a layer can read besides its input, and its layer, counted from 0. `cache` is empty in a program that
+    sees whole sequences."""
 
     positions: str
     shared: Mapping[str, str]
     cache: Mapping[str, str]
+    layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What is computed once for all layers that read it. Equal ones are one; two of a name are equal.
+
+    `labels` are what code calls its outputs; `layers` are those that read it, all where None; `positional` where it
+    depends on the tokens' positions.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    layers: tuple[int, ...] | None = None
+    positional: bool = False
+
+    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
+        """Adds it, in the scope of the whole model; one value a label."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+    def read_in(self, layer: int) -> bool:
+        """Whether `layer` reads it."""
+        return self.layers is None or layer in self.layers
+
+
+# Which layers, counted from 0; all where the field is left out.
+LayerList = Annotated[tuple[Annotated[int, Field(ge=0, lt=1000)], ...], Field(min_length=1, max_length=1000)]
+
+
+def layer_problems(layers: tuple[int, ...] | None, at: Path, count: int) -> Iterator[Problem]:
+    """Layers that a model of `count` has not, or that are listed twice."""
+    for i, layer in enumerate(layers or ()):
+        if layer >= count:
+            hint = f"the last one is {count - 1}: layers are counted from 0"
+            yield Problem((*at, i), "S222", f"there is no layer {layer} in {count} blocks", hint)
+        elif layers is not None and layer in layers[:i]:
+            yield Problem((*at, i), "S222", f"layer {layer} is listed twice", "remove one of the two")
 
 
 LayerFormula = Annotated[float | str, formula("layer", "layers")]
@@ -102,8 +153,12 @@ class Embed(StrictModel):
         """What the nodes call it: its kind."""
         return str(getattr(self, "kind", ""))
 
-    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
-        """Adds the step; `x` is what the steps before made, None for the first."""
+    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
+        """What the step keeps between tokens where it is given `features`."""
+        return {}
+
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
+        """Adds the step; `x` is what the steps before made, None for the first. `tokens.cache` is its own state."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 
@@ -118,13 +173,15 @@ class Layer(StrictModel):
     def title(self) -> str:
         return self.name or str(getattr(self, "kind", ""))
 
-    def problems_in(self, dim: int) -> Iterator[Problem]:
-        """What is wrong with this layer in a model of `dim` features; paths are relative to the layer."""
+    def problems_in(self, dim: int, layers: int) -> Iterator[Problem]:
+        """What is wrong with this layer in a model of `dim` features and `layers` blocks; paths are relative to the
+        layer."""
         yield from ()
 
-    def shared(self, dim: int) -> Mapping[str, Op]:
-        """Values computed once for all layers from the positions i64[T], by name. Equal ops are one value."""
-        return {}
+    def shared(self, shape: Shape) -> tuple[Shared, ...]:
+        """What it reads that is computed once for all layers; `Surroundings.shared` has the first output under the
+        name, the next under `name:1`."""
+        return ()
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         """What the layer keeps between tokens; `S` is the number of positions kept."""
@@ -162,6 +219,14 @@ class Skips(StrictModel):
 
     def lower(self, b: Builder, x: str, skip: str, shape: Shape) -> str:
         """Joins the earlier output to the stream, at the start of the block."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+
+class Mix(StrictModel):
+    """What a block makes of the stream, once a skip has joined it and before its layers, by what was embedded."""
+
+    def lower(self, b: Builder, x: str, embedded: str, shape: Shape) -> str:
+        """Adds it; `embedded` is the first block's input."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 

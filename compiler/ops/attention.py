@@ -78,6 +78,7 @@ class CacheWrite(Op):
 
     name: ClassVar[str] = "cache_write"
     inline: ClassVar[bool] = False
+    in_place: ClassVar[bool] = True
 
     @property
     def arity(self) -> int:

@@ -58,6 +58,7 @@ class Scheme(StrictModel):
     """The base of every scheme. A subclass names itself by a `scheme` Literal and adds its settings."""
 
     needs_hessian: ClassVar[bool] = False
+    has_grid: ClassVar[bool] = False
 
     @abstractmethod
     def label(self) -> str:
@@ -90,6 +91,11 @@ class Scheme(StrictModel):
 
         Raises SchemeError when the arrays are not ones that `quantize` can have written.
         """
+
+    def on_grid(self, rows: Tensor) -> Tensor:
+        """What `dequantize` gives of `quantize` where neither sees data: f32 rows [N, ...], each rounded on its own, on
+        their device, without waiting for it. Only schemes with `has_grid` have it; values out of range are clipped."""
+        raise SchemeError(f"{self.label()} has no grid to round to")
 
     @abstractmethod
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:

@@ -7,7 +7,7 @@ spec, and hold the artifact to its budget by its exact bytes.
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from specc.compiler.build import canonical
 from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.pattern import matches
+from specc.compiler.quant.rows import PerRow
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import RULES, SCHEMES, Spec
 from specc.runtime import committed
@@ -36,9 +38,10 @@ from specc.runtime.opened import (
     token_cache,
 )
 from specc.runtime.quantize.budget import Allocation, choose, promoted
-from specc.runtime.quantize.calibrate import calibration_windows, capture_hessians
+from specc.runtime.quantize.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.quantize.hessian import traces
 from specc.runtime.quantize.report import Row, report
+from specc.runtime.quantize.solve import added_nats, largest_errors, solve_bits
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
 from specc.runtime.run import SPEC, Run, locked, readable
 
@@ -117,13 +120,16 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
 
     before = measure_loss()
     say(f"before: {_loss(before)}")
-    base = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
+    base: Allocation = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
     hessians: Mapping[str, Tensor] = {}
-    if quant.promote is not None or any(scheme.needs_hessian for scheme in base.values()):
-        hessians = _calibrate(run, opened, options, weights, tell)
+    gradients: Mapping[str, Tensor] = {}
+    chooses = quant.promote is not None or quant.allocate is not None
+    if chooses or any(scheme.needs_hessian for scheme in base.values()):
+        hessians, gradients = _calibrate(run, opened, options, weights, tell)
     on_device = {name: tensor.to(opened.device) for name, tensor in weights.items()}
-    quantizer = Quantizer(run.spec, on_device, hessians, tell)
-    schemes = choose(quant, base, traces(hessians), quantizer.estimate, quantizer.exact, say)
+    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell)
+    base = quantizer.corrected(base)
+    schemes = quantizer.chosen(base, say)
     model = quantizer.model(schemes)
 
     assign(opened.loaded, dequantized(model))
@@ -142,22 +148,29 @@ def plain(scheme: Scheme) -> Scheme:
 
 
 def resolved(spec: Spec, schemes: Allocation) -> Spec:
-    """`spec` with its quantization written out: one rule a parameter, and no promotion left to decide."""
+    """`spec` with its quantization written out: one rule a parameter, and nothing left to choose."""
     assert spec.quant is not None
     rule_of = dict(zip(SCHEMES, RULES, strict=True))
     rules = tuple(
         rule_of[type(scheme)].model_validate({"match": name, **dict(scheme)}) for name, scheme in schemes.items()
     )
-    return spec.model_copy(update={"quant": spec.quant.model_copy(update={"rules": rules, "promote": None})})
+    decided = {"rules": rules, "promote": None, "allocate": None, "correct": None}
+    return spec.model_copy(update={"quant": spec.quant.model_copy(update=decided)})
 
 
 class Quantizer:
     """Quantizes parameters as allocations are tried; each (parameter, scheme) once."""
 
     def __init__(
-        self, spec: Spec, weights: Mapping[str, Tensor], hessians: Mapping[str, Tensor], tell: Progress
+        self,
+        spec: Spec,
+        weights: Mapping[str, Tensor],
+        hessians: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        tell: Progress,
     ) -> None:
-        self.spec, self.weights, self.hessians, self._tell = spec, weights, hessians, tell
+        self.spec, self.weights, self.hessians, self.gradients = spec, weights, hessians, gradients
+        self._tell = tell
         self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
         self._sizes: dict[tuple[str, Scheme], int] = {}
 
@@ -173,6 +186,44 @@ class Quantizer:
         tensors = {name: self._made[name, scheme].tensors[name] for name, scheme in schemes.items()}
         return QuantizedModel(dict(schemes), shapes, tensors)
 
+    def corrected(self, schemes: Allocation) -> Allocation:
+        """With the corrections of low rank that the spec asks for. Raises QuantizeError where fewer parameters can have
+        one."""
+        assert self.spec.quant is not None
+        wish = self.spec.quant.correct
+        if wish is None:
+            return schemes
+        able = {name: s for name, s in schemes.items() if isinstance(s, PerRow) and matches(wish.match, name)}
+        if len(able) < wish.count:
+            message = f"correct asks for {wish.count} parameters, and only {len(able)} that it covers have codes"
+            raise QuantizeError(message, "lower quant.correct.count or widen quant.correct.match")
+        taken = largest_errors(list(able), lambda name: self.error(name, able[name]), wish.count)
+        return {n: able[n].with_correction(wish.rank) if n in taken else s for n, s in schemes.items()}
+
+    def chosen(self, base: Allocation, say: Say) -> Allocation:
+        """`base` with the bits that the spec leaves to choose. Raises QuantizeError as `solve_bits` and `choose` do."""
+        quant = self.spec.quant
+        assert quant is not None
+        if quant.allocate is None or quant.budget_bytes is None:
+            return choose(quant, base, traces(self.hessians), self.estimate, self.exact, say)
+
+        def alone(name: str, scheme: Scheme) -> int:
+            return self.estimate({name: scheme})
+
+        return solve_bits(quant.allocate, quant.budget_bytes, base, self.cost, alone, self.exact, say)
+
+    def error(self, name: str, scheme: Scheme) -> Tensor:
+        """What a parameter loses by a scheme, where the parameter is."""
+        made = self.model({name: scheme}).tensors[name]
+        weight = self.weights[name]
+        return weight - scheme.dequantize(made, tuple(weight.shape)).to(weight.device)
+
+    def cost(self, name: str, scheme: Scheme) -> float | None:
+        """What that adds to the loss, by estimate, in nats a token; None where calibration does not tell."""
+        if name not in self.hessians or name not in self.gradients:
+            return None
+        return added_nats(self.error(name, scheme), self.hessians[name], self.gradients[name])
+
     def estimate(self, schemes: Allocation) -> int:
         """About how many bytes the arrays take compressed."""
         self.model(schemes)
@@ -187,17 +238,26 @@ class Quantizer:
 
 def _calibrate(
     run: Run, opened: Opened, options: QuantizeOptions, weights: Mapping[str, Tensor], tell: Progress
-) -> Mapping[str, Tensor]:
-    """The Hessians of the run's spec, from the unfused model on the training split."""
-    assert run.spec.quant is not None
-    wanted = run.spec.quant.calibrate
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """The Hessians of the run's spec, and where it allocates bits the gradients, from the unfused model on the training
+    split."""
+    quant = run.spec.quant
+    assert quant is not None
+    wanted = quant.calibrate
     unfused = realize(run.spec, opened.loaded.target.name, options.device, weights, fuse=False)
     stream = open_stream(options.data or run.data, "train", opened.tokenizer, options.cache or token_cache())
+
+    def windows() -> Iterator[tuple[Tensor, Tensor]]:
+        return calibration_windows(stream, wanted, run.spec.model.window, run.spec.train.seed)
+
+    def telling(stage: str) -> Callable[[int], None]:
+        return lambda done: tell(stage, done, wanted.sequences)
+
     try:
-        windows = calibration_windows(stream, wanted, run.spec.model.window, run.spec.train.seed)
-        return capture_hessians(
-            unfused.model, windows, opened.device, lambda done: tell("calibrate", done, wanted.sequences)
-        )
+        hessians = capture_hessians(unfused.model, windows(), opened.device, telling("calibrate"))
+        if quant.allocate is None:
+            return hessians, {}
+        return hessians, capture_gradients(unfused.model, windows(), opened.device, telling("gradients"))
     except torch.OutOfMemoryError as error:
         raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
     finally:
@@ -216,7 +276,8 @@ def _write(
     spec = resolved(run.spec, schemes)
     model, deployment = quantizer.model(schemes), Deployment.of(spec)
     sensitivity = traces(quantizer.hessians)
-    rows, more = report(quantizer.weights, model, quantizer.hessians), promoted(base, schemes, sensitivity)
+    rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients)
+    more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None
     before, after = losses
     # Beside the run's own lock: a run that still trains may be quantized from its last checkpoint.

@@ -18,7 +18,7 @@ LAYERS = (
     ("ir", "ir_text"),
     ("ops",),
     ("blocks", "quant"),
-    ("programs", "train_spec"),
+    ("programs", "optimizer_spec", "train_spec"),
     ("architectures",),
     ("spec",),
     ("shape", "value_words", "schema", "schema_words", "schema_errors", "overrides"),
