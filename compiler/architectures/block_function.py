@@ -47,7 +47,10 @@ class BlockFunctions:
             value = blocks.skips.lower(b, value, skip, self.shape)
         if blocks.mix is not None:
             b.scope = "mix"
-            value = blocks.mix.lower(b, value, embedded, self.shape)
+            try:
+                value = blocks.mix.lower(b, value, embedded, self.shape)
+            except TypeRuleError as error:
+                raise LoweringError((self.mismatch(error, f"blocks.{i}", ("mix",), b),)) from None
         value, state = self.layered(b, i, value, positions, given, kept)
         outputs = {"x": value, **{key.replace(".", "_"): ref for key, ref in state.items()}}
         self.inits = b.inits
@@ -84,7 +87,7 @@ class BlockFunctions:
                 lowered = layer.lower(b, normed, self.shape, Surroundings(positions, given, cache, i))
                 x = layer.join(b, x, lowered.value, self.shape)
             except TypeRuleError as error:
-                raise LoweringError((self.mismatch(error, f"blocks.{i}", j, b),)) from None
+                raise LoweringError((self.mismatch(error, f"blocks.{i}", ("layers", j), b),)) from None
             state |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
         return x, state
 
@@ -100,14 +103,14 @@ class BlockFunctions:
                 return graph
         raise AssertionError(f"the functions of block {i} are those of two classes")
 
-    def mismatch(self, error: TypeRuleError, at: str, layer: int, b: Builder) -> Problem:
-        """A type error inside a block, told with both nodes and both places of the spec."""
+    def mismatch(self, error: TypeRuleError, at: str, part: Path, b: Builder) -> Problem:
+        """A type error in a part of a block, told with both nodes and both places of the spec."""
         origin = b.origins["x"]
         node = error.message.partition(" ")[0]
         message = error.message.replace(node, f"{at}.{node}", 1)
         related = ((f"{origin} is made here", self.places[origin]),) if origin in self.places else ()
         hint = f"make the widths equal; the model's dim is {self.model.dim}"
-        return Problem(("model", "blocks", "layers", layer), "S301", message, hint, related)
+        return Problem(("model", "blocks", *part), "S301", message, hint, related)
 
     def declared(self, b: Builder, given: Sequence[Shared]) -> dict[str, str]:
         """Inputs for shared values, by `name` and `name:1`; a label that two of all have is lengthened by the name."""
