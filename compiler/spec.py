@@ -1,17 +1,19 @@
 """The spec: what one YAML file may say. Everything here is frozen, strict and without torch."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import Field, create_model
+from pydantic import BeforeValidator, Field, create_model
+from pydantic_core import PydanticKnownError
 
 from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.catalog import models
+from specc.compiler.optimizer_spec import Pattern
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.strict import Name, NodeName, Positive, Problem, StrictModel
+from specc.compiler.strict import Name, NodeName, Positive, Problem, StrictModel, later
 from specc.compiler.targets import TARGETS
-from specc.compiler.train_spec import AnyEval, BitsSpec, Pattern, TrainSpec
+from specc.compiler.train_spec import AnyEval, BitsSpec, TrainSpec
 
 SCHEMES = models(quant, Scheme, "scheme")
 RULES = tuple(
@@ -54,6 +56,23 @@ class Promote(StrictModel):
     match: Pattern = "*"
 
 
+class Allocate(StrictModel):
+    """Bits for each tensor that `match` covers, chosen together: those that add the least to the loss within
+    `quant.budget_bytes`, by gradients and really measured sizes."""
+
+    bits: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=2, max_length=7)] = (4, 5, 6, 7, 8)
+    match: Pattern = "*"
+
+
+class Correct(StrictModel):
+    """A correction of low rank, in 2 and 4 bits (LQER), for the `count` tensors that `match` covers whose quantization
+    leaves the largest error."""
+
+    rank: Annotated[int, Field(ge=1, le=256)] = 4
+    count: Positive = 3
+    match: Pattern = "*"
+
+
 class Calibrate(StrictModel):
     """The text whose activations make the Hessians: `sequences` windows of the context from the training split."""
 
@@ -66,6 +85,8 @@ class QuantSpec(StrictModel):
 
     default: AnyScheme
     promote: Promote | None = None
+    allocate: Allocate | None = later(None)
+    correct: Correct | None = later(None)
     rules: tuple[AnyRule, ...] = ()
     calibrate: Calibrate = Calibrate()
     budget_bytes: Positive | None = None
@@ -79,12 +100,25 @@ class QuantSpec(StrictModel):
                 "promote has neither a count nor a byte budget",
                 "add `count: N` here, or `budget_bytes: N` under quant",
             )
+        if self.allocate is not None and self.promote is not None:
+            message = "promote and allocate both choose bits"
+            yield Problem(("allocate",), "S245", message, "remove one of the two", (("the other", ("promote",)),))
+        if self.allocate is not None and self.budget_bytes is None:
+            message = "allocate chooses bits within a byte budget, and there is none"
+            yield Problem(("allocate",), "S245", message, "add `budget_bytes: N` under quant")
+
+
+def _no_flag(value: Any) -> Any:
+    """Python takes True for 1, and with it pydantic."""
+    if isinstance(value, bool):
+        raise PydanticKnownError("literal_error", {"expected": "1"})
+    return value
 
 
 class Spec(StrictModel):
     """One model: its shape, where it runs, what is fused, how it is quantized, trained and scored."""
 
-    spec_version: Literal[1]
+    spec_version: Annotated[Literal[1], BeforeValidator(_no_flag)]
     name: Name
     targets: Annotated[tuple[TargetName, ...], Field(min_length=1)]
     model: AnyModel
@@ -104,4 +138,7 @@ class Spec(StrictModel):
         if self.train.teacher_forcing is not None and not pairs:
             message = "teacher forcing is for models that turn lines into lines"
             yield Problem(("train", "teacher_forcing"), "S227", message, "take it out")
+        if self.train.qat is not None and self.quant is None:
+            message = "train.qat rounds weights as quant will store them, and there is no quant"
+            yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")
         yield from (problem.under("eval") for problem in self.eval.problems_with(self.model.window, pairs))

@@ -75,6 +75,8 @@ RESERVED = frozenset(
         "score",
         "skip",
         "step",
+        "mix",
+        "parallel",
         "norm_scale",
         "norm_weight",
         "norm_bias",
@@ -93,6 +95,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 
 Path = tuple[str | int, ...]
+
+
+def later(default: Any) -> Any:
+    """A field that was added when specs were in use already. Where it has its `default`, the canonical text of a spec
+    leaves it out: a spec that does not use it keeps its digest, and with it its runs."""
+    return Field(default, exclude_if=lambda value: value == default)
 
 
 @dataclass(frozen=True, slots=True)
