@@ -5,6 +5,7 @@ A value is named by text: `mlp.up` is the first output of that node (or an input
 """
 
 import ast
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -57,10 +58,7 @@ class TensorType:
 
     def count(self, sizes: Sizes) -> int:
         """Elements, once the symbols have `sizes`."""
-        total = 1
-        for dim in self.shape:
-            total *= sizes[dim] if isinstance(dim, str) else dim
-        return total
+        return math.prod(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
     def bytes(self, sizes: Sizes) -> int:
         return self.count(sizes) * BYTES[self.dtype]
@@ -117,7 +115,7 @@ class Op:
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """What code calls the outputs, where there are several."""
+        """What code calls the outputs, where there are several or the node's name tells less."""
         return ()
 
     @property
@@ -228,7 +226,7 @@ class Node:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return tuple(output_ref(self.name, i) for i in range(len(self.types)))
+        return output_refs(self.name, len(self.types))
 
     def __str__(self) -> str:
         tail = f" |> {self.epilogue.name}{self.epilogue.settings()}" if self.epilogue else ""
@@ -291,6 +289,11 @@ class Graph:
 
 def output_ref(node: str, index: int) -> str:
     return node if index == 0 else f"{node}:{index}"
+
+
+def output_refs(node: str, count: int) -> tuple[str, ...]:
+    """All outputs of a node that has `count`."""
+    return tuple(output_ref(node, i) for i in range(count))
 
 
 def node_of(ref: str) -> str:

@@ -42,7 +42,10 @@ def quant_rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[
 
 
 def promotion(spec: Spec) -> str:
-    """The promotion that quantization will make, in words; empty where there is none."""
+    """What quantization will choose, in words; empty where there is nothing to choose."""
+    if spec.quant is not None and spec.quant.allocate is not None:
+        wish, widths = spec.quant.allocate, ", ".join(map(str, sorted(set(spec.quant.allocate.bits))))
+        return f"then each of `{wish.match}` at {widths} bits, chosen together within {spec.quant.budget_bytes:,} bytes"
     rule = spec.quant.promote if spec.quant is not None else None
     if rule is None or spec.quant is None:
         return ""

@@ -95,7 +95,7 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "")
     run, under full names; a loop over time stays. Numbers that calls bind are named `$place.name`; `scalar_values` has
     them."""
     nodes: list[Node] = []
-    renamed = _inline(programs, graph, at, {name: name for name, _ in graph.inputs}, nodes, groups)
+    renamed = _inline(programs, graph, at, at, {name: name for name, _ in graph.inputs}, nodes, groups)
     outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
     params = tuple((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params)
     scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))
@@ -109,26 +109,30 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
 
 
 def _inline(
-    programs: Programs, graph: Graph, at: str, values: Mapping[str, str], nodes: list[Node], groups: bool
+    programs: Programs, graph: Graph, at: str, run: str, values: Mapping[str, str], nodes: list[Node], groups: bool
 ) -> dict[str, str]:
-    """Appends the nodes of `graph`, running at `at` over `values`; returns where each of its values went."""
+    """Appends the nodes of `graph`, running over `values` with the parameters at `at`, under names that begin with
+    `run`; returns where each of its values went."""
     here = dict(values)
-    prefix = f"{at}." if at else ""
+    prefix, own = (f"{name}." if name else "" for name in (run, at))
 
     def place(ref: str) -> str:
-        return here.get(ref, f"{ref[0]}{prefix}{ref[1:]}" if ref[0] in "@$" else ref)
+        return here.get(ref, f"{ref[0]}{own}{ref[1:]}" if ref[0] in "@$" else ref)
 
+    ran: set[str] = set()
     for node in graph.nodes:
         inputs = tuple(map(place, node.inputs))
         if isinstance(node.op, Call):
             callee = programs.function(node.op.callee)
             given = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
-            inner = _inline(programs, callee, f"{prefix}{node.op.at}", given, nodes, groups)
+            begins = node.name if node.op.at in ran else node.op.at  # the nodes of each run have names of their own
+            ran.add(node.op.at)
+            inner = _inline(programs, callee, f"{own}{node.op.at}", f"{prefix}{begins}", given, nodes, groups)
             results = [inner[ref] for _, ref in callee.outputs]
         elif groups and isinstance(node.op, Fused):
             forward = programs.group(node.op.group).forward
             given = {name: ref for (name, _), ref in zip(forward.inputs, inputs, strict=True)}
-            inner = _inline(programs, forward, at, given, nodes, groups)
+            inner = _inline(programs, forward, at, run, given, nodes, groups)
             results = [inner[ref] for _, ref in forward.outputs]
         else:
             name = f"{prefix}{node.name}"

@@ -8,10 +8,11 @@ from pydantic import Field, create_model
 from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.catalog import models
+from specc.compiler.optimizer_spec import Pattern
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.strict import Name, NodeName, One, Positive, Problem, StrictModel
+from specc.compiler.strict import Name, NodeName, One, Positive, Problem, StrictModel, later
 from specc.compiler.targets import TARGETS
-from specc.compiler.train_spec import AnyEval, BitsSpec, Pattern, TrainSpec
+from specc.compiler.train_spec import AnyEval, BitsSpec, TrainSpec
 
 SCHEMES = models(quant, Scheme, "scheme")
 RULES = tuple(
@@ -54,6 +55,23 @@ class Promote(StrictModel):
     match: Pattern = "*"
 
 
+class Allocate(StrictModel):
+    """Bits for each tensor that `match` covers, chosen together: those that add the least to the loss within
+    `quant.budget_bytes`, by gradients and really measured sizes."""
+
+    bits: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=2, max_length=7)] = (4, 5, 6, 7, 8)
+    match: Pattern = "*"
+
+
+class Correct(StrictModel):
+    """A correction of low rank, in 2 and 4 bits (LQER), for the `count` tensors that `match` covers whose quantization
+    leaves the largest error."""
+
+    rank: Annotated[int, Field(ge=1, le=256)] = 4
+    count: Positive = 3
+    match: Pattern = "*"
+
+
 class Calibrate(StrictModel):
     """The text whose activations make the Hessians: `sequences` windows of the context from the training split."""
 
@@ -66,6 +84,8 @@ class QuantSpec(StrictModel):
 
     default: AnyScheme
     promote: Promote | None = None
+    allocate: Allocate | None = later(None)
+    correct: Correct | None = later(None)
     rules: tuple[AnyRule, ...] = ()
     calibrate: Calibrate = Calibrate()
     budget_bytes: Positive | None = None
@@ -79,6 +99,12 @@ class QuantSpec(StrictModel):
                 "promote has neither a count nor a byte budget",
                 "add `count: N` here, or `budget_bytes: N` under quant",
             )
+        if self.allocate is not None and self.promote is not None:
+            message = "promote and allocate both choose bits"
+            yield Problem(("allocate",), "S245", message, "remove one of the two", (("the other", ("promote",)),))
+        if self.allocate is not None and self.budget_bytes is None:
+            message = "allocate chooses bits within a byte budget, and there is none"
+            yield Problem(("allocate",), "S245", message, "add `budget_bytes: N` under quant")
 
 
 class Spec(StrictModel):
@@ -104,4 +130,7 @@ class Spec(StrictModel):
         if self.train.teacher_forcing is not None and not pairs:
             message = "teacher forcing is for models that turn lines into lines"
             yield Problem(("train", "teacher_forcing"), "S227", message, "take it out")
+        if self.train.qat is not None and self.quant is None:
+            message = "train.qat rounds weights as quant will store them, and there is no quant"
+            yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")
         yield from (problem.under("eval") for problem in self.eval.problems_with(self.model.window, pairs))

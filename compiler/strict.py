@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
 
 def _usable(name: str) -> str:
@@ -75,6 +76,8 @@ RESERVED = frozenset(
         "score",
         "skip",
         "step",
+        "mix",
+        "parallel",
         "norm_scale",
         "norm_weight",
         "norm_bias",
@@ -86,9 +89,13 @@ Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 PartName = Annotated[Name, AfterValidator(_usable)]
 # A node inside a part, such as `act`, or `q.norm` for the norm of an attention's q.
 NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
+
+
 def _no_truth(value: object) -> object:
-    """A truth value as its word: Python takes True for 1, and YAML and JSON Schema do not."""
-    return str(value).lower() if isinstance(value, bool) else value
+    """Python takes True for 1, and with it pydantic; YAML and JSON Schema do not."""
+    if isinstance(value, bool):
+        raise PydanticKnownError("literal_error", {"expected": "1"})
+    return value
 
 
 One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version
@@ -99,6 +106,12 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 
 Path = tuple[str | int, ...]
+
+
+def later(default: Any) -> Any:
+    """A field that was added when specs were in use already. Where it has its `default`, the canonical text of a spec
+    leaves it out: a spec that does not use it keeps its digest, and with it its runs."""
+    return Field(default, exclude_if=lambda value: value == default)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ class Body:
     `names` maps graph inputs to Python names; `spell` gives the text of nodes that are no plain ops (calls of kernels,
     groups, blocks), None for all others; `reserved` are names that locals must not take; `alive` are inputs that are
     read once more when the body has ended; `scopes` are first words of paths that names can do without; `apart` are
-    values that must not be called x, as a loop over blocks calls its own so.
+    values that must not be called x, as a loop over blocks calls its own so; `wanted` are names that some values have
+    elsewhere.
     """
 
     graph: Graph
@@ -29,6 +30,7 @@ class Body:
     alive: frozenset[str] = frozenset()
     scopes: frozenset[str] = frozenset()
     apart: frozenset[str] = frozenset()
+    wanted: Mapping[str, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
@@ -54,8 +56,8 @@ class Body:
             return
         if len(node.types) == 1 and self.may_wait(node):
             self.pending[node.name] = text
-            return
-        self.assign(node, text)
+        else:
+            self.assign(node, text)
 
     def text_of(self, node: Node) -> str:
         """The node's expression; pending values are first written out where they would make it long or run twice."""
@@ -138,15 +140,17 @@ class Body:
         raise AssertionError(f"no name for {node.name}")
 
     def candidates(self, node: Node, index: int) -> tuple[str, ...]:
-        """The label that the graph returns it by, its own label, the part of the spec it belongs to, its whole path."""
+        """The name it is wanted by, the label that the graph returns it by, its own label, the part of the spec that it
+        belongs to, its whole path."""
         ref = node.outputs[index]
-        returned = [label for label, output in self.graph.outputs if output == ref and label.isidentifier()]
+        returned = [self.wanted[ref]] if ref in self.wanted else []
+        returned += [label for label, output in self.graph.outputs if output == ref and label.isidentifier()]
         path = node.members[-1] if node.epilogue is not None and not node.op.gradient else node.name
         parts = path.split(".")
         parts = parts[1:] if parts[0] in self.scopes and len(parts) > 1 else parts
         labels = (node.epilogue or node.op).output_labels
         long = "_".join(parts)
-        if labels and (index or node.epilogue is None) and len(node.types) > 1:
+        if labels and (index or node.epilogue is None):
             return *returned[:1], labels[index], f"{long}_{labels[index]}"
         if "." in path and (node.op.gradient or parts[-1].startswith("grad")):
             return *returned[:1], "_".join(parts[1:]), long

@@ -11,7 +11,8 @@ from specc.compiler.python_lines import fitted
 
 BODY = 102  # columns of a line of a method's body
 WIDTH = 104  # columns of a line of a class body
-LOCALS = frozenset({"F", "Tensor", "nn", "torch", "weights", "self", "kept", "block", "outputs", "i", "read", "state"})
+LOCALS = frozenset({"F", "Tensor", "nn", "torch", "weights", "self", "kept", "block", "outputs", "own", "i", "read"})
+LOCALS |= {"more", "layer", "earlier", "state"}
 
 
 @dataclass(frozen=True, slots=True)

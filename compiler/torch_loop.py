@@ -1,7 +1,8 @@
 """Spells runs of calls, one a block, as loops over a module list, and a scan as a loop over time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from specc.compiler.ir import Graph, Node
 from specc.compiler.ops.region import Call, Scan
@@ -11,9 +12,19 @@ from specc.compiler.torch_function import Function
 
 
 @dataclass(frozen=True, slots=True)
+class Some:
+    """An argument of some calls only: its text, which calls pass it, and the text of the table that tells these."""
+
+    variable: str
+    value: str
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """One node, or the calls of all blocks of a module list, `field`. They are `chained` where each reads the one
-    before it."""
+    """One node, or the calls of all blocks of a module list, `field`, and those of skips between them. They are
+    `chained` where each reads the one before it."""
 
     nodes: tuple[Node, ...]
     field: str = ""
@@ -33,12 +44,13 @@ def callee_of(node: Node) -> str:
 
 
 def pieces(nodes: Sequence[Node]) -> Iterator[Piece]:
-    """The nodes in order, the calls of equal fields together."""
+    """The nodes in order, the calls of equal fields, or that read one another's value, together."""
     run: list[Node] = []
     for node in (*nodes, None):
-        field = _field(node) if node is not None else ""
-        if run and _field(run[0]) != field:
-            yield Piece(tuple(run), _field(run[0]))
+        field = field_of(node) if node is not None else ""
+        follows = node is not None and run and (field == field_of(run[0]) or node.inputs[:1] == (run[-1].name,))
+        if run and not (field and follows):
+            yield Piece(tuple(run), field_of(run[0]))
             run = []
         if node is not None and field:
             run.append(node)
@@ -46,7 +58,7 @@ def pieces(nodes: Sequence[Node]) -> Iterator[Piece]:
             yield Piece((node,))
 
 
-def _field(node: Node) -> str:
+def field_of(node: Node) -> str:
     """The module list that a call's block is in; empty for what is no such call."""
     if not isinstance(node.op, Call):
         return ""
@@ -54,9 +66,23 @@ def _field(node: Node) -> str:
     return field if number.isdigit() else ""
 
 
+def index_of(call: Node) -> int:
+    """Where in its module list a call's block is."""
+    assert isinstance(call.op, Call)
+    return int(call.op.at.rpartition(".")[2])
+
+
+def inputs_of(plan: Plan, call: Node) -> Mapping[str, str]:
+    """What a call passes, by the name that its callee has for it, in order."""
+    names = (name for name, _ in plan.programs.function(callee_of(call)).inputs)
+    return dict(zip(names, call.inputs, strict=True))
+
+
 def stacks(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
     """The calls of each module list."""
-    return (piece.nodes for piece in pieces(nodes) if piece.calls)
+    for piece in pieces(nodes):
+        for field in dict.fromkeys(field_of(node) for node in piece.nodes) if piece.calls else ():
+            yield tuple(node for node in piece.nodes if field_of(node) == field)
 
 
 def read_beside(graph: Graph) -> frozenset[str]:
@@ -124,58 +150,128 @@ def begin_lines(body: Body, calls: Sequence[Node]) -> str:
 
 
 def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str], keeper: str) -> None:
-    """Adds the loop to `body`, and to `tables` which block also reads the output of which earlier one.
+    """Adds the loop to `body`, and to `tables` which blocks take what only some of them do; `keeper` is the text of the
+    blocks' state: a list of it by run, or a dict by place.
 
-    Each call's first input is the output before it; others are the same in every call, a block's own state (inputs
-    of the program, which it finds in `keeper`), or, last and only in some calls, the output of an earlier block.
+    Each block's first input is the output before it. The others are the same in every call, or a block's own state
+    (inputs of the program); or, only in some calls and behind these, the same in each of them, or the output of an
+    earlier block. Where blocks run more than once, calls of another list between them join an earlier output to the
+    first input.
     """
-    graph = body.graph
-    ops = [call.op for call in calls if isinstance(call.op, Call)]
-    field, method = ops[0].at.rpartition(".")[0], ops[0].callee.partition(".")[2]
-    shared = min(len(call.inputs) for call in calls)
-    state = {name for name, _ in graph.inputs} - body.names.keys()
-    listed = method == "extend" and keeper == "cache"
-    kept = method == "extend" and keeper == "state" and any(state.intersection(call.inputs) for call in calls)
-    args: list[str] = []
-    for column in zip(*(call.inputs[1:shared] for call in calls), strict=True):
-        if not state.issuperset(column):
-            assert len(set(column)) == 1, "calls may differ only in their state and their skip"
-            if column[0] in body.pending:
-                body.write(column[0])
-            args.append(body.text(column[0]))
-    args += ["*kept"] if listed else [f'*state[f"{field}.{{i}}"]'] if kept else []
+    field = field_of(calls[0])
+    blocks = [call for call in calls if field_of(call) == field]
+    runs = [index_of(call) for call in blocks]
+    looped = len(set(runs)) < len(runs)
+    listed = keeper.startswith("cache")
+    some, args = _arguments(plan, body, blocks, "*kept" if listed else f'*{keeper}[f"{field}.{{i}}"]')
+    placed = not listed and any(f"{keeper}[" in arg for arg in args)
+    if listed and "*kept" not in args:
+        args.append("*kept")
     first = body.text(calls[0].inputs[0])
     body.pending.pop(calls[0].inputs[0], None)
     if first != "x":
         body.release("x")
         body.lines.append(f"x = {first}")
-    run = "block" if method == "forward" else f"block.{method}"
-    call_text = f"{run}({', '.join(('x', *args))})"
-    positions = {call.name: i for i, call in enumerate(calls)}
-    skips = {i: positions[call.inputs[shared]] for i, call in enumerate(calls) if len(call.inputs) > shared}
-    over = f"zip(self.{field}, cache, strict=True)" if listed else f"self.{field}"
-    item = "block, kept" if listed else "block"
-    if not skips:
-        counted = (f"i, {item}", f"enumerate({over})") if kept else (item, over)
-        body.lines += [f"for {counted[0]} in {counted[1]}:", f"    x = {call_text}"]
-    else:
-        callee = plan.programs.function(next(op.callee for i, op in enumerate(ops) if i in skips))
-        table = f"{callee.inputs[shared][0].upper()}S"
-        text = f"# block -> the earlier block whose output it also reads\n{table} = {skips!r}"
-        if text not in tables:
-            tables.append(text)
-        extra = f"{run}({', '.join(('x', *args, f'outputs[{table}[i]]'))})"
-        item = f"({item})" if listed else item
-        step = f"    x = {extra} if i in {table} else {call_text}"
-        steps = [step]
-        if len(step) > LINE:
-            read = f"    read = (outputs[{table}[i]],) if i in {table} else ()"
-            steps = [read, f"    x = {run}({', '.join(('x', *args, '*read'))})"]
-        body.lines += [
-            "outputs: list[Tensor] = []",
-            f"for i, {item} in enumerate({over}):",
-            *steps,
-            "    outputs.append(x)",
-        ]
+    joins, lines = _joins(calls, blocks)
+    tables += [text for text in (_order(runs), joins) if looped and text and text not in tables]
+    tables += [one.text for one in some if one.text not in tables]
+    method = callee_of(calls[0]).partition(".")[2]
+    run = f"self.{field}[layer]" if looped else "block"
+    run = run if method == "forward" else f"{run}.{method}"
+    steps = _steps(run, args, some)
+    reads = bool(joins) or any(one.variable == "read" for one in some)
+    over, item = ("ORDER", "layer") if looped else (f"self.{field}", "block")
+    if listed:
+        over, item = f"zip({over}, {keeper}, strict=True)", f"{item}, kept"
+    if reads or placed or (some and not looped):
+        over, item = f"enumerate({over})", f"i, ({item})" if listed else f"i, {item}"
+    new = "outputs: list[Tensor] = []"
+    body.lines += [
+        *(["outputs = []" if new in body.lines else new] if reads else []),
+        f"for {item} in {over}:",
+        *(f"    {line}" for line in (*lines, *steps, *(["outputs.append(x)"] if reads else []))),
+    ]
     body.texts[calls[-1].name] = "x"
     body.held["x"] = calls[-1].name
+
+
+def _order(runs: Sequence[int]) -> str:
+    return f"# the blocks in the order in which they run, some more than once\nORDER = {tuple(runs)!r}"
+
+
+def _joins(calls: Sequence[Node], blocks: Sequence[Node]) -> tuple[str, list[str]]:
+    """The table of the calls between blocks, by the number of the run that they precede, and the lines that make
+    them."""
+    numbers = {call.name: i for i, call in enumerate(blocks)}
+    found: dict[int, tuple[int, int]] = {}
+    for call, following in pairwise(calls):
+        if call.name not in numbers:
+            found[numbers[following.name]] = (index_of(call), numbers[call.inputs[1]])
+            field = field_of(call)
+    if not found:
+        return "", []
+    text = f"# run -> the skip before it, and the earlier run whose output it joins\n{field.upper()} = {found!r}"
+    lines = [
+        f"if i in {field.upper()}:",
+        f"    skip, earlier = {field.upper()}[i]",
+        f"    x = self.{field}[skip](x, outputs[earlier])",
+    ]
+    return text, lines
+
+
+def _arguments(plan: Plan, body: Body, calls: Sequence[Node], kept: str) -> tuple[list[Some], list[str]]:
+    """What only some calls pass; and what all do, behind `x`, with `kept` for a block's state."""
+    runs = [index_of(call) for call in calls]
+    index = "layer" if len(set(runs)) < len(runs) else "i"
+    field = field_of(calls[0])
+    prefix = "" if field == "blocks" else f"{field.upper().replace('.', '_')}_"
+    given = [inputs_of(plan, call) for call in calls]
+    state = {name for name, _ in body.graph.inputs} - body.names.keys()
+    positions = {call.name: i for i, call in enumerate(calls)}
+    args: list[str] = []
+    some: list[Some] = []
+    for name in _merged([list(one) for one in given])[1:]:
+        found = {i: one[name] for i, one in enumerate(given) if name in one}
+        refs = set(found.values())
+        if refs <= state:
+            args += [kept] if kept not in args else []
+        elif refs <= positions.keys():
+            table = f"{prefix}{name.upper()}S"
+            earlier = {i: positions[ref] for i, ref in found.items()}
+            text = f"# block -> the earlier block whose output it also reads\n{table} = {earlier!r}"
+            some.append(Some("read", f"outputs[{table}[i]]", f"i in {table}", text))
+        else:
+            assert len(refs) == 1, "calls may differ only in their state and their skip"
+            ref = refs.pop()
+            if ref in body.pending:  # every block reads it, so it is computed once, before
+                body.write(ref)
+            value = body.text(ref)
+            if len(found) == len(calls):
+                args.append(value)
+            else:
+                table = f"{prefix}{name.upper()}"
+                layers = ", ".join(map(str, sorted({index_of(calls[i]) for i in found})))
+                text = f"# blocks that also read {name}\n{table} = {{{layers}}}"
+                some.append(Some(f"more{len(some) + 1 if some else ''}", value, f"{index} in {table}", text))
+    return some, args
+
+
+def _merged(orders: Sequence[Sequence[str]]) -> list[str]:
+    """One order of all names that each of `orders` is a part of."""
+    merged: list[str] = []
+    while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
+        merged.append(next(left[0] for left in rest if all(left[0] not in other[1:] for other in rest)))
+    return merged
+
+
+def _steps(run: str, args: Sequence[str], some: Sequence[Some]) -> list[str]:
+    """The lines that run a block."""
+    plain = f"{run}({', '.join(('x', *args))})"
+    if not some:
+        return [f"x = {plain}"]
+    step = f"x = {run}({', '.join(('x', *args, some[0].value))}) if {some[0].where} else {plain}"
+    if len(some) == 1 and len(step) + 4 <= LINE:
+        return [step]
+    given = ("x", *args, *(f"*{one.variable}" for one in some))
+    steps = [f"{one.variable} = ({one.value},) if {one.where} else ()" for one in some]
+    return [*steps, f"x = {run}({', '.join(given)})"]

@@ -126,7 +126,7 @@ def _params(params: Sequence[Named]) -> tuple[str, ...]:
     owners = dict.fromkeys(path.rpartition(".")[0] for path, _ in constants)
     bare = [holder for holder in owners if holder and holder not in holders]
     parents = dict.fromkeys(parent for holder in (*holders, *bare) if (parent := holder.rpartition(".")[0]))
-    lines += [f"self.{parent} = nn.Module()" for parent in dict.fromkeys((*parents, *bare))]
+    lines += [f"self.{parent} = nn.Module()" for parent in dict.fromkeys((*parents, *bare)) if parent not in holders]
     for holder, entries in holders.items():
         line = f"self.{holder} = weights({', '.join(entries)})"
         if len(line) <= 100:
@@ -147,12 +147,13 @@ def _block_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContex
     params = tuple(dict.fromkeys(entry for graph in functions for entry in graph.params))
     init = (*_params(params), *(f"self.{scalar} = {scalar}" for scalar in first.scalars))
     methods = tuple(_method(plan, graph, reserved) for graph in functions)
-    layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes))
+    layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes if "." in node.name))
     what = "One block"
     for scan, op in [found for found in scans(plan.programs.programs) if owner(found[1].callee) == name][:1]:
         methods = (time_loop(plan.programs.function(op.callee), scan), *methods)
         what = "A loop over time"
-    return ClassContext(class_name(name), tuple(docstring(f"{what}: {layers}.")), first.scalars, init, methods)
+    doc = f"{what}: {layers}." if layers else f"One {name}."
+    return ClassContext(class_name(name), tuple(docstring(doc)), first.scalars, init, methods)
 
 
 def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
@@ -175,7 +176,7 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
     init = list(_params(params))
     for calls in stacks(programs.programs[0].nodes):
-        init += _modules(plan, calls, tables)
+        init += _modules(calls, tables)
     loops = {op.at: class_name(owner(op.callee)) for _, op in scans(programs.programs)}
     init += [f"self.{at} = {name}()" for at, name in loops.items()]
     methods: dict[tuple[tuple[str, ...], ...], Function] = {}
@@ -186,10 +187,9 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
         if known is not method:
             aliases.append(f"{method.name} = {known.name}")
     found = list(methods.values())
-    if cached := [graph for graph in programs.programs if keeper(plan, graph) == CACHE]:
-        state = tuple(entry for entry in cached[0].inputs if entry[0].startswith(f"{CACHE}."))
-        if calls := next(stacks(cached[0].nodes), []):
-            found.append(new_cache(params, state, calls))
+    cached = next((graph for graph in programs.programs if keeper(plan, graph) == CACHE), None)
+    if cached is not None and (calls := next(stacks(cached.nodes), [])):
+        found.append(new_cache(cached, params, calls))
     return ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),
@@ -208,11 +208,9 @@ def _constants(programs: Programs) -> Iterator[str]:
         yield f"fullgraph = False  # Torch's compiler takes it in parts: each {' and '.join(names)} runs as it is"
 
 
-def _modules(plan: Plan, calls: Sequence[Node], tables: list[str]) -> list[str]:
-    """The module list of blocks, from a table where they differ."""
-    ops = [call.op for call in calls if isinstance(call.op, Call)]
-    if not ops:
-        return []
+def _modules(calls: Sequence[Node], tables: list[str]) -> list[str]:
+    """The module list of what `calls` call, from a table where these differ."""
+    ops = list({call.op.at: call.op for call in calls if isinstance(call.op, Call)}.values())
     names = [class_name(owner(op.callee)) for op in ops]
     field = ops[0].at.rpartition(".")[0]
     if len({(name, op.scalars) for name, op in zip(names, ops, strict=True)}) == 1:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from specc.compiler.ir import Graph, Named, Node
+from specc.compiler.ir import Graph, Named, Node, TensorType
 from specc.compiler.plan import Plan
 from specc.compiler.torch_code import Body
 from specc.compiler.torch_function import Function, Speller, types_doc
-from specc.compiler.torch_loop import begin_lines, loop_lines, pieces, read_beside
+from specc.compiler.torch_loop import begin_lines, index_of, inputs_of, loop_lines, pieces, read_beside, stacks
 
 METHODS = {"train": "forward"}  # a module is called to train it; other programs are methods of their own names
 CACHE = "cache"  # a list with a tuple for each block
@@ -30,8 +30,14 @@ def program_method(plan: Plan, graph: Graph, reserved: frozenset[str], tables: l
     outputs = [(label, ref) for label, ref in graph.outputs if not label.startswith(prefix)]
     unpacked = _unpacked(graph, [name for name, _ in inputs]) if kept == STATE else {}
     names = {name: name for name, _ in inputs} | {ref: name for group in unpacked.values() for ref, name in group}
-    sides = frozenset(path.partition(".")[0] for path, _ in graph.params if path.count(".") > 1)
-    body = Body(graph, names, Speller(plan, graph), reserved, scopes=sides, apart=read_beside(graph))
+    paths = [path.split(".") for path, _ in graph.params]
+    sides = frozenset(path[0] for path in paths if len(path) > 2) - {path[0] for path in paths if len(path) == 2}
+    own = {name: "_".join(name.split(".")[2:]) for name, _ in own_state(graph)} if kept == CACHE else {}
+    names |= own
+    speller, apart = Speller(plan, graph), read_beside(graph)
+    body = Body(graph, names, speller, reserved, scopes=sides, apart=apart, wanted=_wanted(plan, graph))
+    if own:
+        body.lines.append(f"{', '.join(own.values())}{',' if len(own) == 1 else ''} = {CACHE}[0]")
     for place, group in unpacked.items():
         targets = ", ".join(name for _, name in group)
         body.lines.append(f'{targets if len(group) > 1 else f"({targets},)"} = {kept}["{place}"]')
@@ -40,7 +46,7 @@ def program_method(plan: Plan, graph: Graph, reserved: frozenset[str], tables: l
         if not piece.calls:
             body.run([piece.nodes[0]])
         elif piece.chained:
-            loop_lines(plan, body, piece.nodes, tables, kept)
+            loop_lines(plan, body, piece.nodes, tables, f"{kept}[1:]" if own else kept)
         else:
             made[piece.field] = begin_lines(body, piece.nodes)
     arguments = ["self", *(f"{name}: Tensor" for name, _ in inputs)]
@@ -102,17 +108,44 @@ def _entries(graph: Graph, body: Body, made: Mapping[str, str]) -> Iterator[str]
             yield f"**{made[field]}"
 
 
-def new_cache(params: Sequence[Named], state: Sequence[Named], calls: Sequence[Node]) -> Function:
-    """The method that makes empty state: a tuple of tensors a block, and every block keeps the same."""
-    kept = [type.shape[2:] for name, type in state]
-    tails = kept[: len(kept) // len(calls)]
-    assert kept == tails * len(calls)
-    lines = [f"new = self.{params[0][0]}.new_zeros"] if state else []
-    tensors = ", ".join(f"new(rows, positions, {', '.join(map(str, tail))})" for tail in tails)
-    returns = f"[({tensors}{',' if len(tails) == 1 else ''}) for _ in self.blocks]"
-    if len(tails) > 2:
-        lines.append(f"shapes = ({', '.join(map(str, tails))})")
-        returns = "[tuple(new(rows, positions, *shape) for shape in shapes) for _ in self.blocks]"
+def own_state(graph: Graph) -> tuple[Named, ...]:
+    """The state in a list of a program, as far as no block keeps it."""
+    passed = {ref for calls in stacks(graph.nodes) for call in calls for ref in call.inputs}
+    return tuple((name, type) for name, type in graph.inputs if name.startswith(f"{CACHE}.") and name not in passed)
+
+
+def _wanted(plan: Plan, graph: Graph) -> dict[str, str]:
+    """The name that blocks have for what the first of them starts from, where all are given that besides."""
+    found: dict[str, str] = {}
+    for calls in stacks(graph.nodes):
+        start, *passed = inputs_of(plan, calls[0]).items()
+        found |= {ref: name for name, ref in passed if ref == start[1]}
+    return found
+
+
+def new_cache(graph: Graph, params: Sequence[Named], calls: Sequence[Node]) -> Function:
+    """The method that makes empty state: of the embedding, where it keeps some, and a tuple of tensors a run of a
+    block, all of which keep the same."""
+    own = own_state(graph)
+    kept = [type for name, type in graph.inputs if name.startswith(f"{CACHE}.") and (name, type) not in own]
+    each = kept[: len(kept) // len(calls)]
+    assert kept == each * len(calls)
+    over = "self.blocks" if len({index_of(call) for call in calls}) == len(calls) else "ORDER"
+    lines = [f"new = self.{params[0][0]}.new_zeros"] if kept or own else []
+    returns = f"[({', '.join(map(_empty, each))}{',' if len(each) == 1 else ''}) for _ in {over}]"
+    if len(each) > 2:
+        lines.append(f"shapes = ({', '.join(str(type.shape[2:]) for type in each)})")
+        returns = f"[tuple(new(rows, positions, *shape) for shape in shapes) for _ in {over}]"
     doc = "Empty state for `rows` sequences of at most `positions` tokens."
+    if own:
+        lines.append(f"own = ({', '.join(_empty(type) for _, type in own)}{',' if len(own) == 1 else ''})")
+        returns = f"[own, *({returns[1:-1]})]"
+        doc = f"{doc[:-1]}: the embedding's own, then each block's."
     arguments = ("self", "rows: int", "positions: int")
     return Function("new_cache", doc, arguments, tuple(lines), returns, "list[tuple[Tensor, ...]]")
+
+
+def _empty(type: TensorType) -> str:
+    """An empty tensor of state."""
+    dims = ", ".join({"B": "rows", "S": "positions"}.get(str(dim), str(dim)) for dim in type.shape)
+    return f"new({dims})" if type.floating else f"new({dims}, dtype=torch.int64)"

@@ -9,18 +9,16 @@ from specc.compiler import data
 from specc.compiler.catalog import models
 from specc.compiler.data.kind import DataKind
 from specc.compiler.data.text import TextData
+from specc.compiler.optimizer_spec import OptimizerSpec
 from specc.compiler.strict import (
     NonNegative,
-    NonNegativeFloat,
     Positive,
     PositiveFloat,
     Problem,
     StrictModel,
     Unit,
+    later,
 )
-
-Pattern = Annotated[str, Field(min_length=1, max_length=256)]
-
 
 DATA = models(data, DataKind, "kind")
 GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
@@ -37,43 +35,9 @@ else:
     AnyData = Annotated[Union[DATA], Field(discriminator="kind"), BeforeValidator(_text_unless_said)]  # noqa: UP007
 
 
-class Ramp(StrictModel):
-    """A value that goes from `start` to `end` in a straight line over `steps` steps, and stays there."""
-
-    start: Unit
-    end: Unit
-    steps: Positive
-
-
-class AdamWSpec(StrictModel):
-    """AdamW (Loshchilov and Hutter, 2019) for the parameters that `match` covers."""
-
-    kind: Literal["adamw"]
-    match: Pattern
-    lr: NonNegativeFloat
-    betas: tuple[Unit, Unit] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.0
-
-
-class MuonSpec(StrictModel):
-    """Muon (Jordan, 2024): momentum whose matrix is orthogonalized by `steps` Newton-Schulz iterations."""
-
-    kind: Literal["muon"]
-    match: Pattern
-    lr: NonNegativeFloat
-    momentum: Unit | Ramp = 0.95
-    nesterov: bool = True
-    steps: Annotated[int, Field(ge=1, le=20)] = 5
-    weight_decay: NonNegativeFloat = 0.0
-
-
-OptimizerSpec = Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]
-
-
 class ScheduleSpec(StrictModel):
     """The learning rate's multiplier: up from 0 over `warmup_steps`, 1, then down to `floor` over the last
-    `warmdown_steps`. Either may be given as a fraction of `train.steps` instead, so that it follows a shorter run.
+    `warmdown_steps`. Either may be given as a fraction of the run instead, by steps or by the clock, as the run is.
     """
 
     warmup_steps: NonNegative = 0
@@ -103,6 +67,25 @@ class EmaSpec(StrictModel):
 
     kind: Literal["ema"]
     decay: Annotated[float, Field(gt=0, lt=1)]
+
+
+class SwaSpec(StrictModel):
+    """The plain mean of the weights after every `every` steps, once the warm-down has taken the multiplier below
+    `below` (Izmailov et al. 2018); it replaces them when the run ends."""
+
+    kind: Literal["swa"]
+    every: Positive = 50
+    below: Annotated[float, Field(gt=0, le=1)] = 0.2
+
+
+AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
+
+
+class QatSpec(StrictModel):
+    """Quantization-aware training: once the warm-down has taken the multiplier below `below`, the model computes with
+    weights rounded as `quant` will store them, before any promotion; gradients pass as if they were not."""
+
+    below: Annotated[float, Field(gt=0, le=1)] = 0.15
 
 
 class ForcingSpec(StrictModel):
@@ -135,7 +118,8 @@ class TrainSpec(StrictModel):
     optimizers: Annotated[tuple[OptimizerSpec, ...], Field(min_length=1)]
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
-    average: EmaSpec | None = None
+    average: AverageSpec | None = None
+    qat: QatSpec | None = later(None)
     validate_every: NonNegative = 0
     validate_tokens: Positive | None = None
     checkpoint_every: NonNegative = 0
@@ -197,13 +181,14 @@ class TrainSpec(StrictModel):
                 "train needs exactly one of steps and budget_seconds",
                 "keep the one that should end the run and drive the schedule",
             )
-        parts = [name for name in ("warmup_fraction", "warmdown_fraction") if getattr(self.schedule, name)]
-        if self.steps is None and parts:
-            message = f"{parts[0]} is a fraction of train.steps, which a run of budget_seconds does not have"
-            yield Problem(("schedule", parts[0]), "S229", message, f"use {parts[0].replace('fraction', 'steps')}")
+        fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
+        last = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
+        if self.steps is None and fractions > 1 + 1e-9:
+            message = f"warm-up and warm-down take {fractions:g} of the run"
+            yield Problem(("schedule", last), "S202", message, "shorten them to 1 together")
         if self.steps is not None and sum(self.schedule.of(self.steps)) > self.steps:
             yield Problem(
-                ("schedule", "warmdown_fraction" if "warmdown_fraction" in parts else "warmdown_steps"),
+                ("schedule", last if fractions else "warmdown_steps"),
                 "S202",
                 f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps but the run has {self.steps}",
                 "shorten them or give the run more steps",

@@ -19,7 +19,14 @@ ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
 COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
 # functions of the pointwise language whose Torch function has another name
 SPELLED = {"gelu_tanh": "gelu", "abs": "abs", "max": "maximum", "min": "minimum"}
-TORCH_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i64": "int64", "bool": "bool"}
+TORCH_DTYPES = {
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "i32": "int32",
+    "i64": "int64",
+    "bool": "bool",
+}
 
 
 class Mismatch(Exception):

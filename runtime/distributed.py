@@ -36,6 +36,9 @@ PATIENCE = timedelta(minutes=30)
 # counts from when a sum is asked for, so a step must be shorter than this.
 NCCL_PATIENCE = timedelta(seconds=45)
 _CPU = torch.device("cpu")
+# torch 2.13 has renamed them, and warns of the old names.
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _HEAD_START = 1.0  # seconds for which the others let rank 0 report a failure that all have
 
 
@@ -92,6 +95,17 @@ class World:
         if self.size > 1:
             with _peers():
                 dist.all_reduce(tensor, group=self._wire)
+
+    def add_parts(self, whole: Tensor, own: Tensor) -> "Waiting":
+        """Begins to put this rank's equal part, along the first axis, of the sum of all ranks' `whole` into `own`; both
+        are contiguous, on `device`."""
+        with _peers():
+            return Waiting(_reduce_scatter(own, whole, group=self._wire, async_op=True))
+
+    def join_parts(self, own: Tensor, whole: Tensor) -> "Waiting":
+        """Begins to put all ranks' `own`, one after the other along the first axis, into `whole`."""
+        with _peers():
+            return Waiting(_all_gather(whole, own, group=self._wire, async_op=True))
 
     def totals(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The sums of small float64 arrays, on the host."""
@@ -168,6 +182,18 @@ class World:
         until = time.monotonic() + _HEAD_START
         while not found() and time.monotonic() < until:
             time.sleep(0.02)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A call to other processes that has begun; what it reads and writes is its own until `wait` returns."""
+
+    _work: Any
+
+    def wait(self) -> None:
+        """On a GPU the current stream waits for it, not the host."""
+        with _peers():
+            self._work.wait()
 
 
 @contextmanager

@@ -114,7 +114,8 @@ def initialize(loaded: Loaded, seed: int) -> None:
 
 def layer_count(programs: Programs) -> int:
     """How many repeated blocks the model has; 1 where it has none."""
-    return max(1, sum(isinstance(node.op, Call) for node in programs.programs[0].nodes))
+    places = [node.op.at for node in programs.programs[0].nodes if isinstance(node.op, Call)]
+    return max(1, len({at for at in places if at.partition(".")[0] == places[0].partition(".")[0]}))
 
 
 def assign(loaded: Loaded, tensors: Mapping[str, "Tensor"]) -> None:

@@ -194,6 +194,7 @@ class Loop:
         trainer = self._trainer
         self._report(trainer.settle())
         trainer.require_same()
+        trainer.gather()
         path = trainer.world.first(lambda: checkpoint.save(self._run.checkpoints, trainer.snapshot()))
         self._log.write("checkpoint", step=trainer.step, path=path.name)
         return path

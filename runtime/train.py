@@ -9,6 +9,7 @@ import torch
 from platformdirs import user_cache_path
 
 from specc.compiler.lock import NO_LOCK, Lock
+from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime import checkpoint
@@ -128,13 +129,13 @@ def _prepare(
         opened = ready.open(run.data, options.cache, stack)
     world.require_same("part of the run", {"spec": run.spec_digest, "data": list(opened.digests)})
     initialize(loaded, spec.train.seed)
-    supply = opened.supply(loaded, world, stack)
+    supply, params = opened.supply(loaded, world, stack), loaded.programs.params
     takes = tuple(name for name, _ in next(one for one in loaded.programs.programs if one.name == "train").inputs)
     if takes != supply.feed.names:
         raise TypeError(f"the program train takes {takes}, and {spec.train.data.kind} gives {supply.feed.names}")
     trainer = Trainer(
         loaded.model,
-        loaded.programs.params,
+        params,
         spec.train,
         supply.loader,
         spec.model.window,
@@ -143,6 +144,7 @@ def _prepare(
         run.spec_digest,
         world,
         supply.feed,
+        allocation(spec.quant, params) if spec.train.qat is not None else None,
     )
     return trainer, supply.validation
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler.programs import Parameter
+from specc.compiler.quant.scheme import Scheme
 from specc.compiler.train_spec import TrainSpec
 from specc.runtime.capture import Captured
 from specc.runtime.checkpoint import Snapshot, require_match
@@ -21,9 +22,10 @@ from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.feed import Batch, Feed, Windows
 from specc.runtime.log import Step
 from specc.runtime.optim import schedule
-from specc.runtime.optim.average import Average
-from specc.runtime.optim.groups import Optimizers
+from specc.runtime.optim.average import averaging
+from specc.runtime.optim.groups import Optimizers, shared_out
 from specc.runtime.optim.masters import Masters
+from specc.runtime.optim.reduce import sum_up
 from specc.runtime.validation import Measured, Score, Scorer, Validates
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -83,7 +85,8 @@ class Trainer:
     that is `model(ids, targets)`, i64 [B, T]. `model.score` gives the nats of each target, [B, T].
 
     In a `world` of several processes each has a trainer, all make the same calls, and `loader` gives each its
-    part of a step's rows. Gradients and losses are summed once a step; all else each computes for itself.
+    part of a step's rows. Gradients and losses are summed once a step; of Muon's matrices each rank orthogonalizes
+    some, and all else it computes for itself. `grids` says how each parameter will be stored, for `train.qat`.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Trainer:
         spec_digest: str,
         world: World | None = None,
         feed: Feed | None = None,
+        grids: Mapping[str, Scheme] | None = None,
     ) -> None:
         self.train, self.loader, self.window = train, loader, window
         self.device, self.compiled = device, compiled
@@ -106,9 +110,14 @@ class Trainer:
         self.feed = feed or Windows(train.rows(window) * window)
         model.to(device)
         self._model = model
-        self.masters = Masters(model, {param.name: DTYPES[param.dtype] for param in parameters})
-        self.optimizers = Optimizers(self.masters.tensors, train.optimizers)
-        self.average = Average(self.masters.tensors, train.average.decay) if train.average else None
+        shapes = {param.name: param.shape for param in parameters}
+        apart = shared_out(shapes, train.optimizers) if self.world.size > 1 else frozenset[str]()
+        dtypes = {param.name: DTYPES[param.dtype] for param in parameters}
+        self._grids = grids if train.qat is not None else None
+        rounded = [name for name, scheme in (self._grids or {}).items() if scheme.has_grid]
+        self.masters = Masters(model, dtypes, apart, rounded)
+        self.optimizers = Optimizers(self.masters.tensors, train.optimizers, self.world)
+        self.average = averaging(train.average, self.masters.tensors) if train.average else None
         self._loss, self._score = _functions(model, compiled)
         graphs = compiled and device.type == "cuda"
         self._micro_batch: Callable[..., None] = Captured(self._add) if graphs else self._add
@@ -131,12 +140,13 @@ class Trainer:
         Raises RunFailure when loss or gradients of one of them are not finite. On the CPU the weights are
         then those from before the step.
         """
-        multiplier = schedule.multiplier(self.train, self.step, self.clock.common)
+        moment = schedule.moment(self.train, self.step, self.clock.common)
+        self._round(moment)
         self._gradients(self._arguments(self.loader.next() for _ in range(self.micro_batches)))
         norm = self._sum_up()
-        self._launch(multiplier, torch.stack((self.masters.loss, norm)))
+        self._launch(moment.multiplier, torch.stack((self.masters.loss, norm)))
         known = self._known(lag=1 if self.device.type == "cuda" else 0)
-        self._update(multiplier)
+        self._update(moment)
         self.step += 1
         return known
 
@@ -164,7 +174,7 @@ class Trainer:
             self._gradients(self._arguments(made))
             self.world.wait()  # however long another compiles, a sum on the device must not time out
             self._sum_up()
-            self._update(1.0)
+            self._update(schedule.Moment())
         self.restore(before)
 
     def evaluate(
@@ -218,8 +228,13 @@ class Trainer:
         if self.world.size > 1:
             self.world.require_same("weight", self.masters.digests())
 
+    def gather(self) -> None:
+        """Makes the state whole on every rank, for one of them to save it; all must call it."""
+        self.optimizers.gather()
+
     def snapshot(self) -> Snapshot:
-        """The whole state between two steps; tensors are the trainer's own, not copies."""
+        """The whole state between two steps; tensors are the trainer's own, not copies. In a world of several, what
+        other ranks keep of the optimizers' state is out of date until `gather`."""
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -228,7 +243,7 @@ class Trainer:
             self.clock.seconds,
             self.masters.tensors,
             self.average.tensors if self.average is not None else None,
-            self.optimizers.state(),
+            {**self.optimizers.state(), **(self.average.state() if self.average is not None else {})},
             rng,
             self.loader.state(),
             self._spec_digest,
@@ -244,15 +259,18 @@ class Trainer:
         require_match("the checkpoint's average", snapshot.average or {}, own.average or {})
         require_match("the checkpoint's generators", snapshot.rng, own.rng)
         self.loader.restore(snapshot.loader)
+        self.masters.round_to(None)
         self.masters.restore(snapshot.weights)
         self.optimizers.restore(snapshot.optimizer)
         if self.average is not None and snapshot.average is not None:
-            self.average.restore(snapshot.average)
+            self.average.restore(snapshot.average, snapshot.optimizer)
         torch.set_rng_state(snapshot.rng["cpu"])
         if "cuda" in snapshot.rng:
             torch.cuda.set_rng_state(snapshot.rng["cuda"], self.device)
         self.step = snapshot.step
         self.clock.set(snapshot.seconds)
+        if self.step:
+            self._round(schedule.moment(self.train, self.step - 1, self.clock.common))
         self._last_seconds = snapshot.seconds
         samples, self._last_tokens = self.feed.counted()
         self._last_samples = samples or 0
@@ -282,16 +300,20 @@ class Trainer:
         self.masters.collect()
         self.masters.loss.add_(loss.detach())
 
+    def _round(self, moment: schedule.Moment) -> None:
+        """Lets the model compute with rounded weights, once the spec says so."""
+        if self._grids is not None and self.train.qat is not None and moment.warm_down < self.train.qat.below:
+            self.masters.round_to(self._grids)
+
     def _sum_up(self) -> Tensor:
         """The means over all micro-batches of all processes, clipped; returns the norm before clipping, f32 []."""
-        self.world.add(self.masters.sums)
-        return self.masters.finish(self.micro_batches * self.world.size, self.train.clip_norm)
+        return sum_up(self.masters, self.optimizers.banks, self.world, self.micro_batches, self.train.clip_norm)
 
-    def _update(self, multiplier: float) -> None:
-        self.optimizers.step(multiplier, self.step)
+    def _update(self, moment: schedule.Moment) -> None:
+        self.optimizers.step(moment.multiplier, self.step, moment.done)
         self.masters.refresh()
         if self.average is not None:
-            self.average.update()
+            self.average.update(self.step + 1, moment)
 
     def _launch(self, multiplier: float, numbers: Tensor) -> None:
         arrived = None

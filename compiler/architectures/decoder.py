@@ -11,7 +11,7 @@ from specc.compiler.architectures.stack import Blocks, Stack, one_of
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.norm import Rms
-from specc.compiler.blocks.roles import Embed, Norm, Shape, Site, Surroundings, formula_problems
+from specc.compiler.blocks.roles import Embed, Norm, Shape, Site, Surroundings, Tokens, formula_problems
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir import Builder, Graph, TensorType, TypeRuleError
@@ -19,13 +19,41 @@ from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs import LoweringError, Programs
-from specc.compiler.strict import Path, Problem
+from specc.compiler.strict import Path, Problem, StrictModel, later
 
 if TYPE_CHECKING:
     AnyEmbed = Embed
     AnyNorm = Norm
 else:
     AnyEmbed, AnyNorm = map(one_of, (Embed, Norm))
+
+
+class Loop(StrictModel):
+    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times, one pass after the other."""
+
+    first: Annotated[int, Field(ge=0, lt=1000)]
+    last: Annotated[int, Field(ge=0, lt=1000)]
+    passes: Annotated[int, Field(ge=2, le=64)]
+
+
+class DecoderBlocks(Blocks):
+    """Blocks of which, with `loop`, some run several times: skips then connect these runs, not the blocks."""
+
+    loop: Loop | None = later(None)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        if self.loop is None:
+            return super().order
+        again = tuple(range(self.loop.first, self.loop.last + 1))
+        return (*range(self.loop.last + 1), *again * (self.loop.passes - 1), *range(self.loop.last + 1, self.count))
+
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+        if self.loop is not None and not self.loop.first <= self.loop.last < self.count:
+            message = f"a loop from block {self.loop.first} to {self.loop.last} of {self.count}"
+            hint = f"blocks go from 0 to {self.count - 1}, the last not before the first"
+            yield Problem(("loop",), "S243", message, hint)
+        yield from super().problems_in(dim, layers)
 
 
 class Decoder(Architecture):
@@ -38,13 +66,15 @@ class Decoder(Architecture):
     init: Init = Init(normal=0.02)
     output_init: Init | None = None
     embed: Annotated[tuple[AnyEmbed, ...], Field(min_length=1, max_length=16)]
-    blocks: Blocks
+    blocks: DecoderBlocks
     norm: AnyNorm = Rms(kind="rms")
     head: LogitHead = LogitHead()
 
     @property
     def title(self) -> str:
-        return f"decoder, {self.blocks.count} blocks of {self.dim}, {self.context} tokens, vocabulary {self.vocab}"
+        runs = f" in {len(self.blocks.order)} runs" if self.blocks.loop else ""
+        blocks = f"{self.blocks.count} blocks of {self.dim}{runs}"
+        return f"decoder, {blocks}, {self.context} tokens, vocabulary {self.vocab}"
 
     @property
     def vocabulary(self) -> int:
@@ -85,7 +115,7 @@ class _Lowering:
         self.functions = Functions(count)
         embed_titles = [(f"embed.{step.title}", i) for i, step in enumerate(model.embed)]
         self.places: dict[str, Path] = {title: ("model", "embed", i) for title, i in embed_titles}
-        self.places |= {"head": ("model", "head"), "norm": ("model", "norm")}
+        self.places |= {"head": ("model", "head"), "norm": ("model", "norm"), "skips": ("model", "blocks", "skips")}
         for layer in range(count):
             for i, part in enumerate(model.blocks.layers):
                 self.places[f"blocks.{layer}.{part.title}"] = ("model", "blocks", "layers", i)
@@ -109,7 +139,7 @@ class _Lowering:
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         targets = b.input("targets", TensorType(("B", "T"), "i64"))
-        x, _ = self.trunk(b, ids, None, reduction == "mean")
+        x, _ = self.trunk(b, ids, "", reduction == "mean")
         logits = self.head(b, x)
         loss = b.add("loss", CrossEntropy(reduction), (logits, targets))
         return self.functions.program(b, {"loss": loss})
@@ -124,26 +154,42 @@ class _Lowering:
         logits = self.head(b, b.add("last", Last(), (x,)))
         return self.functions.program(b, {"logits": logits, **state})
 
-    def trunk(self, b: Builder, ids: str, start: str | None, training: bool) -> tuple[str, Mapping[str, str]]:
+    def trunk(self, b: Builder, ids: str, start: str, training: bool) -> tuple[str, Mapping[str, str]]:
         """Embedding and blocks; with `start`, against caches that it declares as inputs."""
-        x: str | None = None
-        for step in self.model.embed:
-            b.scope = "embed"
-            x = step.lower(b, ids, x, self.shape)
-        assert x is not None
-        b.scope = ""
-        shared_ops = self.model.blocks.shared(self.model.dim)
+        x, own = self.embedded(b, ids, start)
+        wanted = self.model.blocks.shared(self.shape)
         positions = ""
-        if shared_ops or start is not None:
-            positions = b.add("positions", Positions(), (ids,) if start is None else (ids, start))
-        shared = {key: b.add(key, op, (positions,)) for key, op in shared_ops.items()}
-        caches = self.model.blocks.state(self.shape) if start is not None else {}
+        if start or any(one.positional for one in wanted):
+            positions = b.add("positions", Positions(), (ids, start) if start else (ids,))
+        tokens = Tokens(ids, start, positions)
+        shared = {key: ref for one in wanted for key, ref in zip(one.refs, one.lower(b, tokens), strict=True)}
+        caches = self.model.blocks.state(self.shape) if start else {}
         kept = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         place: Path = ("model", "blocks")
         stack = Stack(self.model.blocks, self.shape, Site("blocks", "block", place, self.places, self.functions))
-        around = Surroundings(positions, shared, kept, training=training, extends=start is not None)
+        around = Surroundings(positions, shared, kept, training=training, extends=bool(start))
         x, state = stack.run(b, x, around)
-        return self.model.norm.lower(b, x, "norm", self.shape), {f"cache.{key}": ref for key, ref in state.items()}
+        state = own | {f"cache.{key}": ref for key, ref in state.items()}
+        return self.model.norm.lower(b, x, "norm", self.shape), state
+
+    def embedded(self, b: Builder, ids: str, start: str) -> tuple[str, dict[str, str]]:
+        """The first block's input, and the state of the steps that make it."""
+        x: str | None = None
+        state: dict[str, str] = {}
+        b.scope = "embed"
+        for i, step in enumerate(self.model.embed):
+            kept = step.state(b.types[x].width if x is not None else self.shape.dim, self.shape) if start else {}
+            cache = {key: b.input(f"cache.embed.{step.title}.{key}", type) for key, type in kept.items()}
+            try:
+                lowered = step.lower(b, x, Tokens(ids, start, cache=cache), self.shape)
+            except TypeRuleError as error:
+                hint = "make the widths equal: a step reads what the one before it gives"
+                raise LoweringError((Problem(("model", "embed", i), "S301", error.message, hint),)) from None
+            state |= {f"cache.embed.{step.title}.{key}": ref for key, ref in lowered.state.items()}
+            x = lowered.value
+        b.scope = ""
+        assert x is not None
+        return x, state
 
     def head(self, b: Builder, x: str) -> str:
         b.scope = "head"
@@ -156,8 +202,16 @@ class _Lowering:
 
     def place_of(self, init: Init) -> Path:
         """Where the spec says how a parameter starts."""
-        model = self.model
-        found: list[tuple[Init | None, Path]] = [(model.init, ("init",)), (model.output_init, ("output_init",))]
-        found += [(getattr(step, "init", None), ("embed", i, "init")) for i, step in enumerate(model.embed)]
-        found.append((model.head.init, ("head", "init")))
-        return ("model", *next((path for other, path in found if other is init), ()))
+        return ("model", *next((path for found, path in _inits(self.model) if found is init), ()))
+
+
+def _inits(value: object, path: Path = ()) -> Iterator[tuple[Init, Path]]:
+    """Every start of a parameter that a spec states, and where."""
+    if isinstance(value, Init):
+        yield value, path
+    elif isinstance(value, StrictModel):
+        for name in type(value).model_fields:
+            yield from _inits(getattr(value, name), (*path, name))
+    elif isinstance(value, tuple):
+        for i, item in enumerate(value):
+            yield from _inits(item, (*path, i))

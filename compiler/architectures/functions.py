@@ -11,12 +11,14 @@ from specc.compiler.programs import Parameter
 @dataclass
 class Functions:
     """Functions and parameters in the order in which they were found. `refused` are starts that a parameter cannot
-    have, each with the first such parameter and the reason."""
+    have, each with the first such parameter and the reason; `owners` are the classes of functions, by the place where
+    they run."""
 
     layers: int
     graphs: dict[str, Graph] = field(default_factory=dict)
     params: dict[str, Parameter] = field(default_factory=dict)
     refused: dict[Init, str] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
 
     def keep(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
         """The built function under the first free one of `names`, or the equal one that exists; its parameters are
@@ -24,9 +26,11 @@ class Functions:
         for name in names:
             b.name = name
             graph = b.build(outputs)
-            known = self.graphs.setdefault(name, graph)
-            if known == graph:
+            if self.graphs.setdefault(name, graph) == graph:
+                self.owners.setdefault(at, name.partition(".")[0])
                 break
+        else:
+            raise AssertionError(f"what runs at {at} is none of {', '.join(names)}")
         for path, type in graph.params:
             self._add(f"{at}.{path}", type, b.inits[path])
         return graph

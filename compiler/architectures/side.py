@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specc.compiler.architectures.span import Span
-from specc.compiler.blocks.roles import FunctionTable, Lowered, Part, Shape, Site, Surroundings
+from specc.compiler.blocks.roles import FunctionTable, Lowered, Part, Shape, Site, Surroundings, Tokens
 from specc.compiler.ir import Builder, TensorType, TypeRuleError
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.sequence import StateWrite
@@ -95,6 +95,7 @@ class _Run:
     value: str = ""
     values: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
+    own: dict[str, dict[str, str]] = field(default_factory=dict)  # shared in one stage, by its title
     state: dict[str, str] = field(default_factory=dict)
     positions: str = ""
 
@@ -160,15 +161,22 @@ class _Run:
         return width
 
     def positioned(self, stage: Part, shape: Shape) -> None:
-        """Adds the positions and what is shared of them, where the stage is the first to read them."""
-        b, ops = self.b, stage.shared(shape.dim)
+        """Adds the positions and what is shared of them, where the stage is the first to read them; and what it shares
+        of the tokens."""
+        b, wanted = self.b, stage.shared(shape)
         b.scope = self.side.name
-        if not self.positions and (ops or stage.reads_positions or (self.around.extends and stage.in_place)):
+        positional = any(one.positional for one in wanted)
+        if not self.positions and (positional or stage.reads_positions or (self.around.extends and stage.in_place)):
             given = (self.ids, self.start) if self.around.extends else (self.ids,)
             self.positions = b.add("positions", Positions(), given)
-        for key, op in ops.items():
-            if key not in self.shared:
-                self.shared[key] = b.add(key, op, (self.positions,))
+        tokens = Tokens(self.ids, self.start, self.positions)
+        own = self.own.setdefault(stage.title, {})
+        for one in wanted:
+            if not one.positional:  # of two stages they may have one name
+                made = replace(one, name=f"{stage.title}_{one.name}").lower(b, tokens)
+                own |= dict(zip(one.refs, made, strict=True))
+            elif one.name not in self.shared:
+                self.shared |= dict(zip(one.refs, one.lower(b, tokens), strict=True))
 
     def around_of(self, stage: Part) -> Surroundings:
         """What the stage can read."""
@@ -185,7 +193,7 @@ class _Run:
         return replace(
             self.around,
             positions=self.positions,
-            shared=self.shared,
+            shared={**self.shared, **self.own.get(stage.title, {})},
             cache=cache,
             ids=self.ids,
             start=self.around.start if stage is first else {},

@@ -75,8 +75,9 @@ class Span:
         body = self.functions.keep(inner, (f"{self.side}_step.begin",), self.at, outputs)
         types = [inner.types[ref] for ref in outputs.values()]
         b.scope = self.side
+        labels = tuple(outputs) if len(outputs) > 1 else ()
         name = f"step.{next(iter(outputs))}" if len(outputs) == 1 else "step.begin"
-        node = b.add(name, Call(body.name, self.at, returned(types), labels=tuple(outputs)), (around.memory,))
+        node = b.add(name, Call(body.name, self.at, returned(types), labels=labels), (around.memory,))
         state |= dict.fromkeys(passed, around.memory)
         keys = [key for key in made if key not in passed]
         return state | {key: output_ref(node, j) for j, key in enumerate(keys)}

@@ -8,13 +8,27 @@ from pydantic import Field
 
 from specc.compiler import blocks
 from specc.compiler.blocks.norm import Rms
-from specc.compiler.blocks.roles import Layer, Lowered, Norm, Shape, Site, Skips, Stage, Surroundings, formula_problems
+from specc.compiler.blocks.roles import (
+    Layer,
+    LayerList,
+    Lowered,
+    Mix,
+    Norm,
+    Shape,
+    Shared,
+    Site,
+    Skips,
+    Stage,
+    Surroundings,
+    formula_problems,
+    layer_problems,
+)
 from specc.compiler.catalog import models
-from specc.compiler.ir import Builder, Dim, Graph, Op, TensorType, TypeRuleError, output_ref
+from specc.compiler.ir import Builder, Dim, Graph, TensorType, TypeRuleError, output_ref
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.region import Call, returned
 from specc.compiler.programs import LoweringError
-from specc.compiler.strict import Path, Problem, StrictModel
+from specc.compiler.strict import Path, Problem, StrictModel, later
 
 
 def one_of(role: type[StrictModel]) -> Any:
@@ -27,47 +41,59 @@ def one_of(role: type[StrictModel]) -> Any:
 
 if TYPE_CHECKING:
     AnyLayer = Layer
+    AnyMix = Mix
     AnyNorm = Norm
     AnySkips = Skips
 else:
-    AnyLayer, AnyNorm, AnySkips = map(one_of, (Layer, Norm, Skips))
+    AnyLayer, AnyMix, AnyNorm, AnySkips = map(one_of, (Layer, Mix, Norm, Skips))
 
 
 class Blocks(StrictModel):
-    """`count` equal blocks; each is its `layers` in order, every one behind its own `norm`."""
+    """`count` equal blocks; each is its `layers` in order, every one behind its own `norm`.
+
+    In the blocks listed in `parallel`, counted from 0, all layers read one norm of the block's input, and their values
+    are added to it together.
+    """
 
     count: Annotated[int, Field(gt=0, le=1000)]
     norm: AnyNorm = Rms(kind="rms")
     skips: AnySkips | None = None
+    mix: AnyMix | None = later(None)
+    parallel: LayerList | None = later(None)
     layers: Annotated[tuple[AnyLayer, ...], Field(min_length=1, max_length=64)]
 
-    def problems_in(self, dim: int) -> Iterator[Problem]:
-        """What is wrong with the blocks in a model of `dim` features; paths are relative to them."""
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The blocks in the order in which they run."""
+        return tuple(range(self.count))
+
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+        """What is wrong with the blocks in a model of `dim` features; paths are relative to them. They count their own
+        layers."""
         yield from formula_problems(self.norm.scale, ("norm", "scale"), self.count)
-        if self.skips is not None and not self.skips.sources(self.count):
+        if self.skips is not None and not self.skips.sources(len(self.order)):
             message = f"skips connect nothing in {self.count} block{'s' if self.count > 1 else ''}"
             yield Problem(("skips",), "S220", message, "take them out, or use more blocks")
+        yield from layer_problems(self.parallel, ("parallel",), self.count)
         titles: dict[str, int] = {}
         for i, layer in enumerate(self.layers):
             here: Path = ("layers", i)
             if layer.residual != "learned":
                 yield from formula_problems(layer.residual, (*here, "residual"), self.count)
-            yield from (problem.under(*here) for problem in layer.problems_in(dim))
+            yield from (problem.under(*here) for problem in layer.problems_in(dim, self.count))
             if (first := titles.setdefault(layer.title, i)) != i:
                 message = f"two layers of a block are named {layer.title}"
                 related = (("the first one", ("layers", first)),)
                 yield Problem(here, "S207", message, "give one of them a `name:`", related)
 
-    def shared(self, dim: int) -> Mapping[str, Op]:
-        """What all blocks read, computed once from the positions."""
-        found: dict[str, Op] = {}
-        for layer in self.layers:
-            found |= layer.shared(dim)
-        return found
+    def shared(self, shape: Shape) -> tuple[Shared, ...]:
+        """What blocks read that is computed once."""
+        return tuple({one.name: one for layer in self.layers for one in layer.shared(shape)}.values())
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """What the blocks keep between tokens, by block, layer and key."""
-        return {f"{i}.{key}": kept for i in range(self.count) for key, kept in self.state_of_one(shape).items()}
+        """What the blocks keep between tokens, by the run of a block, layer and key."""
+        one = self.state_of_one(shape)
+        return {f"{run}.{key}": kept for run in range(len(self.order)) for key, kept in one.items()}
 
     def state_of_one(self, shape: Shape) -> Mapping[str, TensorType]:
         """What each block keeps, by layer and key."""
@@ -95,35 +121,54 @@ class Stack:
     site: Site
 
     def run(self, b: Builder, x: str, around: Surroundings) -> tuple[str, dict[str, str]]:
-        """Adds the calls; returns the last block's value, and the state by block, layer and key. A program that
-        extends a sequence has the state before in `around.cache`."""
-        blocks, outer = self.blocks, b.scope
+        """Adds the calls; returns the last block's value, and the state by run, layer and key. A program that extends a
+        sequence has the state before in `around.cache`.
+
+        A call passes, in order: the stream; what the first block was given, where blocks mix that in; what all blocks
+        share or read; the state; what only some blocks share; and an earlier block's output.
+        """
+        blocks, outer, first = self.blocks, b.scope, x
         b.scope = self.site.at
         sources = self._sources
+        looped = len(blocks.order) > blocks.count
+        caches = blocks.state_of_one(self.shape) if around.extends else {}
         state: dict[str, str] = {}
         outputs: list[str] = []
-        for i in range(blocks.count):
-            given = self._given(around)
-            caches = blocks.state_of_one(self.shape) if around.extends else {}
-            kept = [around.cache[f"{i}.{key}"] for key in caches]
-            skip = outputs[sources[i]] if i in sources else None
-            body, changed = self._body(b, i, around, given, caches, x)
-            args = (x, *given.values(), *kept, *([skip] if skip is not None else []))
+        for run, i in enumerate(blocks.order):
+            skip = {"skip": outputs[sources[run]]} if run in sources else {}
+            if skip and looped:
+                x, skip = self._joined(b, list(sources).index(run), x, skip["skip"]), {}
+            some = self._shared(around, i, False)
+            given = {**({"x0": first} if blocks.mix else {}), **self._shared(around, i, True), **self._read(around)}
+            kept = [around.cache[f"{run}.{key}"] for key in caches]
+            body, changed = self._body(b, i, around, given, caches, {**some, **skip}, x)
+            args = (x, *given.values(), *kept, *some.values(), *skip.values())
             returns = returned([b.types[x], *(caches[key] for key in changed)])
             call = Call(body.name, f"{self.site.at}.{i}", returns, tuple(blocks.scalars(i).items()))
-            x = b.add(str(i), call, args)
-            state |= {f"{i}.{key}": f"{x}:{j}" for j, key in enumerate(changed, 1)}
+            again = blocks.order[:run].count(i)
+            x = b.add(f"{i}.again{again}" if again else str(i), call, args)
+            state |= {f"{run}.{key}": f"{x}:{j}" for j, key in enumerate(changed, 1)}
             outputs.append(x)
         b.scope = outer
         return x, state
 
     @property
     def _sources(self) -> Mapping[int, int]:
-        return self.blocks.skips.sources(self.blocks.count) if self.blocks.skips else {}
+        return self.blocks.skips.sources(len(self.blocks.order)) if self.blocks.skips else {}
 
-    def _owner(self, i: int) -> str:
-        """What the class of block `i` is called after."""
-        return f"skip_{self.site.owner}" if i in self._sources else self.site.owner
+    def _joined(self, outer: Builder, which: int, x: str, earlier: str) -> str:
+        """The stream joined by an earlier output, where skips are no part of a block: it runs with and without."""
+        assert self.blocks.skips is not None
+        b = Builder("")
+        stream = outer.types[x].with_shape("B", "T", outer.types[x].width)
+        inputs = b.input("stream", stream), b.input("skip", stream)
+        at = f"skips.{which}"
+        outputs = {"x": self.blocks.skips.lower(b, *inputs, self.shape)}
+        body = self.site.functions.keep(b, ("skip.forward",), at, outputs)
+        outer.scope = ""
+        joined = outer.add(at, Call(body.name, at, returned([outer.types[x]])), (x, earlier))
+        outer.scope = self.site.at
+        return joined
 
     def begin(self, b: Builder, around: Surroundings) -> dict[str, str]:
         """Adds the calls that make every block's state before the first token; returns it as `run` does."""
@@ -140,26 +185,34 @@ class Stack:
                 made |= {f"{layer.title}.{key}": ref for key, ref in begun.items()}
             outputs = {key.replace(".", "_"): made[key] for key in kept}
             at = f"{self.site.at}.{i}"
-            body = self.site.functions.keep(inner, self._names("begin", self._owner(i), i), at, outputs)
+            body = self.site.functions.keep(inner, self._names(i, ("begin",), i in self._sources), at, outputs)
             call = Call(body.name, at, returned([inner.types[made[key]] for key in kept]))
             node = b.add(str(i), call, (around.memory,))
             state |= {f"{i}.{key}": output_ref(node, j) for j, key in enumerate(kept)}
         b.scope = outer
         return state
 
-    def _given(self, around: Surroundings) -> dict[str, str]:
-        """What every block is given besides x and its own state, by the names that a function gives it."""
-        found = {**self._angles(around), **self._source(around)}
-        return found | ({"positions": around.positions} if around.extends and around.positions else {})
+    def _read(self, around: Surroundings) -> dict[str, str]:
+        """What every block is given besides x, its own state and what is shared, by the names that a function gives
+        it."""
+        return self._source(around) | ({"positions": around.positions} if around.extends and around.positions else {})
 
-    def _angles(self, around: Surroundings) -> dict[str, str]:
-        """What all blocks read of the positions."""
-        ops = self.blocks.shared(self.shape.dim)
-        found: dict[str, str] = {}
-        for key, op in ops.items():
-            for j, label in enumerate(op.output_labels):
-                found[label if len(ops) == 1 else f"{key}_{label}"] = output_ref(around.shared[key], j)
-        return found
+    def _shared(self, around: Surroundings, i: int, by_all: bool) -> dict[str, str]:
+        """What block `i` reads of the values that all blocks share, or only some."""
+        labels = self._labels
+        shared = [one for one in self.blocks.shared(self.shape) if one.read_in(i) and (one.layers is None) == by_all]
+        return {labels[ref]: around.shared[ref] for one in shared for ref in one.refs}
+
+    @property
+    def _labels(self) -> Mapping[str, str]:
+        """What a function calls the shared values; a label that two of all have is lengthened by the name."""
+        shared = self.blocks.shared(self.shape)
+        labels = [label for one in shared for label in one.labels]
+        return {
+            ref: label if labels.count(label) == 1 else f"{one.name}_{label}"
+            for one in shared
+            for ref, label in zip(one.refs, one.labels, strict=True)
+        }
 
     def _source(self, around: Surroundings) -> dict[str, str]:
         """What the blocks read of an encoder: its value, unless they have kept what they need of it, and the mask."""
@@ -174,79 +227,100 @@ class Stack:
         around: Surroundings,
         given: Mapping[str, str],
         caches: Mapping[str, TensorType],
+        some: Mapping[str, str],
         x: str,
     ) -> tuple[Graph, list[str]]:
-        """The function that block `i` calls, and which of the state it gives back; blocks of one text share it."""
+        """The function that block `i` calls, and which of the state it gives back; blocks of one text share it. `given`
+        and, behind the state, `some` are what it passes, by the function's names."""
         b = Builder("")
         stream = outer.types[x]
-        value = b.input("x", stream.with_shape("B", "T", stream.width))
+
+        def take(values: Mapping[str, str]) -> None:
+            for name, ref in values.items():
+                type = outer.types[ref]
+                b.input(name, type.with_shape(*_tokens(type.shape, stream.shape[1])))
+
+        take({"x": x, **given})
         b.origins["x"] = outer.origin(x)
-        for name, ref in given.items():
-            type = outer.types[ref]
-            b.input(name, type.with_shape(*_tokens(type.shape, stream.shape[1])))
         kept = {key: b.input(key.replace(".", "_"), type) for key, type in caches.items()}
-        shared = self._shared(given)
-        if i in self._sources:
+        take(some)
+        value = "x"
+        if "skip" in some:
             assert self.blocks.skips is not None
-            skip = b.input("skip", b.types["x"])
             b.scope = "skip"
-            value = self.blocks.skips.lower(b, value, skip, self.shape)
-        state: dict[str, str] = {}
+            value = self.blocks.skips.lower(b, value, "skip", self.shape)
+        if self.blocks.mix is not None:
+            b.scope = "mix"
+            try:
+                value = self.blocks.mix.lower(b, value, "x0", self.shape)
+            except TypeRuleError as error:
+                raise LoweringError((self._mismatch(error, i, ("mix",), b),)) from None
         inside = replace(
             around,
-            shared=shared,
+            shared={ref: label for ref, label in self._labels.items() if label in given or label in some},
             positions="positions" if "positions" in given else "",
             memory="memory" if "memory" in given else "",
             seen="seen" if "seen" in given else "",
+            layer=i,
         )
+        value, state = self._layered(b, value, inside, kept)
+        outputs = {"x": value, **{key.replace(".", "_"): ref for key, ref in state.items()}}
+        method = "extend" if around.extends else "forward"
+        # one that only scores has a name of its own where training drops
+        methods = (method,) if around.extends or around.training else (method, "score")
+        names = self._names(i, methods, "skip" in some)
+        return self.site.functions.keep(b, names, f"{self.site.at}.{i}", outputs), list(state)
+
+    def _layered(
+        self, b: Builder, x: str, around: Surroundings, kept: Mapping[str, str]
+    ) -> tuple[str, Mapping[str, str]]:
+        """The stream `x` with all layers added, and their new state."""
+        state: dict[str, str] = {}
+        together = around.layer in (self.blocks.parallel or ())
+        normed = ""
         for j, layer in enumerate(self.blocks.layers):
-            b.scope = layer.title
             prefix = f"{layer.title}."
             cache = {key.removeprefix(prefix): ref for key, ref in kept.items() if key.startswith(prefix)}
             try:
-                normed = self.blocks.norm.lower(b, value, "h", self.shape)
-                lowered = layer.lower(b, normed, self.shape, replace(inside, cache=cache))
+                if not (together and normed):
+                    b.scope = "parallel" if together else layer.title
+                    normed = self.blocks.norm.lower(b, x, "h", self.shape)
+                b.scope = layer.title
+                lowered = layer.lower(b, normed, self.shape, replace(around, cache=cache))
                 branch = lowered.value
                 if around.training and layer.dropout:
                     branch = b.add("dropped", Dropout(layer.dropout), (branch,))
-                value = layer.join(b, value, branch, self.shape)
+                x = layer.join(b, x, branch, self.shape)
             except TypeRuleError as error:
-                raise LoweringError((self._mismatch(error, i, j, b),)) from None
+                raise LoweringError((self._mismatch(error, around.layer, ("layers", j), b),)) from None
             state |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
-        outputs = {"x": value, **{key.replace(".", "_"): ref for key, ref in state.items()}}
-        scores = not around.extends and not around.training
-        names = self._names("extend" if around.extends else "forward", self._owner(i), i, scores)
-        return self.site.functions.keep(b, names, f"{self.site.at}.{i}", outputs), list(state)
+        return x, state
 
-    def _shared(self, given: Mapping[str, str]) -> dict[str, str]:
-        """Where a function has the shared values: by op, its outputs under their own names."""
-        found: dict[str, str] = {}
-        ops = self.blocks.shared(self.shape.dim)
-        names = iter(given)
-        for key, op in ops.items():
-            for j, _ in enumerate(op.output_labels):
-                found[output_ref(key, j)] = next(names)
-        return found
+    def _names(self, i: int, methods: Sequence[str], skips: bool) -> tuple[str, ...]:
+        """What a function of block `i` may be called. Those of one block belong to one class, which the first that is
+        built chooses: one of the classes of the blocks before it, or a new one."""
+        owners, at = self.site.functions.owners, self.site.at
+        kind = f"skip_{self.site.owner}" if skips else self.site.owner
+        before = [owner for place, owner in owners.items() if place.rpartition(".")[0] == at]
+        found = owners.get(f"{at}.{i}")
+        classes = [found] if found else dict.fromkeys((*before, kind, f"{kind}{i}"))
+        return tuple(f"{owner}.{method}" for owner in classes for method in methods)
 
-    @staticmethod
-    def _names(method: str, owner: str, i: int, scores: bool = False) -> tuple[str, ...]:
-        """What a function may be called: one that only scores has a name of its own where training drops."""
-        return f"{owner}.{method}", *([f"{owner}.score"] if scores else []), f"{owner}{i}.{method}"
-
-    def _mismatch(self, error: TypeRuleError, i: int, layer: int, b: Builder) -> Problem:
-        """A type error inside a block, told with both nodes and both places of the spec."""
+    def _mismatch(self, error: TypeRuleError, i: int, part: Path, b: Builder) -> Problem:
+        """A type error in a part of a block, told with both nodes and both places of the spec."""
         origin = b.origins["x"]
         node = error.message.partition(" ")[0]
         message = error.message.replace(node, f"{self.site.at}.{i}.{node}", 1)
         related = ((f"{origin} is made here", self.site.places[origin]),) if origin in self.site.places else ()
         hint = f"make the widths equal; the model's dim is {self.shape.dim}"
-        return Problem((*self.site.place, "layers", layer), "S301", message, hint, related)
+        return Problem((*self.site.place, *part), "S301", message, hint, related)
 
 
 def _tokens(shape: Sequence[Dim], length: Dim) -> Iterator[Dim]:
     """A shape as a function has it, which calls the tokens T, be they of a source, of a target, or a single one."""
+    first = 1 if shape[0] == "B" else 0
     for i, dim in enumerate(shape):
-        yield "T" if dim == length and (i == 0 or isinstance(dim, str)) else dim
+        yield "T" if dim == length and (i == first or isinstance(dim, str)) else dim
 
 
 class BlocksStage(Blocks, Stage):

@@ -32,7 +32,7 @@ class AdditiveStage(Stage):
     def asks(self) -> str | None:
         return self.query
 
-    def problems_in(self, dim: int) -> Iterator[Problem]:
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.form == "relu" and self.width != 1:
             yield Problem(("width",), "S232", "the relu form scores by one number", "leave width out, or use form tanh")
 

@@ -1,28 +1,67 @@
 """Attention to the sequence itself or to a source: grouped queries, rotary positions, normalized q and k, a window."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.affine import affine
-from specc.compiler.blocks.init import constant
-from specc.compiler.blocks.roles import Layer, Lowered, Shape, Surroundings
-from specc.compiler.ir import Builder, Op, TensorType
+from specc.compiler.blocks.init import Init, constant
+from specc.compiler.blocks.roles import (
+    Layer,
+    LayerList,
+    Lowered,
+    Shape,
+    Shared,
+    Surroundings,
+    Tokens,
+    layer_problems,
+)
+from specc.compiler.blocks.values import ValueEmbedding, ValueTable
+from specc.compiler.expr import parse, variables
+from specc.compiler.ir import Builder, TensorType, output_refs
 from specc.compiler.ops.attention import CacheWrite, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.ops.exclusive import Exclusive
+from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.rope import Rope, RopeAngles
 from specc.compiler.ops.sequence import Zeros
-from specc.compiler.ops.shape import MergeHeads, SplitHeads
-from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel
+from specc.compiler.ops.shape import FirstFeatures, MergeHeads, SplitHeads
+from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
 
 
 class RopeSpec(StrictModel):
-    """Rotary positions over the first `dims` of each head, all of them where unset."""
+    """Rotary positions over the first `dims` of each head, all of them where unset.
+
+    With `trained`, a number of tokens, a longer context turns more slowly: its base is
+    base * (context / trained) ** (dims / (dims - 2)), so that the slowest pair turns as far over the whole context as
+    over `trained` tokens at `base` (NTK-aware scaling). The context is the model's own, whatever length a program
+    sees: keys in a cache keep their angles as a text grows.
+    """
 
     dims: Annotated[int, Field(gt=0, le=4096)] | None = None
     base: PositiveFloat = 10000.0
+    trained: Positive | None = later(None)
+
+    def angles(self, size: int, context: int) -> RopeAngles:
+        """The angles for heads of `size` channels in a model of `context` tokens."""
+        dims = self.dims or size
+        if self.trained is None or context <= self.trained:
+            return RopeAngles(dims, self.base)
+        return RopeAngles(dims, self.base * (context / self.trained) ** (dims / (dims - 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable(Shared):
+    """Cosine and sine of the rotary angles at each position."""
+
+    angles: RopeAngles | None = None
+
+    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
+        assert self.angles is not None
+        return output_refs(b.add(self.name, self.angles, (tokens.positions,)), 2)
 
 
 class QkNorm(StrictModel):
@@ -30,6 +69,28 @@ class QkNorm(StrictModel):
 
     gain: PositiveFloat | None = None
     eps: PositiveFloat = 1e-6
+
+
+class Exclude(StrictModel):
+    """Exclusive self-attention (XSA, arXiv 2603.09078): each head's result less its part along the token's own value.
+    In `layers`, counted from 0; all where unset."""
+
+    layers: LayerList | None = None
+
+
+def _gate(text: str) -> str:
+    if "x" not in variables(parse(text, ("x",))):
+        raise ValueError("a gate must read x")
+    return text
+
+
+class HeadGate(StrictModel):
+    """A gate a head, `act` of one learned row each over the first `features` of the normalized input, all where unset,
+    multiplies what the head attended to. At start the rows are `init`, 0 where unset."""
+
+    features: Positive | None = None
+    act: Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_gate)] = "2 * sigmoid(x)"
+    init: Init = constant(0.0)
 
 
 class Attention(Layer):
@@ -48,6 +109,9 @@ class Attention(Layer):
     window: Positive | None = None
     of: Literal["self", "encoder"] = "self"
     bias: bool = False
+    values: ValueEmbedding | None = later(None)
+    exclude: Exclude | None = later(None)
+    gate: HeadGate | None = later(None)
 
     @property
     def reads_source(self) -> bool:
@@ -65,7 +129,7 @@ class Attention(Layer):
         """Channels of a head."""
         return self.head_dim or dim // self.heads
 
-    def problems_in(self, dim: int) -> Iterator[Problem]:
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.head_dim is None and dim % self.heads:
             hint = f"choose a divisor of {dim}, or set head_dim"
             yield Problem(("heads",), "S210", f"heads {self.heads} does not divide dim {dim}", hint)
@@ -81,21 +145,35 @@ class Attention(Layer):
         if self.rope is not None and (dims or self.size(dim)) % 2:
             message = f"RoPE rotates pairs but has {dims or self.size(dim)} dims"
             yield Problem(("rope", "dims") if dims else ("rope",), "S213", message, "use an even number")
-        for name in ("rope", "window"):
+        for name in ("rope", "window", "values", "exclude"):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention of the encoder has no {name}: its keys are at positions of another sequence"
                 yield Problem((name,), "S231", message, f"leave {name} out")
+        if self.rope is not None and self.rope.trained is not None and (dims or self.size(dim)) == 2:
+            message = "2 dims are one pair, which no change of the base slows down"
+            yield Problem(("rope", "trained"), "S242", message, "leave it out, or turn more dims")
+        for name, part in (("values", self.values), ("exclude", self.exclude)):
+            if part is not None:
+                yield from layer_problems(part.layers, (name, "layers"), layers)
+        if self.gate is not None and (self.gate.features or 0) > dim:
+            message = f"the gate reads {self.gate.features} features of {dim}"
+            yield Problem(("gate", "features"), "S241", message, f"use at most {dim}, or leave it out for all")
 
-    def _angles(self, size: int) -> tuple[str, RopeAngles] | None:
+    def _rope(self, shape: Shape) -> RopeTable | None:
         if self.rope is None:
             return None
-        dims, base = self.rope.dims or size, self.rope.base
+        angles = self.rope.angles(self.size(shape.dim), shape.context)
         # the name tells all there is of the angles: two layers that rotate alike share them, and no others
-        return f"rope{dims}_{base:.17g}".replace(".", "p").replace("+", ""), RopeAngles(dims, base)
+        name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")
+        return RopeTable(name, angles.output_labels, positional=True, angles=angles)
 
-    def shared(self, dim: int) -> Mapping[str, Op]:
-        angles = self._angles(self.size(dim))
-        return dict([angles]) if angles else {}
+    def _values(self, shape: Shape) -> ValueTable | None:
+        if self.values is None:
+            return None
+        return self.values.table(self.title, (self.kv_heads or self.heads) * self.size(shape.dim), shape)
+
+    def shared(self, shape: Shape) -> tuple[Shared, ...]:
+        return tuple(one for one in (self._rope(shape), self._values(shape)) if one is not None)
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         kept = "S" if self.reads_source else shape.kept
@@ -115,7 +193,8 @@ class Attention(Layer):
         if self.reads_source:
             kept = around.cache or self._keys(b, around.memory, shape, around)
             q = self._gained(b, self._positioned(b, q, "q", around, shape), shape)
-            return Lowered(self._out(b, b.add("y", SdpaSeen(), (q, kept["k"], kept["v"], around.seen)), shape))
+            attended = b.add("y", SdpaSeen(), (q, kept["k"], kept["v"], around.seen))
+            return Lowered(self._out(b, self._gated(b, x, attended, shape), shape))
         keys = self._keys(b, x, shape, around, q)
         q, k, v = self._gained(b, keys["q"], shape), keys["k"], keys["v"]
         state: dict[str, str] = {}
@@ -127,12 +206,14 @@ class Attention(Layer):
             attended = b.add("y", Sdpa(self.window), (q, k, v))
         else:
             attended = b.add("y", SdpaSeen(), (q, k, v, around.seen))
+        attended = self._gated(b, x, self._excluded(b, attended, v, around), shape)
         return Lowered(self._out(b, attended, shape), state)
 
     def _keys(self, b: Builder, x: str, shape: Shape, around: Surroundings, q: str = "") -> dict[str, str]:
         """k and v of x; q, where it is given, gets its positions along with k."""
         groups = self.kv_heads or self.heads
-        k, v = self._heads(b, x, "k", groups, shape), self._heads(b, x, "v", groups, shape)
+        k = self._heads(b, x, "k", groups, shape)
+        v = self._heads(b, x, "v", groups, shape, around)
         found = {"q": self._positioned(b, q, "q", around, shape)} if q else {}
         return found | {"k": self._positioned(b, k, "k", around, shape), "v": v}
 
@@ -147,17 +228,39 @@ class Attention(Layer):
         size = (shape.dim, self.heads * self.size(shape.dim))
         return affine(b, merged, "out", size, shape, shape.output_init, self.bias)
 
-    def _heads(self, b: Builder, x: str, name: str, heads: int, shape: Shape) -> str:
+    def _heads(
+        self, b: Builder, x: str, name: str, heads: int, shape: Shape, around: Surroundings | None = None
+    ) -> str:
         features = b.types[x].width if self.reads_source and name != "q" else shape.dim
         size = (heads * self.size(shape.dim), features)
         made = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
+        values = self._values(shape)
+        if around is not None and values is not None and values.read_in(around.layer):
+            scale = b.param("value_scale", shape.activation(1), constant(1.0))
+            added = Pointwise(("v + scale * values",), ("v", "values", "scale"))
+            made = b.add("v.values", added, (made, around.shared[values.name], scale))
         return b.add(f"{name}.heads", SplitHeads(heads), (made,))
 
     def _positioned(self, b: Builder, x: str, name: str, around: Surroundings, shape: Shape) -> str:
         if self.qk_norm is not None:
             x = b.add(f"{name}.norm", RmsNorm(self.qk_norm.eps), (x,))
-        angles = self._angles(self.size(shape.dim))
-        if angles is not None:
-            cos = around.shared[angles[0]]
-            x = b.add(f"{name}.rope", Rope(), (x, cos, around.shared[f"{angles[0]}:1"]))
+        rope = self._rope(shape)
+        if rope is not None:
+            x = b.add(f"{name}.rope", Rope(), (x, around.shared[rope.name], around.shared[f"{rope.name}:1"]))
         return x
+
+    def _excluded(self, b: Builder, y: str, v: str, around: Surroundings) -> str:
+        if self.exclude is None or around.layer not in (self.exclude.layers or (around.layer,)):
+            return y
+        return b.add("y.exclusive", Exclusive(), (y, v))
+
+    def _gated(self, b: Builder, x: str, y: str, shape: Shape) -> str:
+        if self.gate is None:
+            return y
+        features = self.gate.features or shape.dim
+        read = b.add("gate.read", FirstFeatures(features), (x,)) if features < shape.dim else x
+        weight = b.param("head_gate", shape.activation(self.heads, features), self.gate.init)
+        gate = b.add("gate", Linear(), (read, weight))
+        opened = b.add("gate.act", Pointwise((self.gate.act,), ("x",)), (gate,))
+        heads = b.add("gate.heads", SplitHeads(self.heads), (opened,))
+        return b.add("y.gated", Pointwise(("y * gate",), ("y", "gate")), (y, heads))

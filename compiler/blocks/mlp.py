@@ -49,7 +49,7 @@ class Mlp(Layer):
     def width(self, dim: int) -> int:
         return self.hidden or round(dim * (self.ratio or 0))
 
-    def problems_in(self, dim: int) -> Iterator[Problem]:
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if (self.ratio is None) == (self.hidden is None):
             yield Problem((), "S214", "mlp needs exactly one of ratio and hidden", "e.g. `ratio: 4`")
         elif self.ratio is not None and dim * self.ratio != round(dim * self.ratio):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from specc.compiler.blocks.init import Init, constant, formula, value_of
 from specc.compiler.expr import ExprError, parse, variables
-from specc.compiler.ir import Builder, Dim, Graph, Op, TensorType
+from specc.compiler.ir import Builder, Dim, Graph, TensorType, output_refs
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import PartName, Path, Problem, StrictModel
 
@@ -46,7 +46,9 @@ class Lowered:
 
 
 class FunctionTable(Protocol):
-    """Where functions are kept."""
+    """Where functions are kept. `owners` are the classes of those kept so far, by the place where they run."""
+
+    owners: dict[str, str]
 
     def keep(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
         """The built function under the first free one of `names`, or the equal one that exists; its parameters are
@@ -66,6 +68,17 @@ class Site:
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """The ids i64[B, T] that a program reads. In a program that goes on after others: how many those are, `start`
+    (i64[]), their `positions`, and the state that was kept of them, `cache`; else these are empty."""
+
+    ids: str
+    start: str = ""
+    positions: str = ""
+    cache: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """Values that a part can read besides its input; what a program does not have is empty.
 
@@ -74,7 +87,8 @@ class Surroundings:
     [B, S, D], and of its positions `seen` tells which are tokens, bool[B, S]; `final` is its last state, `start` what
     a recurrent part begins from, both by key. `start` of a part that `asks` another is that one's state. `values` are
     those of the parts before, by title. A part that is not `causal` sees the whole sequence; one in `training` may
-    drop; one that `extends` a sequence is given its next tokens. A part that calls functions finds its `site`.
+    drop; one that `extends` a sequence is given its next tokens. A part that calls functions finds its `site`; one
+    in a block its `layer`, counted from 0.
     """
 
     positions: str
@@ -90,6 +104,48 @@ class Surroundings:
     training: bool = False
     extends: bool = False
     site: "Site | None" = None
+    layer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What is computed once for all layers that read it. Equal ones are one; two of a name are equal.
+
+    `labels` are what code calls its outputs; `layers` are those that read it, all where None; `positional` where it
+    depends on the tokens' positions alone.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    layers: tuple[int, ...] | None = None
+    positional: bool = False
+
+    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
+        """Adds it, in the scope of the whole model; one value a label."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+    def read_in(self, layer: int) -> bool:
+        """Whether `layer` reads it."""
+        return self.layers is None or layer in self.layers
+
+    @property
+    def refs(self) -> tuple[str, ...]:
+        """What `Surroundings.shared` calls its outputs: its name, then `name:1`."""
+        return output_refs(self.name, len(self.labels))
+
+
+# Which layers, counted from 0; all where the field is left out.
+LayerList = Annotated[tuple[Annotated[int, Field(ge=0, lt=1000)], ...], Field(min_length=1, max_length=1000)]
+
+
+def layer_problems(layers: tuple[int, ...] | None, at: Path, count: int) -> Iterator[Problem]:
+    """Layers that a model of `count` has not, or that are listed twice."""
+    for i, layer in enumerate(layers or ()):
+        if layer >= count:
+            hint = f"the last one is {count - 1}: layers are counted from 0"
+            yield Problem((*at, i), "S240", f"there is no layer {layer} in {count} blocks", hint)
+        elif layers is not None and layer in layers[:i]:
+            yield Problem((*at, i), "S240", f"layer {layer} is listed twice", "remove one of the two")
 
 
 LayerFormula = Annotated[float | str, formula("layer", "layers")]
@@ -150,8 +206,12 @@ class Embed(StrictModel):
         """What the nodes call it: its kind."""
         return str(getattr(self, "kind", ""))
 
-    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
-        """Adds the step; `x` is what the steps before made, None for the first."""
+    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
+        """What the step keeps between tokens where it is given `features`."""
+        return {}
+
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
+        """Adds the step; `x` is what the steps before made, None for the first. `tokens.cache` is its own state."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 
@@ -207,13 +267,14 @@ class Part(StrictModel):
         time."""
         return None
 
-    def problems_in(self, dim: int) -> Iterator[Problem]:
-        """What is wrong with this part in a model of `dim` features; paths are relative to the part."""
+    def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
+        """What is wrong with this part in a model of `dim` features, in one of `layers` blocks; paths are relative to
+        the part."""
         yield from ()
 
-    def shared(self, dim: int) -> Mapping[str, Op]:
-        """Values computed once for all parts from the positions i64[T], by name. Equal ops are one value."""
-        return {}
+    def shared(self, shape: Shape) -> tuple[Shared, ...]:
+        """What it reads that is computed once for all parts."""
+        return ()
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         """What the part keeps between tokens, a row of each for a row of the input."""
@@ -276,6 +337,14 @@ class Bridge(StrictModel):
 
     def lower(self, b: Builder, h: str, c: str, width: int, shape: Shape) -> Mapping[str, str]:
         """Adds h and c of `width` features."""
+        raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+
+class Mix(StrictModel):
+    """What a block makes of the stream, once a skip has joined it and before its layers, by what was embedded."""
+
+    def lower(self, b: Builder, x: str, embedded: str, shape: Shape) -> str:
+        """Adds it; `embedded` is the first block's input."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 

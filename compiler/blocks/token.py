@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from specc.compiler.blocks.init import Init
-from specc.compiler.blocks.roles import Embed, Shape
+from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
 from specc.compiler.ir import Builder, TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
@@ -19,9 +19,10 @@ class Token(Embed):
     dim: Positive | None = None
     init: Init | None = None
 
-    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
         table = TensorType((shape.vocab, self.dim or shape.dim), shape.dtype)
-        return b.add("token", Embedding(), (ids, b.param("token", table, self.init or shape.matrix_init)))
+        rows = (tokens.ids, b.param("token", table, self.init or shape.matrix_init))
+        return Lowered(b.add("token", Embedding(), rows))
 
 
 class Project(Embed):
@@ -30,10 +31,10 @@ class Project(Embed):
 
     kind: Literal["project"]
 
-    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
         assert x is not None
         weight = TensorType((shape.dim, b.types[x].width), shape.dtype)
-        return b.add("project", Linear(), (x, b.param("project", weight, shape.matrix_init)))
+        return Lowered(b.add("project", Linear(), (x, b.param("project", weight, shape.matrix_init))))
 
 
 class EmbedNorm(Embed):
@@ -42,9 +43,9 @@ class EmbedNorm(Embed):
     kind: Literal["norm"]
     eps: PositiveFloat = 1e-6
 
-    def lower(self, b: Builder, ids: str, x: str | None, shape: Shape) -> str:
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
         assert x is not None
-        return b.add("norm", RmsNorm(self.eps), (x,))
+        return Lowered(b.add("norm", RmsNorm(self.eps), (x,)))
 
 
 def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:

@@ -7,18 +7,30 @@ from specc.compiler.blocks.init import constant
 from specc.compiler.blocks.roles import Shape, Skips
 from specc.compiler.ir import Builder, TensorType
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.strict import later
 
 
 class Unet(Skips):
-    """Of L blocks, block h + i adds the output of block h - 1 - i for h = L // 2, scaled by a learned number a feature
-    from 1 (after Ronneberger et al., 2015). With odd L the last block has no partner."""
+    """Of L blocks, block h + i reads the output of block h - 1 - i for h = L // 2, scaled by a learned number a feature
+    from 1 (after Ronneberger et al., 2015). With odd L the last block has no partner.
+
+    The scaled output is added to the stream x; where `gated` the two are mixed, g x + (1 - g) skip, by the sigmoid g of
+    a learned number a feature, from 0.
+    """
 
     kind: Literal["unet"]
+    gated: bool = later(False)
 
     def sources(self, layers: int) -> Mapping[int, int]:
         half = layers // 2
         return {half + i: half - 1 - i for i in range(half)}
 
     def lower(self, b: Builder, x: str, skip: str, shape: Shape) -> str:
-        scale = b.param("scale", TensorType((shape.dim,), shape.dtype), constant(1.0))
-        return b.add("x", Pointwise(("x + scale * skip",), ("x", "skip", "scale")), (x, skip, scale))
+        features = TensorType((shape.dim,), shape.dtype)
+        scale = b.param("scale", features, constant(1.0))
+        if not self.gated:
+            return b.add("x", Pointwise(("x + scale * skip",), ("x", "skip", "scale")), (x, skip, scale))
+        scaled = b.add("scaled", Pointwise(("scale * skip",), ("skip", "scale")), (skip, scale))
+        share = b.param("share", features, constant(0.0))
+        mixed = Pointwise(("skip + sigmoid(share) * (x - skip)",), ("x", "skip", "share"))
+        return b.add("x", mixed, (x, scaled, share))

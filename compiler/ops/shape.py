@@ -1,4 +1,4 @@
-"""Ops that move no arithmetic: embedding rows, heads, the last position, padding."""
+"""Ops that move no arithmetic: embedding rows, heads, first features, the last position, padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,6 +99,37 @@ class MergeHeads(Op):
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].reshape(*inputs[0].shape[:-2], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFeatures(Op):
+    """The first `features` of x [..., D]."""
+
+    name: ClassVar[str] = "first_features"
+    keeps_features: ClassVar[bool] = True
+    features: int
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x = inputs[0]
+        if not isinstance(x.width, int) or x.width < self.features:
+            raise TypeRuleError(f"reads {self.features} features but {{input}} gives {x.width}", (0,))
+        return (x.with_shape(*x.shape[:-1], self.features),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}[..., :{self.features}]"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("getitem", (Input(0), (Ellipsis, slice(None, self.features))))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0].narrow(-1, 0, self.features)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+from specc.compiler.optimizer_spec import MuonSpec
 from specc.compiler.pattern import matches
 from specc.compiler.programs import LoweringError, Parameter
 from specc.compiler.strict import Problem
-from specc.compiler.train_spec import MuonSpec, TrainSpec
+from specc.compiler.train_spec import TrainSpec
 
 
 def owners(train: TrainSpec, params: tuple[Parameter, ...]) -> Mapping[str, int]:

@@ -69,6 +69,7 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
             upper = lower.flip(0, 1)
             inverse = torch.linalg.solve_triangular(upper, torch.eye(len(dead)).to(upper), upper=True)
             if bool(inverse.isfinite().all()):
+                log.info("%d columns, damped by %g mean diagonals", len(dead), damping)
                 return Factor(scaled, inverse, by)
         if damping * 10 > LARGEST_DAMPING:
             raise SchemeError(

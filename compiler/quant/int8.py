@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized
 from specc.compiler.quant.scheme import SchemeError, Seen, Stored, check_arrays, check_finite, check_shape
+from specc.compiler.strict import later
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +34,9 @@ class Int8(PerRow):
     bits: Literal[8] = 8
     weights: Literal["per_channel", "per_tensor"] = "per_channel"
     activations: Literal["per_tensor"] = "per_tensor"
+    correction_rank: Annotated[int, Field(ge=0, le=0)] = later(
+        0
+    )  # a correction would be a product of floats beside that of whole numbers
 
     def label(self) -> str:
         return f"int8 products, {self.weights.replace('_', ' ')}"
@@ -57,11 +63,22 @@ class Int8(PerRow):
             return self._bias(weight, seen.weight)
         if seen.peak is None:
             return self.quantize(weight, None)
-        magnitude = weight.detach().double().abs().amax(1)
-        faintest = magnitude.max() if self.weights == "per_tensor" else magnitude.max() * FAINTEST
-        scale = self.scales(magnitude.clamp(min=float(faintest)))
+        scale = self.scales(self.clip_without_data(weight.detach().double()))
         codes = self.nearest(weight.detach(), scale)
         return {**arrays_of(codes, scale, shape), "input_scale": input_scale(seen.peak)}
+
+    def on_grid(self, weights: Tensor) -> Tensor:
+        """Of biases, whose steps are those of their input and far below them, what they are."""
+        import torch
+
+        if weights.dim() == 2:
+            return weights
+        return torch.stack([super(Int8, self).on_grid(weight[None])[0] for weight in weights])
+
+    def clip_without_data(self, rows: Tensor) -> Tensor:
+        magnitude = rows.abs().amax(1)
+        faintest = magnitude.max() if self.weights == "per_tensor" else magnitude.max() * FAINTEST
+        return magnitude.clamp(min=faintest)
 
     def _bias(self, bias: Tensor, weight: Mapping[str, Array] | None) -> dict[str, Array]:
         import torch

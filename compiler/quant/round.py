@@ -31,7 +31,9 @@ class Round(PerRow):
         check_shape(self, shape)
         check_finite(weight)
         rows = weight.detach().double().reshape(shape[0], -1)
+        scale = self.scales(self.clip_without_data(rows))
+        return self.mended(arrays_of(self.nearest(rows, scale), scale, shape), weight, None)
+
+    def clip_without_data(self, rows: Tensor) -> Tensor:
         magnitude = rows.abs()
-        clip = magnitude.amax(1) if self.clip == 1.0 else row_quantile(magnitude.sort(1).values, self.clip)
-        scale = self.scales(clip)
-        return arrays_of(self.nearest(rows, scale), scale, shape)
+        return magnitude.amax(1) if self.clip == 1.0 else row_quantile(magnitude.sort(1).values, self.clip)

@@ -8,12 +8,15 @@ A row is one index of the first axis; the other axes are flattened.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
+from specc.compiler.quant import low_rank
 from specc.compiler.quant.scheme import Scheme, SchemeError, Stored, check_arrays
+from specc.compiler.strict import later
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +32,15 @@ class PerRow(Scheme):
 
     `clip_floor` is the least |w| that maps to the largest code: rows smaller than it share one step and so
     compress better. Parameter-golf's records use 1.0 (their scale is at least 1/31 at int6); 0 lets every row
-    have its own.
+    have its own. `correction_rank` ranks of 2 and 4 bits mend what rounding leaves (low_rank.py).
     """
 
     scheme: str
     bits: int
     clip_floor: Annotated[float, Field(ge=0, le=65504)] = 0.0
+    correction_rank: Annotated[int, Field(ge=0, le=256)] = later(0)
+
+    has_grid: ClassVar[bool] = True
 
     @property
     def top(self) -> int:
@@ -42,13 +48,17 @@ class PerRow(Scheme):
         return (1 << (self.bits - 1)) - 1
 
     def label(self) -> str:
-        return f"int{self.bits} {self.scheme}, per row"
+        mended = f", rank {self.correction_rank} correction" if self.correction_rank else ""
+        return f"int{self.bits} {self.scheme}, per row{mended}"
 
     def bits_per_value(self) -> float:
         return float(self.bits)
 
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
-        return (Stored("codes", "i8", shape), Stored("scale", "f16", shape[:1]))
+        codes = (Stored("codes", "i8", shape), Stored("scale", "f16", shape[:1]))
+        if not self.correction_rank:
+            return codes
+        return (*codes, *low_rank.stored(shape[0], math.prod(shape[1:]), self.correction_rank))
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) < 2:
@@ -66,7 +76,24 @@ class PerRow(Scheme):
             raise SchemeError(f"a code is outside [-{self.top}, {self.top}]")
         if not bool((scale.isfinite() & (scale > 0)).all()):
             raise SchemeError("a row scale is not a positive number")
-        return dequantized(codes, scale)
+        plain = dequantized(codes, scale)
+        if not self.correction_rank:
+            return plain
+        return (plain.double() + low_rank.product(arrays).reshape(shape)).float()
+
+    def mended(self, arrays: dict[str, Array], weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
+        """`arrays` of codes and scales of `weight`, with those of the correction where there is to be one."""
+        import torch
+
+        if not self.correction_rank:
+            return arrays
+        plain = dequantized(torch.from_numpy(arrays["codes"]), torch.from_numpy(arrays["scale"]))
+        error = weight.detach().double() - plain.to(weight.device).double()
+        return arrays | low_rank.correction(error.flatten(1), self.correction_rank, hessian)
+
+    def with_correction(self, rank: int) -> Self:
+        """This scheme with a correction of `rank`."""
+        return self.model_copy(update={"correction_rank": rank})
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
         """(bits - 1.35) / 8 bytes a value and 2 bytes a row.
@@ -76,7 +103,8 @@ class PerRow(Scheme):
         1024), and 3.65 for parameter-golf PR 1105 at nearly all int5. Entropy is linear in bits, one for one;
         at int2, where most codes are 0, this is an upper bound.
         """
-        return math.ceil(math.prod(shape) * (self.bits - 1.35) / 8) + 2 * shape[0]
+        codes = math.ceil(math.prod(shape) * (self.bits - 1.35) / 8) + 2 * shape[0]
+        return codes + math.ceil(low_rank.bits(shape[0], math.prod(shape[1:]), self.correction_rank) / 8)
 
     def with_bits(self, bits: int) -> Self:
         try:
@@ -91,18 +119,26 @@ class PerRow(Scheme):
         Rounded up to a float16, so that no value within the clip leaves the codes; never below 2^-24, which
         is what a row of zeros gets. Raises SchemeError when a scale would exceed float16.
         """
-        import torch
-
-        exact = (clip.double().clamp(min=self.clip_floor) / self.top).clamp(min=SMALLEST_SCALE)
+        exact = self._exact_scales(clip)
         if float(exact.max()) > LARGEST_SCALE:
             raise SchemeError(
                 f"|w| reaches {float(clip.max()):.4g}, and a float16 scale of int{self.bits} ends at "
                 f"{LARGEST_SCALE * self.top:.4g}"
             )
-        nearest = exact.half()
-        # Positive float16 values are ordered like their bits, so the next one up is the bits plus one.
-        up = (nearest.view(torch.int16) + 1).view(torch.float16)
-        return torch.where(nearest.double() < exact, up, nearest)
+        return _rounded_up(exact)
+
+    def on_grid(self, weights: Tensor) -> Tensor:
+        flat = weights.float().flatten(0, 1).flatten(1)
+        scale = _rounded_up(self._exact_scales(self.clip_without_data(flat)).clamp(max=LARGEST_SCALE)).float()[:, None]
+        codes = (flat / scale).round_().clamp_(-self.top, self.top)
+        return (codes * scale).reshape(weights.shape)
+
+    @abstractmethod
+    def clip_without_data(self, rows: Tensor) -> Tensor:
+        """The |w| of the largest code of each of the rows [N, columns], where there is no Hessian to choose it by."""
+
+    def _exact_scales(self, clip: Tensor) -> Tensor:
+        return (clip.double().clamp(min=self.clip_floor) / self.top).clamp(min=SMALLEST_SCALE)
 
     def nearest(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The codes nearest to `weight` [rows, columns], float64; halves go to the even code."""
@@ -120,6 +156,16 @@ def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
     """code * scale in float32: one exact conversion each and one rounding, so no device can differ."""
     rows = scale.float().reshape(-1, *([1] * (codes.dim() - 1)))
     return codes.float() * rows
+
+
+def _rounded_up(exact: Tensor) -> Tensor:
+    """Positive float64 numbers within float16's range, up to the next float16."""
+    import torch
+
+    nearest = exact.half()
+    # Positive float16 values are ordered like their bits, so the next one up is the bits plus one.
+    up = (nearest.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(nearest.double() < exact, up, nearest)
 
 
 def row_quantile(magnitude: Tensor, quantile: float) -> Tensor:

@@ -70,6 +70,7 @@ class Scheme(StrictModel):
     needs_hessian: ClassVar[bool] = False
     # The deployed model multiplies with it in whole numbers, instead of bringing it back to floats when it is loaded.
     integer: ClassVar[bool] = False
+    has_grid: ClassVar[bool] = False
 
     @abstractmethod
     def label(self) -> str:
@@ -106,6 +107,12 @@ class Scheme(StrictModel):
 
         Raises SchemeError when the arrays are not ones that `quantize` can have written.
         """
+
+    def on_grid(self, weights: Tensor) -> Tensor:
+        """What `dequantize` gives of `quantize` where neither sees data: f32 [P, ...], P parameters of one shape, each
+        rounded on its own, on their device, without waiting for it. Only schemes with `has_grid` have it; values out of
+        range are clipped."""
+        raise SchemeError(f"{self.label()} has no grid to round to")
 
     @abstractmethod
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:

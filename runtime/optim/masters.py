@@ -1,11 +1,14 @@
 """Master weights: the optimizer owns parameters and gradients in f32, whatever the model computes in."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
+
+from specc.compiler.quant.scheme import Scheme
+from specc.runtime.optim.rounded import Rounded
 
 ALIGNMENT = 64  # elements between the starts of gradients in a flat buffer: kernels then load vectors
 
@@ -15,55 +18,84 @@ class Masters:
 
     A parameter that the model computes with in another dtype (`dtypes`) becomes a copy in that dtype,
     refreshed from its master once a step; its gradients are added up in f32. One computed with in f32 is its
-    own master. The model must hold f32 parameters under exactly the names of `dtypes`, on the device where it
-    will run.
+    own master, unless `copied` names it. The model must hold f32 parameters under exactly the names of `dtypes`, on
+    the device where it will run. `apart` names parameters whose gradients several processes add up otherwise.
 
     Attributes:
         tensors: the masters.
+        shown: the model's own parameters, which it computes with.
         gradients: f32, in the order of `tensors`; views of `sums`.
         loss: f32 [], the last element of `sums`, for the caller to add up the losses in.
-        sums: f32 [N], everything that a step adds up, in one buffer: several processes add theirs in one call.
+        sums: f32 [N], everything that a step adds up, in one buffer.
+        common: the end of `sums`, without the gradients of `apart`: several processes add theirs in one call.
     """
 
-    def __init__(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._shown = dict(model.named_parameters())
-        if self._shown.keys() != dtypes.keys():
-            raise ValueError(f"model and plan differ in {sorted(self._shown.keys() ^ dtypes.keys())}")
+    def __init__(
+        self,
+        model: nn.Module,
+        dtypes: Mapping[str, torch.dtype],
+        apart: Collection[str] = (),
+        copied: Collection[str] = (),
+    ) -> None:
+        self.shown = dict(model.named_parameters())
+        self._rounded: Rounded | None = None
+        if self.shown.keys() != dtypes.keys():
+            raise ValueError(f"model and plan differ in {sorted(self.shown.keys() ^ dtypes.keys())}")
         self.tensors: dict[str, nn.Parameter] = {}
         for name, dtype in dtypes.items():
-            param = self._shown[name]
-            if dtype == torch.float32:
+            param = self.shown[name]
+            if dtype == torch.float32 and name not in copied:
                 self.tensors[name] = param
             else:
                 self.tensors[name] = nn.Parameter(param.detach().clone())
                 param.data = param.data.to(dtype)
-        copied = [name for name in dtypes if self.tensors[name] is not self._shown[name]]
-        self._copies: list[Tensor] = [self._shown[name] for name in copied]
-        self._sources: list[Tensor] = [self.tensors[name] for name in copied]
-        self._lay_out(dtypes)
+        self.round_to(None)
+        self._lay_out(dtypes, apart)
 
-    def _lay_out(self, dtypes: Mapping[str, torch.dtype]) -> None:
+    @torch.no_grad()
+    def round_to(self, schemes: Mapping[str, Scheme] | None) -> None:
+        """From now on the model computes with what `schemes` would store of each parameter without seeing data, and
+        `refresh` keeps it so; with None again with the masters. Gradients are those at the rounded values and go to
+        the masters as they are: the straight-through estimator (Bengio et al. 2013). To round as before costs nothing.
+
+        Raises ValueError for a parameter that is its own master.
+        """
+        if schemes is not None and self._rounded is not None and self._rounded.schemes == schemes:
+            return
+        self._rounded = Rounded(self.tensors, self.shown, schemes) if schemes is not None else None
+        rounded = self._rounded.names if self._rounded is not None else ()
+        copied = [n for n in self.shown if self.tensors[n] is not self.shown[n] and n not in rounded]
+        self._copies: list[Tensor] = [self.shown[name] for name in copied]
+        self._sources: list[Tensor] = [self.tensors[name] for name in copied]
+        self.refresh()
+
+    def _lay_out(self, dtypes: Mapping[str, torch.dtype], apart: Collection[str]) -> None:
         """One f32 buffer for all gradients, those of one compute dtype side by side, and the loss."""
-        groups = {dtype: [name for name in dtypes if dtypes[name] == dtype] for dtype in dtypes.values()}
+        groups: dict[tuple[bool, torch.dtype], list[str]] = {}
+        for name in sorted(dtypes, key=lambda name: name not in apart):
+            groups.setdefault((name in apart, dtypes[name]), []).append(name)
         sizes = [sum(_room(self.tensors[name]) for name in names) for names in groups.values()]
         self.sums = torch.zeros(sum(sizes) + 1, device=next(iter(self.tensors.values())).device)
-        self._flat, self.loss = self.sums[:-1], self.sums[-1]
+        self.loss = self.sums[-1]
+        self.common = self.sums[sum(_room(self.tensors[name]) for name in dtypes if name in apart) :]
         self._groups: list[_Group] = []
         views: dict[str, Tensor] = {}
-        for (dtype, names), total in zip(groups.items(), torch.split(self._flat, sizes), strict=True):
-            self._groups.append(_Group([self._shown[name] for name in names], total, dtype))
+        for ((_, dtype), names), total in zip(groups.items(), torch.split(self.sums[:-1], sizes), strict=True):
+            self._groups.append(_Group([self.shown[name] for name in names], total, dtype))
             views.update(zip(names, self._groups[-1].totals, strict=True))
         self.gradients = [views[name] for name in self.tensors]
-        self._attach()
+        self._common = [views[name] for name in self.tensors if name not in apart]
+        self.attach()
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """Puts the gradients where optimizers look for them."""
         for master, gradient in zip(self.tensors.values(), self.gradients, strict=True):
             master.grad = gradient
 
     def clear(self) -> None:
         """Begins a step: sets all gradients and the loss to 0."""
         self.sums.zero_()
-        for param in self._shown.values():
+        for param in self.shown.values():
             param.grad = None  # else autograd would add to it, a kernel a parameter
 
     def collect(self) -> None:
@@ -71,26 +103,45 @@ class Masters:
         for group in self._groups:
             group.collect()
 
-    def finish(self, parts: int, clip_norm: float | None) -> Tensor:
+    def finish(
+        self,
+        parts: int,
+        clip_norm: float | None,
+        apart: Sequence[Tensor] = (),
+        add: Callable[[Tensor], None] = lambda squares: None,
+    ) -> Tensor:
         """Turns the sums over `parts` backward passes into means and clips the gradients to `clip_norm`.
+
+        Of the parameters that are added up apart, `apart` holds this process's part of the gradients, which is treated
+        alike; `add` replaces a tensor by its sum over all processes. Their own `gradients` stay as they are.
 
         Returns the 2-norm over all gradients before clipping, f32 [], without waiting for the device.
         """
         if parts > 1:
-            self.sums.mul_(1 / parts)
-        norm = get_total_norm(self.gradients)
+            self.common.mul_(1 / parts)
+            for tensor in apart:
+                tensor.mul_(1 / parts)
+        norm = get_total_norm(self._common)
+        if apart:
+            squares = get_total_norm(apart).square()
+            add(squares)
+            norm = (norm.square() + squares).sqrt()
         if clip_norm is not None:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
             # one gradient that is not finite must not make the others so: it could no longer be named
-            self._flat.mul_(torch.where(norm.isfinite(), factor, 1.0))
-        self._attach()
+            factor = torch.where(norm.isfinite(), factor, 1.0)
+            for tensor in (self.common[:-1], *apart):
+                tensor.mul_(factor)
+        self.attach()
         return norm
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Casts the masters into the copies that the model reads."""
+        """Casts, or rounds, the masters into the copies that the model reads."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._sources)
+        if self._rounded is not None:
+            self._rounded.write()
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:
@@ -102,7 +153,7 @@ class Masters:
     @contextmanager
     def showing(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """Lets the model run with other weights for a while."""
-        own = {name: param.detach().clone() for name, param in self._shown.items()}
+        own = {name: param.detach().clone() for name, param in self.shown.items()}
         try:
             self._show(weights)
             yield
@@ -111,7 +162,7 @@ class Masters:
 
     @torch.no_grad()
     def _show(self, weights: Mapping[str, Tensor]) -> None:
-        for name, param in self._shown.items():
+        for name, param in self.shown.items():
             param.copy_(weights[name])
 
     def first_not_finite(self) -> str | None:

@@ -3,7 +3,31 @@
 `step` counts the updates made so far, so the first update sees step 0.
 """
 
-from specc.compiler.train_spec import Ramp, ScheduleSpec, TrainSpec
+import math
+from dataclasses import dataclass
+
+from specc.compiler.optimizer_spec import Ramp, Taper
+from specc.compiler.train_spec import ScheduleSpec, TrainSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a run stands before an update.
+
+    Attributes:
+        multiplier: what learning rates are multiplied by.
+        warm_down: the multiplier without its warm-up: what begins late in a run goes by it.
+        done: the share of the run that is behind, 0 to 1.
+    """
+
+    multiplier: float = 1.0
+    warm_down: float = 1.0
+    done: float = 0.0
+
+
+def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
+    """The moment after `step` updates and `seconds` of training."""
+    return Moment(multiplier(train, step, seconds), warm_down(train, step, seconds), progress(train, step, seconds))
 
 
 def multiplier(train: TrainSpec, step: int, seconds: float) -> float:
@@ -12,6 +36,14 @@ def multiplier(train: TrainSpec, step: int, seconds: float) -> float:
         return by_steps(train.schedule, train.steps, step)
     assert train.budget_seconds is not None  # the spec has exactly one of the two
     return by_clock(train.schedule, train.budget_seconds, step, seconds)
+
+
+def warm_down(train: TrainSpec, step: int, seconds: float) -> float:
+    """The multiplier as if there were no warm-up: 1, then down to the floor."""
+    if train.steps is not None:
+        return down_by_steps(train.schedule, train.steps, step)
+    assert train.budget_seconds is not None
+    return down_by_clock(train.schedule, train.budget_seconds, step, seconds)
 
 
 def progress(train: TrainSpec, step: int, seconds: float) -> float:
@@ -25,9 +57,12 @@ def progress(train: TrainSpec, step: int, seconds: float) -> float:
 def by_steps(schedule: ScheduleSpec, steps: int, step: int) -> float:
     """A run of `steps` updates: up in a straight line over the steps of the warm-up, which end at 1, and down
     to `floor` over those of the warm-down, which begin at 1 and aim at 0 just after the last update."""
-    left, (warmup, warmdown) = steps - step, schedule.of(steps)
-    down = 1.0 if left >= warmdown else max(left / warmdown, schedule.floor)
-    return min(_warm_up(warmup, step), down)
+    return min(_up(step, schedule.of(steps)[0]), down_by_steps(schedule, steps, step))
+
+
+def down_by_steps(schedule: ScheduleSpec, steps: int, step: int) -> float:
+    """`by_steps` without the warm-up."""
+    return _down(steps - step, schedule.of(steps)[1], schedule.floor)
 
 
 def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -> float:
@@ -35,12 +70,29 @@ def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -
     so the warm-down ends with the budget on a machine of any speed.
 
     With T the budget, t the seconds, s their mean by step and W the warm-down: 1 while T - t > W s, then
-    max((T - t) / (W s), floor) (parameter-golf's wall-clock schedule).
+    max((T - t) / (W s), floor) (parameter-golf's wall-clock schedule). A warm-down of the fraction f has f T in place
+    of W s. A warm-up goes by steps; one of the fraction f is f T / s of them, by the mean so far. Before the first
+    update that is not known, so that it has the multiplier 0.
     """
-    left = max(0.0, budget - seconds)
+    warmup: float = schedule.warmup_steps
+    if schedule.warmup_fraction:
+        warmup = schedule.warmup_fraction * budget * step / seconds if seconds else math.inf
+    return min(_up(step, warmup), down_by_clock(schedule, budget, step, seconds))
+
+
+def down_by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -> float:
+    """`by_clock` without the warm-up."""
     span = schedule.warmdown_steps * seconds / step if step else 0.0
-    down = 1.0 if left >= span else max(left / span, schedule.floor)
-    return min(_warm_up(schedule.warmup_steps, step), down)
+    return _down(max(0.0, budget - seconds), schedule.warmdown_fraction * budget or span, schedule.floor)
+
+
+def _up(step: int, span: float) -> float:
+    # the first update is already above 0: at 0 it would be a step that learns nothing
+    return min(1.0, (step + 1) / span) if span else 1.0
+
+
+def _down(left: float, span: float, floor: float) -> float:
+    return 1.0 if left >= span else max(left / span, floor)
 
 
 def value_at(value: float | Ramp, step: int) -> float:
@@ -50,6 +102,8 @@ def value_at(value: float | Ramp, step: int) -> float:
     return value
 
 
-def _warm_up(steps: int, step: int) -> float:
-    # the first update is already above 0: at 0 it would be a step that learns nothing
-    return min(1.0, (step + 1) / steps) if steps else 1.0
+def tapered(value: float | Taper, done: float) -> float:
+    """A number, or where its taper stands when the share `done` of the run is behind."""
+    if isinstance(value, Taper):
+        return value.start + (value.end - value.start) * max(0.0, done - value.after) / (1 - value.after)
+    return value

@@ -71,6 +71,6 @@ def choose(
 
 
 def promoted(base: Allocation, schemes: Allocation, sensitivity: Mapping[str, float]) -> tuple[str, ...]:
-    """The parameters with another scheme than in `base`, by falling sensitivity, equals by name."""
-    changed = [name for name in base if base[name] != schemes[name]]
+    """The parameters with more bits than in `base`, by falling sensitivity, equals by name."""
+    changed = [name for name in base if base[name].bits_per_value() < schemes[name].bits_per_value()]
     return tuple(sorted(changed, key=lambda name: (-sensitivity[name], name)))

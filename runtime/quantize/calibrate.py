@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from specc.compiler.spec import Calibrate
 from specc.runtime.data import Loader, TokenStream
+from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.hessian import Hessians
 
 Observe = Callable[[str, Tensor], None]
@@ -26,11 +27,11 @@ class ScoreTracer(fx.Tracer):
 
 class Capture(fx.Interpreter):
     """Runs the `score` program of a model made without fusion points, and shows `observe` the input
-    [..., features] of each linear under the name of the parameter that is its weight."""
+    [..., features] of each linear under the name of the parameter that is its weight, and `results` its output."""
 
-    def __init__(self, model: nn.Module, observe: Observe) -> None:
+    def __init__(self, model: nn.Module, observe: Observe, results: Observe | None = None) -> None:
         super().__init__(model, graph=ScoreTracer().trace(model))
-        self._observe = observe
+        self._observe, self._results = observe, results
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,7 +44,10 @@ class Capture(fx.Interpreter):
         if linear is not None:
             name, value = linear
             self._observe(name, self.env[value])
-        return super().run_node(n)
+        result = super().run_node(n)
+        if linear is not None and self._results is not None:
+            self._results(linear[0], result)
+        return result
 
 
 def _linear(node: fx.Node) -> tuple[str, fx.Node] | None:
@@ -92,3 +96,37 @@ def capture_hessians(
             if progress is not None:
                 progress(done)
     return hessians.mean()
+
+
+def capture_gradients(
+    model: nn.Module,
+    windows: Iterator[tuple[Tensor, Tensor]],
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> Mapping[str, Tensor]:
+    """How much the loss hangs on each output of every linear: the mean over all rows of all windows of (dl/dy_i)^2, f64
+    [features out] on `device`, by parameter; l is the sum of all targets' nats.
+
+    `model` is as for `capture_hessians`. Raises QuantizeError where a gradient holds NaN or infinity.
+    """
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
+    outputs: list[tuple[str, Tensor]] = []
+    capture = Capture(model, lambda name, value: None, lambda name, value: outputs.append((name, value)))
+    done = 0
+    for ids, targets in windows:
+        outputs.clear()
+        with torch.enable_grad():
+            nats = capture.run(ids.to(device), targets.to(device))
+        gradients = torch.autograd.grad(nats.sum(), [value for _, value in outputs])
+        for (name, value), gradient in zip(outputs, gradients, strict=True):
+            squares = gradient.detach().flatten(0, -2).double().square().sum(0)
+            sums[name] = sums[name] + squares if name in sums else squares
+            rows[name] = rows.get(name, 0) + value[..., 0].numel()
+        done += ids.shape[0]
+        if progress is not None:
+            progress(done)
+    for name, total in sums.items():
+        if not bool(total.isfinite().all()):
+            raise QuantizeError(f"{name}: the gradient of its output holds NaN or infinity", "calibrate otherwise")
+    return {name: total / rows[name] for name, total in sums.items()}

@@ -7,11 +7,10 @@ spec, and hold the artifact to its budget by its exact bytes.
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,13 +19,12 @@ from specc.compiler.build import canonical
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.passes.quantize_products import Source, integer_products
 from specc.compiler.pipeline import lower
-from specc.compiler.quant.scheme import Scheme, Seen
-from specc.compiler.spec import RULES, SCHEMES, Spec
+from specc.compiler.spec import Spec
 from specc.runtime import committed
 from specc.runtime.data import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.evaluate import METRICS, EvaluateOptions, Scored
-from specc.runtime.export.artifact import ArtifactSize, measured_bytes, write_artifact
+from specc.runtime.export.artifact import ArtifactSize, write_artifact
 from specc.runtime.load import assign
 from specc.runtime.opened import (
     ARTIFACT,
@@ -39,17 +37,17 @@ from specc.runtime.opened import (
     realize_stored,
     token_cache,
 )
-from specc.runtime.quantize.budget import Allocation, choose, promoted
-from specc.runtime.quantize.calibrate import calibration_windows, capture_hessians
+from specc.runtime.quantize.budget import Allocation, promoted
+from specc.runtime.quantize.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.quantize.hessian import traces
+from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_peaks
 from specc.runtime.quantize.report import Row, report
-from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
+from specc.runtime.quantize.tensors import dequantized
 from specc.runtime.run import SPEC, Run, locked, readable
 from specc.runtime.sources.source import source_of
 
 REPORT = "report.json"
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +122,18 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
 
     before = measure(opened)
     say(f"before: {before.report()[0]}")
-    base = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
+    base: Allocation = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
     hessians: Mapping[str, Tensor] = {}
-    if quant.promote is not None or any(scheme.needs_hessian for scheme in base.values()):
-        hessians = _calibrate(run, opened, options, weights, tell)
+    gradients: Mapping[str, Tensor] = {}
+    chooses = quant.promote is not None or quant.allocate is not None
+    if chooses or any(scheme.needs_hessian for scheme in base.values()):
+        hessians, gradients = _calibrate(run, opened, options, weights, tell)
     on_device = {name: tensor.to(opened.device) for name, tensor in weights.items()}
     sources = integer_products(lower(run.spec, opened.loaded.target.name), base)
     peaks = _peaks(run, opened, options, on_device, sources, tell) if sources else {}
-    quantizer = Quantizer(run.spec, on_device, hessians, tell, sources, peaks)
-    schemes = choose(quant, base, traces(hessians), quantizer.estimate, quantizer.exact, say)
+    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, peaks)
+    base = quantizer.corrected(base)
+    schemes = quantizer.chosen(base, say)
     model = quantizer.model(schemes)
 
     if sources:
@@ -149,88 +150,28 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     return result
 
 
-def plain(scheme: Scheme) -> Scheme:
-    """The scheme of a rule, without what the rule matches."""
-    kind = next(kind for kind in SCHEMES if isinstance(scheme, kind))
-    settings = {name: getattr(scheme, name) for name in kind.model_fields}
-    return cast(Scheme, kind.model_validate(settings))
-
-
-def resolved(spec: Spec, schemes: Allocation) -> Spec:
-    """`spec` with its quantization written out: one rule a parameter, and no promotion left to decide."""
-    assert spec.quant is not None
-    rule_of = dict(zip(SCHEMES, RULES, strict=True))
-    rules = tuple(
-        rule_of[type(scheme)].model_validate({"match": name, **dict(scheme)}) for name, scheme in schemes.items()
-    )
-    return spec.model_copy(update={"quant": spec.quant.model_copy(update={"rules": rules, "promote": None})})
-
-
-class Quantizer:
-    """Quantizes parameters as allocations are tried; each (parameter, scheme) once."""
-
-    def __init__(
-        self,
-        spec: Spec,
-        weights: Mapping[str, Tensor],
-        hessians: Mapping[str, Tensor],
-        tell: Progress,
-        sources: Sequence[Source] = (),
-        peaks: Mapping[str, float] | None = None,
-    ) -> None:
-        self.spec, self.weights, self.hessians, self._tell = spec, weights, hessians, tell
-        self._peaks = peaks or {}
-        self._weight_of = {source.bias: source.weight for source in sources if source.bias}
-        self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
-        self._sizes: dict[tuple[str, Scheme], int] = {}
-
-    def model(self, schemes: Allocation) -> QuantizedModel:
-        """Every parameter by its scheme. Raises QuantizeError naming one that cannot be."""
-        for done, (name, scheme) in enumerate(schemes.items(), 1):
-            if (name, scheme) not in self._made:
-                self._one(name, schemes)
-                self._tell("quantize", done, len(schemes))
-        shapes = {name: tuple(self.weights[name].shape) for name in schemes}
-        tensors = {name: self._made[name, scheme].tensors[name] for name, scheme in schemes.items()}
-        return QuantizedModel(dict(schemes), shapes, tensors)
-
-    def _one(self, name: str, schemes: Allocation) -> QuantizedModel:
-        """One parameter by its scheme; the weight that it is the bias of before it."""
-        scheme = schemes[name]
-        if (name, scheme) not in self._made:
-            weight = self._weight_of.get(name)
-            beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
-            seen = Seen(self.hessians.get(name) if scheme.needs_hessian else None, self._peaks.get(name), beside)
-            one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
-            self._made[name, scheme] = one
-            self._sizes[name, scheme] = entropy_bytes(one)
-        return self._made[name, scheme]
-
-    def estimate(self, schemes: Allocation) -> int:
-        """About how many bytes the arrays take compressed."""
-        self.model(schemes)
-        return sum(self._sizes[item] for item in schemes.items())
-
-    def exact(self, schemes: Allocation) -> int:
-        """The bytes of the artifact."""
-        model = self.model(schemes)
-        text = canonical(resolved(self.spec, schemes)).encode()
-        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors)
-
-
 def _calibrate(
     run: Run, opened: Opened, options: QuantizeOptions, weights: Mapping[str, Tensor], tell: Progress
-) -> Mapping[str, Tensor]:
-    """The Hessians of the run's spec, from the unfused model on the training split."""
-    assert run.spec.quant is not None
-    wanted = run.spec.quant.calibrate
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """The Hessians of the run's spec, and where it allocates bits the gradients, from the unfused model on the training
+    split."""
+    quant = run.spec.quant
+    assert quant is not None
+    wanted = quant.calibrate
     unfused = realize(run.spec, opened.loaded.target.name, options.device, weights, fuse=False)
     stream = open_stream(options.data or run.data, "train", opened.tokenizer, options.cache or token_cache())
+
+    def windows() -> Iterator[tuple[Tensor, Tensor]]:
+        return calibration_windows(stream, wanted, run.spec.model.window, run.spec.train.seed)
+
+    def telling(stage: str) -> Callable[[int], None]:
+        return lambda done: tell(stage, done, wanted.sequences)
+
     try:
-        windows = calibration_windows(stream, wanted, run.spec.model.window, run.spec.train.seed)
-        return capture_hessians(
-            unfused.model, windows, opened.device, lambda done: tell("calibrate", done, wanted.sequences)
-        )
+        hessians = capture_hessians(unfused.model, windows(), opened.device, telling("calibrate"))
+        if quant.allocate is None:
+            return hessians, {}
+        return hessians, capture_gradients(unfused.model, windows(), opened.device, telling("gradients"))
     except torch.OutOfMemoryError as error:
         raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
     finally:
@@ -276,7 +217,8 @@ def _write(
     spec = resolved(run.spec, schemes)
     model, deployment = quantizer.model(schemes), Deployment.of(spec)
     sensitivity = traces(quantizer.hessians)
-    rows, more = report(quantizer.weights, model, quantizer.hessians), promoted(base, schemes, sensitivity)
+    rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients)
+    more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None
     before, after = losses
     # Beside the run's own lock: a run that still trains may be quantized from its last checkpoint.

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specc.runtime.quantize.tensors import QuantizedModel, dequantized
+from specc.runtime.quantize.solve import added_nats
+from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,8 @@ class Row:
 
     `mse` is the mean squared error of the weights. `output_error` is ||dW X|| / ||W X|| over the calibration
     inputs, which is sqrt(tr(dW H dW^T) / tr(W H W^T)); None without a Hessian. `bytes` is stored bytes before
-    compression.
+    compression, `compressed` about how many they take after it. `added_nats` is what the error adds to the loss, a
+    token, by the estimate that bits are allocated by; None where there is none.
     """
 
     name: str
@@ -24,10 +26,19 @@ class Row:
     mse: float
     output_error: float | None
     bytes: int
+    compressed: int
+    added_nats: float | None
 
 
-def report(params: Mapping[str, Tensor], model: QuantizedModel, hessians: Mapping[str, Tensor]) -> tuple[Row, ...]:
-    """A row per parameter, in the model's order. `params` are the originals; `hessians` may lack names."""
+def report(
+    params: Mapping[str, Tensor],
+    model: QuantizedModel,
+    hessians: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor] | None = None,
+) -> tuple[Row, ...]:
+    """A row per parameter, in the model's order. `params` are the originals; `hessians`, and `gradients` as
+    `capture_gradients` gives them, may lack names."""
+    gradients = gradients or {}
     restored = dequantized(model)
     rows: list[Row] = []
     for name, scheme in model.schemes.items():
@@ -42,6 +53,10 @@ def report(params: Mapping[str, Tensor], model: QuantizedModel, hessians: Mappin
                 float(delta.square().mean()),
                 None if hessian is None else _output_error(delta, weight, hessian.cpu().double()),
                 sum(stored.bytes for stored in scheme.stored(model.shapes[name])),
+                entropy_bytes(model.only(name)),
+                added_nats(delta, hessian.cpu(), gradients[name].cpu())
+                if hessian is not None and name in gradients
+                else None,
             )
         )
     return tuple(rows)
@@ -61,12 +76,15 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 
 def table(rows: tuple[Row, ...]) -> str:
     """The rows as aligned text, with a header and a total."""
-    cells = [("parameter", "scheme", "bits", "weight mse", "output error", "bytes")]
+    cells = [("parameter", "scheme", "bits", "weight mse", "output error", "compressed", "bytes")]
     for row in rows:
         error = "-" if row.output_error is None else f"{row.output_error:.4%}"
-        cells.append((row.name, row.scheme, f"{row.bits:g}", f"{row.mse:.3e}", error, f"{row.bytes:,}"))
-    cells.append(("total", "", "", "", "", f"{sum(row.bytes for row in rows):,}"))
-    widths = [max(len(line[i]) for line in cells) for i in range(6)]
+        cells.append(
+            (row.name, row.scheme, f"{row.bits:g}", f"{row.mse:.3e}", error, f"{row.compressed:,}", f"{row.bytes:,}")
+        )
+    totals = (f"{sum(row.compressed for row in rows):,}", f"{sum(row.bytes for row in rows):,}")
+    cells.append(("total", "", "", "", "", *totals))
+    widths = [max(len(line[i]) for line in cells) for i in range(7)]
     lines = []
     for line in cells:
         left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]

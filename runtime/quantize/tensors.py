@@ -28,6 +28,10 @@ class QuantizedModel:
         """What an artifact stores, in the order of `schemes`."""
         return layout(self.schemes, self.shapes)
 
+    def only(self, name: str) -> "QuantizedModel":
+        """One parameter of it."""
+        return QuantizedModel({name: self.schemes[name]}, {name: self.shapes[name]}, {name: self.tensors[name]})
+
 
 def layout(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     """The stored arrays of parameters of `shapes`, in the order of `schemes`."""

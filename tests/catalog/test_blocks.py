@@ -11,7 +11,7 @@ import torch
 from tiny_models import ATTENTION, FUSE_MLP, MLP, Pair, float64, pair, tiny
 
 from specc.compiler import blocks, witness
-from specc.compiler.blocks.roles import Embed, Layer, Norm, Skips
+from specc.compiler.blocks.roles import Embed, Layer, Mix, Norm, Skips
 from specc.compiler.catalog import models
 from specc.compiler.programs import flatten
 from specc.compiler.strict import tag_of
@@ -112,6 +112,117 @@ CASES: Mapping[str, dict[str, Any]] = {
         "blocks": {"skips": {"kind": "unet"}, "norm": {"kind": "rms", "scale": "1/(layer + 1)"}},
         "layers": ({**ATTENTION, "rope": {}}, {**MLP, "residual": "learned"}),
         "count": 5,
+    },
+    "unet_gated": {"blocks": {"skips": {"kind": "unet", "gated": True}}, "count": 3},
+    "mix": {"blocks": {"mix": {"kind": "embedded"}}},
+    "mix_of_one_block": {"blocks": {"mix": {"kind": "embedded"}}, "count": 1},
+    "mix_and_skips": {"blocks": {"mix": {"kind": "embedded"}, "skips": {"kind": "unet"}}, "count": 3},
+    "rope_trained": attention(rope={"trained": 3}),
+    "values": attention(values={"dim": 3}),
+    "values_of_all_layers_listed": attention(values={"dim": 3, "layers": [0, 1]}, rope={}),
+    "values_in_one": attention(values={"dim": 3, "layers": [1]}, kv_heads=1, rope={}),
+    "values_in_two_with_skips": {
+        **attention(values={"dim": 3, "layers": [3, 4]}),
+        "blocks": {"skips": {"kind": "unet"}},
+        "count": 5,
+    },
+    "values_before_skips": {
+        **attention(values={"dim": 3, "layers": [0, 2]}),
+        "blocks": {"skips": {"kind": "unet"}},
+        "count": 3,
+    },
+    "values_of_two_attentions": {
+        "layers": (
+            {**ATTENTION, "name": "near", "window": 3, "values": {"dim": 2, "layers": [1]}},
+            {**ATTENTION, "name": "far", "kv_heads": 1, "values": {"dim": 3, "layers": [0]}},
+            MLP,
+        ),
+    },
+    "exclude": attention(exclude={}),
+    "exclude_groups": attention(exclude={}, kv_heads=1, rope={}, window=4),
+    "exclude_in_some": {**attention(exclude={"layers": [1, 2]}), "count": 4},
+    "gate": attention(gate={"features": 3}),
+    "gate_of_all_features": attention(gate={"act": "sigmoid(x)", "init": {"normal": 0.005}}),
+    "gate_sparse": attention(gate={"features": 4, "act": "sigmoid(0.5 * x)"}, exclude={}, kv_heads=1),
+    "parallel": {"blocks": {"parallel": [0, 1]}},
+    "parallel_in_one": {
+        "layers": ({**ATTENTION, "residual": "learned", "rope": {}}, {**MLP, "residual": 0.5}),
+        "blocks": {"parallel": [2], "norm": {"kind": "rms", "affine": True, "scale": "1/(layer + 1)"}},
+        "count": 4,
+    },
+    "loop": {"blocks": {"loop": {"first": 0, "last": 0, "passes": 2}}, "count": 1},
+    "loop_of_two": {
+        "layers": ({**ATTENTION, "rope": {}}, {**MLP, "residual": "1/(layer + 1)"}),
+        "blocks": {"loop": {"first": 1, "last": 2, "passes": 3}},
+        "count": 4,
+    },
+    "loop_and_skips": {
+        **attention(rope={}, kv_heads=1),
+        "blocks": {"loop": {"first": 1, "last": 1, "passes": 3}, "skips": {"kind": "unet"}},
+        "count": 3,
+    },
+    "loop_with_all": {
+        **attention(rope={}, values={"dim": 3, "layers": [1, 3]}, exclude={"layers": [2, 3]}),
+        "blocks": {
+            "loop": {"first": 1, "last": 2, "passes": 2},
+            "skips": {"kind": "unet", "gated": True},
+            "mix": {"kind": "embedded"},
+            "parallel": [2, 3],
+        },
+        "embed": [{"kind": "token"}, {"kind": "norm"}, {"kind": "smear"}],
+        "count": 4,
+    },
+    "loop_values_without_skips": {
+        **attention(values={"dim": 3, "layers": [1]}),
+        "blocks": {"loop": {"first": 1, "last": 1, "passes": 2}},
+        "count": 2,
+    },
+    "bigram": {"embed": [{"kind": "token"}, {"kind": "bigram", "buckets": 16, "dim": 3, "bos": 4}]},
+    "bigram_norm_smear": {
+        "embed": [
+            {"kind": "token"},
+            {"kind": "bigram", "buckets": 32, "dim": 5, "scale": 0.5},
+            {"kind": "norm"},
+            {"kind": "smear"},
+        ],
+    },
+    "smear_bos": {"embed": [{"kind": "token"}, {"kind": "norm"}, {"kind": "smear", "bos": 4}]},
+    "smear_by_token": {
+        "embed": [{"kind": "token"}, {"kind": "smear_by_token", "features": 3, "bos": 4}, {"kind": "norm"}],
+    },
+    "smear_by_token_narrow": {
+        "embed": [{"kind": "token", "dim": 4}, {"kind": "smear_by_token", "features": 4}, {"kind": "project"}],
+        "head": {"tied": False},
+    },
+    "everything": {
+        "embed": [
+            {"kind": "token"},
+            {"kind": "bigram", "buckets": 32, "dim": 5},
+            {"kind": "norm"},
+            {"kind": "smear", "bos": 4},
+        ],
+        "layers": (
+            {
+                **ATTENTION,
+                "kv_heads": 1,
+                "rope": {"dims": 4, "trained": 6},
+                "qk_norm": {"gain": 1.5},
+                "values": {"dim": 3, "layers": [3, 4]},
+                "exclude": {},
+                "gate": {"features": 3},
+                "residual": "learned",
+            },
+            {**MLP, "residual": "learned"},
+        ),
+        "blocks": {
+            "norm": {"kind": "rms", "scale": "1/sqrt(layer + 1)"},
+            "skips": {"kind": "unet", "gated": True},
+            "mix": {"kind": "embedded"},
+            "parallel": [4],
+        },
+        "head": {"softcap": 2.5},
+        "count": 5,
+        "fuse": (*NORM_ROPE, FUSE_MLP, LOSS),
     },
     "two_mlps": {
         "layers": (ATTENTION, {**MLP, "name": "wide", "hidden": 16}, {**MLP, "name": "deep", "act": "gelu(x)"}),
@@ -268,7 +379,9 @@ def test_generated_code_is_ruff_clean(both: tuple[Pair, Pair]) -> None:
 
 
 def test_every_kind_of_block_is_in_a_case() -> None:
-    wanted = {tag_of(model, "kind") for role in (Embed, Layer, Norm, Skips) for model in models(blocks, role, "kind")}
+    wanted = {
+        tag_of(model, "kind") for role in (Embed, Layer, Mix, Norm, Skips) for model in models(blocks, role, "kind")
+    }
     used: set[object] = {"rms"}  # the default
 
     def collect(value: object) -> None:

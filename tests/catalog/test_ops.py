@@ -25,17 +25,20 @@ from specc.compiler.ops.attention import (
     SdpaSeen,
 )
 from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.exclusive import Exclusive
+from specc.compiler.ops.hash import BigramHash
 from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.norm_rope import NormRope, NormRopeGrad
 from specc.compiler.ops.pointwise import Pointwise, SumTo
+from specc.compiler.ops.previous import KeepLast, Previous, PreviousKept, Reset
 from specc.compiler.ops.quantized import CellMarks, CropColumns, Int8Linear, LstmUpdate, Part, QuantizeRows, TimeMajor
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.ops.rope import Positions, Rope, RopeAngles
 from specc.compiler.ops.sequence import AsStep, Concat, Copy, Moves, Repeat, Reversed, Seen, Shift, StateWrite, Zeros
-from specc.compiler.ops.shape import CropRows, Embedding, Last, MergeHeads, PadRows, SplitHeads
+from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Last, MergeHeads, PadRows, SplitHeads
 from specc.compiler.ops.sinusoid import Sinusoid
 from specc.compiler.render import render
 
@@ -93,6 +96,23 @@ SAMPLES = [
     Sample(SplitHeads(4), (X,)),
     Sample(MergeHeads(), (HEADS,)),
     Sample(Last(), (X,)),
+    Sample(FirstFeatures(3), (X,)),
+    Sample(FirstFeatures(8), (X,)),
+    Sample(Exclusive(), (HEADS, HEADS)),
+    Sample(Exclusive(), (HEADS, "f32[B,T,2,6]")),
+    Sample(Exclusive(), (HEADS, "f32[B,T,1,6]")),
+    Sample(Previous(), (X,)),
+    Sample(Previous(-1), (IDS,)),
+    Sample(Previous(), (HEADS,)),
+    Sample(PreviousKept(), (X, "f32[B,1,8]", "i64[]"), ids=2),
+    Sample(PreviousKept(-1), (IDS, "i64[B,1]", "i64[]"), ids=2),
+    Sample(KeepLast(), ("f32[B,1,8]", X)),
+    Sample(KeepLast(), ("i64[B,1]", IDS)),
+    Sample(Reset(2), (X, IDS), ids=3),
+    Sample(Reset(0, -1), (IDS, IDS), ids=3),
+    Sample(Reset(1), (HEADS, IDS), ids=3),
+    Sample(BigramHash(3072), (IDS, IDS), ids=2**31),
+    Sample(BigramHash(2), (IDS, IDS)),
     Sample(PadRows(11), ("f32[7,8]",)),
     Sample(PadRows(7), ("f32[7,8]",)),
     Sample(CropRows(5), ("f32[7,8]",)),
@@ -229,7 +249,8 @@ def test_spelling_equals_the_reference(sample: Sample, seed: int) -> None:
     wanted = many(sample.op.reference(*in_float64(given)))
     assert len(found) == len(wanted)
     for have, want in zip(found, wanted, strict=True):
-        assert want.dtype in (torch.float64, torch.int64, torch.bool, torch.int8) or isinstance(sample.op, CellMarks)
+        exact = (torch.float64, torch.int32, torch.int64, torch.bool, torch.int8)
+        assert want.dtype in exact or isinstance(sample.op, CellMarks)
         tolerance = 1e-6 if casts else 1e-12
         torch.testing.assert_close(have.to(want.dtype), want, rtol=tolerance, atol=tolerance)
 
@@ -275,6 +296,10 @@ def different(sample: Sample) -> Sample | None:
         Shift: {"start": 2},
         Dropout: {"p": 0.25},
         Zeros: {"shape": (2, 3)},
+        Previous: {"fill": 5},
+        PreviousKept: {"fill": 5},
+        Reset: {"token": 4},
+        BigramHash: {"buckets": 77},
     }
     if isinstance(sample.op, Sdpa | SdpaCached):
         return replace(sample, op=replace(sample.op, window=(sample.op.window or 0) + 1))
@@ -310,7 +335,8 @@ def test_flops_grow_in_proportion_to_the_rows(sample: Sample) -> None:
     one, three = (sample.op.flops(types, sample.op.infer(types), {**SIZES, "B": rows}) for rows in (1, 3))
     rowless = not any("B" in type.shape for type in types) or isinstance(sample.op, Positions)
     assert three == (one if rowless else 3 * one)
-    moves = (Embedding, SplitHeads, MergeHeads, Last, PadRows, CropRows, CacheWrite, Positions, Moves)
+    moves = (Embedding, SplitHeads, MergeHeads, Last, FirstFeatures, PadRows, CropRows, CacheWrite, Positions, Moves)
+    moves += (Previous, PreviousKept, KeepLast, Reset, BigramHash)
     assert (one == 0) == isinstance(sample.op, moves)
 
 
@@ -429,6 +455,14 @@ ERRORS = [
     (CacheWrite(), ("f32[B,S,4,6]", "f32[B,T,2,6]", "i64[T]"), "n keeps f32[B,S,4,6] but is given f32[B,T,2,6]"),
     (Rope(), (HEADS, "f32[T,4]", "f32[T,4]"), "n rotates 8 dims of heads of 6"),
     (SplitHeads(3), (X,), "n splits v0 of 8 features into 3 equal heads"),
+    (FirstFeatures(9), (X,), "n reads 9 features but v0 gives 8"),
+    (Exclusive(), (HEADS, "f32[B,T,3,6]"), "n takes values f32[B,T,3,6] out of f32[B,T,4,6]"),
+    (Exclusive(), (HEADS, "f32[B,T,2,5]"), "n takes values f32[B,T,2,5] out of f32[B,T,4,6]"),
+    (Previous(), ("f32[B]",), "n takes [B, T, ...], not f32[B]"),
+    (PreviousKept(), (X, "f32[B,1,7]", "i64[]"), "n keeps f32[B,1,7] of f32[B,T,8]"),
+    (KeepLast(), ("f32[B,2,8]", X), "n keeps f32[B,2,8] of f32[B,T,8]"),
+    (Reset(1), (X, "i64[B]"), "n resets f32[B,T,8] where ids i64[B] say so"),
+    (BigramHash(7), (IDS, "i64[B,S]"), "n pairs ids i64[B,T] with i64[B,S]"),
     (CrossEntropy("mean"), ("f32[B,T,7]", "i64[B]"), "n scores f32[B,T,7] by targets i64[B]"),
     (SoftmaxLoss(7, "mean"), ("f32[B,T,8]", "i64[B]"), "n scores f32[B,T,8] by targets i64[B]"),
     (SoftmaxLoss(9, "none"), ("f32[B,T,8]", IDS), "n wants 9 logits; v0 gives 8"),

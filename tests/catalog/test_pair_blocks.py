@@ -65,6 +65,21 @@ CASES: Mapping[str, dict[str, Any]] = {
         [LEARNED, blocks({**SELF, "residual": "learned"}, {**MLP, "residual": "1/(layer + 1)"})],
         [LEARNED, blocks(SELF, CROSS, {**MLP, "residual": 0.5}, skips={"kind": "unet"})],
     ),
+    "mixed": case(
+        [LEARNED, blocks({**SELF, "exclude": {"layers": [1]}, "gate": {"features": 4}}, MLP, mix={"kind": "embedded"})],
+        [LEARNED, blocks(SELF, {**CROSS, "gate": {}}, MLP, mix={"kind": "embedded"}, parallel=[0])],
+    ),
+    "values_and_skips": case(
+        [
+            LEARNED,
+            blocks({**SELF, "rope": {}, "values": {"dim": 3, "layers": [1, 3]}}, count=4, skips={"kind": "unet"}),
+        ],
+        [
+            LEARNED,
+            blocks({**SELF, "rope": {}, "values": {"dim": 3, "layers": [1]}}, CROSS, skips={"kind": "unet"}),
+            {**blocks({**SELF, "rope": {}, "values": {"dim": 2}}), "name": "late"},
+        ],
+    ),
     "two_stacks": case(
         [LEARNED, blocks(SELF, MLP), {**blocks(MLP), "name": "late"}],
         [LEARNED, blocks(SELF), {**blocks(SELF, CROSS), "name": "late"}, CONCAT],
@@ -86,6 +101,10 @@ CASES: Mapping[str, dict[str, Any]] = {
         [EMBED, {**SELF, "bias": True}, {**CROSS, "bias": True}, CONCAT, LSTM],
         bridge={"kind": "concat"},
         head=UNTIED,
+    ),
+    "attention_with_positions": case(
+        [EMBED, {**SELF, "rope": {}, "values": {"dim": 3}}],
+        [EMBED, {**SELF, "rope": {}, "values": {"dim": 3}, "exclude": {}}, {**CROSS, "gate": {}}],
     ),
     "attention_behind_an_lstm": case(RECURRENT, [EMBED, LSTM, CROSS, {**LSTM, "name": "second"}, CONCAT], head=UNTIED),
     "additive_relu": case(RECURRENT, [EMBED, ADDITIVE, CONCAT, LSTM], bridge={"kind": "linear"}),

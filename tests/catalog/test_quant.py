@@ -105,6 +105,19 @@ class TestEveryScheme:
         other = quantized(scheme, weight.T.contiguous().T, hessian.double())
         assert all(np.array_equal(first[key], other[key]) for key in first)
 
+    def test_its_grid_is_what_it_would_store_without_data(self, scheme: Scheme) -> None:
+        if not scheme.has_grid:
+            with pytest.raises(SchemeError, match="no grid"):
+                scheme.on_grid(torch.ones(1, 2, 3))
+            return
+        for i, shape in enumerate(shapes(3, 8)):
+            weight, _ = example(shape, i)
+            plain = Round(bits=int(scheme.bits_per_value()))
+            wanted = plain.dequantize(plain.quantize(weight, None), shape)
+            assert torch.equal(scheme.on_grid(weight[None])[0], wanted)
+            both = scheme.on_grid(torch.stack((weight, 3 * weight)))
+            assert torch.equal(both[0], wanted)  # each for itself
+
     def test_estimate_is_near_what_entropy_allows(self, scheme: Scheme) -> None:
         generator = torch.Generator().manual_seed(4)
         normal, wide = torch.randn(2, 64, 512, generator=generator)
@@ -320,6 +333,9 @@ def test_a_scheme_without_a_width_has_none_to_change() -> None:
         (Gptq, {"bits": 5, "block": 0}),
         (Gptq, {"bits": 5, "clip_quantiles": ()}),
         (Gptq, {"bits": 5, "clip_quantiles": (0.0,)}),
+        (Gptq, {"bits": 5, "clip_stds": (0.0,)}),
+        (Gptq, {"bits": 5, "correction_rank": -1}),
+        (Round, {"bits": 5, "clip_stds": (4.0,)}),
         (Unquantized, {"dtype": "f64"}),
         (Unquantized, {}),
     ],

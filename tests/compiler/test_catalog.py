@@ -91,7 +91,8 @@ def test_the_catalogs_of_specc() -> None:
     assert {"attention", "mlp"} <= {
         model.model_fields["kind"].annotation.__args__[0] for model in models(blocks, Layer, "kind")
     }  # type: ignore[union-attr]
-    assert {model.__name__ for model in models(blocks, Embed, "kind")} == {"Token", "Project", "EmbedNorm"}
+    embed = {"Token", "Project", "EmbedNorm", "Bigram", "Smear", "SmearByToken"}
+    assert {model.__name__ for model in models(blocks, Embed, "kind")} == embed
     assert set(catalog(kernels, Kernel)) >= {"torch", "torch_epilogue", "linear_triton", "gemm_evt"}
     assert {"round", "gptq", "int8", "none"} == {
         model.model_fields["scheme"].annotation.__args__[0] for model in models(quant, Scheme, "scheme")

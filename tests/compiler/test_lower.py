@@ -83,6 +83,7 @@ attention_k: f32[B,S,1,4], attention_v: f32[B,S,1,4]) {
 
 COUNTS = {
     "gpt_mini": 1_017_496,
+    "gpt_golf": 29_951_068,
     "gpt_mlp35": 29_374_040,
     "gpt2_124m": 123_532_032,
     "poly_lstm": 3_725_472,

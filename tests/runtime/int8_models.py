@@ -12,7 +12,7 @@ from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.passes.quantize_products import Source, integer_products
 from specc.compiler.spec import Spec
 from specc.runtime.opened import realize, realize_stored
-from specc.runtime.quantize.pipeline import Quantizer, plain, resolved
+from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_peaks
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized
 
@@ -130,7 +130,7 @@ def made(spec: Spec, seed: int = 0) -> Made:
     sources = integer_products(programs, schemes)
     batches = [dict(zip(("source", "target"), lines(100 + i), strict=True)) for i in range(8)]
     peaks = input_peaks(programs, sources, batches, weights)
-    stored = Quantizer(spec, weights, {}, lambda *_: None, sources, peaks).model(schemes)
+    stored = Quantizer(spec, weights, {}, {}, lambda *_: None, sources, peaks).model(schemes)
     final = resolved(spec, schemes)
     return Made(
         final,

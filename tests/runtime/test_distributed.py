@@ -264,10 +264,11 @@ def test_a_step_is_that_of_one_process(scenes: Seen) -> None:
     zero, one = (seen["gradients"] for seen in scenes[1])
     alone = world_scenes.gradients(scenes[0], World.alone())
     assert zero == one and (alone.pop("micro_batches"), zero.pop("micro_batches")) == (4, 2)
-    assert zero["loss"] == pytest.approx(alone["loss"], rel=1e-6)
-    assert zero["norm"] == pytest.approx(alone["norm"], rel=1e-5)
-    for mine, wanted in zip(zero["gradients"], alone["gradients"], strict=True):
-        assert mine == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert zero["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert zero["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    assert zero["sums"].keys() == alone["sums"].keys()
+    for name, wanted in alone["sums"].items():
+        assert zero["sums"][name] == pytest.approx(wanted, rel=1e-4, abs=1e-4), name
 
 
 def test_validation_is_that_of_one_process(scenes: Seen) -> None:

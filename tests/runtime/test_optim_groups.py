@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.train_spec import OptimizerSpec, TrainSpec
+from specc.compiler.optimizer_spec import OptimizerSpec
+from specc.compiler.train_spec import TrainSpec
 from specc.runtime.optim.groups import OptimizerError, Optimizers, assign
 
 SHAPES = {"embed": (10, 4), "blocks.0.up": (8, 4), "blocks.0.down": (4, 8), "blocks.0.gain": (4,)}

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
 
-from specc.runtime.optim.average import Average
+from specc.runtime.optim.average import Exponential
 from specc.runtime.optim.masters import Masters
+from specc.runtime.optim.schedule import Moment
 
 NAMES = ("embed", "blocks.up", "blocks.down", "blocks.gain")
 MIXED = {
@@ -205,13 +206,13 @@ def test_names_must_be_those_of_the_plan() -> None:
 
 def test_the_average_is_the_recurrence() -> None:
     weights = {"w": nn.Parameter(torch.zeros(5))}
-    average = Average(weights, 0.9)
+    average = Exponential(weights, 0.9)
     expected = torch.zeros(5, dtype=torch.float64)
     for step in range(50):
         with torch.no_grad():
             weights["w"].copy_(torch.randn(5, generator=torch.Generator().manual_seed(step)))
-        average.update()
+        average.update(step + 1, Moment())
         expected = 0.9 * expected + 0.1 * weights["w"].detach().double()
     torch.testing.assert_close(average.tensors["w"].double(), expected, rtol=1e-5, atol=1e-6)
-    average.restore({"w": torch.ones(5)})
+    average.restore({"w": torch.ones(5)}, {})
     assert torch.equal(average.tensors["w"], torch.ones(5))

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from specc.compiler.train_spec import Ramp, ScheduleSpec, TrainSpec
-from specc.runtime.optim.schedule import by_clock, by_steps, multiplier, progress, value_at
+from specc.compiler.optimizer_spec import Ramp, Taper
+from specc.compiler.train_spec import ScheduleSpec, TrainSpec
+from specc.runtime.optim.schedule import by_clock, by_steps, moment, multiplier, progress, tapered, value_at
 
 
 def test_by_steps_goes_up_stays_and_goes_down() -> None:
@@ -76,3 +77,41 @@ def test_ramps_end_and_stay() -> None:
     assert value_at(ramp, 750) == pytest.approx(0.955)
     assert value_at(ramp, 1500) == value_at(ramp, 99999) == pytest.approx(0.99)
     assert value_at(0.95, 7) == 0.95
+
+
+def test_tapers_begin_at_their_share_of_the_run() -> None:
+    taper = Taper(start=0.095, end=0.0475, after=0.7)  # that of parameter-golf PR 1729: to half over the last 30 %
+    assert tapered(taper, 0.0) == tapered(taper, 0.7) == 0.095
+    assert tapered(taper, 0.85) == pytest.approx(0.75 * 0.095)
+    assert tapered(taper, 1.0) == pytest.approx(0.0475)
+    assert tapered(0.04, 0.9) == 0.04
+
+
+@pytest.mark.parametrize("length", [{"steps": 40}, {"budget_seconds": 40.0}])
+def test_a_warm_down_by_fraction_is_the_same_by_steps_and_by_the_clock(length: dict[str, float]) -> None:
+    """Over the last 3/4 of the run, whatever a step takes; the floor and the warm-up hold."""
+    schedule = {"warmdown_fraction": 0.75, "floor": 0.1, "warmup_steps": 4}
+    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}
+    train = TrainSpec.model_validate({**common, **length, "schedule": schedule})
+    for step in range(41):
+        wanted = min(1.0, (step + 1) / 4, max((40 - step) / 30, 0.1))
+        assert multiplier(train, step, float(step)) == pytest.approx(wanted)
+
+
+def test_a_warm_up_by_fraction_goes_by_the_clock_too() -> None:
+    """Over the first quarter of 40 s, at 0.5 s an update: 20 of them. What the first takes is not known before it."""
+    schedule = ScheduleSpec(warmup_fraction=0.25)
+    found = [by_clock(schedule, 40.0, step, 0.5 * step) for step in range(30)]
+    assert found == pytest.approx([0.0, *((step + 1) / 20 for step in range(1, 20)), *[1.0] * 10])
+    slower = [by_clock(schedule, 40.0, step, 2.0 * step) for step in range(8)]
+    assert slower == pytest.approx([0.0, 0.4, 0.6, 0.8, *[1.0] * 4])
+
+
+def test_what_begins_late_does_not_begin_in_the_warm_up() -> None:
+    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},), "steps": 20}
+    schedule = {"warmup_steps": 10, "warmdown_steps": 10}
+    train = TrainSpec.model_validate({**common, "schedule": schedule})
+    moments = [moment(train, step, 0.0) for step in range(20)]
+    assert [one.multiplier for one in moments[:3]] == [0.1, 0.2, 0.3]
+    assert [one.warm_down < 0.35 for one in moments] == [False] * 17 + [True] * 3
+    assert moments[15].multiplier == moments[15].warm_down == 0.5 and moments[15].done == 0.75

@@ -27,7 +27,8 @@ from specc.runtime.load import Loaded, assign
 from specc.runtime.opened import Deployment, open_model, read_verified
 from specc.runtime.quantize import pipeline
 from specc.runtime.quantize.budget import choose, promoted
-from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, plain, quantize, resolved
+from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
+from specc.runtime.quantize.quantizer import plain, resolved
 from specc.runtime.run import Run
 
 

@@ -175,7 +175,11 @@ def test_report_rows_against_the_inputs_themselves() -> None:
     text = table(rows).splitlines()
     assert len(text) == 7 and len({len(line.rsplit("  ", 1)[0]) for line in text[:1]}) == 1
     assert text[2].split()[:2] == ["blocks.0.up", "int5"] and text[2].endswith(f"{rows[1].bytes:,}")
-    assert text[-1].split() == ["total", f"{sum(row.bytes for row in rows):,}"]
+    sums = [sum(row.compressed for row in rows), sum(row.bytes for row in rows)]
+    assert text[-1].split() == ["total", *(f"{one:,}" for one in sums)]
+    for row in rows:
+        alone = quantize_tensors({row.name: params[row.name]}, {row.name: schemes[row.name]}, hessians)
+        assert row.compressed == entropy_bytes(alone) and row.added_nats is None
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8, 1e30])

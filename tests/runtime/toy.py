@@ -1,6 +1,6 @@
 """A small model, data and trainer for tests of training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from specc.compiler.blocks.init import constant
 from specc.compiler.programs import Parameter
+from specc.compiler.quant.scheme import Scheme
 from specc.compiler.train_spec import TrainSpec
 from specc.runtime.data import ByteTokenizer, Loader, TokenStream, open_stream
 from specc.runtime.distributed import World
@@ -100,10 +101,13 @@ def trainer(
     model: nn.Module | None = None,
     dtype: str = "f32",
     world: World | None = None,
+    grids: Mapping[str, Scheme] | None = None,
 ) -> Trainer:
     """A trainer at step 0; equal arguments give equal trainers."""
     train, world = train or train_spec(), world or World.alone()
     torch.manual_seed(train.seed)
     loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed, world.rank, world.size)
     device = torch.device("cpu")
-    return Trainer(model or Toy(), parameters(dtype), train, loader, WINDOW, device, False, "digest", world)
+    return Trainer(
+        model or Toy(), parameters(dtype), train, loader, WINDOW, device, False, "digest", world, grids=grids
+    )

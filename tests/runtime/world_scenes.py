@@ -62,13 +62,17 @@ def calls(folder: Path, world: World) -> dict[str, Any]:
 
 
 def gradients(folder: Path, world: World) -> dict[str, Any]:
-    """What one step leaves: loss and norm, the gradients and the weights after it, summed in float64."""
+    """What steps leave: the first one's loss and norm, and after four the weights and the optimizers' state, summed in
+    float64."""
     one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
-    (step,) = one.advance()
+    steps = [step for _ in range(4) for step in one.advance()]
     one.require_same()
+    one.gather()
     one.loader.close()
-    sums = [[float(grad.double().norm()), float(grad.double().sum())] for grad in one.masters.gradients]
-    return {"micro_batches": one.micro_batches, "loss": step.loss, "norm": step.grad_norm, "gradients": sums}
+    detached = {name: tensor.detach() for name, tensor in {**one.masters.tensors, **one.optimizers.state()}.items()}
+    sums = {name: [float(one.double().norm()), float(one.double().sum())] for name, one in detached.items()}
+    losses, norms = [step.loss for step in steps], [step.grad_norm for step in steps]
+    return {"micro_batches": one.micro_batches, "losses": losses, "norms": norms, "sums": sums}
 
 
 def scores(folder: Path, world: World) -> dict[str, Any]:

@@ -1,0 +1,46 @@
+"""What the last two tokens together add to the embedding."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from specc.compiler.blocks.init import Init, constant
+from specc.compiler.blocks.previous import TokenId, previous
+from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
+from specc.compiler.ir import Builder, Dim, TensorType
+from specc.compiler.ops.hash import BigramHash
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.shape import Embedding
+from specc.compiler.strict import Positive
+
+
+class Bigram(Embed):
+    """BigramHash: x + scale * P E[bucket] for a table E [buckets, dim] that starts at 0, a matrix P and a learned
+    number, from `scale`. The bucket is a hash of a token and the one before it; the last one is that of a first token.
+
+    `bos` is the id that starts a document: it then counts as a first token too.
+    """
+
+    kind: Literal["bigram"]
+    buckets: Annotated[int, Field(ge=2, le=2**24)]
+    dim: Positive
+    scale: float = 0.05
+    init: Init = constant(0.0)
+    bos: TokenId | None = None
+
+    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
+        return {"previous": TensorType(("B", 1), "i64")}
+
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
+        assert x is not None
+        before, state = previous(b, tokens.ids, "bigram", tokens, self.bos, fill=-1)
+        bucket = b.add("bigram.bucket", BigramHash(self.buckets), (tokens.ids, before))
+        table = b.param("bigram.table", shape.activation(self.buckets, self.dim), self.init)
+        rows = b.add("bigram.rows", Embedding(), (bucket, table))
+        weight = b.param("bigram.project", shape.activation(b.types[x].width, self.dim), shape.matrix_init)
+        pair = b.add("bigram.project", Linear(), (rows, weight))
+        scale = b.param("bigram.scale", shape.activation(1), constant(self.scale))
+        added = Pointwise(("x + scale * bigram",), ("x", "bigram", "scale"))
+        return Lowered(b.add("bigram", added, (x, pair, scale)), state)

@@ -1,0 +1,20 @@
+"""What a block makes of the stream and of what was embedded."""
+
+from typing import Literal
+
+from specc.compiler.blocks.init import constant
+from specc.compiler.blocks.roles import Mix, Shape
+from specc.compiler.ir import Builder, TensorType
+from specc.compiler.ops.pointwise import Pointwise
+
+
+class EmbeddedMix(Mix):
+    """stream * x + embedded * x0 for the embedded tokens x0, with learned numbers a feature, from 1 and from 0."""
+
+    kind: Literal["embedded"]
+
+    def lower(self, b: Builder, x: str, embedded: str, shape: Shape) -> str:
+        features = TensorType((shape.dim,), shape.dtype)
+        factors = b.param("stream", features, constant(1.0)), b.param("embedded", features, constant(0.0))
+        mixed = Pointwise(("stream * x + embedded * x0",), ("x", "x0", "stream", "embedded"))
+        return b.add("x", mixed, (x, embedded, *factors))

@@ -1,0 +1,29 @@
+"""The value of the token before, in whole sequences and in decoding."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
+
+from specc.compiler.blocks.roles import Tokens
+from specc.compiler.ir import Builder
+from specc.compiler.ops.previous import KeepLast, Previous, PreviousKept, Reset
+
+TokenId = Annotated[int, Field(ge=0, lt=2**24)]
+
+
+def previous(
+    b: Builder, x: str, title: str, tokens: Tokens, bos: int | None, fill: int = 0
+) -> tuple[str, Mapping[str, str]]:
+    """Adds, under `title`, x of the token before, `fill` where there is none or where `bos` starts a document; and the
+    new value of the state `previous`, where there is state."""
+    state: dict[str, str] = {}
+    if tokens.start:
+        kept = tokens.cache["previous"]
+        before = b.add(f"{title}.previous", PreviousKept(fill), (x, kept, tokens.start))
+        state["previous"] = b.add(f"{title}.last", KeepLast(), (kept, x))
+    else:
+        before = b.add(f"{title}.previous", Previous(fill), (x,))
+    if bos is not None:
+        before = b.add(f"{title}.reset", Reset(bos, fill), (before, tokens.ids))
+    return before, state

@@ -1,0 +1,56 @@
+"""SmearGate: a little of the token before in each embedded token, in its two forms."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from specc.compiler.blocks.init import constant
+from specc.compiler.blocks.previous import TokenId, previous
+from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
+from specc.compiler.ir import Builder, Dim, TensorType
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.shape import FirstFeatures
+from specc.compiler.strict import Positive
+
+
+class Smear(Embed):
+    """(1 - g) x + g p for x of the token before, p, by the sigmoid g of a learned number a feature, from 0.
+
+    p is 0 at the first token and, where `bos` is the id that starts a document, at each of these.
+    """
+
+    kind: Literal["smear"]
+    bos: TokenId | None = None
+
+    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
+        return {"previous": shape.activation("B", 1, features)}
+
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
+        assert x is not None
+        before, state = previous(b, x, "smear", tokens, self.bos)
+        gate = b.param("smear.gate", shape.activation(b.types[x].width), constant(0.0))
+        mixed = Pointwise(("x + sigmoid(gate) * (previous - x)",), ("x", "previous", "gate"))
+        return Lowered(b.add("smear", mixed, (x, before, gate)), state)
+
+
+class SmearByToken(Embed):
+    """x + scale * sigmoid(w . x[:features]) p for x of the token before, p; scale is one learned number, and both it
+    and w start at 0 (after modded-nanogpt). p is 0 as in `smear`."""
+
+    kind: Literal["smear_by_token"]
+    features: Positive = 12
+    bos: TokenId | None = None
+
+    def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
+        return {"previous": shape.activation("B", 1, features)}
+
+    def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
+        assert x is not None
+        title = "smear_by_token"
+        before, state = previous(b, x, title, tokens, self.bos)
+        read = b.add(f"{title}.read", FirstFeatures(self.features), (x,))
+        weight = b.param(f"{title}.gate", shape.activation(1, self.features), constant(0.0))
+        gate = b.add(f"{title}.gate", Linear(), (read, weight))
+        scale = b.param(f"{title}.scale", shape.activation(1), constant(0.0))
+        added = Pointwise(("x + scale * sigmoid(gate) * previous",), ("x", "previous", "gate", "scale"))
+        return Lowered(b.add(title, added, (x, before, gate, scale)), state)

@@ -1,0 +1,65 @@
+"""Buckets of token pairs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOKEN, BEFORE = 36313, 27191  # the multipliers of a token and of the one before it
+
+
+@dataclass(frozen=True, slots=True)
+class BigramHash(Op):
+    """The bucket, i32[B, T] below `buckets`, of each token id and the one before it.
+
+    ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32, which wraps around; the last bucket is that of a token
+    with none before it, marked by a negative `previous`. The embedding hash of parameter-golf's BigramHash.
+    """
+
+    name: ClassVar[str] = "bigram_hash"
+    buckets: int
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        ids, previous = inputs
+        if ids != previous or ids.floating:
+            raise TypeRuleError(f"pairs ids {ids} with {previous}", (0, 1))
+        return (TensorType(ids.shape, "i32"),)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"bigram_hash({', '.join(args)}, {self.buckets})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "bigram_hash"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("bigram_hash", (Input(0), Input(1), self.buckets))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        ids, previous = inputs
+        pairs = zip(ids.flatten().tolist(), previous.flatten().tolist(), strict=True)
+        found = [self.bucket(token, before) for token, before in pairs]
+        return torch.tensor(found, dtype=torch.int32, device=ids.device).reshape(ids.shape)
+
+    def bucket(self, token: int, before: int) -> int:
+        """The bucket of one pair."""
+        if before < 0:
+            return self.buckets - 1
+        return (_wrapped(TOKEN * token) ^ _wrapped(BEFORE * before)) % (self.buckets - 1)
+
+
+def _wrapped(value: int) -> int:
+    """A number as i32 holds it."""
+    return (value + 2**31) % 2**32 - 2**31

@@ -1,0 +1,107 @@
+"""What a few ranks can mend of a quantized matrix: W ~ codes * scale + L R (LQER, Zhang et al. 2024, arXiv 2402.02446).
+
+L [rows, rank] is kept in 2 bits, -2 to 1, with one scale a column; R [rank, columns] in 4 bits, -8 to 7, with one scale
+for each 64 columns of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from specc.compiler.quant.scheme import SchemeError, Stored
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specc.compiler.quant.scheme import Array
+
+GROUP = 64
+LEFT, RIGHT = (-2, 1), (-8, 7)  # the least and the largest code
+DAMPING = 0.01  # mean diagonals of the Hessian added to its diagonal, before its square root is taken
+SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
+
+
+def stored(rows: int, columns: int, rank: int) -> tuple[Stored, ...]:
+    """The arrays of a correction of a matrix."""
+    groups = -(-columns // GROUP)
+    return (
+        Stored("left", "i8", (rows, rank)),
+        Stored("left_scale", "f16", (rank,)),
+        Stored("right", "i8", (rank, columns)),
+        Stored("right_scale", "f16", (rank, groups)),
+    )
+
+
+def bits(rows: int, columns: int, rank: int) -> int:
+    """The bits of a correction, scales included, were they packed."""
+    return rank * (2 * rows + 4 * columns + 16 + 16 * -(-columns // GROUP))
+
+
+def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Array]:
+    """The arrays of the correction nearest to `error` [rows, columns] float64, by its own norm or by that of its
+    outputs, tr(E H E^T), with the `hessian` [columns, columns] of the inputs.
+
+    With H = C C^T, the best L R of a rank is the truncated singular value decomposition of E C, times C^-1; here L is
+    rounded first, and R then fits what it became. Where the stored one does not bring E nearer to 0, it is 0.
+    """
+    import torch
+
+    rows, columns = error.shape
+    metric = damped = torch.eye(columns).to(error)
+    if hessian is not None:
+        scaled = hessian.to(error) / hessian.diagonal().mean().clamp(min=1e-300).to(error)
+        metric = (scaled + scaled.T) / 2
+        damped = metric + DAMPING * damped
+    root, failed = torch.linalg.cholesky_ex(damped)
+    if bool(failed):
+        raise SchemeError("its Hessian is not positive definite; calibrate again")
+    u, s, _ = torch.linalg.svd(error @ root, full_matrices=False)
+    known = min(rank, s.numel())
+    left = error.new_zeros(rows, rank)
+    left[:, :known] = u[:, :known] * s[:known]
+    # -2 reaches further than 1: what is largest in a column shall be negative
+    left *= -left.gather(0, left.abs().argmax(0, keepdim=True)).sign()
+    left_scale = _scale(left.abs().amax(0) / 1.5)
+    codes = (left / left_scale.double()).round().clamp(*LEFT)
+    right = torch.linalg.pinv(codes * left_scale.double()) @ error  # the best for this L, in any metric of the outputs
+    grouped = torch.nn.functional.pad(right, (0, -columns % GROUP)).reshape(rank, -1, GROUP)
+    right_scale = _scale(grouped.abs().amax(2) / 7.5)
+    right_codes = (grouped / right_scale.double()[..., None]).round().clamp(*RIGHT).flatten(1)[:, :columns]
+    arrays = {
+        "left": codes.to(torch.int8).cpu().numpy(),
+        "left_scale": left_scale.cpu().numpy(),
+        "right": right_codes.to(torch.int8).contiguous().cpu().numpy(),
+        "right_scale": right_scale.cpu().numpy(),
+    }
+    rest = error - product(arrays).to(error)
+    if float((rest @ metric * rest).sum()) >= float((error @ metric * error).sum()):
+        arrays["left"][:] = 0
+    return arrays
+
+
+def product(arrays: Mapping[str, Array]) -> Tensor:
+    """L R in float64 on the CPU, summed in the order of the ranks: no device can differ.
+
+    Raises SchemeError for arrays that `correction` cannot have written.
+    """
+    import torch
+
+    left, right = (torch.from_numpy(arrays[name].copy()) for name in ("left", "right"))
+    scales = [torch.from_numpy(arrays[name].copy()).double() for name in ("left_scale", "right_scale")]
+    for codes, (least, most) in ((left, LEFT), (right, RIGHT)):
+        if codes.numel() and (int(codes.min()) < least or int(codes.max()) > most):
+            raise SchemeError(f"a code of its correction is outside [{least}, {most}]")
+    if not all(bool((scale.isfinite() & (scale > 0)).all()) for scale in scales):
+        raise SchemeError("a scale of its correction is not a positive number")
+    columns = right.shape[1]
+    exact = right.double() * scales[1].repeat_interleave(GROUP, 1)[:, :columns]
+    total = torch.zeros(left.shape[0], columns, dtype=torch.float64)
+    for r in range(left.shape[1]):
+        total += (left[:, r].double() * scales[0][r])[:, None] * exact[r]
+    return total
+
+
+def _scale(exact: Tensor) -> Tensor:
+    nearest = exact.clamp(min=SMALLEST_SCALE, max=65504.0).half()
+    return nearest.clamp(min=SMALLEST_SCALE)

@@ -1,0 +1,93 @@
+"""Takes matrices to about their nearest semi-orthogonal ones: iterated quintics, in batched products alone.
+
+An iteration is X <- a X + (b A + c A^2) X with A = X X^T, which takes each singular value s to a s + b s^3 + c s^5.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Quintic = tuple[float, float, float]
+EPS = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way: what is done before, and the quintic of each iteration; more iterations repeat the last.
+
+    `prepare` takes wide matrices [N, m, n], m <= n, of Frobenius norm 1 (or 0), and gives X, whose singular values
+    are at most 1, and A = X X^T; of the iterations that are asked for it takes the place of `replaces`.
+    """
+
+    name: str
+    quintics: tuple[Quintic, ...]
+    prepare: Callable[[Tensor], tuple[Tensor, Tensor]]
+    replaces: int = 0
+
+
+def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x @ x.mT
+
+
+def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows over the square root of the absolute row sums of A: an almost-orthogonal layer (Prach and Lampert, 2022)."""
+    gram = x @ x.mT
+    scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
+    return x * scale, gram * scale * scale.mT
+
+
+# The quintic of Jordan (2024): steepest at 0, so that small singular values grow fast; takes (0, 1] near 1.
+NEWTON_SCHULZ = Method("newton_schulz", ((3.4445, -4.7750, 2.0315),), _plain)
+
+# The minimax quintics of Amsel et al. (2025) for five iterations, one after the other, with the safety margins of the
+# records that use them.
+POLAR_EXPRESS = Method(
+    "polar_express",
+    (
+        (8.15655, -22.48329, 15.87877),
+        (4.04293, -2.80892, 0.50002),
+        (3.89167, -2.77248, 0.50606),
+        (3.28575, -2.36813, 0.46449),
+        (2.34654, -1.70978, 0.42324),
+    ),
+    _plain,
+)
+
+# What is left of them where almost-orthogonal rows take the place of the first (Turbo-Muon, arXiv 2512.04632).
+TURBO = Method(
+    "turbo",
+    (
+        (4.1071, -2.9478, 0.5448),
+        (3.9487, -2.9089, 0.5518),
+        (3.3184, -2.4885, 0.5100),
+        (2.3007, -1.6689, 0.4188),
+    ),
+    _almost_orthogonal,
+    replaces=1,
+)
+
+METHODS: Mapping[str, Method] = {method.name: method for method in (NEWTON_SCHULZ, POLAR_EXPRESS, TURBO)}
+
+
+def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) -> Tensor:
+    """About the nearest semi-orthogonal matrix of each: singular values go to roughly 0.7 .. 1.2. With `turbo` it is
+    that of the matrix with other lengths of its rows, or of its columns where it is tall.
+
+    Products are in bf16 on a GPU and in f32 on the CPU. `matrices` and the result are f32 [N, rows, columns]; a matrix
+    of zeros stays so.
+    """
+    # Turbo would not need this, but without it small gradients would leave the range of its products.
+    x: Tensor = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + EPS)
+    if x.is_cuda:
+        x = x.bfloat16()
+    tall = x.size(-2) > x.size(-1)
+    if tall:  # the Gram matrix over the shorter side
+        x = x.mT
+    x, gram = method.prepare(x)
+    for step in range(steps - method.replaces):
+        a, b, c = method.quintics[min(step, len(method.quintics) - 1)]
+        gram = x @ x.mT if step else gram
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).float()

@@ -1,0 +1,136 @@
+"""Quantizes parameters as allocations are tried, and writes down what was chosen as a resolved spec."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from specc.compiler.build import canonical
+from specc.compiler.passes.quantize_products import Source
+from specc.compiler.pattern import matches
+from specc.compiler.quant.rows import PerRow
+from specc.compiler.quant.scheme import Scheme, Seen
+from specc.compiler.spec import RULES, SCHEMES, Spec
+from specc.runtime.errors import QuantizeError
+from specc.runtime.export.artifact import measured_bytes
+from specc.runtime.log import Say
+from specc.runtime.quantize.budget import Allocation, choose
+from specc.runtime.quantize.hessian import traces
+from specc.runtime.quantize.solve import added_nats, largest_errors, solve_bits
+from specc.runtime.quantize.tensors import QuantizedModel, entropy_bytes, quantize_tensors
+
+Progress = Callable[[str, int, int], None]
+
+
+def plain(scheme: Scheme) -> Scheme:
+    """The scheme of a rule, without what the rule matches."""
+    kind = next(kind for kind in SCHEMES if isinstance(scheme, kind))
+    settings = {name: getattr(scheme, name) for name in kind.model_fields}
+    return cast(Scheme, kind.model_validate(settings))
+
+
+def resolved(spec: Spec, schemes: Allocation) -> Spec:
+    """`spec` with its quantization written out: one rule a parameter, and nothing left to choose."""
+    assert spec.quant is not None
+    rule_of = dict(zip(SCHEMES, RULES, strict=True))
+    rules = tuple(
+        rule_of[type(scheme)].model_validate({"match": name, **dict(scheme)}) for name, scheme in schemes.items()
+    )
+    decided = {"rules": rules, "promote": None, "allocate": None, "correct": None}
+    return spec.model_copy(update={"quant": spec.quant.model_copy(update=decided)})
+
+
+class Quantizer:
+    """Quantizes parameters as allocations are tried; each (parameter, scheme) once."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        weights: Mapping[str, Tensor],
+        hessians: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        tell: Progress,
+        sources: Sequence[Source] = (),
+        peaks: Mapping[str, float] | None = None,
+    ) -> None:
+        self.spec, self.weights, self.hessians, self.gradients = spec, weights, hessians, gradients
+        self._tell = tell
+        self._peaks = peaks or {}
+        self._weight_of = {source.bias: source.weight for source in sources if source.bias}
+        self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
+        self._sizes: dict[tuple[str, Scheme], int] = {}
+
+    def model(self, schemes: Allocation) -> QuantizedModel:
+        """Every parameter by its scheme. Raises QuantizeError naming one that cannot be."""
+        for done, (name, scheme) in enumerate(schemes.items(), 1):
+            if (name, scheme) not in self._made:
+                self._one(name, schemes)
+                self._tell("quantize", done, len(schemes))
+        shapes = {name: tuple(self.weights[name].shape) for name in schemes}
+        tensors = {name: self._made[name, scheme].tensors[name] for name, scheme in schemes.items()}
+        return QuantizedModel(dict(schemes), shapes, tensors)
+
+    def _one(self, name: str, schemes: Allocation) -> QuantizedModel:
+        """One parameter by its scheme; the weight that it is the bias of before it."""
+        scheme = schemes[name]
+        if (name, scheme) not in self._made:
+            weight = self._weight_of.get(name)
+            beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
+            seen = Seen(self.hessians.get(name) if scheme.needs_hessian else None, self._peaks.get(name), beside)
+            one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
+            self._made[name, scheme] = one
+            self._sizes[name, scheme] = entropy_bytes(one)
+        return self._made[name, scheme]
+
+    def corrected(self, schemes: Allocation) -> Allocation:
+        """With the corrections of low rank that the spec asks for. Raises QuantizeError where fewer parameters can have
+        one."""
+        assert self.spec.quant is not None
+        wish = self.spec.quant.correct
+        if wish is None:
+            return schemes
+        able = {
+            name: scheme
+            for name, scheme in schemes.items()
+            if isinstance(scheme, PerRow) and not scheme.integer and matches(wish.match, name)
+        }
+        if len(able) < wish.count:
+            message = f"correct asks for {wish.count} parameters, and only {len(able)} that it covers have codes"
+            raise QuantizeError(message, "lower quant.correct.count or widen quant.correct.match")
+        taken = largest_errors(list(able), lambda name: self.error(name, able[name]), wish.count)
+        return {n: able[n].with_correction(wish.rank) if n in taken else s for n, s in schemes.items()}
+
+    def chosen(self, base: Allocation, say: Say) -> Allocation:
+        """`base` with the bits that the spec leaves to choose. Raises QuantizeError as `solve_bits` and `choose` do."""
+        quant = self.spec.quant
+        assert quant is not None
+        if quant.allocate is None or quant.budget_bytes is None:
+            return choose(quant, base, traces(self.hessians), self.estimate, self.exact, say)
+
+        def alone(name: str, scheme: Scheme) -> int:
+            return self.estimate({name: scheme})
+
+        return solve_bits(quant.allocate, quant.budget_bytes, base, self.cost, alone, self.exact, say)
+
+    def error(self, name: str, scheme: Scheme) -> Tensor:
+        """What a parameter loses by a scheme, where the parameter is."""
+        made = self.model({name: scheme}).tensors[name]
+        weight = self.weights[name]
+        return weight - scheme.dequantize(made, tuple(weight.shape)).to(weight.device)
+
+    def cost(self, name: str, scheme: Scheme) -> float | None:
+        """What that adds to the loss, by estimate, in nats a token; None where calibration does not tell."""
+        if name not in self.hessians or name not in self.gradients:
+            return None
+        return added_nats(self.error(name, scheme), self.hessians[name], self.gradients[name])
+
+    def estimate(self, schemes: Allocation) -> int:
+        """About how many bytes the arrays take compressed."""
+        self.model(schemes)
+        return sum(self._sizes[item] for item in schemes.items())
+
+    def exact(self, schemes: Allocation) -> int:
+        """The bytes of the artifact."""
+        model = self.model(schemes)
+        text = canonical(resolved(self.spec, schemes)).encode()
+        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors)

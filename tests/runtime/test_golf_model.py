@@ -1,0 +1,259 @@
+"""The parameter-golf model and its options against an independent plain-Torch model; its size, its start, its base."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_golf import Plain, at, copied, place
+from tiny_models import tiny
+
+from specc.compiler import pipeline
+from specc.compiler.check import load
+from specc.compiler.ops.rope import RopeAngles
+from specc.compiler.programs import Programs
+from specc.runtime.load import initialize, instantiate
+
+SPEC = Path(__file__).parents[2] / "specs/gpt_golf.yaml"
+FULL = Plain()
+OPTIONS = {
+    "full": FULL,
+    "no_partial_rope_rule": replace(FULL, trained=None),
+    "trained_on_all": replace(FULL, trained=20),
+    "no_ln_scale": replace(FULL, ln_scale=False),
+    "no_skips": replace(FULL, skips=""),
+    "gated_skips": replace(FULL, skips="lerp"),
+    "no_x0": replace(FULL, x0=False),
+    "no_xsa": replace(FULL, xsa=()),
+    "xsa_last": replace(FULL, xsa=(3, 4)),
+    "no_smear": replace(FULL, smear=""),
+    "smear_bos": replace(FULL, smear_bos=1),
+    "smear_by_token": replace(FULL, smear="token"),
+    "smear_by_token_bos": replace(FULL, smear="token", smear_bos=1),
+    "no_bigram": replace(FULL, bigram=False),
+    "no_values": replace(FULL, values=()),
+    "values_in_skipping_blocks": replace(FULL, values=(2, 3)),
+    "no_gain": replace(FULL, gain=None),
+    "cap_15": replace(FULL, cap=15.0),
+    "gate_double": replace(FULL, gate="double"),
+    "gate_dense": replace(FULL, gate="dense"),
+    "gate_sparse": replace(FULL, gate="sparse"),
+    "parallel": replace(FULL, parallel=(3, 4)),
+    "loop": replace(FULL, order=(0, 1, 2, 1, 2, 3, 4)),
+    "loop_three_times_gated": replace(FULL, order=(0, 1, 2, 1, 2, 1, 2, 3, 4), skips="lerp", parallel=(3, 4)),
+    "loop_without_skips": replace(FULL, order=(0, 1, 2, 3, 3, 4), skips=""),
+    "late_stack": replace(
+        FULL, bigram=False, smear="token", smear_bos=1, values=(), skips="lerp", gate="sparse", parallel=(4,)
+    ),
+    "even": replace(FULL, count=4, xsa=(0, 1, 2, 3), values=(2,)),
+    "nothing": Plain(
+        trained=None,
+        gain=None,
+        ln_scale=False,
+        skips="",
+        x0=False,
+        xsa=(),
+        smear="",
+        bigram=False,
+        values=(),
+    ),
+}
+GATES: dict[str, dict[str, Any]] = {
+    "double": {"features": 3},
+    "dense": {"act": "sigmoid(x)", "init": {"normal": 0.005}},
+    "sparse": {"features": 3, "act": "sigmoid(x)"},
+}
+FUSE = (
+    {"blocks.*.attention": ["q.norm", "q.rope", "q.gain"]},
+    {"blocks.*.attention": ["k.norm", "k.rope"]},
+    {"blocks.*.mlp": ["up", "act", "down"]},
+    {"head": ["logits", "softcap", "loss"]},
+)
+
+
+def spec_of(p: Plain) -> Any:
+    """The spec of the same model."""
+    smear = {"lerp": {"kind": "smear"}, "token": {"kind": "smear_by_token", "features": 3}}.get(p.smear)
+    bos = {"bos": p.smear_bos} if p.smear_bos is not None else {}
+    embed: list[dict[str, Any]] = [{"kind": "token"}]
+    embed += [{"kind": "bigram", "buckets": p.buckets, "dim": p.pair_dim}] if p.bigram else []
+    embed += [{**smear, **bos}] if smear and p.smear == "token" else []
+    embed += [{"kind": "norm"}]
+    embed += [{**smear, **bos}] if smear and p.smear == "lerp" else []
+    rope: dict[str, Any] = {"dims": p.rotated}
+    attention: dict[str, Any] = {"kind": "attention", "heads": p.heads, "kv_heads": p.kv_heads, "residual": "learned"}
+    attention["rope"] = rope | ({"trained": p.trained} if p.trained is not None else {})
+    attention["qk_norm"] = {} if p.gain is None else {"gain": p.gain}
+    if p.values:
+        attention["values"] = {"dim": p.value_dim, "layers": list(p.values)}
+    if p.xsa:
+        attention["exclude"] = {} if len(p.xsa) == p.count else {"layers": list(p.xsa)}
+    if p.gate:
+        attention["gate"] = GATES[p.gate]
+    mlp = {"kind": "mlp", "hidden": p.hidden, "act": "leaky_relu(x, 0.5) ** 2", "residual": "learned"}
+    blocks: dict[str, Any] = {"norm": {"kind": "rms", **({"scale": "1/sqrt(layer + 1)"} if p.ln_scale else {})}}
+    if p.skips:
+        blocks["skips"] = {"kind": "unet", "gated": p.skips == "lerp"}
+    blocks |= {"mix": {"kind": "embedded"}} if p.x0 else {}
+    blocks |= {"parallel": list(p.parallel)} if p.parallel else {}
+    if again := [layer for layer in range(p.count) if p.order.count(layer) > 1]:
+        blocks["loop"] = {"first": again[0], "last": again[-1], "passes": p.order.count(again[0])}
+    q = ["q.norm", "q.rope", *(["q.gain"] if p.gain is not None else [])]
+    return tiny(
+        layers=(attention, mlp),
+        blocks=blocks,
+        count=p.count,
+        embed=embed,
+        head={"softcap": p.cap},
+        vocab=p.vocab,
+        dim=p.dim,
+        context=p.context,
+        fuse=({"blocks.*.attention": q}, *FUSE[1:]),
+    )
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_loss_and_every_gradient_equal_the_plain_model(name: str, fuse: bool, tmp_path: Path) -> None:
+    p = OPTIONS[name]
+    model = instantiate(spec_of(p), "cpu", tmp_path, fuse).model
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.7 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5
+            parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
+    plain = copied(p, dict(model.named_parameters()))
+    ids, targets = torch.randint(p.vocab, (2, 2, p.context), generator=generator)
+    ids[0, 7] = ids[1, 0] = ids[1, 12] = p.bos
+    loss, want = model(ids, targets), plain(ids, targets)
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    want.backward()
+    gradients = {key: value.grad for key, value in plain.named_parameters()}
+    for key, parameter in model.named_parameters():
+        gradient = at(gradients, place(key, p.count), parameter.shape)  # type: ignore[arg-type]
+        scale = float(gradient.abs().max())
+        assert scale > 0, f"the gradient of {key} tests nothing"
+        torch.testing.assert_close(
+            parameter.grad, gradient, rtol=2e-4, atol=2e-5 * scale, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+def golf() -> Programs:
+    return pipeline.lower(load(SPEC)[0], "cpu")
+
+
+def test_it_has_the_published_parameters() -> None:
+    table = {param.name: param.shape for param in golf().params}
+    assert sum(math.prod(shape) for shape in table.values()) == 29_951_068
+    banks = [shape for name, shape in table.items() if name.startswith("blocks.") and len(shape) == 2 and shape[1] > 1]
+    assert sum(map(math.prod, banks)) == 28_835_840
+    own = {name: shape for name, shape in table.items() if not name.startswith("blocks.")}
+    assert own == {
+        "embed.token": (1024, 512),
+        "embed.bigram.table": (3072, 112),
+        "embed.bigram.project": (512, 112),
+        "embed.bigram.scale": (1,),
+        "embed.smear.gate": (512,),
+        "attention_values.table": (1024, 128),
+        "attention_values.project": (256, 128),
+        "attention_values.scale": (1,),
+    }
+    small = {name.split(".", 2)[2] for name, shape in table.items() if name.startswith("blocks.") and len(shape) == 1}
+    assert small == {
+        "attention.residual",
+        "attention.value_scale",
+        "mlp.residual",
+        "mix.stream",
+        "mix.embedded",
+        "skip.scale",
+    }
+    assert [name for name in table if name.endswith("value_scale")] == [
+        f"blocks.{layer}.attention.value_scale" for layer in (9, 10)
+    ]
+
+
+def test_its_rope_turns_as_far_over_its_context_as_the_trained_length_did() -> None:
+    (angles,) = (node.op for node in golf().program("train").nodes if isinstance(node.op, RopeAngles))
+    assert angles.dims == 16 and angles.base == pytest.approx(10000 * 2 ** (16 / 14)) and round(angles.base) == 22082
+    slowest = 14 / 16
+    assert 2048 * angles.base**-slowest == pytest.approx(1024 * 10000**-slowest)
+    assert all(node.op in (angles,) for p in golf().programs for node in p.nodes if node.op.name == "rope_angles")
+    shorter, _ = load(SPEC, ("model.context=1024",))
+    (plain,) = (n.op for n in pipeline.lower(shorter, "cpu").program("train").nodes if isinstance(n.op, RopeAngles))
+    assert plain.base == 10000
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The whole model as training begins."""
+    loaded = instantiate(load(SPEC)[0], "cpu", tmp_path_factory.mktemp("golf"))
+    initialize(loaded, 314)
+    return loaded.model
+
+
+def test_it_starts_as_published(started: Any) -> None:
+    found = {name: value.detach() for name, value in started.named_parameters()}
+    for name, deviation in (("embed.token", 0.005), ("attention_values.table", 0.01)):
+        assert float(found[name].std()) == pytest.approx(deviation, rel=0.01)
+        assert abs(float(found[name].mean())) < deviation / 100
+    constants = {
+        "embed.bigram.table": 0,
+        "embed.bigram.scale": 0.05,
+        "attention_values.scale": 0.1,
+        "attention.out": 0,
+        "attention.q_gain": 1.5,
+        "attention.value_scale": 1,
+        "mlp.down": 0,
+        "residual": 1,
+        "mix.stream": 1,
+        "mix.embedded": 0,
+        "skip.scale": 1,
+        "smear.gate": 0,
+    }
+    for name, value in found.items():
+        if (tail := next((tail for tail in constants if name.endswith(tail)), None)) is not None:
+            torch.testing.assert_close(value, torch.full_like(value, constants[tail]), rtol=0, atol=0)
+        elif name not in ("embed.token", "attention_values.table"):
+            small = value if value.shape[0] <= value.shape[1] else value.T  # orthogonal along its shorter side
+            torch.testing.assert_close(small @ small.T, torch.eye(small.shape[0]), rtol=0, atol=1e-4)
+
+
+def test_its_first_loss_is_that_of_knowing_nothing(started: Any) -> None:
+    ids, targets = torch.randint(1024, (2, 1, 256), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert float(started(ids, targets)) == pytest.approx(math.log(1024), abs=0.03)
+
+
+@pytest.mark.parametrize("kind", ["smear", "smear_by_token"])
+def test_a_document_starts_anew_at_its_mark_where_the_spec_says_so(kind: str, tmp_path: Path) -> None:
+    """Without attention nothing but the embedding reads the token before."""
+
+    def moved(bos: dict[str, int], folder: str) -> torch.Tensor:
+        pairs = {"kind": "bigram", "buckets": 64, "dim": 3, **bos}
+        smear = {"kind": kind, **bos} | ({"features": 3} if kind == "smear_by_token" else {})
+        mlp = {"kind": "mlp", "hidden": 8, "act": "relu(x)"}
+        spec = tiny(layers=(mlp,), fuse=(), embed=[{"kind": "token"}, pairs, {"kind": "norm"}, smear])
+        model: Any = instantiate(spec, "cpu", tmp_path / folder).model
+        generator = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            ids = torch.tensor([[4, 7, 3, 9, 4, 2, 8, 4, 4, 5, 6, 1]])
+            before = model.score(ids, ids)
+            changed = []
+            for j in range(ids.shape[1]):
+                other = ids.clone()
+                other[0, j] = 10
+                changed.append((model.score(other, ids) - before)[0].abs() > 0)
+        return torch.stack(changed)
+
+    reset, crossing = moved({"bos": 4}, "reset"), moved({}, "crossing")
+    wanted = torch.eye(12).bool() | torch.diag(torch.ones(11), 1).bool()
+    wanted |= torch.diag(torch.ones(10), 2).bool()  # the token before holds a pair with the one before it
+    assert torch.equal(crossing, wanted)
+    for start in (0, 4, 7, 8):
+        assert not reset[:start, start:].any()  # what stands before a mark moves nothing from it on
+    assert reset.diagonal().all() and reset[1, 2] and reset[1, 3] and reset[5, 6]
