@@ -1,8 +1,6 @@
-"""Every op: its Torch spelling against its reference in float64, its types against real tensors, its costs, its
-rule."""
+"""Every op: its Torch spelling against its reference in float64, its types against real tensors, its costs."""
 
 import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -14,16 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from specc.compiler import ops, witness
 from specc.compiler.catalog import classes
-from specc.compiler.ir import Builder, Op, Scaled, Tape, TensorType, TypeRuleError
+from specc.compiler.ir import Builder, Op, TensorType, TypeRuleError
 from specc.compiler.ops.additive import Additive
-from specc.compiler.ops.attention import (
-    CacheWrite,
-    CausalAttention,
-    CausalAttentionGrad,
-    Sdpa,
-    SdpaCached,
-    SdpaSeen,
-)
+from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaCached, SdpaSeen
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.exclusive import Exclusive
 from specc.compiler.ops.hash import BigramHash
@@ -41,6 +32,7 @@ from specc.compiler.ops.sequence import AsStep, Concat, Copy, Moves, Repeat, Rev
 from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Last, MergeHeads, PadRows, SplitHeads
 from specc.compiler.ops.sinusoid import Sinusoid
 from specc.compiler.render import render
+from specc.runtime.judge import many
 
 DTYPES = {
     "f32": torch.float32,
@@ -163,14 +155,7 @@ SAMPLES = [
 ]  # fmt: skip
 REGIONS = {Call.name, Fused.name, Scan.name}  # they run other graphs and have no arithmetic of their own
 # only kernels compute them, in files of their own
-KERNELS = {
-    SoftmaxLoss.name,
-    NormRope.name,
-    NormRopeGrad.name,
-    CausalAttention.name,
-    CausalAttentionGrad.name,
-    Int8Linear.name,
-}
+KERNELS = {op.name for op in (SoftmaxLoss, NormRope, NormRopeGrad, CausalAttention, CausalAttentionGrad, Int8Linear)}
 
 
 def named(sample: Sample) -> str:
@@ -219,10 +204,6 @@ def module_of(sample: Sample) -> ModuleType:
     module = ModuleType("spelled")
     exec("\n".join(lines), vars(module))
     return module
-
-
-def many(value: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def in_float64(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -338,83 +319,6 @@ def test_flops_grow_in_proportion_to_the_rows(sample: Sample) -> None:
     moves = (Embedding, SplitHeads, MergeHeads, Last, FirstFeatures, PadRows, CropRows, CacheWrite, Positions, Moves)
     moves += (Previous, PreviousKept, KeepLast, Reset, BigramHash)
     assert (one == 0) == isinstance(sample.op, moves)
-
-
-class Computed(Tape):
-    """A tape that computes what a rule adds, by the references."""
-
-    def __init__(self, op: Op, inputs: Sequence[Tensor], grad: Tensor) -> None:
-        self.types = [TensorType(tuple(value.shape), "f64") for value in inputs]
-        self.held = {f"in{i}": value for i, value in enumerate(inputs)} | {"grad0": grad}
-        self.held |= {f"out{i}": value for i, value in enumerate(many(op.reference(*inputs)))}
-
-    def type(self, index: int) -> TensorType:
-        return self.types[index]
-
-    def input(self, index: int) -> str:
-        return f"in{index}"
-
-    def output(self, index: int) -> str:
-        return f"out{index}"
-
-    def grad(self, index: int = 0) -> str:
-        return f"grad{index}"
-
-    def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
-        (self.held[suffix],) = many(op.reference(*(self.held[ref] for ref in inputs)))
-        return suffix
-
-    def value(self, gradient: str | Scaled | None) -> Tensor | None:
-        if isinstance(gradient, Scaled):
-            return self.held[gradient.value] * self.held[gradient.by]
-        return None if gradient is None else self.held[gradient]
-
-
-def ruled(rng: random.Random) -> list[tuple[Op, tuple[tuple[int, ...], ...]]]:
-    """Every op that states a rule, with shapes of its floating inputs."""
-    rows, n, k = (rng.randint(1, 4), rng.randint(1, 5)), rng.randint(1, 6), rng.randint(1, 7)
-    capped = SoftmaxLoss(n, "mean", "3 * tanh(z / 3)")
-    return [
-        (Linear(), ((*rows, k), (n, k))),
-        (PadRows(n + rng.randint(0, 3)), ((n, k),)),
-        (SoftmaxLoss(n, "mean"), ((*rows, n),)),
-        (capped, ((*rows, n + rng.randint(0, 3)),)),
-    ]
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("which", range(4))
-def test_derivatives_equal_autograd(which: int, seed: int) -> None:
-    rng = random.Random(seed)
-    op, shapes = ruled(rng)[which]
-    generator = torch.Generator().manual_seed(seed)
-
-    def random_value(size: Sequence[int]) -> Tensor:
-        return torch.randn(tuple(size), generator=generator, dtype=torch.float64)
-
-    inputs = [random_value(size).requires_grad_() for size in shapes]
-    ids = []
-    if isinstance(op, SoftmaxLoss):
-        ids = [torch.randint(op.vocab, shapes[0][:-1], generator=generator)]
-    output = many(op.reference(*inputs, *ids))[0]
-    grad = random_value(output.shape)
-    wanted = torch.autograd.grad(output, inputs, grad)
-    tape = Computed(op, [value.detach() for value in (*inputs, *ids)], grad)
-    gradients = op.derivative(tape)
-    assert gradients is not None and len(gradients) == len(inputs) + len(ids)
-    for gradient, want in zip(gradients, wanted, strict=False):
-        torch.testing.assert_close(tape.value(gradient), want, rtol=1e-12, atol=1e-12)
-    assert all(gradient is None for gradient in gradients[len(inputs) :])  # whole numbers have none
-
-
-def test_ops_without_a_rule_say_so() -> None:
-    stated = {
-        name
-        for name, kind in classes(ops, Op).items()
-        if kind.derivative is not Op.derivative  # the pointwise language derives its own
-    }
-    elsewhere = {NormRope.name, CausalAttention.name}  # test_norm_rope.py, test_attention.py
-    assert stated == {op.name for op, _ in ruled(random.Random(0))} | elsewhere
 
 
 ERRORS = [
