@@ -193,9 +193,14 @@ class _Triton(_Kernel):
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
 
 
-# What CUDA C++ lacks, by name, each behind what it calls. Both take s = BELL * z, as exp2f is one instruction. The
-# value and the slope of gelu read the same s, so that the compiler finds one erf and one exp in them.
+# What CUDA C++ lacks, by name, each behind what it calls. None branches, so that the compiler works on many elements
+# at once, as it cannot with tanhf or a rounded division. quick_bell and quick_erf
+# take s = BELL * z, as exp2f is one instruction; the value and the slope of gelu read the same s, so that the compiler
+# finds one erf and one exp in them.
 CUDA_FUNCTIONS: Mapping[str, str] = {
+    "quick_sigmoid": """\
+// 1 / (1 + exp(-x)) within 4 ulp, without the branch of an exactly rounded division.
+__device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }""",
     "quick_bell": """\
 // exp(-z * z) of s = 1.2011224 z.
 __device__ inline float quick_bell(float s) { return exp2f(-s * s); }""",
@@ -223,13 +228,12 @@ class _Cuda(_Kernel):
     # __expf is within 2 + |x| ulp of f32 and quick_erf within 5e-7: far below the rounding of what is stored.
     functions: ClassVar = {
         "exp": "__expf", "log": "logf", "sqrt": "sqrtf", "erf": "quick_erf", "abs": "fabsf", "tanh": "tanhf",
-        "min": "fminf", "max": "fmaxf",
+        "sigmoid": "quick_sigmoid", "min": "fminf", "max": "fmaxf",
     }  # fmt: skip
     # Each reads what its derivative reads, so that the two are computed once where both are.
     definitions: ClassVar = {
         **{name: _Triton.definitions[name] for name in ("relu", "leaky_relu", "gelu_tanh", "silu")},
         "gelu": parse("x * (0.5 + 0.5 * erf(0.7071067811865476 * x))"),
-        "sigmoid": parse("1 / (1 + exp(-x))"),
     }
 
     def write(self, expr: Expr) -> tuple[str, int]:

@@ -14,11 +14,11 @@ from specc.compiler.ir import Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear
+from specc.compiler.quant.int8_lstm import GATES
 from specc.compiler.targets import TARGETS
 from specc.runtime.load import import_file
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i8": torch.int8}
-GATES = "where(cell > 0, tanh(x_ + p * scale), sigmoid(x_ + p * scale))"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ CASES = {
     "bf16": Case("p * scale", {"scale": "f32"}, "bf16", "bf16"),
     "residual": Case("x_ + gain * (p * scale)", {"scale": "f32", "x_": "bf16*", "gain": "bf16"}, "bf16", "add_bf16"),
     "codes": Case("gelu(p * scale) * inverse", {"scale": "f32", "inverse": "f32"}, "i8", "gelu_i8"),
-    "gates": Case(GATES, {"scale": "f32", "x_": "f32*", "cell": "f32"}, "f32", "lstm_gates_f32"),
+    "gates": Case(GATES.outputs[0], {"scale": "f32", "x_": "f32*", "cell": "f32"}, "f32", "lstm_gates_f32"),
 }
 
 

@@ -9,12 +9,14 @@ from int8_sites import CASES, close, exact, imported, int8_site, operands, writt
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
+from specc.compiler.expr import reread, torch_value
 from specc.compiler.ir import Builder, TensorType, TypeRuleError
 from specc.compiler.kernels.gemm_int8 import GEMM_INT8_TORCH
 from specc.compiler.kernels.gemm_int8_sm80 import GEMM_INT8_SM80
 from specc.compiler.kernels.gemm_int8_sm90 import GEMM_INT8_SM90
 from specc.compiler.kernels.kernel import Kernel, missing
 from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, padded
+from specc.compiler.quant.int8_lstm import GATES
 from specc.compiler.targets import TARGETS
 from specc.runtime.native import compile_only, flags
 
@@ -46,6 +48,15 @@ def test_epilogues_equal_float64(name: str, tmp_path: Path) -> None:
         found = function(*given)
         assert found.shape == (*rows, 64)
         close(found, exact(site, given))
+
+
+def test_one_sigmoid_serves_all_gates() -> None:
+    p, x, cell = torch.randn(1000).double() * 4, torch.randn(1000).double(), (torch.arange(1000) % 3 == 0).double()
+    scale = torch.full_like(p, 0.7)
+    (text,) = GATES.outputs
+    got = torch_value(reread(text), {"p": p, "scale": scale, "x_": x, "cell": cell})
+    whole = x + p * scale
+    torch.testing.assert_close(got, torch.where(cell > 0, whole.tanh(), whole.sigmoid()), rtol=0, atol=1e-15)
 
 
 def test_codes_are_rounded_to_even_and_symmetric(tmp_path: Path) -> None:

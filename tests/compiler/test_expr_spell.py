@@ -52,7 +52,7 @@ ERF, SLOPE = parse("erf(x)"), derive(parse("gelu(x)"), "x")
             "gelu_tanh(x)",
             "F.gelu(x, approximate='tanh')",
             "x * tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))",
-            "x * (1.0f / (1.0f + __expf(-1.5957691216057308f * x * (1.0f + 0.044715f * x * x))))",
+            "x * quick_sigmoid(1.5957691216057308f * x * (1.0f + 0.044715f * x * x))",
         ),
         (
             "30 * tanh(x / 30)",
@@ -64,7 +64,7 @@ ERF, SLOPE = parse("erf(x)"), derive(parse("gelu(x)"), "x")
             "silu(gate) * x",
             "F.silu(gate) * x",
             "gate * tl.sigmoid(gate) * x",
-            "gate * (1.0f / (1.0f + __expf(-gate))) * x",
+            "gate * quick_sigmoid(gate) * x",
         ),
         (
             "exp(-2 * (x + 1) ** 2) + exp(x ** 2)",
@@ -162,7 +162,7 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, list[float]
                 "#define __device__",
                 "#define __expf(x) expf(x)",
                 "static float __fdividef(float a, float b) { return a / b; }",
-                cuda_functions(["quick_erf("]),
+                cuda_functions(["quick_erf(", "quick_sigmoid("]),
                 *functions,
                 f"static float (*const table[])(float, float, float) = {{{table}}};",
                 'extern "C" float evaluate(int i, float a, float b, float c) {',

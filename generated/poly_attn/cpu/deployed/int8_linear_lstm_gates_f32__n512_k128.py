@@ -2,11 +2,11 @@
 # templates/torch/gemm_int8.py.jinja.
 # decoder.lstm.gates and decoder.lstm_forward.recurrent.gates    x i8[B,T,128], w
 #     int8:i8[512,128], scale int8:f32[512], x_ f32[B,T,512], cell f32[512] -> y
-#     f32[B,T,512]    plan 2bd058b3a337
+#     f32[B,T,512]    plan 42bdda5b32bb
 """decoder.lstm.gates and decoder.lstm_forward.recurrent.gates: int8 product and epilogue in plain Torch.
 
     p = x w^T + offset, in int32
-    y = where(cell > 0, tanh(x_ + p * scale), sigmoid(x_ + p * scale))
+    y = (1 + cell) * sigmoid((1 + cell) * (x_ + p * scale)) - cell
 """
 
 import torch
@@ -32,5 +32,5 @@ def int8_linear_lstm_gates_f32(
     )
     sums = (x.double() @ w.double().T).to(torch.int32) + offset  # float64 holds them exactly
     p = sums.float()
-    y = torch.where(cell > 0, torch.tanh(x_ + p * scale), torch.sigmoid(x_ + p * scale))
+    y = (1.0 + cell) * torch.sigmoid((1.0 + cell) * (x_ + p * scale)) - cell
     return y

@@ -2,11 +2,11 @@
 # templates/cutlass/gemm_int8.py.jinja.
 # decoder.lstm.gates and decoder.lstm_forward.recurrent.gates    x i8[B,T,128], w
 #     int8:i8[512,128], scale int8:f32[512], x_ f32[B,T,512], cell f32[512] -> y
-#     f32[B,T,512]    plan a71d6cf4b7b1
+#     f32[B,T,512]    plan a0551b083f24
 """decoder.lstm.gates and decoder.lstm_forward.recurrent.gates: int8 product and epilogue in one kernel.
 
     p = x w^T + offset, in int32
-    y = where(cell > 0, tanh(x_ + p * scale), sigmoid(x_ + p * scale))
+    y = (1 + cell) * sigmoid((1 + cell) * (x_ + p * scale)) - cell
 
 Launches the CUTLASS kernel of the .cu file beside this one.
 """
