@@ -30,6 +30,7 @@ from specc.runtime.data import CharTokenizer, Tokenizer
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import read_artifact
 from specc.runtime.load import Loaded, assign, choose_target, device_of, instantiate
+from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.constants import constants, fill
 from specc.runtime.quantize.tensors import Layout, QuantizedModel, dequantized, layout
 from specc.runtime.run import Run, RunDirectoryError
@@ -205,6 +206,8 @@ def realize(
         assign(loaded, weights)
         fill(loaded, constants or {})
         where = _device(loaded, device)
+        if constants is not None and where.type == "cuda":
+            compile_ahead(loaded.directory)  # all of them run, and one after another they would take minutes
         kinds = {p.name: DTYPES[p.dtype] for p in loaded.programs.params if p.dtype in DTYPES}
         for name, parameter in loaded.model.named_parameters():
             parameter.data = parameter.data.to(where, kinds[name])

@@ -16,7 +16,7 @@ from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of
 
 SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
 SUM = "x_ + p * scale"
-# The cell's gate has tanh, which is 2 sigmoid(2 x) - 1, the others sigmoid: with `cell` 1 or 0 one sigmoid does for both.
+# The cell has tanh, which is 2 sigmoid(2 x) - 1, the other gates sigmoid: with `cell` 1 or 0, one sigmoid serves all.
 GATES = Pointwise(
     (f"(1 + cell) * sigmoid((1 + cell) * ({SUM})) - cell",), ("p", "scale", "x_", "cell"), title="lstm_gates_f32"
 )
