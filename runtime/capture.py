@@ -1,4 +1,4 @@
-"""Replays one micro-batch's forward and backward as a CUDA graph, so that the device never waits for the host."""
+"""Replays work on a GPU as a CUDA graph, so that the device never waits for the host: a micro-batch, an update."""
 
 from collections.abc import Callable
 

@@ -119,8 +119,9 @@ class Trainer:
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, self.world)
         self.average = averaging(train.average, self.masters.tensors) if train.average else None
         self._loss, self._score = _functions(model, compiled)
-        graphs = compiled and device.type == "cuda"
-        self._micro_batch: Callable[..., None] = Captured(self._add) if graphs else self._add
+        self._micro_batch = self._replayed(self._add)
+        self._norm = torch.zeros((), device=device)
+        self._finish, self._move = self._replayed(self._clip, alone=True), self._replayed(self._apply, alone=True)
         self._spec_digest = spec_digest
         self.step = 0
         self.clock = Clock()
@@ -259,7 +260,7 @@ class Trainer:
         require_match("the checkpoint's average", snapshot.average or {}, own.average or {})
         require_match("the checkpoint's generators", snapshot.rng, own.rng)
         self.loader.restore(snapshot.loader)
-        self.masters.round_to(None)
+        self._round_to(None)
         self.masters.restore(snapshot.weights)
         self.optimizers.restore(snapshot.optimizer)
         if self.average is not None and snapshot.average is not None:
@@ -300,20 +301,39 @@ class Trainer:
         self.masters.collect()
         self.masters.loss.add_(loss.detach())
 
+    def _replayed(self, work: Callable[..., None], alone: bool = False) -> Callable[..., None]:
+        """`work` as a CUDA graph where this run has them; what sums over processes, only if it is `alone`."""
+        graphs = self.compiled and self.device.type == "cuda" and not (alone and self.world.size > 1)
+        return Captured(work) if graphs else work
+
     def _round(self, moment: schedule.Moment) -> None:
         """Lets the model compute with rounded weights, once the spec says so."""
         if self._grids is not None and self.train.qat is not None and moment.warm_down < self.train.qat.below:
-            self.masters.round_to(self._grids)
+            self._round_to(self._grids)
+
+    def _round_to(self, grids: Mapping[str, Scheme] | None) -> None:
+        if self.masters.round_to(grids):
+            self._move = self._replayed(self._apply, alone=True)  # the graph still writes what was shown before
 
     def _sum_up(self) -> Tensor:
         """The means over all micro-batches of all processes, clipped; returns the norm before clipping, f32 []."""
-        return sum_up(self.masters, self.optimizers.banks, self.world, self.micro_batches, self.train.clip_norm)
+        self._finish()
+        self.masters.attach()  # in Python, which a graph does not replay
+        return self._norm
+
+    def _clip(self) -> None:
+        banks, clip_norm = self.optimizers.banks, self.train.clip_norm
+        self._norm.copy_(sum_up(self.masters, banks, self.world, self.micro_batches, clip_norm))
 
     def _update(self, moment: schedule.Moment) -> None:
-        self.optimizers.step(moment.multiplier, self.step, moment.done)
-        self.masters.refresh()
+        self.optimizers.set(moment.multiplier, self.step, moment.done)
+        self._move()
         if self.average is not None:
             self.average.update(self.step + 1, moment)
+
+    def _apply(self) -> None:
+        self.optimizers.update()
+        self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> None:
         arrived = None

@@ -61,7 +61,7 @@ class Optimizers:
     """The optimizers of one model. `masters` are its f32 parameters by name, gradients in their `.grad`.
 
     What changes from step to step, such as learning rates, is numbers on the device that `set` writes; `update`
-    reads nothing else, launches the same work every time and never waits for a GPU, so that a CUDA graph can hold it.
+    reads nothing else, launches the same work every time and never waits for a GPU, so that a CUDA graph holds it.
     With `shards` of several processes, each has the state of its part of Muon's matrices alone until `gather`.
     """
 

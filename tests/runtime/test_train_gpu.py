@@ -1,12 +1,15 @@
 """What training does otherwise on a GPU: bf16 copies, compiled, numbers a step late, Muon in bf16."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from test_optim_late import SCHEMES
 from toy import WINDOW, Toy, parameters, stream, train_spec, trainer
 
+from specc.compiler.quant.scheme import Scheme
 from specc.compiler.train_spec import TrainSpec
 from specc.runtime import capture, checkpoint
 from specc.runtime.data import ByteTokenizer, Loader
@@ -21,14 +24,18 @@ pytestmark = pytest.mark.gpu
 
 
 def gpu_trainer(
-    folder: Path, train: TrainSpec | None = None, model: Toy | None = None, compiled: bool = True
+    folder: Path,
+    train: TrainSpec | None = None,
+    model: Toy | None = None,
+    compiled: bool = True,
+    grids: Mapping[str, Scheme] | None = None,
 ) -> Trainer:
     train = train or train_spec()
     torch.manual_seed(train.seed)
     loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed)
     model = model or Toy(noise=0.0)
     device = torch.device("cuda")
-    return Trainer(model, parameters("bf16"), train, loader, WINDOW, device, compiled, "digest")
+    return Trainer(model, parameters("bf16"), train, loader, WINDOW, device, compiled, "digest", grids=grids)
 
 
 def test_numbers_come_a_step_late_and_are_those_of_the_cpu(tmp_path: Path) -> None:
@@ -67,15 +74,40 @@ def test_warming_up_leaves_no_trace(tmp_path: Path) -> None:
     assert torch.equal(rng, torch.cuda.get_rng_state()) and one.step == 0
 
 
-def test_replaying_a_graph_trains_as_calling_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed = gpu_trainer(tmp_path)
-    losses = [step.loss for _ in range(12) for step in replayed.advance()] + [s.loss for s in replayed.settle()]
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "swa, no clip": {"average": {"kind": "swa", "every": 2, "below": 0.65}, "clip_norm": None},
+    "rounded late": {"qat": {"below": 0.7}},
+    "muon's kin": {
+        "optimizers": (
+            {
+                "kind": "muon",
+                "match": "blocks.{up,down}",
+                "lr": 0.02,
+                "method": "polar_express",
+                "equalize_rows": True,
+                "second_moment": 0.9,
+                "weight_decay": {"start": 0.1, "end": 0.01, "after": 0.5},
+            },
+            {"kind": "adamw", "match": "*", "lr": 0.02, "weight_decay": {"start": 0.1, "end": 0.01, "after": 0.5}},
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_replaying_graphs_trains_as_calling_does(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches and updates; rounding begins in the middle, and wants graphs of its own."""
+    train = train_spec(**VARIANTS[variant])
+    replayed = gpu_trainer(tmp_path, train, grids=SCHEMES)
+    losses = [step.loss for _ in range(20) for step in replayed.advance()] + [s.loss for s in replayed.settle()]
     monkeypatch.setattr(capture, "WARM_UP", 10**9)
-    called = gpu_trainer(tmp_path)
-    again = [step.loss for _ in range(12) for step in called.advance()] + [s.loss for s in called.settle()]
+    called = gpu_trainer(tmp_path, train, grids=SCHEMES)
+    again = [step.loss for _ in range(20) for step in called.advance()] + [s.loss for s in called.settle()]
     assert again == pytest.approx(losses, rel=1e-3)
     for name, master in called.masters.tensors.items():
         torch.testing.assert_close(master, replayed.masters.tensors[name], rtol=2e-2, atol=2e-3)
+        torch.testing.assert_close(called.masters.shown[name], replayed.masters.shown[name], rtol=5e-2, atol=5e-2)
 
 
 def test_what_is_not_finite_stops_a_step_later_and_is_named(tmp_path: Path) -> None:
