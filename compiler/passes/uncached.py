@@ -13,9 +13,9 @@ SIDE = "decoder."  # what begins the names of nodes that a decoder without a cac
 
 
 def uncached(programs: Programs) -> Programs:
-    """The program `score` of a model of pairs, and beside it the same in two: `encode`, source i64[B,S] -> state at `encoder`, is all of it
-    that reads the source and is not the decoder's; `logits`, inputs i64[B,T] and that state -> f32[B,T,V], is what the
-    decoder makes of tokens, keys and values of the source among it.
+    """The program `score` of a model of pairs, and beside it the same in two: `encode`, source i64[B,S] -> state at
+    `encoder`, is all of it that reads the source and is not the decoder's; `logits`, inputs i64[B,T] and that state ->
+    f32[B,T,V], is what the decoder makes of tokens, keys and values of the source among it.
 
     Raises ValueError where the model has no such program, or has fused groups: give it one with `fuse: []`.
     """
