@@ -8,12 +8,12 @@ from pathlib import Path
 import rich_click as click
 
 from specc.compiler.cli import cli, format_option, formatted, json_option, set_option, spec_argument, target_option
-from specc.compiler.cli_run import joined_world, say
+from specc.compiler.cli_run import Repeatable, joined_world, say
 
 PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 
 
-@cli.command()
+@cli.command(cls=Repeatable)
 @spec_argument
 @target_option
 @set_option
@@ -67,6 +67,9 @@ def bench(
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
         raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
+    for option, given, part in (("--gpus", gpus, "table"), ("--weights", weights, "decode")):
+        if given is not None and parts and part not in parts:
+            raise click.UsageError(f"{option} is for {part}, and --only leaves that out")
     if picture is not None and not picture.parent.is_dir():
         raise click.UsageError(f"there is no folder {picture.parent} for the picture")
     with joined_world() if is_launched() else nullcontext() as world:
@@ -78,7 +81,9 @@ def bench(
         if gpus is not None and world is None:
             require_devices(gpus, loaded, target)
             if gpus > 1:
-                return launch(gpus, click.get_current_context().meta["arguments"], say)
+                context = click.get_current_context()
+                assert context is not None
+                return launch(gpus, context.meta["arguments"], say)
         from specc.runtime.bench import report
         from specc.runtime.bench.suite import BenchOptions, follow
         from specc.runtime.bench.suite import bench as run

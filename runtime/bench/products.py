@@ -52,20 +52,22 @@ def product_rows(
 ) -> Iterator[ProductRow]:
     """A row for every int8 kernel of a deployed plan whose path contains `at`. Raises RunFailure for one that gives
     wrong values."""
-    seen: set[str] = set()
+    shared: dict[str, list[Choice]] = {}
     for choice in plan.choices:
-        if not isinstance(choice.site.node.op, Int8Linear) or choice.rendered.module in seen:
+        if isinstance(choice.site.node.op, Int8Linear):
+            shared.setdefault(choice.rendered.module, []).append(choice)
+    for kernel, choices in shared.items():
+        labels = list(dict.fromkeys(label for choice in choices for label in choice.site.label.split(" and ")))
+        if not any(at in label for label in labels):
             continue
-        if at not in choice.site.label:
-            continue
-        seen.add(choice.rendered.module)
-        say(f"int8 {choice.rendered.module}")
-        ready(choice)
+        say(f"int8 {kernel}")
+        ready(choices[0])
+        name = f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0]
         with torch.no_grad():
-            yield _row(choice, vars(module)[plan.called(choice)], device)
+            yield _row(name, choices[0], vars(module)[plan.called(choices[0])], device)
 
 
-def _row(choice: Choice, own: Callable[..., Tensor], device: torch.device) -> ProductRow:
+def _row(name: str, choice: Choice, own: Callable[..., Tensor], device: torch.device) -> ProductRow:
     site = choice.site
     tail = int8_tail(site)
     torch.compiler.reset()
@@ -86,9 +88,8 @@ def _row(choice: Choice, own: Callable[..., Tensor], device: torch.device) -> Pr
             sums = torch._int_mm(x, w.t())
         _require_right(f"{choice.rendered.module} of {m} rows", found, epilogue_of(tail)(sums, offset, *rest))
         times[m] = _times(calls, device)
-    label = choice.site.label.split(" and ")[0]
     made = site.node.type.dtype
-    return ProductRow(label, choice.rendered.module, choice.kernel.language, tail.n, tail.k, made, times, refused)
+    return ProductRow(name, choice.rendered.module, choice.kernel.language, tail.n, tail.k, made, times, refused)
 
 
 def operands(site: Site, tail: Int8Tail, m: int, device: torch.device) -> list[Tensor]:

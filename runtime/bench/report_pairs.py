@@ -28,10 +28,10 @@ def table_lines(table: Table, steps: int) -> list[str]:
     size = next(iter(batch), 0)
     lines += [
         f"Behind a name: processes, one a GPU. A step has {size:,} samples of all of them together. train: updates as",
-        "`specc train` makes them, with teacher forcing. validation: greedy decoding of held-out lines from text to text,",
-        "and exact match; as many steps to those of training as an epoch has. overall: all steps over all seconds. tokens:",
-        "of sources and targets, no pads. Rates are totals over totals; compile stands apart. Without the cache a decoder",
-        "runs again over all that it has written, for each token; the encoder runs once a line in both.",
+        "`specc train` makes them, with teacher forcing. validation: greedy decoding of held-out lines from text to",
+        "text, and exact match; as many steps to a training step as an epoch has. overall: all steps over all seconds.",
+        "tokens: of sources and targets, no pads. Rates are totals over totals, compile stands apart. Without a cache",
+        "a decoder runs again over all that it has written, for each token; the encoder runs once a line in both.",
     ]
     if (gain := table.cached_gain) is not None:
         lines.append(f"With the cache one process validates {gain:.2f} times as fast as without.")

@@ -226,8 +226,8 @@ class _Scored:
         every = epoch.held_out[: steps * rows]
         mine = every[world.rank :: world.size]
         tokens = int(lengths(every.source).sum() + lengths(every.target).sum())
-        sides = (tokenizer.decode_rows(side) for side in (mine.source, mine.target))
-        return cls(*sides, steps, len(every), tokens, world)
+        sources, targets = (tokenizer.decode_rows(side) for side in (mine.source, mine.target))
+        return cls(sources, targets, steps, len(every), tokens, world)
 
     def time(self, decoder: Translator) -> tuple[Totals, int]:
         """Decodes the lines, a step's at once, and counts those that are right. The seconds are those of the slowest
