@@ -17,7 +17,7 @@ def uncached(programs: Programs) -> Programs:
     `encoder`, is all of it that reads the source and is not the decoder's; `logits`, inputs i64[B,T] and that state ->
     f32[B,T,V], is what the decoder makes of tokens, keys and values of the source among it.
 
-    Raises ValueError where the model has no such program, or has fused groups: give it one with `fuse: []`.
+    Raises ValueError where `score` shifts no targets or ends in no loss of its own, or runs fused groups.
     """
     score = programs.program("score")
     shift = next((node for node in score.nodes if isinstance(node.op, Shift)), None)
@@ -29,7 +29,6 @@ def uncached(programs: Programs) -> Programs:
     inside = {ref for node in write for ref in node.outputs}
     passed = dict.fromkeys(ref for node in write for ref in node.inputs if ref not in inside and ref[0] not in "@$")
     passed.pop(shift.outputs[0], None)
-    passed.pop(logits, None)
     names = {ref: f"v{i}" for i, ref in enumerate(passed)}
     kept = _needed(read, list(passed))
     types = score.types

@@ -31,7 +31,8 @@ def table_lines(table: Table, steps: int) -> list[str]:
         "`specc train` makes them, with teacher forcing. validation: greedy decoding of held-out lines from text to",
         "text, and exact match; as many steps to a training step as an epoch has. overall: all steps over all seconds.",
         "tokens: of sources and targets, no pads. Rates are totals over totals, compile stands apart. Without a cache",
-        "a decoder runs again over all that it has written, for each token; the encoder runs once a line in both.",
+        "a decoder runs again over all that it has written, for each token; the encoder runs once a line in both. Rows of",
+        "as many processes share their training, which decodes nothing.",
     ]
     if (gain := table.cached_gain) is not None:
         lines.append(f"With the cache one process validates {gain:.2f} times as fast as without.")

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.build import model_files
-from specc.compiler.passes.select_kernels import select_kernels
-from specc.compiler.passes.uncached import uncached
-from specc.compiler.pipeline import run
-from specc.runtime.load import Loaded, import_model, replace_fuse
+from specc.compiler.build import uncached_files
+from specc.runtime.load import Loaded, import_model
 from specc.runtime.steps import SMALLEST, WARM_UP, State, repeated
 
 TOKENS = "tokens"  # where the state holds what was written
@@ -20,20 +17,14 @@ TOKENS = "tokens"  # where the state holds what was written
 
 def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
     """The module that decodes with the weights of a loaded model of pairs and without a cache; they are shared as they
-    lie now. Its code goes into `folder`. Raises ValueError for a model whose decoder reads no tokens."""
-    fused = bool(loaded.programs.groups)
-    programs = uncached(run(replace_fuse(loaded.spec), loaded.target.name) if fused else loaded.programs)
-    plan = select_kernels(programs, loaded.target, loaded.spec.model.title, f"specs/{loaded.spec.name}.yaml")
+    lie now. Its code goes into `folder`. Raises ValueError for a model that cannot decode so."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in model_files(plan).items():
+    for name, text in uncached_files(loaded.spec, loaded.target.name).items():
         (folder / name).write_text(text, encoding="utf-8")
     model: nn.Module = import_model(folder).Model()
-    for mine, theirs in (
-        (model.named_parameters(), dict(loaded.model.named_parameters())),
-        (model.named_buffers(), dict(loaded.model.named_buffers())),
-    ):
-        for name, tensor in mine:
-            tensor.data = theirs[name].data
+    own = dict(loaded.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data = own[name].data
     return model.eval()
 
 
