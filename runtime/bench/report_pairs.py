@@ -31,8 +31,8 @@ def table_lines(table: Table, steps: int) -> list[str]:
         "`specc train` makes them, with teacher forcing. validation: greedy decoding of held-out lines from text to",
         "text, and exact match; as many steps to a training step as an epoch has. overall: all steps over all seconds.",
         "tokens: of sources and targets, no pads. Rates are totals over totals, compile stands apart. Without a cache",
-        "a decoder runs again over all that it has written, for each token; the encoder runs once a line in both. Rows of",
-        "as many processes share their training, which decodes nothing.",
+        "a decoder runs again over all that it has written, for each token; the encoder runs once a line in both.",
+        "Rows of as many processes share their training, which decodes nothing.",
     ]
     if (gain := table.cached_gain) is not None:
         lines.append(f"With the cache one process validates {gain:.2f} times as fast as without.")
@@ -96,7 +96,7 @@ def decode_lines(found: Decoding) -> list[str]:
     lines += [
         f"From text to text in this process, {batch:,} lines at once (eval.batch); two passes after a first one.",
         "build: from the spec to the module, kernels compiled; first: what the first pass took beyond, which captures",
-        "graphs; of uncached: lines/s as a multiple; agree: lines that both give.",
+        "graphs; of uncached: lines/s as a multiple; agree: lines that both give, but for rounding.",
     ]
     if not found.trained:
         lines.append(
