@@ -35,7 +35,7 @@ from specc.runtime.errors import RunFailure
 from specc.runtime.load import Loaded, initialize, instantiate
 from specc.runtime.sources.source import Epoch, Supply, source_of
 from specc.runtime.sources.tokens import characters_of
-from specc.runtime.trainer import Trainer
+from specc.runtime.trainer import Trainer, micro_batches
 from specc.runtime.translate import Translator, translator
 
 BASELINE, SEVERAL, CACHE, BOTH = "baseline", "several GPUs", "KV cache", "several + cache"
@@ -111,8 +111,10 @@ def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
 def measure(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: Say) -> Table:
     """All rows that the processes of `world` can run: alone those of one, the first of which the others wait for.
 
-    Raises RunFailure where the held-out lines are fewer than a batch, a loss is not finite or a decoder is broken.
+    Raises BatchError where a batch does not come out even, RunFailure where the held-out lines are fewer than a batch, a
+    loss is not finite or a decoder is broken.
     """
+    micro_batches(spec.train, spec.model.window, world.size)  # before anything is measured
     rows: list[TableRow] = []
     if world.rank == 0:
         rows += _rows(spec, target, lock, steps, World.alone().on(world.device), say)
