@@ -111,8 +111,8 @@ def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
 def measure(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: Say) -> Table:
     """All rows that the processes of `world` can run: alone those of one, the first of which the others wait for.
 
-    Raises BatchError where a batch does not come out even, RunFailure where the held-out lines are fewer than a batch, a
-    loss is not finite or a decoder is broken.
+    Raises BatchError where a batch does not come out even, RunFailure where the held-out lines are fewer than a batch,
+    a loss is not finite or a decoder is broken.
     """
     micro_batches(spec.train, spec.model.window, world.size)  # before anything is measured
     rows: list[TableRow] = []
