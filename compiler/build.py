@@ -121,6 +121,12 @@ def model_files(plan: Plan) -> Mapping[str, str]:
     return files
 
 
+def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
+    """The text of the files of a model of pairs that decodes without a cache, as `passes.uncached` cuts it; no build
+    writes them. Raises ValueError for a model that cannot be cut, LoweringError."""
+    return model_files(pipeline.uncached_plan(spec, target, f"specs/{spec.name}.yaml"))
+
+
 def _files(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock) -> Mapping[str, str]:
     folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}
     files = {f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan).items()}

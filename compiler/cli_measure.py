@@ -2,24 +2,38 @@
 
 import json
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import rich_click as click
 
 from specc.compiler.cli import cli, format_option, formatted, json_option, set_option, spec_argument, target_option
-from specc.compiler.cli_run import say
+from specc.compiler.cli_run import Repeatable, joined_world, say
 
-PARTS = ("kernels", "groups", "step")
+PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 
 
-@cli.command()
+@cli.command(cls=Repeatable)
 @spec_argument
 @target_option
 @set_option
-@click.option("--only", multiple=True, type=click.Choice(PARTS), help="One part; may be repeated. All where unset.")
-@click.option("--at", default="", metavar="TEXT", help="Of kernels and groups, those whose path contains TEXT.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps to time, of each build."
+    "--only", multiple=True, type=click.Choice(PARTS), help="One part; may be repeated. All of the spec where unset."
+)
+@click.option("--at", default="", metavar="TEXT", help="Of kernels, groups and int8, those whose path contains TEXT.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Training steps to time, of each build and each row of the table.",
+)
+@click.option("--gpus", type=click.IntRange(min=1), help="Processes for the table's rows of several, one a GPU.")
+@click.option(
+    "--weights",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="RUN|ARTIFACT",
+    help="What `decode` decodes with; where unset, weights as training starts, which seldom end a line.",
 )
 @click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Write a roofline picture.")
 @json_option
@@ -32,48 +46,72 @@ def bench(
     only: tuple[str, ...],
     at: str,
     steps: int,
+    gpus: int | None,
+    weights: Path | None,
     picture: Path | None,
     as_json: bool,
-) -> None:
+) -> int:
     """Time every kernel, every fused group and the training step beside eager Torch, torch.compile and cuBLAS.
 
     Sizes are the spec's own: a micro-batch of whole windows. Floors are what bytes and operations cost at ceilings
     that are measured in the same run. A kernel with wrong values is an error and gets no time.
+
+    Of a model of pairs also `table`, training and validation on one GPU and on several, with a cache and without;
+    `decode`, lines a second in each dtype; and `int8`, the deployed products beside torch._int_mm.
     """
     from specc.compiler.build import compile_loaded
     from specc.compiler.check import load
     from specc.compiler.lock import lock_path, read_lock
+    from specc.runtime.launch import is_launched, launch, require_devices, target_of
 
-    parts = tuple(part for part in PARTS if part in only) or PARTS
-    if picture is not None and parts == ("step",):
-        raise click.UsageError("--picture shows kernels and groups; the step alone has neither")
+    parts = tuple(part for part in PARTS if part in only)
+    if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
+        raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
+    for option, given, part in (("--gpus", gpus, "table"), ("--weights", weights, "decode")):
+        if given is not None and parts and part not in parts:
+            raise click.UsageError(f"{option} is for {part}, and --only leaves that out")
     if picture is not None and not picture.parent.is_dir():
         raise click.UsageError(f"there is no folder {picture.parent} for the picture")
-    loaded, source = load(spec, overrides)
-    lock = read_lock(lock_path(spec, loaded.name))
-    compile_loaded(loaded, source, (), lock)
-    from specc.runtime.bench import report
-    from specc.runtime.bench.suite import BenchOptions
-    from specc.runtime.bench.suite import bench as run
-    from specc.runtime.load import choose_target
+    with joined_world() if is_launched() else nullcontext() as world:
+        loaded, source = load(spec, overrides)
+        lock = read_lock(lock_path(spec, loaded.name))
+        compile_loaded(loaded, source, (), lock)
+        if gpus is not None and world is not None and gpus != world.size:
+            raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
+        if gpus is not None and world is None:
+            require_devices(gpus, loaded, target)
+            if gpus > 1:
+                context = click.get_current_context()
+                assert context is not None
+                return launch(gpus, context.meta["arguments"], say)
+        from specc.runtime.bench import report
+        from specc.runtime.bench.suite import BenchOptions, follow
+        from specc.runtime.bench.suite import bench as run
 
-    if picture is not None:
-        from specc.runtime.bench.roofline import require
+        if picture is not None:
+            from specc.runtime.bench.roofline import require
 
-        require()
-    words = ["specc", "bench", str(spec)]
-    words += [word for text in overrides for word in ("--set", text)]
-    words += [word for part in only for word in ("--only", part)]
-    words += ["--at", at] if at else []
-    chosen = choose_target(loaded, target)
-    command = shlex.join([*words, "--target", chosen, "--steps", str(steps)])
-    found = run(BenchOptions(loaded, lock, chosen, parts, steps, command, at), say)
-    click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
-    if picture is not None:
-        from specc.runtime.bench.roofline import roofline
+            require()
+        words = ["specc", "bench", str(spec)]
+        words += [word for text in overrides for word in ("--set", text)]
+        words += [word for part in parts for word in ("--only", part)]
+        words += ["--at", at] if at else []
+        words += ["--weights", str(weights)] if weights is not None else []
+        words += ["--gpus", str(gpus)] if gpus is not None else []
+        chosen = target_of(loaded, target, gpus)
+        command = shlex.join([*words, "--target", chosen, "--steps", str(steps)])
+        options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights)
+        if world is not None and world.rank:
+            follow(options, world)
+            return 0
+        found = run(options, say, world)
+        click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
+        if picture is not None:
+            from specc.runtime.bench.roofline import roofline
 
-        picture.write_bytes(roofline(found))
-        say(f"wrote {picture}")
+            picture.write_bytes(roofline(found))
+            say(f"wrote {picture}")
+    return 0
 
 
 @cli.command()

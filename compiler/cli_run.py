@@ -54,7 +54,7 @@ def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple
     return () if stated == data else (f"train.data={{kind: {data}}}",)
 
 
-class _Repeatable(click.RichCommand):
+class Repeatable(click.RichCommand):
     """Keeps its arguments as they were given, to run them in other processes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -62,7 +62,7 @@ class _Repeatable(click.RichCommand):
         return super().parse_args(ctx, args)
 
 
-@cli.command(cls=_Repeatable)
+@cli.command(cls=Repeatable)
 @click.argument("spec", required=False, type=folder)
 @click.option("--run", "directory", type=folder, help="Run directory; runs/NAME-NNN where unset, and printed.")
 @click.option(

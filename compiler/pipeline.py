@@ -8,6 +8,7 @@ from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.optimizers import owners
 from specc.compiler.passes.quantize_products import quantize_products
 from specc.compiler.passes.select_kernels import select_kernels
+from specc.compiler.passes.uncached import uncached
 from specc.compiler.passes.verify import verify
 from specc.compiler.plan import Plan
 from specc.compiler.programs import LoweringError, Programs
@@ -90,3 +91,11 @@ def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
     """The plan of `deployed`; None where that is. Raises LoweringError."""
     programs = deployed(spec, target)
     return select_kernels(programs, TARGETS[target], spec.model.title, source) if programs is not None else None
+
+
+def uncached_plan(spec: Spec, target: str, source: str) -> Plan:
+    """The plan of a model of pairs that decodes without a cache, and without fusion points. Raises ValueError for a
+    model that cannot be cut so, LoweringError."""
+    programs = uncached(run(spec.model_copy(update={"fuse": ()}), target))
+    verify(programs, "uncached")
+    return select_kernels(programs, TARGETS[target], spec.model.title, source)

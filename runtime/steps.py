@@ -57,7 +57,7 @@ class Eager:
         return self._model.encode(source)
 
     def begin(self, state: State, beam: int = 1) -> State:
-        return _repeated(state, beam)
+        return repeated(state, beam)
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
         return self._model.extend(ids, torch.tensor(start, device=ids.device), state)
@@ -83,7 +83,7 @@ class Graphed:
         return self._model.encode(source)
 
     def begin(self, state: State, beam: int = 1) -> State:
-        state = _repeated(state, beam)
+        state = repeated(state, beam)
         key = tuple(kept.shape for tensors in state.values() for kept in tensors)
         if key not in self._graphs:
             self._graphs[key] = _Graph(self._model, state)
@@ -131,7 +131,7 @@ class _Graph:
         return self._logits
 
 
-def _repeated(state: State, beam: int) -> State:
+def repeated(state: State, beam: int) -> State:
     """Every row `beam` times."""
     if beam == 1:
         return state

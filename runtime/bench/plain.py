@@ -38,7 +38,7 @@ def plain_nodes(
         names |= {ref: f"v{len(names) + i}" for i, ref in enumerate(node.outputs)}
         lines.append(f"    {', '.join(names[ref] for ref in node.outputs)} = {text}")
     lines.append(f"    return {names[output]}")
-    return _executed("\n".join(lines), "plain", {**vars(module), "torch": torch, "F": F})
+    return executed("\n".join(lines), "plain", {**vars(module), "torch": torch, "F": F})
 
 
 def plain_site(site: Site) -> Function:
@@ -49,7 +49,7 @@ def plain_site(site: Site) -> Function:
         function: Function = site.node.op.reference
         return function
     (text,) = kernel_files(rendered, "").values()
-    return _executed(text, rendered.function, {})
+    return executed(text, rendered.function, {})
 
 
 def _without_kernels(site: Site) -> Rendered | None:
@@ -74,7 +74,7 @@ def bare_product(site: Site) -> Function | None:
     return bare
 
 
-def _executed(text: str, name: str, namespace: Mapping[str, Any]) -> Function:
+def executed(text: str, name: str, namespace: Mapping[str, Any]) -> Function:
     """A function of generated text, in a module of its own that can be imported by its name, as Dynamo does."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     module = ModuleType(f"specc_bench_{digest}_{id(namespace):x}")

@@ -14,11 +14,13 @@ from specc.compiler.plan import Plan
 
 # The first pattern that is found in a kernel's name gives its class. Inductor names its kernels for the ops that they
 # came from, attention and products among them, so they come first; the plan's own Triton kernels are known by name.
+# recurrent: the library's LSTM but for its products.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"^triton_tem_.*attention"),
     ("GEMM", r"^triton_(tem|mm)_"),
     ("optimizer", r"^triton_for_|multi_tensor_apply_kernel|FusedOptimizer"),
     ("pointwise", r"^triton_"),
+    ("recurrent", r"(?i)lstm|(?<![a-z])rnn"),
     ("communication", r"nccl|all_reduce|all_gather|reduce_scatter|multimem"),
     ("attention", r"sdpa|fmha|flash|compute_dot_do_o|attention"),
     ("fused", r"cutlass13device_kernel|cutlass::device_kernel"),
@@ -27,7 +29,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("pointwise", r"at::native|at::cuda|2at6native|cub::|elementwise|reduce_kernel|softmax"),
 )
 OTHER = "other"
-ORDER = ("GEMM", "fused", "attention", "pointwise", "optimizer", "communication", "copy", OTHER)
+ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "communication", "copy", OTHER)
 # What was launched within one of these ranges is the optimizer's, whatever its name: torch.optim.Optimizer puts the
 # first around every `step`, so the products of Newton-Schulz are found.
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")

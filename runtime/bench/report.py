@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from specc.runtime.bench import report_pairs
 from specc.runtime.bench.kernels import Row
 from specc.runtime.bench.profile import ORDER, Profile
-from specc.runtime.bench.step import FUSED, UNFUSED, Build
+from specc.runtime.bench.step import UNFUSED, Build
 from specc.runtime.bench.suite import Report
 from specc.runtime.bench.timing import Measured
 from specc.runtime.bench.variants import AGAINST, COMPILE, EAGER, GENERATED, LIBRARY, MAX_AUTOTUNE, MODES
@@ -36,6 +37,12 @@ def text(report: Report) -> str:
         parts.append(_step(report))
         if any(build.profile is not None for build in report.builds.values()):
             parts.append(_profiles(report.builds))
+    if report.table is not None:
+        parts.append(report_pairs.table_lines(report.table, report.options.steps))
+    if report.decoding is not None:
+        parts.append(report_pairs.decode_lines(report.decoding))
+    if report.products:
+        parts.append(report_pairs.product_lines(report.products))
     if report.left_out:
         parts.append([f"left out: {reason}" for reason in report.left_out.values()])
     return "\n\n".join("\n".join(part) for part in parts)
@@ -120,7 +127,7 @@ def _spread(spread: float) -> str:
 
 def _step(report: Report) -> list[str]:
     heads = ("of fuse:[]", "ms", "±", "tokens/s", "TFLOP/s", "peak GB", "start s", "compile s", "loss")
-    build = report.builds[FUSED]
+    build = next(iter(report.builds.values()))
     spec = report.options.spec
     count = spec.train.rows(report.sizes["T"]) // report.sizes["B"]
     title = f"step of {build.tokens:,} tokens"
@@ -140,7 +147,7 @@ def _step(report: Report) -> list[str]:
         )
         lines.append(f"{name:<{NAME - 5}}" + "".join(f"{cell:>10}" for cell in cells))
     lines += [
-        f"Medians of {build.steps} steps each in {count} micro-batches, one build after the other, on random tokens.",
+        f"Medians of {build.steps} steps each in {count} micro-batches, one build after the other; pads are no tokens.",
         "TFLOP/s: of the model, three times its forward pass. start: from the spec to the end of the warm-up, without",
         "nvcc; compile: what of it the steps of the warm-up do not take.",
     ]
@@ -197,6 +204,9 @@ def data(report: Report) -> dict[str, Any]:
         "kernels": [_row_data(report, row) for row in report.kernels],
         "groups": [_row_data(report, row) for row in report.groups],
         "step": {name: _build_data(report, build) for name, build in report.builds.items()} or None,
+        "table": report_pairs.table_data(report.table) if report.table is not None else None,
+        "decode": report_pairs.decode_data(report.decoding) if report.decoding is not None else None,
+        "int8": [report_pairs.product_data(row) for row in report.products],
         "left_out": dict(report.left_out),
     }
 

@@ -1,17 +1,15 @@
-"""The whole training step, by the real trainer on random tokens: the spec as it is beside the same spec with
-`fuse: []`."""
+"""The whole training step, by the real trainer on what the spec's kind of data drills with: the spec as it is beside
+the same spec with `fuse: []`."""
 
 import gc
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from specc.compiler import pipeline
 from specc.compiler.cost import flops_per_token
@@ -20,6 +18,7 @@ from specc.compiler.spec import Spec
 from specc.runtime.bench.profile import Profile, profile
 from specc.runtime.bench.timing import Measured
 from specc.runtime.load import Loaded, initialize, instantiate
+from specc.runtime.sources.source import source_of
 from specc.runtime.trainer import Trainer
 
 FUSED, UNFUSED = "fused", "fuse: []"
@@ -31,9 +30,10 @@ BATCHES = 8  # made before the clock runs, and given again in turn
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One build of the model in training. `step` is the time of one of `steps` steps; `start` are the seconds from the
-    spec to the end of the warm-up, `compiling` those of them beyond what steps take, and `memory` the bytes that the
-    build took at most, None on the CPU; `loss` is the last one's, in nats."""
+    """One build of the model in training. `step` is the time of one of `steps` steps, and `tokens` what it has of them
+    on average, pads aside; `start` are the seconds from the spec to the end of the warm-up, `compiling` those of them
+    beyond what steps take, and `memory` the bytes that the build took at most, None on the CPU; `loss` is the last
+    one's, in nats."""
 
     step: Measured
     steps: int
@@ -55,31 +55,10 @@ class Build:
         return 1e3 * self.flops / self.step.ms
 
 
-class RandomTokens:
-    """Stands for a loader: batches of i64 [batch, length], ids and targets, uniform over the vocabulary."""
-
-    def __init__(self, batch: int, length: int, vocabulary: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        shape = (BATCHES, 2, batch, length)
-        self._batches = torch.randint(vocabulary, shape, generator=generator)
-        self._given = 0
-
-    def next(self) -> tuple[Tensor, Tensor]:
-        """The next batch; the same again after `BATCHES` of them."""
-        ids, targets = self._batches[self._given % BATCHES]
-        self._given += 1
-        return ids, targets
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """It has no state that matters."""
-
-
 @dataclass
 class _Run:
-    """A trainer that is warm. `samples` are ms a step, one for each group of steps."""
+    """A trainer that is warm. `samples` are ms a step, one for each group of steps; `given` are the tokens of all
+    steps."""
 
     loaded: Loaded
     trainer: Trainer
@@ -88,16 +67,19 @@ class _Run:
     memory: int | None
     loss: float
     samples: list[float]
+    given: int = 0
 
     def time(self, steps: int) -> None:
         """Times a group of steps as one."""
         wait(self.trainer)
+        _, given = self.trainer.feed.counted()
         before = time.perf_counter()
         known = [step for _ in range(steps) for step in self.trainer.advance()]
         known += self.trainer.settle()
         wait(self.trainer)
         self.samples.append(1e3 * (time.perf_counter() - before) / steps)
         self.loss = known[-1].loss
+        self.given += self.trainer.feed.counted()[1] - given
 
 
 def wait(trainer: Trainer) -> None:
@@ -116,8 +98,9 @@ def measure(
     folder: Path,
     say: Callable[[str], None],
 ) -> dict[str, Build]:
-    """Both builds, one after the other, at least `steps` steps of each: side by side they might not fit in memory.
-    `generated` are the names of the fused build's own Triton kernels.
+    """Both builds, one after the other, at least `steps` steps of each: side by side they might not fit in memory. A
+    spec without fusion points is its own `fuse: []`, which stands alone then. `generated` are the names of the fused
+    build's own Triton kernels.
 
     Raises RunFailure when a loss is not finite.
     """
@@ -125,11 +108,12 @@ def measure(
     flops = 3 * flops_per_token(pipeline.lower(spec, target), window) * spec.train.rows(window) * window
     each = -(-steps // ROUNDS)
     found = {}
-    for name, fuse in ((FUSED, True), (UNFUSED, False)):
+    names = ((FUSED, True), (UNFUSED, False)) if spec.fuse else ((UNFUSED, False),)
+    for name, fuse in names:
         say(f"step, {name}: builds and compiles")
         torch.compiler.reset()
-        with _cold_caches(device):
-            run = _start(spec, target, lock, device, folder / ("step_fused" if fuse else "step_plain"), fuse)
+        with cold_caches(device), ExitStack() as stack:
+            run = _start(spec, target, lock, device, folder / ("step_fused" if fuse else "step_plain"), fuse, stack)
             say(f"step, {name}: trains")
             for _ in range(-(-steps // each)):
                 run.time(each)
@@ -142,7 +126,7 @@ def measure(
     return found
 
 
-def _cold_caches(device: torch.device) -> AbstractContextManager[None]:
+def cold_caches(device: torch.device) -> AbstractContextManager[None]:
     """What a first run on a machine finds: no kernel that Inductor or Triton compiled before."""
     if device.type != "cuda":
         return nullcontext()
@@ -151,7 +135,9 @@ def _cold_caches(device: torch.device) -> AbstractContextManager[None]:
     return fresh_cache()
 
 
-def _start(spec: Spec, target: str, lock: Lock, device: torch.device, folder: Path, fuse: bool) -> _Run:
+def _start(
+    spec: Spec, target: str, lock: Lock, device: torch.device, folder: Path, fuse: bool, stack: ExitStack
+) -> _Run:
     """Builds one trainer and makes the first steps."""
     gpu = device.type == "cuda"
     before = 0
@@ -164,19 +150,19 @@ def _start(spec: Spec, target: str, lock: Lock, device: torch.device, folder: Pa
     loaded = instantiate(spec, target, folder, fuse, lock)
     initialize(loaded, spec.train.seed)
     train, window = spec.train, spec.model.window
-    loader: Any = RandomTokens(train.at_once(), window, spec.model.vocabulary)
-    trainer = Trainer(loaded.model, loaded.programs.params, train, loader, window, device, gpu, "bench")
+    loader, feed = source_of(spec).drill(spec, loaded, BATCHES, stack)
+    trainer = Trainer(loaded.model, loaded.programs.params, train, loader, window, device, gpu, "bench", feed=feed)
     run = _Run(loaded, trainer, 0.0, [], None, 0.0, [])
     for _ in range(WARM_UP):
         run.time(1)
-    run.warm, run.samples = run.samples, []
+    run.warm, run.samples, run.given = run.samples, [], 0
     run.start = time.perf_counter() - began
     run.memory = torch.cuda.max_memory_allocated() - before if gpu else None
     return run
 
 
 def _finished(run: _Run, each: int, flops: int, generated: frozenset[str]) -> Build:
-    train, trainer = run.loaded.spec.train, run.trainer
+    trainer, steps = run.trainer, each * len(run.samples)
     half = len(run.samples) // 2
     usual = median(run.samples)
     seen = None
@@ -185,8 +171,8 @@ def _finished(run: _Run, each: int, flops: int, generated: frozenset[str]) -> Bu
         trainer.settle()
     return Build(
         Measured.of(run.samples[: max(half, 1)], run.samples[half:]),
-        each * len(run.samples),
-        train.rows(trainer.window) * trainer.window,
+        steps,
+        round(run.given / steps),
         flops,
         run.start,
         sum(max(0.0, ms - usual) for ms in run.warm) / 1e3,

@@ -1,49 +1,52 @@
 """All parts of a bench in order: ceilings, kernels, groups, the step."""
 
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
-from specc.compiler.build import compile_loaded
+from specc.compiler.build import Built, compile_loaded
 from specc.compiler.lock import Lock
-from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
-from specc.runtime.bench import ceilings, step
+from specc.runtime.bench import ceilings, decode, step, table
 from specc.runtime.bench.ceilings import Ceilings
+from specc.runtime.bench.compiling import Compiler
+from specc.runtime.bench.decode import Decoding
 from specc.runtime.bench.environment import Environment, device_for, environment
 from specc.runtime.bench.groups import group_rows
 from specc.runtime.bench.kernels import Row, kernel_rows
 from specc.runtime.bench.operands import DTYPES, sizes_of
+from specc.runtime.bench.products import ProductRow, product_rows
 from specc.runtime.bench.profile import generated_names
 from specc.runtime.bench.step import Build
+from specc.runtime.bench.table import Table
 from specc.runtime.bench.variants import AGAINST, left_out
+from specc.runtime.distributed import World
 from specc.runtime.errors import RunFailure
 from specc.runtime.load import Loaded, instantiate
-from specc.runtime.native import compile_only
 
-PARTS = ("kernels", "groups", "step")
+PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure: a spec with its lock, on one of its targets; which of PARTS, of kernels and groups those whose
-    path contains `at`, and how many steps of training. `command` is what a report says it came from."""
+    """What to measure: a spec with its lock, on one of its targets; which of PARTS (none: all that the spec has), of
+    kernels, groups and int8 those whose path contains `at`, and how many steps of training. `weights` are a run or an
+    artifact to decode with. `command` is what a report says it came from."""
 
     spec: Spec
     lock: Lock
     target: str
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = ()
     steps: int = 10
     command: str = ""
     at: str = ""
+    weights: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,63 +62,113 @@ class Report:
     kernels: tuple[Row, ...]
     groups: tuple[Row, ...]
     builds: Mapping[str, Build]
+    table: Table | None
+    decoding: Decoding | None
+    products: tuple[ProductRow, ...]
     left_out: Mapping[str, str]
     nvcc: float
     seconds: float
 
 
-def bench(options: BenchOptions, say: Callable[[str], None]) -> Report:
-    """Runs the parts; says each figure as it is known, so that a run that is cut off has told what it found.
+def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
+    """The parts to run, in order. Raises RunFailure for one that was asked for and that the spec does not have."""
+    pairs, integers = options.spec.model.characters is not None, options.target in built.deployed
+    refused = {
+        "table": None if pairs else "validates by decoding lines, and this model reads one stream of tokens",
+        "decode": None if pairs else "decodes lines, and this model reads one stream of tokens",
+        "int8": None if integers else "times products in int8, and this spec stores none",
+    }
+    for part in options.parts:
+        if reason := refused.get(part):
+            raise RunFailure(f"{options.spec.name}: {part} {reason}", "name other parts with --only")
+    return tuple(part for part in PARTS if part in options.parts or not (options.parts or refused.get(part)))
 
-    Raises EnvironmentFailure where this machine cannot run the target, RunFailure for a kernel that is wrong, a loss
-    that is not finite, too little memory, or where no path contains what was asked for."""
+
+def follow(options: BenchOptions, world: World) -> None:
+    """What processes but the first do: their part of the table, where there is one. Raises as `bench` does."""
+    built = compile_loaded(options.spec, None, (options.target,), options.lock)
+    if "table" in parts_of(options, built):
+        device = device_for(options.target)
+        table.measure(options.spec, options.target, options.lock, options.steps, world.on(device), lambda line: None)
+
+
+def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
+    """Runs the parts; says each figure as it is known, so that a run that is cut off has told what it found. In a
+    `world` of several the other processes `follow`.
+
+    Raises EnvironmentFailure where this machine cannot run the target, RunFailure for a part that the spec does not
+    have, a kernel that is wrong, a loss that is not finite, too little memory, or where no path contains what was asked
+    for."""
     began = time.perf_counter()
-    spec, target = options.spec, options.target
+    spec, target, at = options.spec, options.target, options.at
+    built = compile_loaded(spec, None, (target,), options.lock)
+    plan, parts = built.plans[target], parts_of(options, built)
     device = device_for(target)
-    plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
+    world = (world or World.alone()).on(device)
+    seconds = 0.0
+    kernels: tuple[Row, ...] = ()
+    groups: tuple[Row, ...] = ()
+    builds: Mapping[str, Build] = {}
+    products: tuple[ProductRow, ...] = ()
+    rates: Table | None = None
+    decoding: Decoding | None = None
     with tempfile.TemporaryDirectory(prefix="specc-bench-") as name:
         folder = Path(name)
-        fused = instantiate(spec, target, folder / "fused", lock=options.lock)
-        with Compiler(plan, fused.directory) as compiler:
-            try:
-                say("ceilings")
-                found = ceilings.measure(device, DTYPES[plan.target.dtype])
-                kernels: tuple[Row, ...] = ()
-                groups: tuple[Row, ...] = ()
-                builds: Mapping[str, Build] = {}
-                if "kernels" in options.parts:
-                    rows = kernel_rows(spec, plan, source_of(fused), device, compiler.ready, options.at, say)
-                    kernels = _told(rows, say)
-                if "groups" in options.parts:
-                    plain = instantiate(spec, target, folder / "plain", fuse=False)
-                    compiler.all()
-                    rows = group_rows(spec, plan, source_of(fused), source_of(plain), device, options.at, say)
-                    groups = _told(rows, say)
-                if "step" in options.parts:
-                    compiler.all()
-                    names = generated_names(plan, fused.directory)
-                    builds = step.measure(spec, target, options.lock, device, options.steps, names, folder, say)
-            except torch.OutOfMemoryError as error:
-                raise RunFailure("out of GPU memory", "lower train.micro_batch: --set train.micro_batch=N") from error
-        if options.at and not (kernels or groups or builds):
-            places = sorted({choice.site.label for choice in plan.choices})
-            raise RunFailure(f"no kernel and no group is at {options.at}", f"there are: {', '.join(places)}")
-        left = dict(left_out(device))
-        if "step" in options.parts and device.type == "cpu":
-            left["profile"] = "the CPU runs no kernels that a profiler could put in classes: no profile of the step"
-        return Report(
-            options,
-            plan.title,
-            environment(device),
-            sizes_of(spec),
-            found,
-            kernels,
-            groups,
-            builds,
-            left,
-            compiler.seconds,
-            time.perf_counter() - began,
-        )
+        try:
+            say("ceilings")
+            found = ceilings.measure(device, DTYPES[plan.target.dtype])
+            if {"kernels", "groups", "step"} & set(parts):
+                fused = instantiate(spec, target, folder / "fused", lock=options.lock)
+                with Compiler(fused.directory) as compiler:
+                    if "kernels" in parts:
+                        rows = kernel_rows(spec, plan, source_of(fused), device, compiler.ready, at, say)
+                        kernels = _told(rows, say)
+                    if "groups" in parts:
+                        plain = instantiate(spec, target, folder / "plain", fuse=False)
+                        compiler.all()
+                        rows = group_rows(spec, plan, source_of(fused), source_of(plain), device, at, say)
+                        groups = _told(rows, say)
+                    if "step" in parts:
+                        compiler.all()
+                        names = generated_names(plan, fused.directory)
+                        builds = step.measure(spec, target, options.lock, device, options.steps, names, folder, say)
+                seconds += compiler.seconds
+            if "int8" in parts:
+                deployed = instantiate(spec, target, folder / "deployed", lock=options.lock, deployed=True)
+                with Compiler(deployed.directory) as compiler:
+                    made = built.deployed[target]
+                    products = tuple(product_rows(made, source_of(deployed), device, compiler.ready, at, say))
+                seconds += compiler.seconds
+            if "table" in parts:
+                rates = table.measure(spec, target, options.lock, options.steps, world, say)
+            if "decode" in parts:
+                decoding = decode.measure(spec, target, options.lock, device, options.weights, folder / "decode", say)
+        except torch.OutOfMemoryError as error:
+            hint = "lower train.micro_batch: --set train.micro_batch=N"
+            raise RunFailure("out of GPU memory", hint if spec.train.batch is None else "lower the batch") from error
+    if at and not (kernels or groups or builds or products or rates or decoding):
+        plans = (plan, *built.deployed.values())
+        places = sorted({choice.site.label for one in plans for choice in one.choices})
+        raise RunFailure(f"no kernel and no group is at {at}", f"there are: {', '.join(places)}")
+    left = dict(left_out(device)) if {"kernels", "groups"} & set(parts) else {}
+    if "step" in parts and device.type == "cpu":
+        left["profile"] = "the CPU runs no kernels that a profiler could put in classes: no profile of the step"
+    return Report(
+        options,
+        plan.title,
+        environment(device),
+        sizes_of(spec),
+        found,
+        kernels,
+        groups,
+        builds,
+        rates,
+        decoding,
+        products,
+        left,
+        seconds,
+        time.perf_counter() - began,
+    )
 
 
 def _told(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
@@ -132,36 +185,3 @@ def _told(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
 def source_of(loaded: Loaded) -> ModuleType:
     """The generated model.py behind a model."""
     return sys.modules[type(loaded.model).__module__]
-
-
-class Compiler:
-    """Compiles all CUDA C++ of a plan in the background, so that nvcc and torch.compile work side by side."""
-
-    def __init__(self, plan: Plan, directory: Path) -> None:
-        self._pool = ThreadPoolExecutor(os.cpu_count())
-        self._began, self.seconds = time.perf_counter(), 0.0
-        names = {name for choice in plan.choices for name in choice.rendered.files if name.endswith(".cu")}
-        self._waiting: dict[str, Future[None]] = {
-            name: self._pool.submit(self._compile, directory / name) for name in sorted(names)
-        }
-
-    def _compile(self, source: Path) -> None:
-        compile_only(source)
-        self.seconds = max(self.seconds, time.perf_counter() - self._began)
-
-    def ready(self, choice: Choice) -> None:
-        """Waits for the files of one kernel. Raises what `compile_only` raises."""
-        for name in choice.rendered.files:
-            if name in self._waiting:
-                self._waiting[name].result()
-
-    def all(self) -> None:
-        """Waits for every file."""
-        for future in self._waiting.values():
-            future.result()
-
-    def __enter__(self) -> "Compiler":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)

@@ -21,8 +21,8 @@ from specc.runtime.data.polynomial_sets import Fresh, held_out, read_lines, trai
 from specc.runtime.distributed import World
 from specc.runtime.exact import PairValidation
 from specc.runtime.feed import Forced
-from specc.runtime.load import Loaded
-from specc.runtime.sources.source import Source, Supply
+from specc.runtime.load import Loaded, device_of
+from specc.runtime.sources.source import Drill, Epoch, Source, Supply
 from specc.runtime.sources.tokens import characters_of
 from specc.runtime.trainer import micro_batches
 
@@ -66,6 +66,10 @@ class _Sets:
     def digests(self) -> Sequence[str]:
         return [self.train.digest, self.val.digest]
 
+    @property
+    def epoch(self) -> Epoch | None:
+        return Epoch(len(self.train), self.val)
+
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
         plan, window, match = self.spec.train, self.spec.model.window, self.spec.eval
         assert isinstance(match, ExactMatchSpec)
@@ -88,8 +92,17 @@ class _Sets:
             yield {name: torch.from_numpy(side.astype(np.int64)) for name, side in sides.items()}
 
 
+def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Drill:
+    kind, window = spec.train.data, spec.model.window
+    assert isinstance(kind, PolynomialData)
+    lines = Pairs.of(training_set(kind.seed, batches * spec.train.rows(window)), characters_of(spec), window)
+    sets = _Sets(spec, characters_of(spec), lines, lines, None)
+    supply = sets.supply(loaded, World.alone().on(torch.device(device_of(loaded.target))), stack)
+    return supply.loader, supply.feed
+
+
 def _ready(spec: Spec, search: Sequence[Path]) -> _Lines:
     return _Lines(spec, characters_of(spec))
 
 
-POLYNOMIAL = Source("polynomial", _ready)
+POLYNOMIAL = Source("polynomial", _ready, _drill)

@@ -13,6 +13,7 @@ from torch import Tensor
 from specc.compiler.catalog import catalog
 from specc.compiler.spec import Spec
 from specc.runtime import sources
+from specc.runtime.data.pairs import Pairs
 from specc.runtime.distributed import World
 from specc.runtime.feed import Feed
 from specc.runtime.load import Loaded
@@ -29,11 +30,24 @@ class Supply:
     validation: Validates
 
 
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """Pairs of lines: how many `samples` an epoch trains on, and all that are held out."""
+
+    samples: int
+    held_out: Pairs
+
+
 class Opened(Protocol):
     """Data that is open. `digests` tell it from other data."""
 
     @property
     def digests(self) -> Sequence[str]: ...
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """None for data that are no pairs of lines."""
+        ...
 
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
         """For this process; what has to be closed is left to `stack`."""
@@ -51,13 +65,22 @@ class Ready(Protocol):
         ...
 
 
+Drill = tuple[Batches, Feed]
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One kind of data. `ready` finds all that is needed to be there and to fit the model, before a run writes
-    anything: of a spec and folders to look for files in. It raises DataError."""
+    """One kind of data.
+
+    Attributes:
+        ready: finds all that is needed to be there and to fit the model, before a run writes anything: of a spec and
+            folders to look for files in. It raises DataError.
+        drill: what one process reads where only the speed of its steps counts: at least so many batches, from no file.
+    """
 
     name: str
     ready: Callable[[Spec, Sequence[Path]], Ready]
+    drill: Callable[[Spec, Loaded, int, ExitStack], Drill]
 
 
 def source_of(spec: Spec) -> Source:

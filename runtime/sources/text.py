@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from specc.compiler.data.text import TextData
@@ -17,7 +19,7 @@ from specc.runtime.distributed import World
 from specc.runtime.feed import Windows
 from specc.runtime.load import Loaded
 from specc.runtime.quantize.calibrate import calibration_windows
-from specc.runtime.sources.source import Source, Supply
+from specc.runtime.sources.source import Drill, Epoch, Source, Supply
 from specc.runtime.sources.tokens import tokenizer_of
 from specc.runtime.validation import Validation
 
@@ -45,6 +47,10 @@ class _Streams:
     def digests(self) -> Sequence[str]:
         return [self.train.digest, self.val.digest]
 
+    @property
+    def epoch(self) -> Epoch | None:
+        return None
+
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
         plan, window, data = self.spec.train, self.spec.model.window, self.spec.train.data
         assert isinstance(data, TextData) and isinstance(self.spec.eval, BitsSpec)
@@ -59,8 +65,38 @@ class _Streams:
         yield from ({"ids": ids, "targets": targets} for ids, targets in windows)
 
 
+class RandomTokens:
+    """Stands for a loader: batches of i64 [batch, length], ids and targets, uniform over the vocabulary. There are
+    `count` of them, which come again in turn."""
+
+    def __init__(self, batch: int, length: int, vocabulary: int, count: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._batches = torch.randint(vocabulary, (count, 2, batch, length), generator=generator)
+        self._given = 0
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        ids, targets = self._batches[self._given % len(self._batches)]
+        self._given += 1
+        return ids, targets
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """It has no state that matters."""
+
+    def close(self) -> None:
+        """It holds nothing open."""
+
+
+def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Drill:
+    train, window = spec.train, spec.model.window
+    tokens = RandomTokens(train.at_once(), window, spec.model.vocabulary, batches)
+    return tokens, Windows(train.rows(window) * window)
+
+
 def _ready(spec: Spec, search: Sequence[Path]) -> _Text:
     return _Text(spec, tokenizer_of(spec, search))
 
 
-TEXT = Source("text", _ready)
+TEXT = Source("text", _ready, _drill)

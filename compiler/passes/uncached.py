@@ -1,0 +1,81 @@
+"""Decoding without a cache: what reads the source apart from what reads all tokens that were written."""
+
+from dataclasses import replace
+
+from specc.compiler.ir import Graph, Named, Node, node_of, walk
+from specc.compiler.ops.loss import CrossEntropy
+from specc.compiler.ops.region import Fused
+from specc.compiler.ops.sequence import Shift
+from specc.compiler.programs import Programs
+
+READ, WRITE = "encode", "logits"
+SIDE = "decoder."  # what begins the names of nodes that a decoder without a cache computes again for each token
+
+
+def uncached(programs: Programs) -> Programs:
+    """The program `score` of a model of pairs, and beside it the same in two: `encode`, source i64[B,S] -> state at
+    `encoder`, is all of it that reads the source and is not the decoder's; `logits`, inputs i64[B,T] and that state ->
+    f32[B,T,V], is what the decoder makes of tokens, keys and values of the source among it.
+
+    Raises ValueError where `score` shifts no targets or ends in no loss of its own, or runs fused groups.
+    """
+    score = programs.program("score")
+    shift = next((node for node in score.nodes if isinstance(node.op, Shift)), None)
+    loss = next((node for node in score.nodes if isinstance(node.op, CrossEntropy)), None)
+    if shift is None or loss is None or any(isinstance(node.op, Fused) for node in score.nodes):
+        raise ValueError(f"the program score of {programs.name} is not cut into what it reads and what it writes")
+    logits = loss.inputs[0]
+    read, write = _halves(score, shift)
+    inside = {ref for node in write for ref in node.outputs}
+    passed = dict.fromkeys(ref for node in write for ref in node.inputs if ref not in inside and ref[0] not in "@$")
+    passed.pop(shift.outputs[0], None)
+    names = {ref: f"v{i}" for i, ref in enumerate(passed)}
+    kept = _needed(read, list(passed))
+    types = score.types
+    given = ((shift.outputs[0], shift.type), *((names[ref], types[ref]) for ref in passed))
+    renamed = tuple(replace(node, inputs=tuple(names.get(ref, ref) for ref in node.inputs)) for node in write)
+    halves = (
+        _program(score, READ, score.inputs[:1], kept, {f"state.encoder.{name}": ref for ref, name in names.items()}),
+        _program(score, WRITE, given, _needed(renamed, [logits]), {"logits": logits}),
+    )
+    table = {graph.name: graph for graph in programs.graphs}
+    called = {graph.name for graph in walk(table, score)}
+    functions = tuple(graph for graph in programs.functions if graph.name in called)
+    return replace(programs, programs=(score, *halves), functions=functions, whole=(score.name, WRITE))
+
+
+def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """The nodes that stay as they are while a line is written, and the others but the shift and the loss."""
+    written = {shift.name, score.inputs[1][0]}
+    read, write = [], []
+    for node in score.nodes:
+        if node is shift or isinstance(node.op, CrossEntropy):
+            continue
+        if node.name.startswith(SIDE) or any(node_of(ref) in written for ref in node.inputs):
+            written.add(node.name)
+            write.append(node)
+        else:
+            read.append(node)
+    return tuple(read), tuple(write)
+
+
+def _needed(nodes: tuple[Node, ...], wanted: list[str]) -> tuple[Node, ...]:
+    """Those that the values `wanted` come from."""
+    refs, kept = set(wanted), []
+    for node in reversed(nodes):
+        if refs & set(node.outputs):
+            refs |= set(node.inputs)
+            kept.append(node)
+    return tuple(reversed(kept))
+
+
+def _program(
+    score: Graph,
+    name: str,
+    inputs: tuple[Named, ...],
+    nodes: tuple[Node, ...],
+    outputs: dict[str, str],
+) -> Graph:
+    read = {ref for node in nodes for ref in node.inputs}
+    params = tuple((path, type) for path, type in score.params if f"@{path}" in read)
+    return Graph(name, inputs, params, nodes, tuple(outputs.items()), score.scalars)

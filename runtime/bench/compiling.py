@@ -1,0 +1,42 @@
+"""Compiles CUDA C++ in the background."""
+
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from specc.compiler.plan import Choice
+from specc.runtime.native import compile_only
+
+
+class Compiler:
+    """Compiles all CUDA C++ of a generated folder in the background, so that nvcc and torch.compile work side by side.
+    `seconds` is how long that took, all files at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._pool = ThreadPoolExecutor(os.cpu_count())
+        self._began, self.seconds = time.perf_counter(), 0.0
+        self._waiting: dict[str, Future[None]] = {
+            source.name: self._pool.submit(self._compile, source) for source in sorted(directory.glob("*.cu"))
+        }
+
+    def _compile(self, source: Path) -> None:
+        compile_only(source)
+        self.seconds = max(self.seconds, time.perf_counter() - self._began)
+
+    def ready(self, choice: Choice) -> None:
+        """Waits for the files of one kernel. Raises what `compile_only` raises."""
+        for name in choice.rendered.files:
+            if name in self._waiting:
+                self._waiting[name].result()
+
+    def all(self) -> None:
+        """Waits for every file."""
+        for future in self._waiting.values():
+            future.result()
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)

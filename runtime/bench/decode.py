@@ -1,0 +1,241 @@
+"""Greedy decoding of held-out lines by a model of pairs: with a cache and without, in each dtype, and in int8.
+
+lines/s are lines over seconds, from text to text in this process, `eval.batch` lines at once; a first pass, in which
+graphs are captured, comes before two that are timed. What a model stores as int8 runs by its deployed programs, and
+with the cache alone. A spec that is scored by beam search is timed with its beam too.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specc.compiler.lock import Lock
+from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.passes.quantize_products import integer_products
+from specc.compiler.pipeline import lower
+from specc.compiler.spec import Spec
+from specc.compiler.train_spec import ExactMatchSpec
+from specc.runtime.bench.compiling import Compiler
+from specc.runtime.bench.rerun import Rerun, rerun_model
+from specc.runtime.bench.timing import Measured
+from specc.runtime.load import Loaded, initialize, instantiate
+from specc.runtime.opened import final_weights, read_verified, realize, realize_stored
+from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
+from specc.runtime.quantize.ranges import input_peaks
+from specc.runtime.quantize.tensors import QuantizedModel, dequantized
+from specc.runtime.run import Run
+from specc.runtime.sources.source import Opened, source_of
+from specc.runtime.sources.tokens import characters_of
+from specc.runtime.steps import Steps
+from specc.runtime.translate import Translator, translator
+
+Say = Callable[[str], None]
+INT8 = "int8"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One way to decode. `building` are the seconds from the spec to the module on its device, kernels compiled;
+    `first` what the first pass took beyond the others; `exact` are the lines that equal their target."""
+
+    name: str
+    dtype: str
+    cache: bool
+    beam: int
+    lines: int
+    batch: int
+    passes: Measured
+    building: float
+    first: float
+    exact: int
+    agreeing: float | None = None
+
+    @property
+    def lines_per_second(self) -> float:
+        return 1e3 * self.lines / self.passes.ms
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """All rows, whether they are of trained weights, and by name why others are missing."""
+
+    rows: tuple[DecodeRow, ...]
+    trained: bool
+    missing: Mapping[str, str]
+
+    def gain(self, row: DecodeRow) -> float | None:
+        """A row's lines/s as a multiple of those without a cache; None where these were not measured."""
+        same = (one for one in self.rows if (one.dtype, one.beam, one.cache) == (row.dtype, row.beam, False))
+        slow = next(same, None)
+        return row.lines_per_second / slow.lines_per_second if slow is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """What is decoded with: parameters f32 by name, and the stored arrays, with their spec, where they come from an
+    artifact."""
+
+    floats: Mapping[str, Tensor]
+    stored: QuantizedModel | None
+    spec: Spec
+    trained: bool
+
+
+def measure(
+    spec: Spec, target: str, lock: Lock, device: torch.device, weights: Path | None, folder: Path, say: Say
+) -> Decoding:
+    """Every row there is for the spec. `weights` is a run or an artifact; None takes weights as training starts.
+
+    Raises what reading `weights` raises, IntegrityError where they are of another model, QuantizeError where weights
+    cannot be stored in int8.
+    """
+    match = spec.eval
+    assert isinstance(match, ExactMatchSpec)
+    rows: list[DecodeRow] = []
+    missing: dict[str, str] = {}
+    with ExitStack() as stack:
+        opened = source_of(spec).ready(spec, ()).open(spec.train.data.usual, folder, stack)
+        given = _weights(spec, target, weights, folder / "start", say)
+        for i, (dtype, make) in enumerate(_builds(spec, target, lock, device, given, opened, missing)):
+            say(f"decode, {dtype}: builds")
+            began = time.perf_counter()
+            loaded = make()
+            if device.type == "cuda":
+                with Compiler(loaded.directory) as compiler:
+                    compiler.all()
+            building = time.perf_counter() - began
+            try:
+                rows += _timed(loaded, dtype, building, match, opened, device, folder / f"rerun{i}", missing, say)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # of a dtype that is not the spec's own
+                if i == 0:
+                    raise
+                missing[dtype] = f"{dtype}: {error}".splitlines()[0]
+    return Decoding(tuple(rows), given.trained, missing)
+
+
+def _weights(spec: Spec, target: str, path: Path | None, folder: Path, say: Say) -> _Weights:
+    if path is None:
+        loaded = instantiate(spec, target, folder)
+        initialize(loaded, spec.train.seed)
+        floats = {name: parameter.detach().clone() for name, parameter in loaded.model.named_parameters()}
+        return _Weights(floats, None, spec, False)
+    if path.is_dir():
+        return _Weights(final_weights(Run.open(path), say)[0], None, spec, True)
+    found = read_verified(path)
+    return _Weights(found.weights, found.stored, found.spec, True)
+
+
+Build = Callable[[], Loaded]
+
+
+def _builds(
+    spec: Spec,
+    target: str,
+    lock: Lock,
+    device: torch.device,
+    weights: _Weights,
+    opened: Opened,
+    missing: dict[str, str],
+) -> Iterator[tuple[str, Build]]:
+    """The model in each dtype that it can compute in on the target, its own first; then in int8."""
+    for dtype, one in spec_in_dtypes(spec, target).items():
+        yield dtype, lambda one=one: realize(one, target, str(device), weights.floats, lock=lock)  # type: ignore[misc]
+    programs = lower(spec, target)
+    if integer_products(programs, allocation(spec.quant, programs.params)):
+        stored, final = weights.stored, weights.spec
+        if stored is None or not integer_products(programs, stored.schemes):
+            stored, final = _quantized(spec, target, device, weights.floats, opened)
+        kept = stored
+        yield INT8, lambda: realize_stored(final, target, str(device), kept, dequantized(kept))
+    else:
+        missing[INT8] = "int8: the spec stores no product in it"
+
+
+def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
+    """The spec for each dtype that its model may compute in on a target, by dtype; as it is first."""
+    found = {lower(spec, target).params[0].dtype: spec}
+    for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():
+        model = spec.model.model_copy(update={"dtype": dtype})
+        other = spec.model_copy(update={"model": model})
+        found.setdefault(lower(other, target).params[0].dtype, other)
+    return found
+
+
+def _quantized(
+    spec: Spec, target: str, device: torch.device, floats: Mapping[str, Tensor], opened: Opened
+) -> tuple[QuantizedModel, Spec]:
+    """The weights as `specc quantize` stores them, without its search of bits, and the resolved spec."""
+    assert spec.quant is not None
+    programs = lower(spec, target)
+    schemes = {name: plain(scheme) for name, scheme in allocation(spec.quant, programs.params).items()}
+    sources, wanted = integer_products(programs, schemes), spec.quant.calibrate
+    placed = {name: tensor.to(device) for name, tensor in floats.items()}
+    batches = (
+        {name: ids.to(device) for name, ids in batch.items()}
+        for batch in opened.calibration(wanted.sequences, wanted.batch)
+    )
+    peaks = input_peaks(programs, sources, batches, placed)
+    stored = Quantizer(spec, placed, {}, {}, lambda *_: None, sources, peaks).model(schemes)
+    return stored, resolved(spec, schemes)
+
+
+def _timed(
+    loaded: Loaded,
+    dtype: str,
+    building: float,
+    match: ExactMatchSpec,
+    opened: Opened,
+    device: torch.device,
+    folder: Path,
+    missing: dict[str, str],
+    say: Say,
+) -> Iterator[DecodeRow]:
+    """Each way to decode with one module."""
+    epoch, tokenizer, spec = opened.epoch, characters_of(loaded.spec), loaded.spec
+    assert epoch is not None
+    sources, targets = (tokenizer.decode_rows(side) for side in (epoch.held_out.source, epoch.held_out.target))
+    gpu, window, texts = device.type == "cuda", spec.model.window, dict[int, list[str]]()
+    for beam in (1, match.beam) if match.beam else (1,):
+        for cache in (True, False) if dtype != INT8 else (True,):
+            name = f"{dtype} {f'beam {beam}' if beam > 1 else 'greedy'}, {'cache' if cache else 'no cache'}"
+            began = time.perf_counter()
+            decoder = translator(loaded.model, spec, tokenizer, device, batch=match.batch, beam=beam, compiled=gpu)
+            if not cache:
+                try:
+                    steps: Steps = Rerun(rerun_model(loaded, folder / str(beam)), window, gpu)
+                except ValueError as error:
+                    missing[name] = f"{name}: {error}"
+                    continue
+                decoder = Translator(steps, tokenizer, window, spec.model.reads_pads, device, match.batch, beam)
+            making, seconds = time.perf_counter() - began, []
+            for _ in range(3):
+                began = time.perf_counter()
+                found = decoder.translate(sources)
+                seconds.append(time.perf_counter() - began)
+            first, *later = seconds
+            passes = Measured.of([1e3 * later[0]], [1e3 * later[1]])
+            cached = texts.setdefault(beam, found)
+            same = None if cache else sum(a == b for a, b in zip(found, cached, strict=True)) / len(found)
+            exact = sum(a == b for a, b in zip(found, targets, strict=True))
+            row = DecodeRow(
+                name,
+                dtype,
+                cache,
+                beam,
+                len(found),
+                match.batch,
+                passes,
+                building + making,
+                max(0.0, first - passes.ms / 1e3),
+                exact,
+                same,
+            )
+            say(f"  {name}: {row.lines_per_second:,.0f} lines/s")
+            yield row

@@ -1,0 +1,164 @@
+"""Int8 products of deployed programs, each beside `torch._int_mm` and the compiled epilogue, for several numbers of
+rows. Calls are replayed as one CUDA graph on a GPU, so that no launch is in the numbers; operands stay in the cache,
+as they do between the steps of a decoder."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler.expr import torch_text
+from specc.compiler.kernels.gemm_int8 import DTYPES as SPELT
+from specc.compiler.kernels.gemm_int8 import Int8Tail, int8_tail
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.quantized import LARGEST, Int8Linear
+from specc.compiler.plan import Choice, Plan
+from specc.runtime.bench.kernels import Ready
+from specc.runtime.bench.operands import DTYPES
+from specc.runtime.bench.plain import executed
+from specc.runtime.bench.timing import Call, Measured, alternate
+from specc.runtime.bench.variants import as_trained
+from specc.runtime.errors import RunFailure
+
+ROWS = (1, 16, 32, 128, 768, 4096, 23040)  # M: one line, steps of decoders, whole batches of 768 lines of 30 tokens
+CALLS = 20  # in one graph
+OURS, THEIRS = "generated", "int_mm"
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRow:
+    """One product [M, K] x [N, K]^T with its epilogue, for each M. `refused` says why the library did not run."""
+
+    name: str
+    kernel: str
+    language: str
+    n: int
+    k: int
+    makes: str
+    times: Mapping[int, Mapping[str, Measured]]
+    refused: Mapping[int, str] = field(default_factory=dict)
+
+    def ratio(self, m: int) -> float | None:
+        """Our time as a share of the library's; None where that refused."""
+        found = self.times[m]
+        return found[OURS].ms / found[THEIRS].ms if THEIRS in found else None
+
+
+def product_rows(
+    plan: Plan, module: ModuleType, device: torch.device, ready: Ready, at: str, say: Callable[[str], None]
+) -> Iterator[ProductRow]:
+    """A row for every int8 kernel of a deployed plan whose path contains `at`. Raises RunFailure for one that gives
+    wrong values."""
+    shared: dict[str, list[Choice]] = {}
+    for choice in plan.choices:
+        if isinstance(choice.site.node.op, Int8Linear):
+            shared.setdefault(choice.rendered.module, []).append(choice)
+    for kernel, choices in shared.items():
+        labels = list(dict.fromkeys(label for choice in choices for label in choice.site.label.split(" and ")))
+        if not any(at in label for label in labels):
+            continue
+        say(f"int8 {kernel}")
+        ready(choices[0])
+        name = f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0]
+        with torch.no_grad():
+            yield _row(name, choices[0], vars(module)[plan.called(choices[0])], device)
+
+
+def _row(name: str, choice: Choice, own: Callable[..., Tensor], device: torch.device) -> ProductRow:
+    site = choice.site
+    tail = int8_tail(site)
+    torch.compiler.reset()
+    epilogue = as_trained(epilogue_of(tail), device)
+    times: dict[int, Mapping[str, Measured]] = {}
+    refused: dict[int, str] = {}
+    for m in ROWS:
+        x, w, offset, *rest = operands(site, tail, m, device)
+        calls: dict[str, Call] = {OURS: _bound(own, x, w, offset, *rest)}
+        found = own(x, w, offset, *rest)
+        try:
+            torch._int_mm(x, w.t())
+        except RuntimeError as error:
+            refused[m] = str(error).splitlines()[0]
+            sums = (x.double() @ w.double().t()).to(torch.int32)
+        else:
+            calls[THEIRS] = _bound(lambda x, w, *more: epilogue(torch._int_mm(x, w.t()), *more), x, w, offset, *rest)
+            sums = torch._int_mm(x, w.t())
+        _require_right(f"{choice.rendered.module} of {m} rows", found, epilogue_of(tail)(sums, offset, *rest))
+        times[m] = _times(calls, device)
+    made = site.node.type.dtype
+    return ProductRow(name, choice.rendered.module, choice.kernel.language, tail.n, tail.k, made, times, refused)
+
+
+def operands(site: Site, tail: Int8Tail, m: int, device: torch.device) -> list[Tensor]:
+    """Random x [M, K], w [N, K], offset [N] and the epilogue's operands; the first of those of [N], the scale, is such
+    that sums come near 1, and the last, where y are codes, such that these use their range."""
+    generator = torch.Generator(device).manual_seed(m)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator, device=device, dtype=torch.int8)
+
+    offset = torch.randint(-99, 100, (tail.n,), generator=generator, device=device, dtype=torch.int32)
+    found = [codes(m, tail.k), codes(tail.n, tail.k), offset]
+    for value in tail.operands:
+        shape = (tail.n,) if value.column else (m, tail.n)
+        numbers = torch.randn(shape, generator=generator, device=device)
+        found.append(numbers.to(DTYPES[value.type.dtype]))
+    columns = [i for i, value in enumerate(tail.operands, 3) if value.column]
+    found[columns[0]] = found[columns[0]] / (LARGEST**2 * tail.k**0.5)
+    if tail.codes and len(columns) > 1:
+        found[columns[-1]] = found[columns[-1]] * LARGEST
+    return found
+
+
+def epilogue_of(tail: Int8Tail) -> Callable[..., Tensor]:
+    """What follows the sums i32 [M, N], from them, the offset and the operands, in plain Torch."""
+    names = [value.name for value in tail.operands]
+    lines = [f"def epilogue({', '.join(('sums', 'offset', *names))}):", "    p = (sums + offset).float()"]
+    lines += [f"    {value.name} = {value.name}.float()" for value in tail.operands if value.type.dtype != "f32"]
+    lines.append(f"    y = {torch_text(tail.expr)}")
+    rounded = f".round().clamp(-{LARGEST}, {LARGEST})" if tail.codes else ""
+    lines.append(f"    return y{rounded}.to({SPELT[tail.y.type.dtype]})")
+    return executed("\n".join(lines), "epilogue", {"torch": torch, "F": torch.nn.functional})
+
+
+def _require_right(what: str, found: Tensor, want: Tensor) -> None:
+    """A code may be the next one, where its number lies about half-way; floats differ by rounding."""
+    far = 1.0 if want.dtype == torch.int8 else 1e-2 if want.dtype != torch.float32 else 1e-4
+    far *= max(1.0, float(want.abs().max())) if want.dtype != torch.int8 else 1.0
+    error = float((found.double() - want.double()).abs().max())
+    if not error <= far:
+        raise RunFailure(
+            f"{what} is wrong: {error:.3g} off at most, and {far:g} is rounding", "specc verify tells more"
+        )
+
+
+def _bound(call: Callable[..., Any], *given: Tensor) -> Call:
+    return lambda: call(*given)
+
+
+def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Measured]:
+    if device.type != "cuda":
+        return alternate(calls, device, FULL)
+    graphs = {name: _captured(call) for name, call in calls.items()}
+    found = alternate({name: graph.replay for name, graph in graphs.items()}, device, FULL)
+    return {name: Measured(one.ms / CALLS, one.spread) for name, one in found.items()}
+
+
+FULL = 1 << 62  # bytes: what is timed finds its operands in the cache
+
+
+def _captured(call: Call) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    return graph
