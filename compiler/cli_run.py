@@ -33,10 +33,10 @@ def say(line: str) -> None:
     click.echo(line, err=True)
 
 
-def search(spec: Path | None, extra: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Where tokenizer files are looked for: what was named, beside the spec, here."""
-    beside = (spec.parent,) if spec is not None else ()
-    return (*extra, *beside, Path())
+def search(spec: Path, extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
+    """Where tokenizer files are looked for: what was named, in the folder of the data, beside the spec, here."""
+    packed = (Path(data),) if data is not None and Path(data).is_dir() else ()
+    return (*extra, *packed, spec.parent, Path())
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def train(
             resume,
             steps,
             max_seconds,
-            search(path, tokenizers),
+            search(path, tokenizers, data),
             lock=lock,
         )
         result = run(options, say, world)

@@ -12,15 +12,19 @@ import platform
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards import Split
 
+Bounds = Literal["endoftext", "blank-line", "record", "file"]
+
 SEPARATOR = b"<|endoftext|>"
-KINDS = (".txt", ".md", ".py", ".jsonl")
+KINDS: dict[str, Bounds] = {".txt": "endoftext", ".md": "file", ".py": "file", ".jsonl": "record"}
 COMPRESSIONS = (".xz", ".gz")
 
 # A .txt file without a separator in its first RUNNING_BYTES is running text, cut at line ends into documents
@@ -43,20 +47,29 @@ class Corpus:
         source: as the user gave it.
         split: "train" or "val".
         files: (label, path), in order; the label is the path relative to the source.
-        by_document: whether documents are still to be split by the hash of their bytes.
+        in_val: whether a document with these bytes is in val; None where the files decide it.
+        bounds: where documents end; None for what is usual for the kind of each file.
     """
 
     source: str
     split: Split
     files: tuple[tuple[str, Path], ...]
-    by_document: bool
+    in_val: Callable[[bytes], bool] | None = None
+    bounds: Bounds | None = None
+
+    def require_files(self) -> None:
+        """Raises DataError where the split has no files."""
+        if not self.files:
+            split = self.split
+            hint = f"put a {split}.txt or {split}.jsonl beside them"
+            raise DataError(f"{self.source}: no files for the {split} split", hint)
 
     def documents(self) -> Iterator[bytes]:
         """The split's documents in order; empty ones are left out. Raises DataError (see `documents`)."""
         empty = True
         for _, path in self.files:
-            for document in _read_documents(path):
-                if document and (not self.by_document or is_val(document) == (self.split == "val")):
+            for document in _read_documents(path, self.bounds):
+                if document and (self.in_val is None or self.in_val(document) == (self.split == "val")):
                     empty = False
                     yield document
         if empty:
@@ -101,27 +114,64 @@ def find_corpus(source: str | Path, split: Split) -> Corpus:
     """The files that `documents` would read. Raises DataError if there are none."""
     if split not in ("train", "val"):
         raise DataError(f"unknown split {split!r}", "use train or val")
-    if source == "stdlib":
-        files = [file for file in _stdlib_files() if is_val(file[0].encode()) == (split == "val")]
-        return Corpus("stdlib", split, tuple(files), by_document=False)
-    path = Path(source).expanduser()
-    if path.is_dir():
-        files = _folder_files(path)
-    elif path.exists():
-        if not _kind(path):
-            raise DataError(f"{source}: cannot read documents from a {path.suffix or 'suffixless'} file", _SUPPORTED)
-        files = [(path.name, path)]
+    corpus = split_corpus([source])[split]
+    corpus.require_files()
+    return corpus
+
+
+def split_corpus(
+    sources: Sequence[str | Path],
+    validation: Sequence[str | Path] = (),
+    share: float | None = None,
+    bounds: Bounds | None = None,
+) -> dict[Split, Corpus]:
+    """Both splits of sources taken together. With `validation`, these sources are val; with `share`, that share of all
+    documents, by SHA-256; with neither it is as `documents` says. Raises DataError for what cannot be read; a split
+    may have no files."""
+    name, files = ", ".join(map(str, sources)), _files(sources, bounds)
+    val, train = _files(validation, bounds), files
+    in_val: Callable[[bytes], bool] | None = None
+    if validation:
+        both = {path.resolve() for _, path in train} & {path.resolve() for _, path in val}
+        if both:
+            raise DataError(f"{min(both)}: both to train on and to validate on", "give other files for validation")
+    elif share is not None:
+        val, in_val = files, partial(in_share, share)
+    elif list(sources) == ["stdlib"]:
+        val = [file for file in files if is_val(file[0].encode())]
+        train = [file for file in files if file not in val]
+    elif val := [file for file in files if _named(file[0]) == "val"]:
+        train = [file for file in files if _named(file[0]) == "train"] or [file for file in files if file not in val]
     else:
-        raise DataError(f"{source}: no such file or folder", "`stdlib` is a source that needs no files")
-    if not files:
-        raise DataError(f"{source}: no files to read in this folder", _SUPPORTED)
-    named = {name: [file for file in files if _named(file[0]) == name] for name in ("train", "val")}
-    if not named["val"]:
-        return Corpus(str(source), split, tuple(files), by_document=True)
-    named["train"] = named["train"] or [file for file in files if file not in named["val"]]
-    if not named[split]:
-        raise DataError(f"{source}: no files for the {split} split", f"put a {split}.txt or {split}.jsonl beside them")
-    return Corpus(str(source), split, tuple(named[split]), by_document=False)
+        val, in_val = files, is_val
+    return {
+        "train": Corpus(name, "train", tuple(train), in_val, bounds),
+        "val": Corpus(name, "val", tuple(val), in_val, bounds),
+    }
+
+
+def _files(sources: Sequence[str | Path], bounds: Bounds | None) -> list[tuple[str, Path]]:
+    found: list[tuple[str, Path]] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if source == "stdlib":
+            files = _stdlib_files()
+        elif path.is_dir():
+            files = _folder_files(path)
+            if not files:
+                raise DataError(f"{source}: no files to read in this folder", _SUPPORTED)
+        elif path.exists():
+            files = [(path.name, path)]
+            if not _kind(path):
+                raise DataError(
+                    f"{source}: cannot read documents from a {path.suffix or 'suffixless'} file", _SUPPORTED
+                )
+        else:
+            raise DataError(f"{source}: no such file or folder", "`stdlib` is a source that needs no files")
+        found += files
+    if bounds not in (None, "record") and (lines := [path for _, path in found if _kind(path) == ".jsonl"]):
+        raise DataError(f"{lines[0]}: its documents are the records, and cannot end at `{bounds}`", "leave it out")
+    return found
 
 
 _SUPPORTED = f"readable: {', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}; token shards end in .bin"
@@ -130,6 +180,11 @@ _SUPPORTED = f"readable: {', '.join(KINDS)}, each also with {' or '.join(COMPRES
 def is_val(key: bytes) -> bool:
     """Whether a document (or its path) with these bytes is in the val split: one in ten, by SHA-256."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
+
+
+def in_share(share: float, key: bytes) -> bool:
+    """Whether a document with these bytes is in the val split, where that is a share of all."""
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < share * 2**64
 
 
 def _stdlib_files() -> list[tuple[str, Path]]:
@@ -175,16 +230,16 @@ def _kind(path: Path) -> str:
     return suffix if suffix in KINDS else ""
 
 
-def _read_documents(path: Path) -> Iterator[bytes]:
-    kind = _kind(path)
+def _read_documents(path: Path, bounds: Bounds | None) -> Iterator[bytes]:
+    bounds = bounds or KINDS[_kind(path)]
     try:
         with open_file(path) as file:
-            if kind == ".txt":
-                yield from _separated(file)
-            elif kind == ".jsonl":
+            if bounds == "record":
                 yield from _json_lines(file, path)
-            else:
+            elif bounds == "file":
                 yield file.read()
+            else:
+                yield from _separated(file, _is_separator if bounds == "endoftext" else _is_blank)
     except READ_ERRORS as error:
         what = str(error) or type(error).__name__
         raise DataIntegrityError(f"{path}: damaged compressed file: {what}", "copy the file again") from None
@@ -201,14 +256,22 @@ def open_file(path: Path) -> io.BufferedIOBase:
     return open(path, "rb")
 
 
-def _separated(file: io.BufferedIOBase) -> Iterator[bytes]:
+def _is_separator(line: bytes) -> bool:
+    return line.rstrip(b"\r\n") == SEPARATOR
+
+
+def _is_blank(line: bytes) -> bool:
+    return len(line) < _LINE_BYTES and not line.strip()
+
+
+def _separated(file: io.BufferedIOBase, ends: Callable[[bytes], bool]) -> Iterator[bytes]:
     """Documents between separator lines. A document keeps its last line end; no separator is in one."""
     held: list[bytes] = []
     size = 0
     separated = running = False
     line_start = True
     while line := file.readline(_LINE_BYTES):
-        if line_start and line.rstrip(b"\r\n") == SEPARATOR:
+        if line_start and ends(line):
             separated = True
             yield b"".join(held)
             held, size = [], 0
