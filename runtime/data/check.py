@@ -209,6 +209,8 @@ class _Check:
                 self._wrong(path, error.message.removeprefix(f"{path}: "), True)
             finally:
                 shard.close()
+        if facts.shards and not facts.tokens:
+            self._wrong(split, "no tokens in its shards")
         if documents is not None:
             self._take(split, documents.end())
             facts.lengths, facts.longest = documents.lengths, documents.longest

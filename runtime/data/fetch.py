@@ -94,19 +94,18 @@ def fetch(
     where = repository or wanted.repository
     if out.exists() and not out.is_dir():
         raise DataError(f"{out}: is no folder", "name another --out")
-    old = _kept(out, name)
+    _require_ours(out, name)
     with _asking(where):
         api = hub.HfApi()
         commit = str(api.dataset_info(where, revision=revision).sha)
         listed = [*api.list_repo_tree(where, wanted.folder, repo_type="dataset", revision=commit)]
         listed += api.get_paths_info(where, [wanted.tokenizer], repo_type="dataset", revision=commit)
     remote = {file.path: file for file in map(_remote, listed) if file is not None}
-    chosen = _chosen(remote, wanted, shards, f"{where} at {commit[:12]}")
+    chosen = _chosen(remote, wanted, shards, f"{where} at {commit[:12]}", out)
     total = sum(file.size for file in chosen)
     say(f"{where} at {commit[:12]}: {len(chosen)} files, {total:,} bytes")
     out.mkdir(parents=True, exist_ok=True)
-    if old is None or not (out / old.tokenizer).exists():
-        begin_record(out)
+    begin_record(out)
     for file in chosen:
         _bring(hub, where, commit, file, out, say)
     record = _record(f"{name}: {where} at {commit}", chosen, out)
@@ -139,16 +138,15 @@ def _asking(repository: str) -> Iterator[None]:
         ) from error
 
 
-def _kept(out: Path, name: str) -> ShardRecord | None:
-    """The record in `out`, of an earlier fetch of the same set. Raises DataError for a folder of something else."""
+def _require_ours(out: Path, name: str) -> None:
+    """Raises DataError for a folder of something else than a fetch of the same set, complete or not."""
     try:
         record = read_record(out)
-    except DataIntegrityError:  # a fetch that did not come to its end
-        return None
-    strange = [path.name for path in out.glob("*")] if record is None else []
-    if strange or (record is not None and not record.source.startswith(f"{name}: ")):
+    except DataIntegrityError:  # not complete
+        return
+    ours = record.source.startswith(f"{name}: ") if record is not None else not any(out.glob("*"))
+    if not ours:
         raise DataError(f"{out}: holds other data", "name another --out")
-    return record
 
 
 def _remote(entry: Any) -> _Remote | None:
@@ -158,7 +156,8 @@ def _remote(entry: Any) -> _Remote | None:
     return _Remote(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
 
 
-def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: str) -> list[_Remote]:
+def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: str, out: Path) -> list[_Remote]:
+    """The files to have; train shards that are in `out` already stay."""
     files = [file for _, file in sorted(remote.items()) if file.name.endswith(".bin")]
     val = [file for file in files if split_of(file.name) == "val"]
     train = [file for file in files if split_of(file.name) == "train"]
@@ -167,7 +166,8 @@ def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: s
         raise DataError(f"{where}: has no {lacking}", "name the --repo and --revision that has it")
     if len(train) < shards:
         raise DataError(f"{where}: has {len(train):,} train shards, not {shards:,}", f"--shards {len(train)}")
-    return [remote[wanted.tokenizer], *val, *train[:shards]]
+    there = [index + 1 for index, file in enumerate(train) if (out / file.name).exists()]
+    return [remote[wanted.tokenizer], *val, *train[: max([shards, *there])]]
 
 
 def _bring(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say: Say) -> None:
