@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from specc.runtime.data.corpus import Bounds, split_corpus
+from specc.runtime.data.corpus import split_corpus
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.reading import Bounds
 from specc.runtime.data.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
 from specc.runtime.data.shards import Split, sync_folder
 from specc.runtime.data.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
