@@ -166,7 +166,7 @@ class _Check:
         for path in sorted(self._found.folder.glob("*.bin")):
             if split_of(path.name) is None:
                 self._wrong(path, "nothing reads it: its name says neither train nor val")
-        total = sum(path.stat().st_size // 2 for some in paths.values() for path in some)
+        total = sum(path.stat().st_size // 2 for some in paths.values() for path in some if path.is_file())
         for split in SPLITS:
             self._split(split, paths[split], total)
         if self._shared:

@@ -88,7 +88,7 @@ def fetch(
     Raises:
         DataError: the set has fewer shards, or `out` holds something else.
         DataIntegrityError: what came is not what the hub states.
-        EnvironmentFailure: huggingface_hub is not installed, or the hub does not answer or refuses.
+        EnvironmentFailure: huggingface_hub is not installed, the hub does not answer or refuses, or the disk is full.
     """
     hub, wanted = _hub(), SETS[name]
     where = repository or wanted.repository
@@ -104,12 +104,15 @@ def fetch(
     chosen = _chosen(remote, wanted, shards, f"{where} at {commit[:12]}", out)
     total = sum(file.size for file in chosen)
     say(f"{where} at {commit[:12]}: {len(chosen)} files, {total:,} bytes")
-    out.mkdir(parents=True, exist_ok=True)
-    begin_record(out)
-    for file in chosen:
-        _bring(hub, where, commit, file, out, say)
-    record = _record(f"{name}: {where} at {commit}", chosen, out)
-    write_record(out, record)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        begin_record(out)
+        for file in chosen:
+            _bring(hub, where, commit, file, out, say)
+        record = _record(f"{name}: {where} at {commit}", chosen, out)
+        write_record(out, record)
+    except OSError as error:
+        raise EnvironmentFailure(f"{out}: cannot be written: {error.strerror or error}") from error
     shutil.rmtree(out / _DOWNLOADS, ignore_errors=True)
     return record
 

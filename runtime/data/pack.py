@@ -18,6 +18,7 @@ from specc.runtime.data.record import Marks, ShardEntry, ShardRecord, SplitEntry
 from specc.runtime.data.shards import Split, sync_folder
 from specc.runtime.data.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
 from specc.runtime.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_file
+from specc.runtime.errors import EnvironmentFailure
 
 Progress = Callable[[Split, int], None]
 
@@ -53,7 +54,7 @@ def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
     Raises:
         DataError: for a source, the tokenizer, or a folder that is in use.
         DataIntegrityError: a compressed file is damaged.
-        OSError: the disk is full.
+        EnvironmentFailure: the folder cannot be written.
     """
     tokenizer = open_tokenizer(options.tokenizer, options.search)
     require_16_bits(tokenizer)
@@ -123,10 +124,13 @@ def _staged(out: Path) -> Iterator[Path]:
             begin_record(staging)
             yield staging
             os.rename(staging, out)
+            sync_folder(out.parent)
+        except OSError as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise EnvironmentFailure(f"{out}: cannot be written: {error.strerror or error}") from error
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        sync_folder(out.parent)
     finally:
         os.close(descriptor)
 

@@ -113,7 +113,7 @@ class TokenShard:
         size = os.fstat(self._descriptor).st_size
         if size < HEADER_BYTES:
             raise self._damage(f"{size:,} bytes, but a shard's header alone has {HEADER_BYTES:,}")
-        header = np.frombuffer(os.pread(self._descriptor, HEADER_BYTES, 0), "<i4")
+        header = np.frombuffer(self._pread(HEADER_BYTES, 0), "<i4")
         if header.size != 256 or header[0] != MAGIC:
             raise self._damage(f"not a token shard (magic {header[0] if header.size else '?'}, expected {MAGIC})")
         if header[1] != VERSION:
@@ -139,17 +139,19 @@ class TokenShard:
         wanted = 2 * count
         parts: list[bytes] = []
         while wanted:
-            offset = shard_offset(start + count) - wanted
-            try:
-                part = os.pread(self._descriptor, wanted, offset)
-            except OSError as error:
-                raise self._damage(f"unreadable at byte {offset:,}: {error.strerror}") from error
+            part = self._pread(wanted, shard_offset(start + count) - wanted)
             if not part:
                 size = os.fstat(self._descriptor).st_size
                 raise self._damage(f"cut while in use: {size:,} of {HEADER_BYTES + 2 * self.tokens:,} bytes are left")
             parts.append(part)
             wanted -= len(part)
         return np.frombuffer(b"".join(parts), "<u2").astype(np.uint16)
+
+    def _pread(self, size: int, offset: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise self._damage(f"unreadable at byte {offset:,}: {error.strerror}") from error
 
     def close(self) -> None:
         self._finalizer()

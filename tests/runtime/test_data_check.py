@@ -124,6 +124,11 @@ def swapped(folder: Path) -> None:
     os.replace(folder / "x", folder / "train_000000.bin")
 
 
+def dangling(folder: Path) -> None:
+    (folder / "train_000001.bin").unlink()
+    (folder / "train_000001.bin").symlink_to("nowhere")
+
+
 def emptied(folder: Path) -> None:
     (folder / "shards.json").write_text("")
 
@@ -146,6 +151,7 @@ def garbled(folder: Path) -> None:
         (added, 5, "train_000009.bin: holds the same tokens as train_000001.bin"),
         (unread, 1, "other.bin: nothing reads it: its name says neither train nor val"),
         (swapped, 5, "train_000000.bin: not the file that shards.json describes"),
+        (dangling, 5, "train_000001.bin: No such file or directory"),
         (emptied, 5, "was never completed (shards.json is empty)"),
         (garbled, 5, "source: Field required"),
     ],

@@ -239,6 +239,30 @@ def test_a_killed_pack_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) ->
     assert content(out) == wanted and not staging.exists() and check(out).findings == []
 
 
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, real = write_text(tmp_path / "text"), os.fsync
+    (tmp_path / "out").mkdir()  # an empty one may be there
+    command = ["data", "pack", str(text), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+    for fails_at in (1, 3, 5):
+        calls = 0
+
+        def full(descriptor: int, fails_at: int = fails_at) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == fails_at:
+                raise OSError(28, "No space left on device")
+            real(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            assert run(command) == 3
+        assert "out: cannot be written: No space left on device" in capsys.readouterr().err
+        assert sorted(os.listdir(tmp_path)) == ["out", "text"] and not os.listdir(tmp_path / "out")
+    assert run(command) == 0 and check(tmp_path / "out").findings == []
+
+
 def test_one_process_at_a_time_packs_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = write_text(tmp_path / "text")
     options = PackOptions((str(text),), tmp_path / "out", "bytes")
