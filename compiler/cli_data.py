@@ -71,9 +71,14 @@ def pack(
     where = (*tokenizers, Path())
     options = PackOptions(inputs, out, tokenizer, validation, share, bounds, marks, shard_tokens, where)
 
+    begun: list[str] = []
+
     def show(split: str, done: int) -> None:
         if sys.stderr.isatty():
             click.echo(f"\r{split:<6} {done / 1e6:,.0f} MB", err=True, nl=False)
+        elif split not in begun:
+            begun.append(split)
+            say(f"{split} ...")
 
     record = make(options, show)
     if sys.stderr.isatty():

@@ -21,6 +21,7 @@ from specc.runtime.data.tokenizer import ByteTokenizer, open_tokenizer, tokenize
 from specc.runtime.errors import EnvironmentFailure
 
 Progress = Callable[[Split, int], None]
+SPLITS: tuple[Split, ...] = ("val", "train")  # the small one first: that it is empty should not be found last
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,10 @@ def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
         if options.tokenizer != ByteTokenizer.name:
             _copy(tokenizer_file(options.tokenizer, options.search), folder / tokenizer.name)
         splits: dict[Split, SplitEntry] = {}
-        for split, corpus in corpora.items():
+        for split in SPLITS:
             told = None if progress is None else _of(progress, split)
             files = split + "_{:06d}.bin"
-            found = write_shards(corpus, tokenizer, folder, files, options.shard_tokens, options.marks, told)
+            found = write_shards(corpora[split], tokenizer, folder, files, options.shard_tokens, options.marks, told)
             shards = tuple(ShardEntry(name=n, tokens=t, sha256=sha256_of(folder / n)) for n, t in found.shards.items())
             splits[split] = SplitEntry(documents=found.documents, document_bytes=found.document_bytes, shards=shards)
         if [corpus.listing() for corpus in corpora.values()] != listings:
