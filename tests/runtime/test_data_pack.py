@@ -153,7 +153,7 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
         (["a.txt", "--validation-fraction", "1"], 2, "0<x<1"),
         (["a.txt", "--validation-fraction", "0.000001"], 2, "the val split has no documents"),
         (["a.jsonl", "--validation", "v.txt", "--bounds", "blank-line"], 2, "documents are the records"),
-        (["a.txt", "--validation", "v.txt", "--bounds", "record"], 2, "a.txt:1: not JSON"),
+        (["a.txt", "--validation", "v.txt", "--bounds", "record"], 2, "v.txt:1: not JSON"),
         (["empty.txt", "--validation", "v.txt"], 2, "the train split has no documents"),
         (["bad.txt.xz", "--validation", "v.txt"], 5, "damaged compressed file"),
         (["latin.txt", "--validation", "v.txt", "--tokenizer", "{model}"], 2, "not valid UTF-8"),
@@ -234,7 +234,7 @@ def test_a_killed_pack_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) ->
             shards = any(staging.glob("*.bin"))
             assert run(["data", "check", str(staging)]) == (2 if what == "replace" else 5), (what, count)
             with pytest.raises(DataError, match="never completed" if shards else "no files"):
-                open_stream(staging, "train", ByteTokenizer(), tmp_path)
+                open_stream(staging, "val", ByteTokenizer(), tmp_path)
     assert child("fsync", 10**9, out)[0] == 0
     assert content(out) == wanted and not staging.exists() and check(out).findings == []
 
