@@ -33,10 +33,9 @@ def say(line: str) -> None:
     click.echo(line, err=True)
 
 
-def search(spec: Path | None, extra: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Where tokenizer files are looked for: what was named, beside the spec, here."""
-    beside = (spec.parent,) if spec is not None else ()
-    return (*extra, *beside, Path())
+def with_data(extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
+    """Where tokenizer files are looked for: what was named, and the folder of the data, where packed data has its."""
+    return (*extra, Path(data)) if data is not None and Path(data).is_dir() else extra
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
@@ -123,7 +122,7 @@ def train(
             resume,
             steps,
             max_seconds,
-            search(path, tokenizers),
+            (*with_data(tokenizers, data), path.parent, Path()),
             lock=lock,
         )
         result = run(options, say, world)
@@ -162,7 +161,7 @@ def quantize(
     from specc.runtime.quantize.pipeline import QuantizeOptions
     from specc.runtime.quantize.pipeline import quantize as run_quantize
 
-    options = QuantizeOptions(data, max_tokens, target, None, tokenizers)
+    options = QuantizeOptions(data, max_tokens, target, None, with_data(tokenizers, data))
     result = run_quantize(run, options, say, Stages())
     if as_json:
         click.echo((result.artifact.parent / "report.json").read_text(encoding="utf-8"), nl=False)
@@ -228,7 +227,7 @@ def evaluate(
         options,
         target=target,
         quantized=quantized,
-        search=tokenizers,
+        search=with_data(tokenizers, data),
         say=say,
         progress=lambda done, total: stages("score", done, total),
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.runtime import checkpoint
-from specc.runtime.errors import RunFailure
+from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.log import RunLog, Say, Silence, Step
 from specc.runtime.run import Run
 from specc.runtime.signals import Signals, Stopped
@@ -83,8 +83,8 @@ class Loop:
         self._elapsed = 0.0
 
     def run(self) -> TrainResult:
-        """Raises RunFailure when the loss is not finite, memory or disk is full, or another process is lost, and
-        Preempted or Interrupted, with everything committed, after a signal."""
+        """Raises RunFailure when the loss is not finite, memory or disk is full, or another process is lost, DataError
+        when the data cannot be read on, and Preempted or Interrupted, with everything committed, after a signal."""
         with self._signals:
             try:
                 self._train()
@@ -97,11 +97,11 @@ class Loop:
                 failure = RunFailure(f"step {self._trainer.step + 1}: out of GPU memory", _MEMORY)
                 self._log_failure(failure)
                 raise failure from error
-            except RunFailure as error:
+            except RuntimeFailure as error:
                 self._log_failure(error)
                 raise
 
-    def _log_failure(self, error: RunFailure) -> None:
+    def _log_failure(self, error: RuntimeFailure) -> None:
         with suppress(RunFailure):  # a full disk takes no log either; what is raised says it
             self._log.write("failure", step=self._trainer.step, message=error.message)
 

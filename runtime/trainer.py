@@ -280,12 +280,7 @@ class Trainer:
     def _arguments(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """What the passes of the coming step take, on the device."""
         for part, batch in enumerate(batches):
-            yield self.feed.arguments(tuple(map(self._place, batch)), self.step, part)
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        if self.device.type == "cuda" and not tensor.is_cuda:
-            tensor = tensor.pin_memory()  # from pageable memory, the copy would wait for the step before
-        return tensor.to(self.device, non_blocking=True)
+            yield self.feed.arguments(tuple(tensor.to(self.device) for tensor in batch), self.step, part)
 
     def _gradients(self, parts: Iterable[Batch]) -> None:
         """Adds up gradients and losses of this process's micro-batches in the masters."""

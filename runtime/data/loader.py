@@ -5,6 +5,9 @@ inputs one later and no target is lost between blocks. All ranks derive one glob
 Global step s takes the next `batch * world` of them, and of these the k-th goes to rank k % world: give each
 rank a `batch` of (global batch / world) rows, and every step trains on the same windows for any `world`. The
 last batch of an epoch is filled from the next one; nothing is dropped.
+
+A thread reads ahead and calls nothing of CUDA: from another thread most calls would spoil a graph that is being
+captured. For a GPU the caller's own thread sends each batch on its way one call early, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.data.stream import TokenStream
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+
+    from specc.runtime.data.sending import Batch, Sender
 
 Order = Literal["sequential", "coprime_stride"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride")
@@ -106,8 +111,15 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    windows: npt.NDArray[np.int64]  # [batch, length + 1]
+    windows: npt.NDArray[np.uint16]  # [batch, length + 1]
     epoch: int  # where the next step begins
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    batch: Batch
+    epoch: int
     position: int
 
 
@@ -121,6 +133,7 @@ class Loader:
         order: "sequential", or "coprime_stride" (a new permutation each epoch, from `seed`).
         rank, world: this process among all that share the order (see the module).
         prefetch: batches that a background thread keeps ready.
+        device: where batches are wanted; on a GPU the coming one arrives while the one before is computed.
 
     Raises:
         DataError: the stream has fewer than length + 1 tokens.
@@ -136,6 +149,7 @@ class Loader:
         rank: int = 0,
         world: int = 1,
         prefetch: int = 4,
+        device: torch.device | str = "cpu",
     ) -> None:
         if order not in ORDERS:
             raise DataError(f"unknown order {order!r}", f"use {' or '.join(ORDERS)}")
@@ -149,29 +163,39 @@ class Loader:
         self._stream = stream
         self._plan = _Plan(stream.tokens, length, batch, order, seed, rank, world)
         self._prefetch = prefetch
+        self._device = device
         self._epoch = 0
         self._position = 0
         self._worker: _Worker | None = None
+        self._sender: Sender | None = None
+        self._coming: _Sent | BaseException | None = None
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """The next batch: inputs and targets, int64 [batch, length] on the CPU.
+    def next(self) -> Batch:
+        """The next batch: inputs and targets, int64 [batch, length] on `device`; on a GPU for its current stream.
+
+        Waits for the thread only, where it has nothing ready.
 
         Raises:
             DataError, OSError: what went wrong in the background thread; a later call tries the same batch
                 again.
         """
-        import torch
+        if self._worker is None or self._sender is None:
+            from specc.runtime.data.sending import sender_to
 
-        if self._worker is None:
+            self._sender = sender_to(self._device)
             self._worker = _Worker(self._stream, self._plan, self._epoch, self._position, self._prefetch)
             weakref.finalize(self, self._worker.stop.set)
-        item = self._worker.ready.get()
+        item = self._coming or _sent(self._worker.ready.get(), self._sender)
+        self._coming = None
         if isinstance(item, BaseException):
             self.close()
             raise item
         self._epoch, self._position = item.epoch, item.position
-        windows = torch.from_numpy(item.windows)
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        batch = self._sender.arrived(item.batch)  # before the coming one is sent, or it would wait for that one too
+        if self._sender.ahead:
+            with contextlib.suppress(queue.Empty):
+                self._coming = _sent(self._worker.ready.get_nowait(), self._sender)
+        return batch
 
     def state(self) -> dict[str, int]:
         """Where the caller stands, whatever was prefetched. Holds for any `batch`, `rank` and `world`."""
@@ -209,7 +233,7 @@ class Loader:
         """Stop the background thread. The position stays; `next` would start it again."""
         if self._worker is not None:
             self._worker.close()
-            self._worker = None
+            self._worker = self._coming = None
 
     def __enter__(self) -> Loader:
         return self
@@ -218,6 +242,12 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _sent(item: _Ready | BaseException, sender: Sender) -> _Sent | BaseException:
+    if isinstance(item, BaseException):
+        return item
+    return _Sent(sender.send(item.windows), item.epoch, item.position)
 
 
 class _Worker:
@@ -250,7 +280,7 @@ def _fill(
         item: _Ready | BaseException
         try:
             offsets, epoch, position = plan.step(epoch, position)
-            windows = np.empty((plan.batch, plan.length + 1), np.int64)
+            windows = np.empty((plan.batch, plan.length + 1), np.uint16)
             for row, offset in enumerate(offsets):
                 windows[row] = stream.read(offset, plan.length + 1)
             item = _Ready(windows, epoch, position)

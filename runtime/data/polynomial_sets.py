@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specc.runtime.data.corpus import READ_ERRORS, open_file
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.polynomial import BLOCK, Ints, Lines, draw, joined
+from specc.runtime.data.reading import READ_ERRORS, open_file
 
 MOST_HELD_OUT = 100_000  # lines of each split; fresh samples avoid this many
 

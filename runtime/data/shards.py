@@ -57,10 +57,8 @@ class ShardWriter:
 
     def commit(self) -> None:
         """Write the header, sync, and give the file its name."""
-        header = np.zeros(256, "<i4")
-        header[:3] = MAGIC, VERSION, self.tokens
         self._file.seek(0)
-        self._file.write(header.tobytes())
+        self._file.write(header_of(self.tokens))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -115,7 +113,7 @@ class TokenShard:
         size = os.fstat(self._descriptor).st_size
         if size < HEADER_BYTES:
             raise self._damage(f"{size:,} bytes, but a shard's header alone has {HEADER_BYTES:,}")
-        header = np.frombuffer(os.pread(self._descriptor, HEADER_BYTES, 0), "<i4")
+        header = np.frombuffer(self._pread(HEADER_BYTES, 0), "<i4")
         if header.size != 256 or header[0] != MAGIC:
             raise self._damage(f"not a token shard (magic {header[0] if header.size else '?'}, expected {MAGIC})")
         if header[1] != VERSION:
@@ -132,7 +130,7 @@ class TokenShard:
 
         Raises:
             IndexError: the range leaves the shard.
-            DataIntegrityError: the file has become shorter since it was opened.
+            DataIntegrityError: the file has become shorter since it was opened, or the disk cannot read it.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of a shard of {self.tokens}")
@@ -141,7 +139,7 @@ class TokenShard:
         wanted = 2 * count
         parts: list[bytes] = []
         while wanted:
-            part = os.pread(self._descriptor, wanted, HEADER_BYTES + 2 * (start + count) - wanted)
+            part = self._pread(wanted, shard_offset(start + count) - wanted)
             if not part:
                 size = os.fstat(self._descriptor).st_size
                 raise self._damage(f"cut while in use: {size:,} of {HEADER_BYTES + 2 * self.tokens:,} bytes are left")
@@ -149,11 +147,29 @@ class TokenShard:
             wanted -= len(part)
         return np.frombuffer(b"".join(parts), "<u2").astype(np.uint16)
 
+    def _pread(self, size: int, offset: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise self._damage(f"unreadable at byte {offset:,}: {error.strerror}") from error
+
     def close(self) -> None:
         self._finalizer()
 
     def _damage(self, what: str) -> DataIntegrityError:
         return DataIntegrityError(f"{self.path}: {what}", "copy or write the file again")
+
+
+def header_of(tokens: int) -> bytes:
+    """The header of a shard of so many tokens."""
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, tokens
+    return header.tobytes()
+
+
+def shard_offset(token: int) -> int:
+    """The byte of a shard's file that a token begins at."""
+    return HEADER_BYTES + 2 * token
 
 
 def find_shards(source: str | Path, split: Split) -> list[Path] | None:
@@ -174,7 +190,7 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
         return None
     else:
         files = [Path(text)] if os.path.exists(text) or not has_magic(text) else sorted(map(Path, glob(text)))
-    chosen = [path for path in files if _split_of(path) == split]
+    chosen = [path for path in files if split_of(path.name) == split]
     if not chosen:
         raise DataError(
             f"{source}: none of {len(files)} shard{'s' * (len(files) != 1)} is of the {split} split",
@@ -183,9 +199,10 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
     return chosen
 
 
-def _split_of(path: Path) -> str | None:
-    match = _SPLIT_IN_NAME.search(path.name)
-    return match[1].lower() if match else None
+def split_of(name: str) -> Split | None:
+    """The split that the name of a shard states."""
+    match = _SPLIT_IN_NAME.search(name)
+    return None if match is None else "val" if match[1].lower() == "val" else "train"
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -21,12 +21,12 @@ from filelock import FileLock, Timeout
 
 from specc.runtime.data.corpus import Corpus, find_corpus
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards import ShardWriter, Split, TokenShard, find_shards, sync_folder
-from specc.runtime.data.tokenizer import MAX_UINT16_VOCAB, Tokenizer
+from specc.runtime.data.record import HINT, RECORD, read_record
+from specc.runtime.data.shards import Split, TokenShard, find_shards, shard_offset, sync_folder
+from specc.runtime.data.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
+from specc.runtime.data.tokenizer import Tokenizer
 
 FORMAT = 1
-SHARD_TOKENS = 100_000_000
-_BATCH_BYTES = 8 * 1024 * 1024
 _RECORD = "stream.json"
 _FINGERPRINT_TOKENS = 4096
 
@@ -39,12 +39,12 @@ class TokenStream:
         shards: the files, in order.
         starts: first position of each shard, and the total at the end.
         vocab: of the tokenizer; every token read is below it.
-        documents: number of documents; None for shards that others wrote.
+        documents: number of documents; None where no record tells.
         document_bytes: bytes of the documents as they stand in the source, separators not counted; None
             likewise.
         tokenizer_digest: of the tokenizer that wrote the tokens; None likewise.
-        digest: SHA-256 (hex) of the tokens; for shards that others wrote, of their names, counts and both
-            ends.
+        digest: SHA-256 (hex) of the tokens; for shards with a record, of their digests; for shards without, of
+            their names, counts and both ends.
     """
 
     shards: tuple[TokenShard, ...]
@@ -75,8 +75,10 @@ class TokenStream:
             shard, offset = self.shards[index], start + filled - self.starts[index]
             part = shard.read(offset, min(count - filled, shard.tokens - offset))
             if part.size and int(part.max()) >= self.vocab:
+                first = int(np.argmax(part >= self.vocab))
                 raise DataIntegrityError(
-                    f"{shard.path}: holds token {int(part.max())}, but the tokenizer has {self.vocab:,}",
+                    f"{shard.path}: holds token {int(part[first])}, but the tokenizer has {self.vocab:,} "
+                    f"(at byte {shard_offset(offset + first):,})",
                     "open the shards with the tokenizer that wrote them",
                 )
             tokens[filled : filled + part.size] = part
@@ -102,7 +104,7 @@ def open_stream(
     change), the split and the tokenizer, so a changed file gets a new entry. An entry is a folder that is
     renamed into place when complete: two processes may ask at once (one builds, the other waits), and one
     that is killed leaves only a temporary folder, which the next build removes. Shards (`find_shards`) are
-    opened where they are.
+    opened where they are, and held to the record of `specc data`, if one lies beside them.
 
     Args:
         progress: called with the bytes of documents tokenized so far.
@@ -112,19 +114,11 @@ def open_stream(
             full.
         DataIntegrityError: a shard is damaged.
     """
-    if tokenizer.vocab > MAX_UINT16_VOCAB:
-        raise DataError(
-            f"{tokenizer.name}: {tokenizer.vocab:,} ids do not fit in the 16 bits of a token shard",
-            f"use a tokenizer of at most {MAX_UINT16_VOCAB:,} ids",
-        )
+    require_16_bits(tokenizer)
     paths = find_shards(source, split)
     if paths is not None:
-        return _open_foreign(paths, tokenizer)
-    if tokenizer.bos is None:
-        raise DataError(
-            f"{tokenizer.name}: has neither BOS nor EOS, so documents cannot be separated",
-            "train the SentencePiece model with a bos_id",
-        )
+        return _open_shards(paths, split, tokenizer, whole=Path(source).expanduser().is_dir())
+    require_bos(tokenizer)
     corpus = find_corpus(source, split)
     key = _key(corpus, tokenizer)
     folder = Path(cache) / f"{split}-{key[:32]}"
@@ -140,7 +134,7 @@ def open_stream(
 
 
 def _key(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    facts = [FORMAT, corpus.listing(), corpus.by_document, corpus.split, tokenizer.digest(), tokenizer.bos]
+    facts = [FORMAT, corpus.listing(), corpus.in_val is not None, corpus.split, tokenizer.digest(), tokenizer.bos]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -181,30 +175,7 @@ def _remove_strays(folder: Path) -> None:
 def _tokenize(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Callable[[int], None] | None
 ) -> dict[str, Any]:
-    hasher = hashlib.sha256()
-    bos = np.array([tokenizer.bos], np.uint16)
-    documents = document_bytes = 0
-    counts: list[int] = []
-    with contextlib.ExitStack() as stack:
-        writer: ShardWriter | None = None
-        for batch in _batches(corpus.documents()):
-            try:
-                encoded = tokenizer.encode_batch(batch)
-            except DataError as error:
-                place = f"{corpus.source}, {corpus.split} documents from number {documents + 1:,} on"
-                raise DataError(f"{place}: {error.message}", error.hint) from None
-            tokens = np.concatenate([part for ids in encoded for part in (bos, ids)]).astype("<u2")
-            hasher.update(tokens.data)
-            if writer is None or writer.tokens + tokens.size > SHARD_TOKENS:
-                stack.close()
-                writer = stack.enter_context(ShardWriter(folder / f"{len(counts):06d}.bin"))
-                counts.append(0)
-            writer.write(tokens)
-            counts[-1] = writer.tokens
-            documents += len(batch)
-            document_bytes += sum(map(len, batch))
-            if progress is not None:
-                progress(document_bytes)
+    found = write_shards(corpus, tokenizer, folder, "{:06d}.bin", SHARD_TOKENS, progress=progress)
     return {
         "format": FORMAT,
         "source": corpus.source,
@@ -212,25 +183,12 @@ def _tokenize(
         "tokenizer": tokenizer.name,
         "tokenizer_digest": tokenizer.digest(),
         "vocab": tokenizer.vocab,
-        "documents": documents,
-        "document_bytes": document_bytes,
-        "tokens": sum(counts),
-        "shards": counts,
-        "sha256": hasher.hexdigest(),
+        "documents": found.documents,
+        "document_bytes": found.document_bytes,
+        "tokens": sum(found.shards.values()),
+        "shards": list(found.shards.values()),
+        "sha256": found.sha256,
     }
-
-
-def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
-    batch: list[bytes] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _open_cached(folder: Path, tokenizer: Tokenizer) -> TokenStream:
@@ -254,15 +212,42 @@ def _open_cached(folder: Path, tokenizer: Tokenizer) -> TokenStream:
     return TokenStream(shards, _starts(shards), tokenizer.vocab, documents, size, tokenizer.digest(), digest)
 
 
-def _open_foreign(paths: list[Path], tokenizer: Tokenizer) -> TokenStream:
+def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:
+    """Shards where they are. `whole` says that they should be all that a record beside them lists."""
+    record = read_record(paths[0].parent) if len({path.parent for path in paths}) == 1 else None
+    if record is not None:
+        record.require(tokenizer, paths[0].parent)
     shards = tuple(TokenShard(path) for path in paths)
+    if record is None:
+        return TokenStream(shards, _starts(shards), tokenizer.vocab, None, None, None, _fingerprint(shards))
+    listed = record.entries(split)
+    for shard in shards:
+        entry = listed.get(shard.path.name)
+        if entry is None or entry.tokens != shard.tokens:
+            raise DataIntegrityError(f"{shard.path}: not the shard that {RECORD} describes", HINT)
+    if whole and (missing := sorted(listed.keys() - {path.name for path in paths})):
+        raise DataIntegrityError(f"{paths[0].parent}: lacks {missing[0]}, which {RECORD} lists", HINT)
+    found = record.splits[split] if len(shards) == len(listed) else None
+    digest = hashlib.sha256("\n".join(listed[path.name].sha256 for path in paths).encode()).hexdigest()
+    return TokenStream(
+        shards,
+        _starts(shards),
+        tokenizer.vocab,
+        found.documents if found else None,
+        found.document_bytes if found else None,
+        record.tokenizer_digest,
+        digest,
+    )
+
+
+def _fingerprint(shards: tuple[TokenShard, ...]) -> str:
     hasher = hashlib.sha256()
     for shard in shards:
         ends = min(shard.tokens, _FINGERPRINT_TOKENS)
         hasher.update(f"{shard.path.name} {shard.tokens}\n".encode())
         hasher.update(shard.read(0, ends).astype("<u2").data)
         hasher.update(shard.read(shard.tokens - ends, ends).astype("<u2").data)
-    return TokenStream(shards, _starts(shards), tokenizer.vocab, None, None, None, hasher.hexdigest())
+    return hasher.hexdigest()
 
 
 def _starts(shards: tuple[TokenShard, ...]) -> tuple[int, ...]:

@@ -279,11 +279,16 @@ def open_tokenizer(name: str, search: Sequence[Path] = ()) -> Tokenizer:
             f"unknown tokenizer {name!r}",
             "use `bytes`, a SentencePiece file (*.model) or a tiktoken rank file (*.tiktoken)",
         )
+    return kind(tokenizer_file(name, search))
+
+
+def tokenizer_file(name: str, search: Sequence[Path] = ()) -> Path:
+    """Where the file of that name is: as given or in one of `search`. Raises DataError (see `open_tokenizer`)."""
     given = Path(name).expanduser()
     places = list(dict.fromkeys([given, *(Path(folder) / given for folder in search)]))
     for place in places:
         if place.is_file():
-            return kind(place)
+            return place
     looked = ", ".join(str(place) for place in places)
     raise DataError(f"no tokenizer {name!r}; looked at {looked}", "give its path; tokenizers are never downloaded")
 

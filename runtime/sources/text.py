@@ -55,7 +55,9 @@ class _Streams:
         plan, window, data = self.spec.train, self.spec.model.window, self.spec.train.data
         assert isinstance(data, TextData) and isinstance(self.spec.eval, BitsSpec)
         rows = plan.at_once(world.size)
-        loader = stack.enter_context(Loader(self.train, rows, window, data.order, plan.seed, world.rank, world.size))
+        share = world.rank, world.size
+        loader = Loader(self.train, rows, window, data.order, plan.seed, *share, device=world.device)
+        stack.enter_context(loader)
         validation = Validation(self.val, self.tokenizer, self.spec.eval.batch, plan.validate_tokens)
         return Supply(loader, Windows(plan.rows(window) * window), validation)
 

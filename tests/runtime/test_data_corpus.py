@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specc.runtime.data import DataError, DataIntegrityError, documents
-from specc.runtime.data.corpus import BLOCK_BYTES, RUNNING_BYTES
+from specc.runtime.data.reading import BLOCK_BYTES, RUNNING_BYTES
 
 SEPARATOR = b"<|endoftext|>\n"
 

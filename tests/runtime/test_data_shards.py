@@ -147,6 +147,20 @@ def test_a_shard_cut_while_open_is_an_error_and_not_a_signal(tmp_path: Path) -> 
         shard.close()
 
 
+def test_a_disk_that_cannot_read_is_named_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = TokenShard(write_shard(tmp_path / "a.bin", np.arange(100)))
+
+    def failing(descriptor: int, size: int, offset: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(DataIntegrityError, match=r"a\.bin: unreadable at byte 1,044: Input/output error"):
+        shard.read(10, 5)
+    (tmp_path / "b.bin").mkdir()
+    with pytest.raises(DataError, match=r"b\.bin: "):
+        TokenShard(tmp_path / "b.bin")
+
+
 def test_a_replaced_shard_keeps_its_tokens_for_those_who_have_it_open(tmp_path: Path) -> None:
     path = write_shard(tmp_path / "a.bin", np.arange(10))
     shard = TokenShard(path)

@@ -24,6 +24,7 @@ from specc.runtime.data import (
     documents,
     open_stream,
     stream,
+    tokenized,
 )
 from specc.runtime.data.tokenizer import TokenArray
 
@@ -72,7 +73,7 @@ def test_each_document_is_bos_and_its_tokens(source: Path, tmp_path: Path) -> No
 
 def test_a_stream_of_many_shards_reads_as_one(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "SHARD_TOKENS", 5000)
-    monkeypatch.setattr(stream, "_BATCH_BYTES", 900)
+    monkeypatch.setattr(tokenized, "BATCH_BYTES", 900)
     found = open_stream(source, "train", ByteTokenizer(), tmp_path / "cache")
     expected = expected_tokens(source)
     assert len(found.shards) > 5 and all(shard.tokens <= 5000 for shard in found.shards)
@@ -231,10 +232,10 @@ def test_shards_of_others_are_opened_where_they_are(tmp_path: Path) -> None:
 CHILD = """
 import os, shutil, signal, sys, time
 from pathlib import Path
-from specc.runtime.data import ByteTokenizer, open_stream, stream
+from specc.runtime.data import ByteTokenizer, open_stream, tokenized
 source, cache, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 count, pause = int(sys.argv[4]), float(sys.argv[5])
-stream._BATCH_BYTES = 3000
+tokenized.BATCH_BYTES = 3000
 calls = {"encode": 0}
 
 class Slow(ByteTokenizer):

@@ -19,7 +19,7 @@ from toy import Toy, stream, train_spec, trainer
 
 from specc.compiler.train_spec import TrainSpec
 from specc.runtime import checkpoint
-from specc.runtime.data import ByteTokenizer
+from specc.runtime.data import ByteTokenizer, DataIntegrityError
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import Lines, RunLog, Step, read_log
 from specc.runtime.loop import Limits, Loop, TrainResult
@@ -225,6 +225,23 @@ def test_full_gpu_memory_names_what_to_lower(tmp_path: Path) -> None:
         go(tmp_path, "run", train_spec(checkpoint_every=3), hook, model=model)
     assert caught.value.exit_code == 4 and "train.micro_batch" in caught.value.hint
     assert events(tmp_path, "run", "checkpoint", "failure") == [("checkpoint", 3, None), ("failure", 4, None)]
+
+
+def test_data_that_is_cut_while_it_is_read_ends_the_run_and_it_can_go_on(tmp_path: Path) -> None:
+    go(tmp_path, "whole", train_spec(checkpoint_every=5))
+    (shard,) = tmp_path.glob("cache/train-*/*.bin")
+    content = shard.read_bytes()
+
+    def cut(step: Step) -> None:
+        if step.step == 7:
+            os.truncate(shard, 1024)
+
+    with pytest.raises(DataIntegrityError, match="cut while in use"):
+        go(tmp_path, "cut", train_spec(checkpoint_every=5), cut)
+    assert read_log(tmp_path / "cut" / "log.jsonl")[-1]["event"] == "failure"
+    shard.write_bytes(content)
+    go(tmp_path, "cut", train_spec(checkpoint_every=5))
+    assert ends(tmp_path, "cut") == ends(tmp_path, "whole")
 
 
 def test_a_full_disk_is_a_failure_that_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,145 @@
+"""The commands that make, check and fetch token shards."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from specc.compiler.cli import cli, format_option, formatted, json_option
+from specc.compiler.cli_run import Stages, folder, say, tokenizers_option
+
+
+@cli.group()
+def data() -> None:
+    """Token shards: pack text into them, check them, fetch them."""
+
+
+@data.command()
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@click.option("--out", type=folder, required=True, help="The folder to make.")
+@click.option("--tokenizer", required=True, help="`bytes`, a SentencePiece *.model or a tiktoken rank file.")
+@click.option(
+    "--validation", multiple=True, metavar="INPUT", help="Text of the validation split alone; may be repeated."
+)
+@click.option(
+    "--validation-fraction",
+    "share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    help="This share of all documents, by SHA-256 of their bytes, is the validation split.",
+)
+@click.option(
+    "--bos",
+    "marks",
+    type=click.Choice(["document", "none"]),
+    default="document",
+    show_default=True,
+    help="BOS before every document, or only at the start of a split.",
+)
+@click.option(
+    "--bounds",
+    type=click.Choice(["endoftext", "blank-line", "record", "file"]),
+    help="Where documents end: at lines `<|endoftext|>` (usual for .txt), at blank lines, with each record of jsonl "
+    "(usual there), or with the file.",
+)
+@click.option("--shard-tokens", type=click.IntRange(1, 2**31 - 1), default=100_000_000, show_default=True)
+@tokenizers_option
+@format_option
+@formatted
+def pack(
+    inputs: tuple[str, ...],
+    out: Path,
+    tokenizer: str,
+    validation: tuple[str, ...],
+    share: float | None,
+    marks: Any,
+    bounds: Any,
+    shard_tokens: int,
+    tokenizers: tuple[Path, ...],
+) -> None:
+    """Pack text or jsonl, plain or as .xz or .gz, into a folder of token shards for --data.
+
+    Without --validation or --validation-fraction the splits are those that training on the text itself has: files or
+    folders named val* and train*, else one document in ten.
+    """
+    from specc.runtime.data.pack import PackOptions
+    from specc.runtime.data.pack import pack as make
+
+    if validation and share is not None:
+        raise click.UsageError("--validation and --validation-fraction: name one of them")
+    where = (*tokenizers, Path())
+    options = PackOptions(inputs, out, tokenizer, validation, share, bounds, marks, shard_tokens, where)
+
+    begun: list[str] = []
+
+    def show(split: str, done: int) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\r{split:<6} {done / 1e6:,.0f} MB", err=True, nl=False)
+        elif split not in begun:
+            begun.append(split)
+            say(f"{split} ...")
+
+    record = make(options, show)
+    if sys.stderr.isatty():
+        click.echo(err=True)
+    for name, split in record.splits.items():
+        tokens = sum(shard.tokens for shard in split.shards)
+        per_token = f"{split.document_bytes / tokens:.3f}" if split.document_bytes is not None else "?"
+        click.echo(
+            f"{name:<6} {split.documents:,} documents, {split.document_bytes:,} bytes, {tokens:,} tokens "
+            f"({per_token} bytes a token), {len(split.shards)} shards"
+        )
+    click.echo(f"next: specc data check {out}; specc train SPEC --data {out}")
+
+
+@data.command()
+@click.argument("folder", type=folder)
+@click.option("--tokenizer", help="The one of the tokens, where no record of pack or fetch lies beside them.")
+@tokenizers_option
+@json_option
+@format_option
+@formatted
+def check(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], as_json: bool) -> int:
+    """Read a folder of token shards once, and tell what it holds and what is wrong.
+
+    Exit 5 where bytes are not what they should be, 1 for what else is wrong.
+    """
+    from specc.runtime.data import open_tokenizer
+    from specc.runtime.data.check import check as read
+
+    stages = Stages()
+    opened = open_tokenizer(tokenizer, (*tokenizers, folder, Path())) if tokenizer is not None else None
+    found = read(folder, opened, lambda done, total: stages("check", done, total))
+    if as_json:
+        click.echo(json.dumps(found.facts(), indent=2))
+    else:
+        for line in found.report():
+            click.echo(line)
+    return found.exit_code
+
+
+@data.command()
+@click.argument("name", metavar="fineweb-sp1024|fineweb-sp8192")
+@click.option("--out", type=folder, required=True, help="The folder to fill; a fetch that was ended goes on in it.")
+@click.option(
+    "--shards", type=click.IntRange(min=1), default=10, show_default=True, help="Train shards, of 100 million tokens."
+)
+@click.option("--repo", help="A dataset repository of the hub that has the same files; the set's own where unset.")
+@click.option("--revision", help="A branch, tag or commit of it; main where unset.")
+@format_option
+@formatted
+def fetch(name: str, out: Path, shards: int, repo: str | None, revision: str | None) -> None:
+    """Fetch token shards of FineWeb and their tokenizer from the Hugging Face hub.
+
+    The only command that uses the network.
+    """
+    from specc.runtime.data.fetch import SETS
+    from specc.runtime.data.fetch import fetch as bring
+
+    if name not in SETS:
+        raise click.UsageError(f"no set is named {name}; there are {', '.join(SETS)}")
+    record = bring(name, out, shards, say, repo, revision)
+    tokens = sum(shard.tokens for split in record.splits.values() for shard in split.shards)
+    click.echo(f"{out}: {tokens:,} tokens of {record.tokenizer}")
+    click.echo(f"next: specc data check {out}; specc train SPEC --data {out}")

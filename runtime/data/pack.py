@@ -1,0 +1,147 @@
+"""Packs text into a folder of token shards with a record: whole under its name, or not there at all."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from specc.runtime.data.corpus import split_corpus
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.reading import Bounds
+from specc.runtime.data.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
+from specc.runtime.data.shards import Split, sync_folder
+from specc.runtime.data.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
+from specc.runtime.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_file
+from specc.runtime.errors import EnvironmentFailure
+
+Progress = Callable[[Split, int], None]
+SPLITS: tuple[Split, ...] = ("val", "train")  # the small one first: that it is empty should not be found last
+
+
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """What to pack, and how.
+
+    Attributes:
+        sources, validation, share, bounds: as `specc.runtime.data.corpus.split_corpus` takes them.
+        out: the folder to make; it must not be there, or be empty.
+        tokenizer: as `open_tokenizer` takes it; its file goes into the folder.
+        search: where to look for it.
+        marks: BOS before every document, or only at the start of a split, so that all its text can be scored.
+        shard_tokens: of each shard but the last of a split.
+    """
+
+    sources: tuple[str, ...]
+    out: Path
+    tokenizer: str
+    validation: tuple[str, ...] = ()
+    share: float | None = None
+    bounds: Bounds | None = None
+    marks: Marks = "document"
+    shard_tokens: int = SHARD_TOKENS
+    search: tuple[Path, ...] = ()
+
+
+def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
+    """Makes the folder; the same input gives the same bytes. A killed one leaves `.NAME.packing` beside it, which the
+    next one begins again.
+
+    Raises:
+        DataError: for a source, the tokenizer, or a folder that is in use.
+        DataIntegrityError: a compressed file is damaged.
+        EnvironmentFailure: the folder cannot be written.
+    """
+    tokenizer = open_tokenizer(options.tokenizer, options.search)
+    require_16_bits(tokenizer)
+    require_bos(tokenizer)
+    assert tokenizer.bos is not None
+    corpora = split_corpus(options.sources, options.validation, options.share, options.bounds)
+    for corpus in corpora.values():
+        corpus.require_files()
+    listings = [corpus.listing() for corpus in corpora.values()]
+    name = ", ".join(Path(source).absolute().name for source in options.sources)  # where it lies is not in the bytes
+    out = options.out.expanduser().absolute()
+    with _staged(out) as folder:
+        if options.tokenizer != ByteTokenizer.name:
+            _copy(tokenizer_file(options.tokenizer, options.search), folder / tokenizer.name)
+        splits: dict[Split, SplitEntry] = {}
+        for split in SPLITS:
+            told = None if progress is None else _of(progress, split)
+            files = split + "_{:06d}.bin"
+            found = write_shards(corpora[split], tokenizer, folder, files, options.shard_tokens, options.marks, told)
+            shards = tuple(ShardEntry(name=n, tokens=t, sha256=sha256_of(folder / n)) for n, t in found.shards.items())
+            splits[split] = SplitEntry(documents=found.documents, document_bytes=found.document_bytes, shards=shards)
+        if [corpus.listing() for corpus in corpora.values()] != listings:
+            raise DataError(f"{name}: changed while it was being packed", "run again when it is complete")
+        record = ShardRecord(
+            format=1,
+            source=name,
+            tokenizer=tokenizer.name,
+            tokenizer_digest=tokenizer.digest(),
+            vocab=tokenizer.vocab,
+            bos=tokenizer.bos,
+            marks=options.marks,
+            splits=splits,
+        )
+        write_record(folder, record)
+    return record
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _of(progress: Progress, split: Split) -> Callable[[int], None]:
+    return lambda done: progress(split, done)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out`, which becomes `out` in the end; locked, so that there is one of them."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out}: is there already", "name another --out, or remove it")
+    staging = out.with_name(f".{out.name}.packing")
+    staging.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(descriptor, staging, out)
+        for stray in staging.iterdir():
+            stray.unlink()
+        try:
+            begin_record(staging)
+            yield staging
+            os.rename(staging, out)
+            sync_folder(out.parent)
+        except OSError as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise EnvironmentFailure(f"{out}: cannot be written: {error.strerror or error}") from error
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, staging: Path, out: Path) -> None:
+    """The folder that is open there, for this process alone. It may have been renamed since it was opened."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        same = os.path.samestat(os.fstat(descriptor), os.stat(staging))
+    except (BlockingIOError, FileNotFoundError):
+        same = False
+    if not same:
+        raise DataError(f"{out}: another process packs into it", "wait for that, or name another --out")

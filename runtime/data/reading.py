@@ -1,0 +1,137 @@
+"""Documents of one file: text, jsonl or source, plain or compressed, as streams of bytes."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from specc.runtime.data.errors import DataError, DataIntegrityError
+
+Bounds = Literal["endoftext", "blank-line", "record", "file"]
+
+SEPARATOR = b"<|endoftext|>"
+KINDS: dict[str, Bounds] = {".txt": "endoftext", ".md": "file", ".py": "file", ".jsonl": "record"}
+COMPRESSIONS = (".xz", ".gz")
+
+# A .txt file without a separator in its first RUNNING_BYTES is running text, cut at line ends into documents
+# of one to two BLOCK_BYTES: it can then be split, and memory stays bounded.
+RUNNING_BYTES = 256 * 1024
+BLOCK_BYTES = 16 * 1024
+_LINE_BYTES = 1024 * 1024
+READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
+SUPPORTED = f"readable: {', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}; token shards end in .bin"
+
+
+def kind_of(path: Path) -> str:
+    """`.txt` for `a.txt` and `a.txt.xz`; empty for what cannot be read."""
+    suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+    return suffix if suffix in KINDS else ""
+
+
+def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
+    """The documents of a file, empty ones too; they end where `bounds` says, or as usual for its kind.
+
+    Raises DataError for a file that cannot be read or a bad line of jsonl, DataIntegrityError for a damaged one.
+    """
+    bounds = bounds or KINDS[kind_of(path)]
+    try:
+        with open_file(path) as file:
+            if bounds == "record":
+                yield from _json_lines(file, path)
+            elif bounds == "file":
+                yield file.read()
+            else:
+                yield from _separated(file, _is_separator if bounds == "endoftext" else _is_blank)
+    except READ_ERRORS as error:
+        what = str(error) or type(error).__name__
+        raise DataIntegrityError(f"{path}: damaged compressed file: {what}", "copy the file again") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from None
+
+
+def open_file(path: Path) -> io.BufferedIOBase:
+    """The bytes of a file, which may be compressed. Reading it raises OSError, or READ_ERRORS where it is damaged."""
+    if path.suffix == ".xz":
+        return lzma.open(path)
+    if path.suffix == ".gz":
+        return gzip.open(path)
+    return open(path, "rb")
+
+
+def _is_separator(line: bytes) -> bool:
+    return line.rstrip(b"\r\n") == SEPARATOR
+
+
+def _is_blank(line: bytes) -> bool:
+    return len(line) < _LINE_BYTES and not line.strip()
+
+
+def _separated(file: io.BufferedIOBase, ends: Callable[[bytes], bool]) -> Iterator[bytes]:
+    """Documents between separator lines. A document keeps its last line end; no separator is in one."""
+    held: list[bytes] = []
+    size = 0
+    separated = running = False
+    line_start = True
+    while line := file.readline(_LINE_BYTES):
+        if line_start and ends(line):
+            separated = True
+            yield b"".join(held)
+            held, size = [], 0
+        else:
+            held.append(line)
+            size += len(line)
+            running = running or (not separated and size >= RUNNING_BYTES)
+            if running and size > 2 * BLOCK_BYTES:
+                *blocks, rest = _blocks(b"".join(held))
+                yield from blocks
+                held, size = [rest], len(rest)
+        line_start = line.endswith(b"\n")
+    yield b"".join(held)
+
+
+def _blocks(text: bytes) -> Iterator[bytes]:
+    """Cut `text` at line ends, or else between characters, so that at most 2 * BLOCK_BYTES are left over."""
+    start = 0
+    while len(text) - start > 2 * BLOCK_BYTES:
+        cut = text.find(b"\n", start + BLOCK_BYTES, start + 2 * BLOCK_BYTES) + 1
+        if not cut:
+            cut = start + 2 * BLOCK_BYTES
+            while text[cut] & 0xC0 == 0x80 and cut > start + 2 * BLOCK_BYTES - 3:  # inside a UTF-8 character
+                cut -= 1
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _json_lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where}: not valid UTF-8 at byte {error.start} of the line", _LINE_HINT) from None
+        except (ValueError, RecursionError) as error:
+            what = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+            raise DataError(f"{where}: not JSON: {what}", _LINE_HINT) from None
+        text = record.get("text") if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            if not isinstance(record, dict):
+                found = f"a JSON {type(record).__name__}"
+            else:
+                found = f'"text" is a {type(text).__name__}' if "text" in record else 'an object without "text"'
+            raise DataError(f'{where}: expected an object with a string "text", found {found}', _LINE_HINT)
+        try:
+            yield text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise DataError(f'{where}: "text" has half a surrogate pair, which is no character', _LINE_HINT) from None
+
+
+_LINE_HINT = 'each line must be one JSON object such as {"text": "a document"}; correct the line or remove it'
