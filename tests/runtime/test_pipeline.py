@@ -162,7 +162,8 @@ def test_again_gives_the_same_bytes(made: Quantized) -> None:
 
 
 def test_it_says_what_it_does(made: Quantized) -> None:
-    assert [line.split(" ")[0] for line in made.said] == ["before:", "after:", f"{made.result.artifact}:"]
+    first = [line.split(" ")[0] for line in made.said]
+    assert first == ["before:", "calibrated", "after:", f"{made.result.artifact}:"]
     stages = [stage for stage, _, _ in made.progress]
     assert list(dict.fromkeys(stages)) == ["evaluate", "calibrate", "quantize"]
     assert [step[1:] for step in made.progress if step[0] == "calibrate"] == [(4, 6), (6, 6)]
