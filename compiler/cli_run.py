@@ -172,7 +172,7 @@ def quantize(
             click.echo(f"{name:<12} {line}")
     if result.calibration is not None:
         told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
-        click.echo(f"calibrated   {told.replace('_', ' ')}")
+        click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
     click.echo(f"artifact     {result.size.total:,} bytes{budget}: {result.artifact}")
@@ -293,6 +293,8 @@ def generate(
     """Continue a text with a run or an artifact; or with --lines, print the line that a model of lines makes of
     each."""
     if lines is not None:
+        if samples > 1:
+            raise click.UsageError("--samples is of texts; with --lines, each line gives one")
         from specc.runtime.opened import open_model
         from specc.runtime.translate import opened_translator
 

@@ -85,7 +85,6 @@ class Decoder:
     """
 
     def __init__(self, model: Generated, window: int, device: torch.device, rows: int = 1) -> None:
-        self.rows = rows
         self._model, self._window = model, window
         self._cache = model.new_cache(rows, window)
         self._seen = torch.zeros(rows, window, dtype=torch.int64, device=device)

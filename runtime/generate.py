@@ -133,12 +133,15 @@ def _drawn(
 ) -> Iterator[list[int]]:
     """`drawn` after the same `tokens` for each seed, as numbers. Raises RunFailure where there is no distribution."""
     rows = torch.tensor([tokens] * len(seeds), device=opened.device)
-    decoder = Decoder(opened.generated, opened.spec.model.window, opened.device, len(seeds))
-    for step in drawn(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
-        found: list[int] = step.tolist()
-        if min(found) < 0:
-            raise RunFailure("the logits hold NaN or infinity", "the model is broken: try an earlier checkpoint")
-        yield found
+    try:
+        decoder = Decoder(opened.generated, opened.spec.model.window, opened.device, len(seeds))
+        for step in drawn(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
+            found: list[int] = step.tolist()
+            if min(found) < 0:
+                raise RunFailure("the logits hold NaN or infinity", "the model is broken: try an earlier checkpoint")
+            yield found
+    except torch.OutOfMemoryError as error:
+        raise RunFailure(f"out of GPU memory for {len(seeds)} texts at once", "ask for fewer samples") from error
 
 
 def _opening(tokenizer: Tokenizer, prompt: bytes, window: int, say: Say) -> list[int]:

@@ -48,8 +48,8 @@ def write_text(
     Raises QuantizeError for a tokenizer without the mark that a text should begin with, RunFailure where the model
     gives no distribution or the GPU's memory does not suffice.
     """
-    tokenizer, window = opened.tokenizer, opened.spec.model.window
-    length, rows = wanted.length or window, wanted.sequences
+    tokenizer, rows = opened.tokenizer, wanted.sequences
+    length = wanted.length or opened.spec.model.window
     began = time.monotonic()
     if wanted.begin == "uniform":
         first = torch.randint(tokenizer.vocab, (rows,), generator=torch.Generator().manual_seed(seed))
@@ -64,7 +64,7 @@ def write_text(
     written[:, 0] = first.to(opened.device)
     start = written[:, :1].clone()
     try:
-        decoder = Decoder(opened.generated, window, opened.device, rows)
+        decoder = Decoder(opened.generated, length, opened.device, rows)  # never full: it ends there
         steps = drawn(decoder, start, tokenizer.vocab, sampling, seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step

@@ -67,6 +67,7 @@ class QuantizeResult:
         promoted: the parameters that got more bits, by falling Hessian trace.
         before, after: the validation loss with the weights as trained, and as an artifact gives them.
         calibration: what was calibrated on, as report.json has it; None where nothing was.
+        seconds: what the calibration took, with the writing of its text; report.json is the same whatever it took.
     """
 
     artifact: Path
@@ -79,6 +80,7 @@ class QuantizeResult:
     before: Scored
     after: Scored
     calibration: Mapping[str, Any] | None
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +149,9 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         hessians, gradients = _calibrate(run, opened, options, weights, own, tell)
     if sources:
         peaks = _peaks(run, opened, options, on_device, sources, own, tell)
-    calibration = _facts(run, own) if sees or sources else None
+    calibration, seconds = (_facts(run, own) if sees or sources else None), time.monotonic() - began
     if calibration is not None:
-        say(f"calibrated in {time.monotonic() - began:.1f} s")
+        say(f"calibrated in {seconds:.1f} s")
     quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, peaks)
     base = quantizer.corrected(base)
     schemes = quantizer.chosen(base, say)
@@ -164,7 +166,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         assign(opened.loaded, dequantized(model))
         after = measure(opened)
     say(f"after: {after.report()[0]}")
-    result = _write(run, step, quantizer, schemes, base, (before, after), calibration)
+    result = _write(run, step, quantizer, schemes, base, (before, after), calibration, seconds)
     say(f"{result.artifact}: {result.size.total:,} bytes")
     return result
 
@@ -255,6 +257,7 @@ def _write(
     base: Allocation,
     losses: tuple[Scored, Scored],
     calibration: Mapping[str, Any] | None,
+    seconds: float,
 ) -> QuantizeResult:
     """Puts the artifact, its spec and the report in place of what the run had."""
     spec = resolved(run.spec, schemes)
@@ -263,11 +266,10 @@ def _write(
     rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients)
     more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None
-    before, after = losses
-    # Beside the run's own lock: a run that still trains may be quantized from its last checkpoint.
-    staging = run.directory / ".quantizing"
+    staging = run.staged.parent
     with locked(staging):
         try:
+            committed.settle(run.quantized, run.staged)
             _clear(staging)
             size = write_artifact(
                 staging / ARTIFACT,
@@ -278,16 +280,14 @@ def _write(
                 tensors=model.tensors,
             )
             artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
-            result = QuantizeResult(artifact, spec, step, size, budget, rows, more, before, after, calibration)
+            result = QuantizeResult(artifact, spec, step, size, budget, rows, more, *losses, calibration, seconds)
             files = (
                 (SPEC, readable(spec).encode()),
                 (REPORT, report_json(result, sensitivity).encode()),
                 (ARTIFACT, (staging / ARTIFACT).read_bytes()),
             )
-            committed.write(staging / run.quantized.name, files)
-            if run.quantized.exists():
-                run.quantized.rename(staging / "before")
-            (staging / run.quantized.name).rename(run.quantized)
+            committed.write(run.staged, files)
+            committed.replace(run.quantized, run.staged)
             _clear(staging)
         except OSError as error:
             hint = "free some space, then quantize again"

@@ -51,6 +51,7 @@ SMALL = (
     "train.checkpoint_every=3",
     "quant.calibrate={source: self, sequences: 6, batch: 4}",
     "quant.promote.count=2",
+    *(("fuse=[]",) if TARGET != "cpu" else ()),  # kernels take a minute to compile, each time
 )
 BEFORE, AFTER = ("--max-tokens", "100"), ("--max-tokens", "150")  # reports that differ
 
@@ -96,6 +97,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
     with one_thread(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         timed("train", *training(run, data))
+        seconds["train"] = 1.1 * read_log(run / "log.jsonl")[-1]["seconds"]  # what follows the last step is a little
         trained = content(run / "quantized")
         assert trained == {}
         timed("quantize", "quantize", str(run), *BEFORE)
@@ -126,7 +128,6 @@ class Victim:
                 stdout=subprocess.DEVNULL,
                 stderr=told,
                 text=True,
-                start_new_session=True,
             )
 
     def told(self) -> str:
@@ -152,7 +153,7 @@ class Victim:
                 self._sleep(process, share * seconds)
             done = process.poll()
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             code = process.wait()
         assert done in (None, 0) and code in (0, -signal.SIGKILL), self.told()
         return code != 0
@@ -203,7 +204,7 @@ def test_training_goes_on_from_the_newest_checkpoint(whole: Whole, tmp_path: Pat
             def at_work(log: Path = run / "log.jsonl", size: int = size) -> bool:
                 return log.exists() and log.stat().st_size > size
 
-            if not victim.strike(words, at_work, 0.9 * whole.seconds["train"] * (1 - committed / STEPS)):
+            if not victim.strike(words, at_work, whole.seconds["train"] * (1 - committed / STEPS)):
                 break
             kills += 1
             if "resuming after" in (told := victim.told()):

@@ -170,3 +170,17 @@ def test_a_spec_that_does_not_use_it_keeps_its_text() -> None:
     plain, own = small_spec(), small_spec(SELF)
     assert '"source"' not in canonical(plain) and '"temperature"' not in canonical(plain)
     assert '"source":"self"' in canonical(own).replace(" ", "")
+
+
+@pytest.mark.parametrize("source", ["self", "train"])
+def test_inputs_of_products_in_whole_numbers_are_measured_on_it(source: str, tmp_path: Path) -> None:
+    """Their scales are those of the rows that were calibrated on, so the loss stays near that of the weights."""
+    settings = (
+        "quant.promote=null",
+        "quant.default={scheme: int8}",
+        f"quant.calibrate={{source: {source}, sequences: 6, batch: 4}}",
+    )
+    run = make_run(tmp_path / "run", small_spec(*settings), str(write_text(tmp_path / "data")))
+    result = quantize(run.directory, QuantizeOptions(cache=tmp_path / "cache", max_tokens=200), lambda _: None)
+    assert result.calibration is not None and result.calibration["source"] == source
+    assert abs(result.after.nats - result.before.nats) / result.before.tokens < 0.05
