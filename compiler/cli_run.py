@@ -169,6 +169,9 @@ def quantize(
     for name, score in (("before", result.before), ("after", result.after)):
         for line in score.report():
             click.echo(f"{name:<12} {line}")
+    if result.calibration is not None:
+        told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
+        click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
     click.echo(f"artifact     {result.size.total:,} bytes{budget}: {result.artifact}")
@@ -263,6 +266,9 @@ def export(run: Path, kind: Any, out: Path | None, force: bool) -> None:
 @click.option("--top-k", type=int, help="Keep so many of the most probable tokens.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the fewest tokens of this probability.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Texts, of seeds SEED, SEED + 1, ..."
+)
 @click.option("--quantized", is_flag=True, help="Of a run, use the quantized model.")
 @target_option
 @tokenizers_option
@@ -278,6 +284,7 @@ def generate(
     top_k: int | None,
     top_p: float,
     seed: int,
+    samples: int,
     quantized: bool,
     target: str | None,
     tokenizers: tuple[Path, ...],
@@ -285,6 +292,8 @@ def generate(
     """Continue a text with a run or an artifact; or with --lines, print the line that a model of lines makes of
     each."""
     if lines is not None:
+        if samples > 1:
+            raise click.UsageError("--samples is of texts; with --lines, each line gives one")
         from specc.runtime.opened import open_model
         from specc.runtime.translate import opened_translator
 
@@ -292,12 +301,19 @@ def generate(
         translated = opened_translator(opened, beam).translate(lines.read().splitlines())
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
         return
-    from specc.runtime.generate import Sampling
+    from specc.runtime.decoding import Sampling
     from specc.runtime.generate import generate as write
+    from specc.runtime.generate import generate_several
     from specc.runtime.opened import open_model
 
     sampling = Sampling(temperature, top_k, top_p)
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
+    if samples > 1:
+        seeds = range(seed, seed + samples)
+        texts = generate_several(opened, prompt.encode(), max_tokens, sampling, seeds, say=say)
+        for own, text in zip(seeds, texts, strict=True):
+            click.echo(f"--- seed {own}\n{prompt}{text.decode(errors='replace')}")
+        return
     click.echo(prompt, nl=False)
     write(opened, prompt.encode(), max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
     click.echo()

@@ -73,10 +73,35 @@ class Correct(StrictModel):
 
 
 class Calibrate(StrictModel):
-    """The text whose activations make the Hessians: `sequences` windows of the context from the training split."""
+    """The text whose activations make the Hessians: `sequences` windows, of which `batch` are read at once.
+
+    They come from the training split, of the context each; or with `source: self` the model writes them, of `length`
+    tokens each (the context where unset), drawn at `temperature` from a start by `begin`: the mark between documents,
+    or a token drawn evenly from the vocabulary.
+    """
 
     sequences: Positive = 64
     batch: Positive = 8
+    source: Literal["train", "self"] = later("train")
+    length: Positive | None = later(None)
+    temperature: Annotated[float, Field(gt=0, le=100)] = later(0.8)
+    begin: Literal["bos", "uniform"] = later("bos")
+
+    def problems(self) -> Iterator[Problem]:
+        """How the model writes is said only where it does."""
+        for name in ("length", "temperature", "begin"):
+            if self.source != "self" and name in self.model_fields_set:
+                message = f"calibrate has a {name}, which is of text that the model writes itself"
+                yield Problem((name,), "S260", message, "add `source: self`, or take it out")
+
+    def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
+        """Text that the model can write."""
+        if self.source == "self" and pairs:
+            message = "the model turns lines into lines, and writes no text by itself"
+            yield Problem(("source",), "S261", message, "use `source: train`")
+        elif (self.length or 0) > window:
+            message = f"windows of {self.length} tokens are longer than the context of {window}"
+            yield Problem(("length",), "S262", message, f"use at most {window}, or leave it out")
 
 
 class QuantSpec(StrictModel):
@@ -133,4 +158,7 @@ class Spec(StrictModel):
         if self.train.qat is not None and self.quant is None:
             message = "train.qat rounds weights as quant will store them, and there is no quant"
             yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")
+        if self.quant is not None:
+            found = self.quant.calibrate.problems_with(self.model.window, pairs)
+            yield from (problem.under("quant", "calibrate") for problem in found)
         yield from (problem.under("eval") for problem in self.eval.problems_with(self.model.window, pairs))

@@ -5,11 +5,13 @@ and then it are synced before the rename, and its parent after, so neither a kil
 of one under its name. Reading hashes the very bytes that it hands out.
 """
 
+import errno
 import hashlib
 import os
 import secrets
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -106,6 +108,30 @@ def discard(path: Path) -> None:
     aside = _aside(path)
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def replace(path: Path, new: Path) -> None:
+    """Puts the committed directory `new`, of the same name in another folder of the same disk, in the place of `path`.
+
+    What was there moves beside `new` as `before`, for the caller to remove. A kill between the two renames leaves
+    nothing at `path`; then `settle` finishes. Raises OSError when the operating system refuses.
+    """
+    if path.exists():
+        os.rename(path, new.with_name("before"))
+    settle(path, new)
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "it went while it was put in place", str(path))
+
+
+def settle(path: Path, new: Path) -> None:
+    """Finishes a `replace` that was killed half-way: where there is nothing at `path` and `new` is committed, it takes
+    the place. Any process may do so at any time. Raises OSError when the operating system refuses."""
+    if path.exists() or not new.is_dir():
+        return
+    with suppress(IntegrityError, FileNotFoundError):  # not complete; or another process was as quick
+        Committed.open(new)
+        os.rename(new, path)
+        _sync(path.parent)
 
 
 def sweep(folder: Path) -> None:

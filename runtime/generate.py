@@ -1,109 +1,17 @@
 """Continues a text: cached decoding, sampling, and bytes that come out as whole characters."""
 
 import codecs
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from specc.runtime.data import Tokenizer
-from specc.runtime.errors import RunFailure, RuntimeFailure
-from specc.runtime.opened import Generated, Opened, Say
+from specc.runtime.decoding import Decoder, Sampling, SamplingError, drawn
+from specc.runtime.errors import RunFailure
+from specc.runtime.opened import Opened, Say
 
 REPLACEMENT = "\ufffd".encode()
 HELD_TOKENS = 8  # a character takes at most 4 bytes, and a token at least one
-
-
-class SamplingError(RuntimeFailure):
-    """A setting of the sampling that no distribution has."""
-
-    exit_code = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is drawn.
-
-    `temperature` divides the logits; 0 takes the most probable token, the first of equals. Of what remains
-    the `top_k` most probable tokens are kept (None: all), and of these the fewest whose probabilities,
-    renormalized, sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020, "The Curious Case of Neural
-    Text Degeneration", arXiv 1904.09751). Raises SamplingError for values out of range.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise SamplingError(f"the temperature {self.temperature} is not 0 or more", "0 is greedy")
-        if self.top_k is not None and self.top_k < 1:
-            raise SamplingError(f"top-k {self.top_k} keeps no token", "give 1 or more, or leave it out")
-        if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top-p {self.top_p} is not in (0, 1]", "1 keeps every token")
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution that is drawn from: f64 [vocabulary] on the CPU, of `logits` [vocabulary].
-
-        Raises RunFailure for NaN and +infinity.
-        """
-        exact = logits.detach().double().cpu()
-        top = float(exact.max())
-        if not math.isfinite(top):
-            raise RunFailure(f"the largest logit is {top}", "the model is broken: try an earlier checkpoint")
-        # By falling logit, the lower token first among equals; then what is kept is a prefix.
-        ordered, tokens = exact.sort(descending=True, stable=True)
-        keep = 1 if self.temperature == 0 else min(self.top_k or len(ordered), len(ordered))
-        kept = ((ordered[:keep] - top) / (self.temperature or 1.0)).softmax(0)
-        if self.top_p < 1:
-            nucleus = int((kept.cumsum(0) < self.top_p).sum()) + 1
-            kept = kept[:nucleus] / kept[:nucleus].sum()
-        chances = torch.zeros_like(exact)
-        chances[tokens[: len(kept)]] = kept
-        return chances
-
-    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """One token; takes one number from the CPU `generator`, whatever the settings."""
-        uniform = torch.rand((), dtype=torch.float64, generator=generator)
-        steps = self.probabilities(logits).cumsum(0)
-        # Tokens without a chance add no step, so `right` passes over them; the last sum may fall short of 1.
-        token = int(torch.searchsorted(steps, uniform * steps[-1], right=True))
-        return min(token, int((steps < steps[-1]).sum()))
-
-
-class Decoder:
-    """The logits after a growing text of one row, with what was computed before kept in a cache.
-
-    When the cache is full, the last half of the context's tokens are computed anew as the start of a text: at
-    most `window` tokens are ever seen, at least half as many, and the cost is about two tokens a token.
-    """
-
-    def __init__(self, model: Generated, window: int, device: torch.device) -> None:
-        self._model, self._window, self._device = model, window, device
-        self._cache = model.new_cache(1, window)
-        self._seen: list[int] = []
-
-    def prefill(self, tokens: list[int]) -> Tensor:
-        """Forgets the text before and begins with 1 to `window` tokens; f32 [vocabulary]."""
-        self._seen = list(tokens)
-        return self._model.prefill(self._row(tokens), self._position(0), self._cache)[0]
-
-    def append(self, token: int) -> Tensor:
-        """The text goes on by one token; f32 [vocabulary]."""
-        if len(self._seen) == self._window:
-            kept = self._window // 2
-            return self.prefill([*self._seen[self._window - kept :], token])
-        logits = self._model.decode(self._row([token]), self._position(len(self._seen)), self._cache)[0]
-        self._seen.append(token)
-        return logits
-
-    def _row(self, tokens: list[int]) -> Tensor:
-        return torch.tensor([tokens], dtype=torch.int64, device=self._device)
-
-    def _position(self, start: int) -> Tensor:
-        return torch.tensor(start, dtype=torch.int64, device=self._device)
 
 
 class Detokenizer:
@@ -182,23 +90,58 @@ def stream_bytes(
     opened: Opened, prompt: bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
 ) -> Iterator[bytes]:
     """What `generate` joins, piece by piece; a piece may end inside a character."""
-    tokenizer, window = opened.tokenizer, opened.spec.model.window
-    tokens = _opening(tokenizer, prompt, window, say)
-    generator = torch.Generator().manual_seed(seed)
-    decoder = Decoder(opened.generated, window, opened.device)
-    detokenizer = Detokenizer(tokenizer, tokens)
-    with torch.no_grad():
-        logits: Tensor | None = None
-        token = -1
-        for _ in range(max_tokens):
-            logits = decoder.prefill(tokens) if logits is None else decoder.append(token)
-            token = sampling.draw(logits[: tokenizer.vocab], generator)
-            if token == tokenizer.bos:
-                break
-            if piece := detokenizer.add(token):
-                yield piece
+    tokens = _opening(opened.tokenizer, prompt, opened.spec.model.window, say)
+    detokenizer = Detokenizer(opened.tokenizer, tokens)
+    for (token,) in _drawn(opened, tokens, max_tokens, sampling, (seed,)):
+        if token == opened.tokenizer.bos:
+            break
+        if piece := detokenizer.add(token):
+            yield piece
     if piece := detokenizer.finish():
         yield piece
+
+
+def generate_several(
+    opened: Opened,
+    prompt: bytes,
+    max_tokens: int,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    *,
+    say: Say | None = None,
+) -> list[bytes]:
+    """What `generate` gives for each of `seeds`, decoded side by side; the sizes of the products are others, so a draw
+    may differ where two tokens are all but equally probable. Raises as `generate` does."""
+    if max_tokens < 0:
+        raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
+    tokenizer = opened.tokenizer
+    tokens = _opening(tokenizer, prompt, opened.spec.model.window, say or (lambda _: None))
+    texts = [(Detokenizer(tokenizer, tokens), list[bytes]()) for _ in seeds]
+    going = set(range(len(seeds)))
+    for step in _drawn(opened, tokens, max_tokens, sampling, seeds):
+        going -= {row for row in going if step[row] == tokenizer.bos}
+        for row in going:
+            detokenizer, pieces = texts[row]
+            pieces.append(detokenizer.add(step[row]))
+        if not going:
+            break
+    return [b"".join((*pieces, detokenizer.finish())) for detokenizer, pieces in texts]
+
+
+def _drawn(
+    opened: Opened, tokens: list[int], count: int, sampling: Sampling, seeds: Sequence[int]
+) -> Iterator[list[int]]:
+    """`drawn` after the same `tokens` for each seed, as numbers. Raises RunFailure where there is no distribution."""
+    rows = torch.tensor([tokens] * len(seeds), device=opened.device)
+    try:
+        decoder = Decoder(opened.generated, opened.spec.model.window, opened.device, len(seeds))
+        for step in drawn(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
+            found: list[int] = step.tolist()
+            if min(found) < 0:
+                raise RunFailure("the logits hold NaN or infinity", "the model is broken: try an earlier checkpoint")
+            yield found
+    except torch.OutOfMemoryError as error:
+        raise RunFailure(f"out of GPU memory for {len(seeds)} texts at once", "ask for fewer samples") from error
 
 
 def _opening(tokenizer: Tokenizer, prompt: bytes, window: int, say: Say) -> list[int]:

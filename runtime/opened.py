@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from specc.compiler.passes.quantize_products import integer_products
 from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import Spec
-from specc.runtime import checkpoint
+from specc.runtime import checkpoint, committed
 from specc.runtime.data import CharTokenizer, Tokenizer
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import read_artifact
@@ -246,6 +247,8 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
 
 def quantized_artifact(run: Run) -> Path:
     """Where the run's quantized model is. Raises RunFailure when it was not quantized."""
+    with suppress(OSError):  # in a folder that can only be read there is nothing to finish
+        committed.settle(run.quantized, run.staged)
     path = run.quantized / ARTIFACT
     if not path.is_file():
         raise RunFailure(f"{run.directory} is not quantized", f"first: specc quantize {run.directory}")

@@ -77,6 +77,12 @@ class Run:
         return self.directory / "quantized"
 
     @property
+    def staged(self) -> Path:
+        """Where what becomes `quantized` is made. Beside the run's own lock: a run that still trains may be quantized
+        from its last checkpoint."""
+        return self.directory / ".quantizing" / "quantized"
+
+    @property
     def spec_digest(self) -> str:
         """SHA-256 (hex) of the canonical spec; checkpoints carry it."""
         return hashlib.sha256(canonical(self.spec).encode()).hexdigest()

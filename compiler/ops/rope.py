@@ -122,4 +122,4 @@ class Rope(Op):
         x, cos, sin = inputs
         half = cos.shape[-1]
         turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, -sin)[:, None]
-        return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)
+        return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1).to(x.dtype)  # angles may be wider

@@ -7,10 +7,13 @@ spec, and hold the artifact to its budget by its exact bytes.
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +43,7 @@ from specc.runtime.opened import (
 from specc.runtime.quantize.budget import Allocation, promoted
 from specc.runtime.quantize.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.quantize.hessian import traces
+from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_peaks
 from specc.runtime.quantize.report import Row, report
@@ -62,6 +66,8 @@ class QuantizeResult:
         rows: a row a parameter.
         promoted: the parameters that got more bits, by falling Hessian trace.
         before, after: the validation loss with the weights as trained, and as an artifact gives them.
+        calibration: what was calibrated on, as report.json has it; None where nothing was.
+        seconds: what the calibration took, with the writing of its text; report.json is the same whatever it took.
     """
 
     artifact: Path
@@ -73,6 +79,8 @@ class QuantizeResult:
     promoted: tuple[str, ...]
     before: Scored
     after: Scored
+    calibration: Mapping[str, Any] | None
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +88,8 @@ class QuantizeOptions:
     """What is None is taken from the run or the machine.
 
     Attributes:
-        data: a source as `specc.runtime.data.open_stream` takes it; its train split calibrates, its val split
-            measures the loss.
+        data: a source as `specc.runtime.data.open_stream` takes it; its train split calibrates, unless the model
+            writes that text itself, its val split measures the loss.
         max_tokens: measure the loss on so many tokens only.
         target, device: where to compute.
         search: more folders to look for the tokenizer in.
@@ -101,7 +109,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
 
     That folder holds the artifact, spec.json (resolved) and report.json, and is replaced as one. The same run
     gives the same bytes, on one machine with one number of threads. `progress(stage, done, total)` follows
-    the stages `calibrate`, `quantize` and `evaluate`.
+    the stages `write`, `calibrate`, `quantize` and `evaluate`.
 
     Raises QuantizeError when the spec quantizes nothing, a parameter cannot be quantized as asked, or the
     budget cannot be met (nothing is written then); RunDirectoryError, RunFailure, IntegrityError and
@@ -125,12 +133,25 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     base: Allocation = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
     hessians: Mapping[str, Tensor] = {}
     gradients: Mapping[str, Tensor] = {}
+    peaks: Mapping[str, float] = {}
+    own: OwnText | None = None
     chooses = quant.promote is not None or quant.allocate is not None
-    if chooses or any(scheme.needs_hessian for scheme in base.values()):
-        hessians, gradients = _calibrate(run, opened, options, weights, tell)
+    sees = chooses or any(scheme.needs_hessian for scheme in base.values())
     on_device = {name: tensor.to(opened.device) for name, tensor in weights.items()}
     sources = integer_products(lower(run.spec, opened.loaded.target.name), base)
-    peaks = _peaks(run, opened, options, on_device, sources, tell) if sources else {}
+    began = time.monotonic()
+    if (sees or sources) and quant.calibrate.source == "self":
+        seed = run.spec.train.seed
+        own = write_text(opened, quant.calibrate, seed, lambda done, total: tell("write", done, total))
+        captured = f", {own.preparing:.1f} s of them to capture its steps" if own.preparing else ""
+        say(f"wrote {own.tokens[:, 1:].numel():,} tokens to calibrate on in {own.seconds:.1f} s{captured}")
+    if sees:
+        hessians, gradients = _calibrate(run, opened, options, weights, own, tell)
+    if sources:
+        peaks = _peaks(run, opened, options, on_device, sources, own, tell)
+    calibration, seconds = (_facts(run, own) if sees or sources else None), time.monotonic() - began
+    if calibration is not None:
+        say(f"calibrated in {seconds:.1f} s")
     quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, peaks)
     base = quantizer.corrected(base)
     schemes = quantizer.chosen(base, say)
@@ -145,37 +166,56 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         assign(opened.loaded, dequantized(model))
         after = measure(opened)
     say(f"after: {after.report()[0]}")
-    result = _write(run, step, quantizer, schemes, base, (before, after))
+    result = _write(run, step, quantizer, schemes, base, (before, after), calibration, seconds)
     say(f"{result.artifact}: {result.size.total:,} bytes")
     return result
 
 
+def _facts(run: Run, own: OwnText | None) -> dict[str, Any]:
+    """Where the calibration came from, for the report."""
+    assert run.spec.quant is not None
+    wanted = run.spec.quant.calibrate
+    facts = {"source": wanted.source, "sequences": wanted.sequences, "seed": run.spec.train.seed}
+    if own is None:
+        return facts
+    length = own.tokens.shape[1] - 1
+    how = {"length": length, "temperature": wanted.temperature, "begin": wanted.begin}
+    return {**facts, **how, "start_tokens": own.starts}
+
+
 def _calibrate(
-    run: Run, opened: Opened, options: QuantizeOptions, weights: Mapping[str, Tensor], tell: Progress
+    run: Run,
+    opened: Opened,
+    options: QuantizeOptions,
+    weights: Mapping[str, Tensor],
+    own: OwnText | None,
+    tell: Progress,
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """The Hessians of the run's spec, and where it allocates bits the gradients, from the unfused model on the training
-    split."""
+    """The Hessians of the run's spec, and where it allocates bits the gradients, from the unfused model on its own text
+    or the training split."""
     quant = run.spec.quant
     assert quant is not None
     wanted = quant.calibrate
     unfused = realize(run.spec, opened.loaded.target.name, options.device, weights, fuse=False)
-    stream = open_stream(options.data or run.data, "train", opened.tokenizer, options.cache or token_cache())
+    with ExitStack() as stack:
+        windows: Callable[[], Iterator[tuple[Tensor, Tensor]]]
+        if own is not None:
+            windows = partial(own.windows, wanted.batch)
+        else:
+            stream = open_stream(options.data or run.data, "train", opened.tokenizer, options.cache or token_cache())
+            stack.callback(stream.close)
+            windows = partial(calibration_windows, stream, wanted, run.spec.model.window, run.spec.train.seed)
 
-    def windows() -> Iterator[tuple[Tensor, Tensor]]:
-        return calibration_windows(stream, wanted, run.spec.model.window, run.spec.train.seed)
+        def telling(stage: str) -> Callable[[int], None]:
+            return lambda done: tell(stage, done, wanted.sequences)
 
-    def telling(stage: str) -> Callable[[int], None]:
-        return lambda done: tell(stage, done, wanted.sequences)
-
-    try:
-        hessians = capture_hessians(unfused.model, windows(), opened.device, telling("calibrate"))
-        if quant.allocate is None:
-            return hessians, {}
-        return hessians, capture_gradients(unfused.model, windows(), opened.device, telling("gradients"))
-    except torch.OutOfMemoryError as error:
-        raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
-    finally:
-        stream.close()
+        try:
+            hessians = capture_hessians(unfused.model, windows(), opened.device, telling("calibrate"))
+            if quant.allocate is None:
+                return hessians, {}
+            return hessians, capture_gradients(unfused.model, windows(), opened.device, telling("gradients"))
+        except torch.OutOfMemoryError as error:
+            raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
 
 
 def _peaks(
@@ -184,19 +224,23 @@ def _peaks(
     options: QuantizeOptions,
     weights: Mapping[str, Tensor],
     sources: Sequence[Source],
+    own: OwnText | None,
     tell: Progress,
 ) -> Mapping[str, float]:
-    """The largest magnitudes of the inputs of int8 products, by weight, on the training data."""
+    """The largest magnitudes of the inputs of int8 products, by weight, on the model's own text or the training
+    data."""
     assert run.spec.quant is not None
     wanted = run.spec.quant.calibrate
     programs = lower(run.spec, opened.loaded.target.name)
     with ExitStack() as stack:
-        ready = source_of(run.spec).ready(run.spec, opened.search)
-        data = ready.open(options.data or run.data, options.cache or token_cache(), stack)
-        batches = (
-            {name: ids.to(opened.device) for name, ids in batch.items()}
-            for batch in data.calibration(wanted.sequences, wanted.batch)
-        )
+        rows: Iterator[Mapping[str, Tensor]]
+        if own is not None:
+            rows = ({"ids": ids, "targets": targets} for ids, targets in own.windows(wanted.batch))
+        else:
+            ready = source_of(run.spec).ready(run.spec, opened.search)
+            data = ready.open(options.data or run.data, options.cache or token_cache(), stack)
+            rows = data.calibration(wanted.sequences, wanted.batch)
+        batches = ({name: ids.to(opened.device) for name, ids in batch.items()} for batch in rows)
         try:
             return input_peaks(
                 programs, sources, batches, weights, lambda done: tell("calibrate", done, wanted.sequences)
@@ -212,6 +256,8 @@ def _write(
     schemes: Allocation,
     base: Allocation,
     losses: tuple[Scored, Scored],
+    calibration: Mapping[str, Any] | None,
+    seconds: float,
 ) -> QuantizeResult:
     """Puts the artifact, its spec and the report in place of what the run had."""
     spec = resolved(run.spec, schemes)
@@ -220,11 +266,10 @@ def _write(
     rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients)
     more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None
-    before, after = losses
-    # Beside the run's own lock: a run that still trains may be quantized from its last checkpoint.
-    staging = run.directory / ".quantizing"
+    staging = run.staged.parent
     with locked(staging):
         try:
+            committed.settle(run.quantized, run.staged)
             _clear(staging)
             size = write_artifact(
                 staging / ARTIFACT,
@@ -234,18 +279,15 @@ def _write(
                 layout=deployment.layout,
                 tensors=model.tensors,
             )
-            result = QuantizeResult(
-                run.quantized / ARTIFACT, spec, step, size, spec.quant.budget_bytes, rows, more, before, after
-            )
+            artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
+            result = QuantizeResult(artifact, spec, step, size, budget, rows, more, *losses, calibration, seconds)
             files = (
                 (SPEC, readable(spec).encode()),
                 (REPORT, report_json(result, sensitivity).encode()),
                 (ARTIFACT, (staging / ARTIFACT).read_bytes()),
             )
-            committed.write(staging / run.quantized.name, files)
-            if run.quantized.exists():
-                run.quantized.rename(staging / "before")
-            (staging / run.quantized.name).rename(run.quantized)
+            committed.write(run.staged, files)
+            committed.replace(run.quantized, run.staged)
             _clear(staging)
         except OSError as error:
             hint = "free some space, then quantize again"
@@ -278,6 +320,7 @@ def report_json(result: QuantizeResult, sensitivity: Mapping[str, float]) -> str
         "artifact_bytes": result.size.total,
         "budget_bytes": result.budget,
         "promoted": list(result.promoted),
+        "calibration": result.calibration,
         "before": result.before.facts(),
         "after": result.after.facts(),
         "parameters": rows,

@@ -15,8 +15,9 @@ from run_samples import VARIANTS, make_run, model_of, one_thread, small_spec, wr
 from torch import Tensor, nn
 
 from specc.runtime.data import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from specc.runtime.decoding import Decoder, Sampling, SamplingError
 from specc.runtime.errors import RunFailure
-from specc.runtime.generate import Decoder, Detokenizer, Sampling, SamplingError, generate
+from specc.runtime.generate import Detokenizer, generate, generate_several
 from specc.runtime.load import Loaded
 from specc.runtime.opened import Cache, Generated, Opened, open_model
 
@@ -38,6 +39,12 @@ def uncached(model: Generated, tokens: list[int]) -> Tensor:
         return -model.score(ids, targets).T
 
 
+def decoded(decoder: Decoder, tokens: list[int], prompt: int) -> list[Tensor]:
+    """The logits after `prompt` of the tokens, and after each of the rest."""
+    first = decoder.prefill(torch.tensor([tokens[:prompt]]))[0]
+    return [first, *(decoder.append(torch.tensor([token]))[0] for token in tokens[prompt:])]
+
+
 def tokens_of(seed: int, count: int) -> list[int]:
     return torch.randint(257, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -48,9 +55,7 @@ def test_cached_logits_are_the_uncached_ones(variant: str) -> None:
     tokens = tokens_of(1, CONTEXT)
     expected = uncached(model, tokens)
     for prompt in (1, 7, CONTEXT):
-        decoder = Decoder(model, CONTEXT, CPU)
-        with torch.no_grad():
-            rows = [decoder.prefill(tokens[:prompt]), *(decoder.append(token) for token in tokens[prompt:])]
+        rows = decoded(Decoder(model, CONTEXT, CPU), tokens, prompt)
         cached = torch.stack(rows).log_softmax(-1)
         assert float((cached - expected[prompt - 1 :]).abs().max()) < 1e-5
     assert float(expected.std(-1).min()) > 0.1  # the model tells tokens apart
@@ -60,9 +65,7 @@ def test_cached_logits_are_the_uncached_ones(variant: str) -> None:
 def test_when_the_cache_is_full_the_last_half_begins_a_new_one(variant: str) -> None:
     model = cast(Generated, model_of(small_spec(*VARIANTS[variant])).model)
     tokens = tokens_of(2, 3 * CONTEXT)
-    decoder = Decoder(model, CONTEXT, CPU)
-    with torch.no_grad():
-        rows = [decoder.prefill(tokens[:20]), *(decoder.append(token) for token in tokens[20:])]
+    rows = decoded(Decoder(model, CONTEXT, CPU), tokens, 20)
     start = 0
     for length, row in enumerate(rows, 20):
         if length - start > CONTEXT:
@@ -78,9 +81,7 @@ def test_the_shortest_contexts_slide_too(context: int) -> None:
     model = cast(
         Generated, model_of(small_spec(f"model.context={context}", f"train.tokens_per_step={4 * context}")).model
     )
-    decoder = Decoder(model, context, CPU)
-    with torch.no_grad():
-        rows = [decoder.prefill([5]), *(decoder.append(token) for token in (6, 7, 8, 9, 10))]
+    rows = decoded(Decoder(model, context, CPU), [5, 6, 7, 8, 9, 10], 1)
     assert all(bool(row.isfinite().all()) for row in rows)
     if context == 1:
         expected = uncached(model, [10])[-1]
@@ -125,11 +126,9 @@ def test_probabilities_are_those_of_the_definition(temperature: float, top_k: in
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
     chances = sampling.probabilities(logits)
-    generator = torch.Generator().manual_seed(0)
     draws = 20_000
-    counts = torch.bincount(
-        torch.tensor([sampling.draw(logits, generator) for _ in range(draws)]), minlength=12
-    ).double()
+    uniform = torch.rand(draws, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    counts = torch.bincount(sampling.pick(logits.expand(draws, 12), uniform), minlength=12).double()
     possible = chances > 0
     assert float(counts[~possible].sum()) == 0
     chi_square = float(((counts - draws * chances)[possible].square() / (draws * chances[possible])).sum())
@@ -139,29 +138,30 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
 
 def test_a_token_without_a_chance_is_never_drawn_at_either_end() -> None:
     logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf])
-
-    class Extreme:
-        value = 0.0
-
-    def rand(*_: object, **__: object) -> Tensor:
-        return torch.tensor(Extreme.value, dtype=torch.float64)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "rand", rand)
-        for value, token in ((0.0, 1), (0.4999, 1), (0.5, 3), (1.0 - 2**-53, 3), (1.0, 3)):
-            Extreme.value = value
-            assert Sampling().draw(logits, torch.Generator()) == token
+    uniform = torch.tensor([0.0, 0.4999, 0.5, 1.0 - 2**-53, 1.0], dtype=torch.float64)
+    assert Sampling().pick(logits.expand(5, 5), uniform).tolist() == [1, 1, 3, 3, 3]
 
 
 def test_temperature_zero_takes_the_first_of_equals() -> None:
     logits = torch.tensor([1.0, 3.0, 3.0, 2.0])
-    assert {Sampling(0.0).draw(logits, torch.Generator().manual_seed(s)) for s in range(20)} == {1}
+    uniform = torch.linspace(0, 1, 20, dtype=torch.float64)
+    assert set(Sampling(0.0).pick(logits.expand(20, 4), uniform).tolist()) == {1}
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0), Sampling(0.5, 2, 0.9)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_that_are_no_numbers_are_refused(value: float) -> None:
-    with pytest.raises(RunFailure, match="the largest logit is"):
-        Sampling().probabilities(torch.tensor([0.0, value]))
+def test_logits_that_are_no_numbers_give_no_token(value: float, sampling: Sampling) -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0], [0.0, value, 1.0], [-math.inf] * 3, [0.0, 9.0, -math.inf]])
+    assert sampling.pick(logits, torch.full((4,), 0.5, dtype=torch.float64)).tolist() == [1, -1, -1, 1]
+
+
+def test_a_broken_model_is_a_failed_run() -> None:
+    opened, model = scripted([*b"abc"])
+    texts: list[str] = []
+    model.broken_from = 3
+    with pytest.raises(RunFailure, match="the logits hold NaN or infinity"):
+        generate(opened, b"", 9, Sampling(0.0), stream=texts.append)
+    assert "".join(texts) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -188,12 +188,13 @@ class Scripted(nn.Module):
     def __init__(self, script: list[int], vocabulary: int = 257) -> None:
         super().__init__()
         self.script, self.vocabulary = iter(script), vocabulary
+        self.broken_from: int | None = None
         self.calls: list[tuple[int, list[int]]] = []
 
     def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
         self.calls.append((int(start), ids[0].tolist()))
         logits = torch.zeros(1, self.vocabulary)
-        logits[0, next(self.script)] = 100.0
+        logits[0, next(self.script)] = 100.0 if len(self.calls) != self.broken_from else math.nan
         return logits
 
     decode = prefill
@@ -387,3 +388,51 @@ def test_greedy_text_is_the_most_probable_token_each_time(tmp_path: Path) -> Non
     expected = bytes(token for token in tokens[5:] if token != 256)
     assert 256 not in tokens[5:]
     assert generate(opened, b"the ", CONTEXT - 5, Sampling(0.0)) == expected
+
+
+def test_several_texts_are_what_their_seeds_give(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", small_spec(), str(write_text(tmp_path / "data")))
+    opened = open_model(run.directory)
+    sampling = Sampling(0.8, 60, 0.95)
+    alone = [generate(opened, b"the ", 45, sampling, seed) for seed in (4, 5, 6)]  # past the context
+    assert generate_several(opened, b"the ", 45, sampling, (4, 5, 6)) == alone and len(set(alone)) == 3
+    assert generate_several(opened, b"the ", 0, sampling, (4, 5)) == [b"", b""]
+    with pytest.raises(SamplingError, match="cannot generate -1 tokens"):
+        generate_several(opened, b"", -1, sampling, (4,))
+    command = [sys.executable, "-c", "from specc.compiler.cli import main; main()", "generate", str(run.directory)]
+    options = ["--prompt", "the ", "--max-tokens", "45", "--temperature", "0.8", "--top-k", "60", "--top-p", "0.95"]
+    made = subprocess.run([*command, *options, "--seed", "4", "--samples", "3"], capture_output=True, check=True)
+    parts = [
+        b"--- seed %d\nthe %s\n" % (seed, text.decode(errors="replace").encode())
+        for seed, text in zip((4, 5, 6), alone, strict=True)
+    ]
+    assert made.stdout == b"".join(parts)
+
+
+class Rows(nn.Module):
+    """Gives each row the next token of a script of its own; the last one again when it ends."""
+
+    def __init__(self, scripts: list[list[int]]) -> None:
+        super().__init__()
+        self.scripts, self.calls = scripts, 0
+
+    def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
+        logits = torch.zeros(len(self.scripts), 257)
+        for row, script in enumerate(self.scripts):
+            logits[row, script[min(self.calls, len(script) - 1)]] = 100.0
+        self.calls += 1
+        return logits
+
+    decode = prefill
+
+    def new_cache(self, rows: int, positions: int) -> Cache:
+        return []
+
+
+def test_each_of_several_texts_ends_by_itself() -> None:
+    opened, _ = scripted([])
+    model = Rows([[*b"ab", 256, *b"never"], [*b"wxyz", 256], [256, *b"no"]])
+    loaded = Loaded(opened.spec, opened.loaded.target, opened.loaded.programs, model, opened.path)
+    several = Opened(opened.spec, loaded, "artifact", opened.path, CPU, True, None, ())
+    assert generate_several(several, b"", 50, Sampling(0.0), (1, 2, 3)) == [b"ab", b"wxyz", b""]
+    assert model.calls == 5

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from specc.compiler.pattern import matches
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import Promote, QuantSpec
+from specc.runtime.committed import Committed
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.evaluate import EvaluateOptions, evaluate
 from specc.runtime.load import Loaded, assign
-from specc.runtime.opened import Deployment, open_model, read_verified
+from specc.runtime.opened import Deployment, open_model, quantized_artifact, read_verified
 from specc.runtime.quantize import pipeline
 from specc.runtime.quantize.budget import choose, promoted
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
@@ -162,7 +164,8 @@ def test_again_gives_the_same_bytes(made: Quantized) -> None:
 
 
 def test_it_says_what_it_does(made: Quantized) -> None:
-    assert [line.split(" ")[0] for line in made.said] == ["before:", "after:", f"{made.result.artifact}:"]
+    first = [line.split(" ")[0] for line in made.said]
+    assert first == ["before:", "calibrated", "after:", f"{made.result.artifact}:"]
     stages = [stage for stage, _, _ in made.progress]
     assert list(dict.fromkeys(stages)) == ["evaluate", "calibrate", "quantize"]
     assert [step[1:] for step in made.progress if step[0] == "calibrate"] == [(4, 6), (6, 6)]
@@ -315,3 +318,44 @@ def test_resolved_rules_keep_every_setting() -> None:
         assert plain(again[name]) == plain(scheme)
     up = plain(again["blocks.0.mlp.up"])
     assert isinstance(up, Gptq) and (up.damping, up.clip_quantiles) == (0.03, (0.9, 1.0))
+
+
+class Killed(BaseException):
+    """Ends a process at once, as far as anything here can see."""
+
+
+def test_a_kill_at_each_rename_leaves_the_old_or_the_new(made: Quantized, tmp_path: Path) -> None:
+    """Also between the two that put the new in the old one's place: whoever asks next finishes it."""
+    run, options = copied(made, tmp_path)
+    quantize(run.directory, options, lambda _: None)
+    old = (run.quantized / "model.specc").read_bytes()
+    add_checkpoint(run, seed=9, step=4)
+    shutil.copytree(run.directory, tmp_path / "as_it_was")
+    found = []
+    for last in range(1, 20):
+        shutil.rmtree(run.directory)
+        shutil.copytree(tmp_path / "as_it_was", run.directory)
+        left, real = last, os.rename
+
+        def rename(source: Path, to: Path, real: Callable[[Path, Path], None] = real) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+            real(source, to)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "rename", rename)
+            try:
+                quantize(run.directory, options, lambda _: None)
+            except Killed:
+                pass
+            else:
+                break
+        found.append(quantized_artifact(run).read_bytes())
+        assert read_verified(run.quantized / "model.specc").same_code
+        assert Committed.open(run.quantized).in_full_size()
+    new = (run.quantized / "model.specc").read_bytes()
+    assert found == [old, old, new] and old != new  # making it, moving the old one, moving the new one
+    assert quantize(run.directory, options, lambda _: None).step == 4
+    assert [path.name for path in (run.directory / ".quantizing").iterdir()] == [".lock"]

@@ -37,10 +37,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-    """Attention of q [B, T, H, C] at `positions` over the caches k, v [B, S, G, C] up to there."""
-    seen = torch.arange(k.shape[1], device=k.device) <= positions[:, None]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+    """Attention of q [B, T, H, C] at `positions` over the caches k, v [B, S, G, C] up to there. Heads that share a
+    key are queries side by side, so that it is read once and never repeated."""
+    groups, heads = k.shape[2], q.shape[2] // k.shape[2]
+    seen = torch.arange(k.shape[1], device=k.device) <= positions[:, None].repeat_interleave(heads, 0)
+    q, k, v = q.unflatten(2, (groups, heads)).transpose(1, 2).flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    return y.unflatten(2, (-1, heads)).transpose(1, 2).flatten(2, 3)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::rope_table", mutates_args=())
