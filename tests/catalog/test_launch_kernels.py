@@ -1,4 +1,4 @@
-"""The script that compute-sanitizer watches: what it launches, and that it ends with an error where a kernel is wrong."""
+"""What compute-sanitizer watches: what the script launches, and that a wrong kernel ends it with an error."""
 
 import sys
 from pathlib import Path
