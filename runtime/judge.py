@@ -1,5 +1,6 @@
 """The one judge of kernels: float64 on random inputs, and plain Torch in the kernel's dtype for what rounding costs."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from specc.compiler import reference
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.linear import Product
 from specc.runtime.bench.operands import DTYPES
 
 RMS, PEAK = 1.005, 2.0  # what a kernel's errors may be, as multiples of those of the eager chain
@@ -18,6 +20,10 @@ ROUNDINGS = 4  # of f32: what a sum in another order may cost
 SEQUENCE = 16  # tokens, at least, where tokens meet
 TINIEST = 1e-30  # where reference and chain are both exactly 0
 TINY = {"B": 1, "T": 8, "S": 8}
+TILES = 3  # for each multiprocessor: it goes from one to the next, and uses each piece of its memory again
+SIDE = 256  # rows and columns; no kernel's tile has more
+TOKENS = 343  # of a sequence where there are many: no tile divides their product
+EVERY = 7  # rows of a product one is judged where there are many: of each 8, which a tile's smallest part has, one
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +41,27 @@ class Errors:
 @dataclass(frozen=True, slots=True)
 class Judge:
     """Holds kernels of one node to float64, on inputs that all of them share. `bars` are, an output, the RMS and the
-    largest error of plain Torch in the kernel's dtype, op after op, or what rounding may cost where it is exact."""
+    largest error of plain Torch in the kernel's dtype, op after op, or what rounding may cost where it is exact.
+    `rows` are those that it compares, by number, of whatever leading dims; all where None."""
 
     inputs: Sequence[Tensor]
     exact: Sequence[Tensor]
     bars: Sequence[tuple[float, float]]
+    rows: Tensor | None = None
 
     @classmethod
-    def of(cls, site: Site, inputs: Sequence[Tensor]) -> "Judge":
-        """For a node, on inputs that `inputs_of` made."""
-        exact = reference.node_value(site.node, [upcast(value, torch.float64) for value in inputs])  # type: ignore[misc]
+    def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
+        """For a node, on inputs that `inputs_of` made. With `sample` a product, whose rows know nothing of each other,
+        is compared with float64 on every seventh row and the last."""
+        rows, given = None, list(inputs)
+        if sample and isinstance(site.node.op, Product):
+            count = inputs[0].shape[:-1].numel()
+            rows = torch.tensor(sorted({*range(0, count, EVERY), count - 1}), device=inputs[0].device)
+            by_row = [type.shape[:-1] == site.inputs[0].shape[:-1] for type in site.inputs]
+            given = [_some(value, rows) if row else value for value, row in zip(inputs, by_row, strict=True)]
+        exact = reference.node_value(site.node, [upcast(value, torch.float64) for value in given])  # type: ignore[misc]
         bars = []
-        for have, want in zip(reference.node_value(site.node, list(inputs)), exact, strict=True):
+        for have, want in zip(reference.node_value(site.node, given), exact, strict=True):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
             # which of two chains in f32 is nearer is chance
@@ -54,11 +69,30 @@ class Judge:
             close = close if have.dtype == torch.float32 else 0.0
             rms = max(_rms(error), close * _rms(want), 1e-3 * floor, TINIEST)
             bars.append((rms, max(error.max().item(), close * largest, 0.5 * floor, TINIEST)))
-        return cls(inputs, exact, bars)
+        return cls(inputs, exact, bars, rows)
+
+    @classmethod
+    def many(cls, site: Site, device: torch.device | str, seed: int = 0) -> "Judge | None":
+        """One on so many rows that every multiprocessor gets several tiles; None on a device that has none."""
+        sizes = many_sizes(site, device)
+        return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), sample=True)
 
     def errors(self, found: Sequence[Tensor]) -> tuple[Errors, ...]:
         """Of every output; infinite where one has another shape, or holds NaN because it was not all written."""
-        return tuple(map(_errors, found, self.exact, self.bars))
+        return tuple(map(self._errors, found, self.exact, self.bars))
+
+    def compared(self, value: Tensor) -> Tensor:
+        """What of an output has its like in `exact`."""
+        return value if self.rows is None else _some(value, self.rows)
+
+    def _errors(self, value: Tensor, want: Tensor, bars: tuple[float, float]) -> Errors:
+        shape = want.shape if self.rows is None else (*self.inputs[0].shape[:-1], *want.shape[1:])
+        if value.shape != shape or bool(value.isnan().any()):
+            return Errors(float("inf"), float("inf"))
+        error = (self.compared(value).double() - want).abs()
+        if bool(error.isnan().any()):
+            return Errors(float("inf"), float("inf"))
+        return Errors(_rms(error) / bars[0], error.max().item() / bars[1])
 
     def call(self, kernel: Callable[..., Any]) -> tuple[Tensor, ...]:
         """The kernel's outputs on the inputs, in memory that was full of NaN."""
@@ -66,13 +100,9 @@ class Judge:
             return many(kernel(*self.inputs))
 
 
-def _errors(have: Tensor, want: Tensor, bars: tuple[float, float]) -> Errors:
-    if have.shape != want.shape:
-        return Errors(float("inf"), float("inf"))
-    error = (have.double() - want).abs()
-    if bool(error.isnan().any()):
-        return Errors(float("inf"), float("inf"))
-    return Errors(_rms(error) / bars[0], error.max().item() / bars[1])
+def _some(value: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a value [..., N], as [R, N]."""
+    return value.reshape(-1, value.shape[-1])[rows]
 
 
 def _rms(values: Tensor) -> float:
@@ -91,6 +121,27 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     if site.node.op.mixes_tokens:
         return {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)}
     return {"B": 1, "T": rows, "S": rows}
+
+
+def many_sizes(site: Site, device: torch.device | str) -> Mapping[str, int] | None:
+    """What symbols stand for where tiles are many: each multiprocessor of `device` gets at least three, however large a
+    kernel's tile is. None on a device without multiprocessors."""
+    count = multiprocessors(device)
+    if count is None:
+        return None
+    shapes = [[dim for dim in type.shape if isinstance(dim, int)] for type in (*site.node.types, site.inputs[0])]
+    dims = next(dims for dims in shapes if dims)
+    tile = SIDE * min(SIDE, dims[-1])
+    sequences = -(-TILES * count * tile // (math.prod(dims) * TOKENS))
+    return {"B": sequences | 1, "T": TOKENS, "S": TOKENS}
+
+
+def multiprocessors(device: torch.device | str) -> int | None:
+    """How many a GPU has; None for the CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:

@@ -182,10 +182,14 @@ def _kernels(spec: Spec, loaded: Loaded, lock: Lock) -> Iterator[Check]:
 def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> Iterator[Check]:
     generator = torch.Generator().manual_seed(7)
     counts = [1, 7, 64, 129, *torch.randint(1, 700, (4,), generator=generator).tolist()]
+    device = device_of(loaded.target)
     errors: list[Errors] = []
     for rows in counts:
-        judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device_of(loaded.target), seed=rows))
+        judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device, seed=rows))
         errors += judge.errors(judge.call(function))
+    if (many := Judge.many(site, device)) is not None:  # few rows are one tile a multiprocessor, at most
+        counts.append(many.inputs[0].shape[:2].numel())
+        errors += many.errors(many.call(function))
     worst = Errors(max(error.rms for error in errors), max(error.peak for error in errors))
     detail = f"rows {counts}: RMS error {worst.rms:.2f}x eager's, maximum {worst.peak:.2f}x"
     yield Check(loaded.target.name, f"kernel {rendered.module}", worst.ok, detail)

@@ -3,24 +3,55 @@
 import hashlib
 import json
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from platformdirs import user_cache_dir
 
+from specc.compiler.kernels.attention import AttentionKernel
 from specc.compiler.lock import Machine
+from specc.runtime.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
+from specc.runtime.tune.candidates import Candidate
+
+JUDGED = 2  # one more whenever candidates are judged more strictly: what passed before may not pass now
+
+
+def folder() -> Path:
+    """Where searches keep what they know: `tune/` of the user's cache directory (or of SPECC_CACHE_DIR)."""
+    found = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "tune")
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
+
+
+def key(candidate: Candidate) -> str:
+    """What a result holds for: the code, and what else makes or computes it. That is nvcc with its flags and CUTLASS
+    where there is CUDA C++, and a library's package where that is no part of Torch. Raises EnvironmentFailure without
+    the compiler of a candidate."""
+    facts = [candidate.digest]
+    if candidate.source is not None:
+        facts += [nvcc_version(find_nvcc()), find_cutlass()[0], *FLAGS]
+    kernel = candidate.kernel
+    if isinstance(kernel, AttentionKernel) and kernel.by.extra:
+        facts.append(_installed(kernel.by.name))
+    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 class Journal:
-    """Results by candidate, for one node on one machine, in the user's cache directory (or SPECC_CACHE_DIR).
+    """Results by the `key` of a candidate, for one node on one machine and under one judge.
 
     A line a result; one that a killed search left half written counts for nothing.
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:
-        facts = json.dumps([machine.model_dump(), site, rows], sort_keys=True)
-        folder = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "tune")
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path = folder / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.jsonl"
+        facts = json.dumps([machine.model_dump(), site, rows, JUDGED], sort_keys=True)
+        self._path = folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.jsonl"
         self.results: dict[str, float | str] = {}
         if self._path.is_file():
             for line in self._path.read_text(encoding="utf-8").splitlines():

@@ -1,14 +1,18 @@
-"""Calls one candidate: on inputs that show whether it is right, and on inputs of the real size for its time."""
+"""Calls candidates: on inputs that show whether they are right, and on inputs of the real size for their time."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specc.runtime.judge import Judge, many
+from specc.compiler.plan import Choice
+from specc.runtime.bench.timing import alternate
+from specc.runtime.judge import Judge, inputs_of, many
 from specc.runtime.load import import_file
+from specc.runtime.tune.candidates import Candidate
+from specc.runtime.tune.prepare import Prepared, prepare, short
 
 CHECKED = {"B": 3, "T": 343, "S": 343}  # their product is no multiple of any tile
 REPEATS = 100
@@ -40,3 +44,64 @@ def forget(folder: Path) -> None:
         places = (getattr(module, "__file__", None) or "", *getattr(module, "__path__", ()))
         if any(str(place).startswith(str(folder.resolve())) for place in places):
             del sys.modules[name]
+
+
+class Measurement:
+    """The inputs of one node on a device and the folders of its candidates, below `folder`. Symbols have `sizes` where
+    candidates are timed; a call moves about `moved` bytes."""
+
+    def __init__(
+        self, choice: Choice, sizes: Mapping[str, int], moved: int, folder: Path, device: torch.device
+    ) -> None:
+        self._site, self._rendered, self._device = choice.site, choice.rendered, device
+        self._moved, self._folder = moved, folder
+        few = Judge.of(choice.site, inputs_of(choice.site, CHECKED, device, seed=1))
+        self._judges = [judge for judge in (few, Judge.many(choice.site, device, seed=2)) if judge is not None]
+        self._inputs = inputs_of(choice.site, sizes, device)
+
+    def _place(self, candidate: Candidate) -> Path:
+        folder = self._folder / candidate.digest
+        if not folder.is_dir():
+            folder.mkdir()
+            for name, text in candidate.files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        return folder
+
+    def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
+        """The candidates as they are compiled, each with what is against it, if anything. Candidates of one CUDA
+        source differ in constants of their Python file only: the first of them compiles it for all."""
+        alike: dict[object, list[Candidate]] = {}
+        for candidate in listed:
+            alike.setdefault(candidate.source or candidate.digest, []).append(candidate)
+        groups = list(alike.values())
+        folders = [(i, self._place(group[0])) for i, group in enumerate(groups)]
+        for done in prepare(folders, self._rendered.module, self._rendered.function, self._site, self._device):
+            yield from ((one, done if done.reason else None) for one in groups[done.index])
+
+    def _call(self, candidate: Candidate) -> Callable[[], object]:
+        function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
+        return lambda: function(*self._inputs)
+
+    def first_time(self, candidate: Candidate) -> float | str:
+        """Its time in ms, or why it must not be used."""
+        try:
+            function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
+            for judge in self._judges:
+                if reason := refusal(judge, function, candidate.kernel.deterministic):
+                    return reason
+            return self.side_by_side([candidate])[candidate]
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # any kernel may fail in any way; the search goes on without it
+            return short(f"{type(error).__name__}: {error}")
+        finally:
+            forget(self._place(candidate))
+
+    def side_by_side(self, chosen: Sequence[Candidate]) -> dict[Candidate, float]:
+        """The time of each in ms, measured in turn."""
+        if not chosen:
+            return {}
+        calls = {str(i): self._call(candidate) for i, candidate in enumerate(chosen)}
+        with torch.no_grad():
+            times = alternate(calls, self._device, self._moved)
+        return {candidate: times[str(i)].ms for i, candidate in enumerate(chosen)}

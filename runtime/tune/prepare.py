@@ -1,20 +1,32 @@
 """Compiles candidates, many at once, each in a process of its own that can fail without harm to the others."""
 
+import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specc.compiler.kernels.kernel import Site
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 
+if TYPE_CHECKING:
+    import torch
+
 SIZES = {"B": 2, "T": 128, "S": 128}  # of a first call: as divisible as the real ones, so that Triton compiles the same
 WORKERS = 32
 LONGEST = 200  # characters of a reason
+DEADLINE = 900.0  # seconds; nvcc takes one or two hundred where every core runs one
+TICK = 0.2  # seconds between two looks at the clock
+ENDING = 30.0  # seconds; what a process may take to end when all is done, or when it is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +39,23 @@ class Prepared:
     lasting: bool = True
 
 
-def prepare(folders: Iterable[tuple[int, Path]], module: str, function: str, site: Site | None) -> Iterator[Prepared]:
-    """Compiles the kernel in each folder and, where `site` is given, calls it once on few rows; yields as they end.
+def prepare(
+    folders: Iterable[tuple[int, Path]],
+    module: str,
+    function: str,
+    site: Site | None,
+    device: "torch.device | str" = "cuda",
+) -> Iterator[Prepared]:
+    """Compiles the kernel in each folder and, where `site` is given, calls it once on few rows and once on many; yields
+    as they end. One that takes longer than DEADLINE is ended with all that it has started.
 
     What the compilers make lies in their caches on disk, where the caller finds it again. Raises EnvironmentFailure
     where this machine lacks what they need.
     """
-    pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1))
+    pool, stop = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)), threading.Event()
     try:
         waiting: dict[Future[tuple[str, str]], int] = {
-            pool.submit(_apart, folder, module, function, site): index for index, folder in folders
+            pool.submit(_apart, stop, (folder, module, function, site, str(device))): index for index, folder in folders
         }
         for done in as_completed(waiting):
             kind, text = done.result()
@@ -44,26 +63,53 @@ def prepare(folders: Iterable[tuple[int, Path]], module: str, function: str, sit
                 raise EnvironmentFailure(text, "tune needs nvcc, the CUTLASS headers and a cache of its own to write")
             yield Prepared(waiting[done], text or None, kind not in ("died", "missing"))
     finally:
+        stop.set()
         pool.shutdown(cancel_futures=True)
 
 
-def _apart(folder: Path, module: str, function: str, site: Site | None) -> tuple[str, str]:
+def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, str]:
     """One candidate in a process of its own: what became of it, and why."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_one, args=(there, folder, module, function, site), daemon=True)
+    process = context.Process(target=_one, args=(there, *arguments), daemon=True)
     process.start()
     there.close()
+    began = time.monotonic()
+    while not here.poll(TICK):
+        if stop.is_set() or time.monotonic() - began > DEADLINE:
+            _end(process)
+            return "refused", f"did not end in {DEADLINE:.0f} s"
     try:
         told: tuple[str, str] = here.recv()
     except EOFError:
         process.join()
         return "died", f"its process ended with {process.exitcode} while it was compiled or called"
-    process.join()
+    process.join(ENDING)
+    if process.is_alive():
+        _end(process)
     return told
 
 
-def _one(to: Connection, folder: Path, module: str, function: str, site: Site | None) -> None:
+def _end(process: BaseProcess) -> None:
+    """Ends a process and what it has started: a compiler, for example."""
+    assert process.pid is not None
+    with contextlib.suppress(ProcessLookupError):  # it has no group before its first line
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join(ENDING)
+
+
+def _end_with_parent() -> None:
+    """Ends this process, and what it has started, when the search itself is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
+
+
+def _one(to: Connection, folder: Path, module: str, function: str, site: Site | None, device: str) -> None:
+    os.setsid()  # a group that can be ended as a whole; so an interrupt of the terminal does not reach it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     from specc.runtime.native import compile_only
 
     try:
@@ -72,12 +118,16 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
         if site is not None:
             import torch
 
-            from specc.runtime.judge import inputs_of
+            from specc.runtime.judge import inputs_of, many_sizes
             from specc.runtime.tune.measure import loaded
 
             call: Callable[..., Any] = loaded(folder, module, function)
-            call(*inputs_of(site, SIZES, "cuda"))
-            torch.cuda.synchronize()
+            call(*inputs_of(site, SIZES, device))
+            if (sizes := many_sizes(site, device)) is not None:
+                torch.cuda.synchronize()
+                with contextlib.suppress(torch.OutOfMemoryError):  # beside so many others; the search has more room
+                    call(*inputs_of(site, sizes, device))
+                torch.cuda.synchronize()
     except RunFailure as error:
         to.send(("refused", short(error.message)))
     except RuntimeFailure as error:

@@ -1,8 +1,11 @@
 """Finds the fastest kernel and tile for every node of a plan, and keeps it in the lock."""
 
+import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 
 import torch
@@ -17,17 +20,16 @@ from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.environment import device_for, environment
 from specc.runtime.bench.kernels import cost_of
 from specc.runtime.bench.operands import DTYPES, sizes_of
-from specc.runtime.bench.timing import alternate
 from specc.runtime.errors import RunFailure, RuntimeFailure
-from specc.runtime.export.atomic import write_atomically
-from specc.runtime.judge import Judge, inputs_of
 from specc.runtime.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate, all_choices, candidates, tuned_choices
-from specc.runtime.tune.journal import Journal
+from specc.runtime.tune.journal import Journal, key
 from specc.runtime.tune.keep import fastest, told
-from specc.runtime.tune.measure import CHECKED, forget, loaded, refusal
-from specc.runtime.tune.prepare import Prepared, prepare, short
+from specc.runtime.tune.measure import Measurement
+from specc.runtime.tune.merge import merged
+from specc.runtime.tune.prepare import prepare, short
 
+LONGEST = 600.0  # seconds for the calls of one candidate, which is compiled by then
 FINALISTS = 4  # timed again, in turn, as the first times are some noise apart
 COMPILED = "compiled"
 SLACK = 1.1  # a kernel may run so much faster than the large GEMM and the large copy that made the ceilings
@@ -83,7 +85,7 @@ class TuneError(RuntimeFailure):
 
 def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
     """Searches node after node, in every way to keep something for the backward of its group, and then chooses the way;
-    the lock on disk has each as soon as it is found.
+    the lock on disk has each as soon as it is found, beside what others wrote there meanwhile.
 
     Raises TuneError where there is nothing to search, EnvironmentFailure without the GPU or nvcc, RunFailure where no
     candidate of a node is left, where a kernel has broken the device, or where its memory is too small.
@@ -125,14 +127,12 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
             ms=_rounded(best.ms),
             floor_ms=_rounded(found.floor_ms),
         )
-        lock = lock.with_entry(target, found.symbol, entry, machine)
-        write_atomically(options.path, [lock.text().encode()], lambda _: None)
+        lock = merged(options.path, methodcaller("with_entry", target, found.symbol, entry, machine))
     for alternatives in plan.alternatives:
         kept = fastest(alternatives, target, lock)
         if kept is not None:
             say(told(alternatives, kept))
-            lock = lock.with_kept(target, alternatives.name, kept, machine)
-            write_atomically(options.path, [lock.text().encode()], lambda _: None)
+            lock = merged(options.path, methodcaller("with_kept", target, alternatives.name, kept, machine))
     return tuple(results)
 
 
@@ -143,11 +143,24 @@ def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
     every = all_choices(plan)
     chosen = tuple(choice for choice in every if options.only in choice.site.label)
     if not chosen:
-        labels = ", ".join(choice.site.label for choice in every)
-        raise TuneError(f"no node has {options.only!r} in its path", f"nodes with a kernel: {labels or 'none'}")
-    if any(candidate.source for choice in chosen for candidate in candidates(choice.site, plan.source)):
+        raise TuneError(f"no node has {options.only!r} in its path", f"nodes with a kernel: {_labels(every)}")
+    compiled = tuple(choice for choice in chosen if _is_compiled(choice, plan))
+    if options.compile_only and not compiled:
+        others = _labels(tuple(choice for choice in every if _is_compiled(choice, plan)))
+        raise TuneError(f"{_labels(chosen)}: no candidate is CUDA C++", f"nodes that have some to compile: {others}")
+    if compiled:
         nvcc_version(find_nvcc()), find_cutlass(), cache_folder()  # raise where nothing could be compiled
-    return chosen
+    return compiled if options.compile_only else chosen
+
+
+def _labels(choices: Sequence[Choice]) -> str:
+    """Once each: the ways to keep something for a backward have nodes of one label."""
+    return ", ".join(dict.fromkeys(choice.site.label for choice in choices)) or "none"
+
+
+def _is_compiled(choice: Choice, plan: Plan) -> bool:
+    """Whether nvcc has something to do for a node."""
+    return any(candidate.source for candidate in candidates(choice.site, plan.source))
 
 
 def _rounded(ms: float) -> float:
@@ -158,104 +171,81 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
     spec, site = options.spec, choice.site
     rows = spec.train.at_once() * spec.model.window
     cost = cost_of(choice, sizes_of(spec))
-    every = tuple(candidates(site, plan.source))
+    every = {candidate: key(candidate) for candidate in candidates(site, plan.source)}
     journal = Journal(machine, site_digest(site), rows)
     if options.fresh:
         journal.forget()
-    results = dict(journal.results)
-    new = [candidate for candidate in every if candidate.digest not in results]
-    say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(every) - len(new)} known from before")
+    results = {candidate: journal.results[name] for candidate, name in every.items() if name in journal.results}
+    new = [candidate for candidate in every if candidate not in results]
+    say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} known from before")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
-        measurement = _Measurement(choice, sizes_of(spec), cost.bytes, Path(folder))
+        measurement = Measurement(choice, sizes_of(spec), cost.bytes, Path(folder), device_for(plan.target.name))
         for candidate, failed in list(measurement.prepared(new)):  # all, before the first is timed
             best = min((ms for ms in results.values() if isinstance(ms, float)), default=float("inf"))
             whole = ceiling.floor_ms(int(cost.flops * candidate.kernel.padding(site, rows)), 0) / SLACK
             if failed is not None:
-                results[candidate.digest] = failed.reason or ""
+                results[candidate] = failed.reason or ""
                 if failed.lasting:
-                    journal.add(candidate.digest, failed.reason or "")
+                    journal.add(every[candidate], failed.reason or "")
             elif whole > best:
-                results[candidate.digest] = f"its whole tiles take {whole:.4f} ms, the best {best:.4f}"
+                results[candidate] = f"its whole tiles take {whole:.4f} ms, the best {best:.4f}"
             else:
-                results[candidate.digest] = _tried(measurement, candidate, journal)
-        timed = sorted(
-            (candidate for candidate in every if isinstance(results[candidate.digest], float)),
-            key=lambda candidate: float(results[candidate.digest]),
-        )
-        again = measurement.side_by_side(timed[:FINALISTS])
-    known = [Outcome(candidate, ms) for candidate, ms in again.items()]
-    known += [Outcome(c, float(results[c.digest])) for c in timed[FINALISTS:]]
-    rejected = [Outcome(c, None, reason) for c in every if isinstance(reason := results[c.digest], str)]
-    order = sorted(known, key=lambda outcome: outcome.ms or 0.0)
-    return Found(site.label, symbol(site)[1], rows, ceiling.floor_ms(cost.flops, cost.bytes), (*order, *rejected))
+                results[candidate] = _tried(measurement, candidate, journal, say)
+        again = _finals(measurement, results, set(new))
+    timed = {candidate: ms for candidate, ms in results.items() if isinstance(ms, float) and candidate not in again}
+    rejected = [
+        Outcome(candidate, None, reason) for candidate in every if isinstance(reason := results[candidate], str)
+    ]
+    known = [*_by_time(again), *_by_time(timed)]  # the finalists first: these still run, and were timed together
+    floor = ceiling.floor_ms(cost.flops, cost.bytes)
+    return Found(site.label, symbol(site)[1], rows, floor, (*known, *rejected))
 
 
-def _tried(measurement: "_Measurement", candidate: Candidate, journal: Journal) -> float | str:
-    """The time of a candidate, or the reason for none, as the journal keeps it."""
+def _by_time(times: Mapping[Candidate, float]) -> list[Outcome]:
+    return [Outcome(candidate, ms) for candidate, ms in sorted(times.items(), key=lambda item: item[1])]
+
+
+def _finals(
+    measurement: Measurement, results: dict[Candidate, float | str], ready: set[Candidate]
+) -> dict[Candidate, float]:
+    """The times of the fastest, measured in turn. What was measured by an earlier search, so that it is not among those
+    that are `ready`, is compiled and called first: one that fails, as its package is gone, joins the rejected of
+    `results`, and the next takes its place."""
+    while True:
+        timed = {candidate: ms for candidate, ms in results.items() if isinstance(ms, float)}
+        chosen = sorted(timed, key=lambda candidate: timed[candidate])[:FINALISTS]
+        unknown = [candidate for candidate in chosen if candidate not in ready]
+        if not unknown:
+            return measurement.side_by_side(chosen)
+        for candidate, failed in list(measurement.prepared(unknown)):
+            ready.add(candidate)
+            if failed is not None:
+                results[candidate] = failed.reason or ""
+
+
+def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say: Say) -> float | str:
+    """The time of a candidate, or the reason for none, as the journal keeps it. What hangs on the device ends the
+    search: nothing else can end it."""
+
+    def hangs() -> None:
+        reason = f"did not end in {LONGEST:.0f} s"
+        journal.add(key(candidate), reason)
+        say(f"error: {candidate.label} {reason}; run it again: it is left out then")
+        os._exit(RunFailure.exit_code)
+
+    watch = threading.Timer(LONGEST, hangs)
+    watch.daemon = True
+    watch.start()
     try:
         result = measurement.first_time(candidate)
     except torch.AcceleratorError as error:  # the device is in no state to measure anything more
         reason = short(f"breaks the device: {error}")
-        journal.add(candidate.digest, reason)
+        journal.add(key(candidate), reason)
         raise RunFailure(f"{candidate.label}: {reason}", "run it again: what broke is left out then") from error
-    journal.add(candidate.digest, result)
+    finally:
+        watch.cancel()
+    journal.add(key(candidate), result)
     return result
-
-
-class _Measurement:
-    """The inputs of one node and the folders of its candidates."""
-
-    def __init__(self, choice: Choice, sizes: Mapping[str, int], moved: int, folder: Path) -> None:
-        self._site, self._rendered = choice.site, choice.rendered
-        self._moved, self._folder = moved, folder
-        self._judge = Judge.of(choice.site, inputs_of(choice.site, CHECKED, "cuda", seed=1))
-        self._inputs = inputs_of(choice.site, sizes, "cuda")
-
-    def _place(self, candidate: Candidate) -> Path:
-        folder = self._folder / candidate.digest
-        if not folder.is_dir():
-            folder.mkdir()
-            for name, text in candidate.files.items():
-                (folder / name).write_text(text, encoding="utf-8")
-        return folder
-
-    def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """The candidates as they are compiled, each with what is against it, if anything. Candidates of one CUDA
-        source differ in constants of their Python file only: the first of them compiles it for all."""
-        alike: dict[object, list[Candidate]] = {}
-        for candidate in listed:
-            alike.setdefault(candidate.source or candidate.digest, []).append(candidate)
-        groups = list(alike.values())
-        folders = [(i, self._place(group[0])) for i, group in enumerate(groups)]
-        for done in prepare(folders, self._rendered.module, self._rendered.function, self._site):
-            yield from ((one, done if done.reason else None) for one in groups[done.index])
-
-    def _call(self, candidate: Candidate) -> Callable[[], object]:
-        function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
-        return lambda: function(*self._inputs)
-
-    def first_time(self, candidate: Candidate) -> float | str:
-        """Its time in ms, or why it must not be used."""
-        try:
-            function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
-            if reason := refusal(self._judge, function, candidate.kernel.deterministic):
-                return reason
-            return self.side_by_side([candidate])[candidate]
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # any kernel may fail in any way; the search goes on without it
-            return short(f"{type(error).__name__}: {error}")
-        finally:
-            forget(self._place(candidate))
-
-    def side_by_side(self, chosen: Sequence[Candidate]) -> dict[Candidate, float]:
-        """The time of each in ms, measured in turn."""
-        if not chosen:
-            return {}
-        calls = {str(i): self._call(candidate) for i, candidate in enumerate(chosen)}
-        with torch.no_grad():
-            times = alternate(calls, torch.device("cuda"), self._moved)
-        return {candidate: times[str(i)].ms for i, candidate in enumerate(chosen)}
 
 
 def _compiled(choice: Choice, plan: Plan, say: Say) -> Found:

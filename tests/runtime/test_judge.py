@@ -1,7 +1,9 @@
 """The judge lets pass what is as exact as plain Torch, and nothing that is wrong, rounded twice, or not written."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,17 +11,30 @@ from torch import Tensor
 
 from specc.compiler import reference
 from specc.compiler.build import compile_spec
+from specc.compiler.check import load
 from specc.compiler.kernels.kernel import Site
-from specc.runtime.judge import Judge, inputs_of
+from specc.compiler.plan import Plan
+from specc.runtime import judge as judging
+from specc.runtime.judge import Judge, inputs_of, many_sizes
+from specc.runtime.load import Loaded, instantiate
+from specc.runtime.tune.candidates import all_choices, candidates
 from specc.runtime.tune.measure import refusal
+from specc.runtime.verify import Check, verify
 
 SIZES = {"B": 2, "T": 24, "S": 24}
 
 
+SPEC = Path(__file__).parents[2] / "specs/gpt_mini.yaml"
+
+
 @pytest.fixture(scope="module")
-def site() -> Site:
+def plan() -> Plan:
+    return compile_spec(SPEC, (), ("sm90",)).plans["sm90"]
+
+
+@pytest.fixture(scope="module")
+def site(plan: Plan) -> Site:
     """The forward of an MLP in bf16: y and slope."""
-    plan = compile_spec(Path(__file__).parents[2] / "specs/gpt_mini.yaml", (), ("sm90",)).plans["sm90"]
     return next(c.site for c in plan.choices if c.rendered.module.startswith("linear_leaky"))
 
 
@@ -66,3 +81,84 @@ def test_other_bits_the_next_time_are_refused(site: Site, judge: Judge) -> None:
 
     assert refusal(judge, kernel(site, flicker)) == "other bits when it is called again"
     assert len(calls) == 50
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU as a device with one multiprocessor."""
+    monkeypatch.setattr(judging, "multiprocessors", lambda device: 1)
+
+
+def test_every_multiprocessor_gets_several_tiles_of_every_candidate(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert many_sizes(plan.choices[0].site, "cpu") is None
+    monkeypatch.setattr(judging, "multiprocessors", lambda device: 132)
+    tiled = 0
+    for choice in all_choices(plan):
+        sizes = many_sizes(choice.site, "cuda")
+        assert sizes is not None and sizes["T"] == sizes["S"]
+        rows, types = sizes["B"] * sizes["T"], (*choice.site.inputs, *choice.site.node.types)
+        assert sum(type.bytes(sizes) for type in types) < 2 << 30
+        for candidate in candidates(choice.site, ""):
+            tile = getattr(candidate.kernel, "tile", None)
+            if hasattr(tile, "n"):
+                n = choice.site.node.type.width
+                assert isinstance(n, int)
+                tiles = -(-rows // tile.m) * -(-n // tile.n)
+                assert tiles >= 3 * 132 * getattr(tile, "resident", 1) and rows % tile.m
+                tiled += 1
+    assert tiled > 100
+
+
+def test_what_goes_wrong_in_a_later_tile_is_seen(site: Site, judge: Judge, few: None) -> None:
+    def late(y: Tensor) -> Tensor:
+        flat = y.flatten(0, 1)
+        flat[-60:-52] *= 1.5  # what one warp has of one tile
+        return y
+
+    def unwritten(y: Tensor) -> Tensor:
+        y.flatten(0, 1)[-60] = torch.nan  # a row that is not compared with float64
+        return y
+
+    many = Judge.many(site, "cpu")
+    assert many is not None and many.rows is not None
+    rows = many.inputs[0].shape[:2].numel()
+    assert rows > 3 * 256 and rows - 1 in many.rows and rows - 60 not in many.rows
+    assert len(many.exact[0]) == len(many.rows) < rows / 6
+    assert refusal(many, kernel(site, lambda y: y), deterministic=False) is None
+    for change in (late, unwritten, lambda y: y[:, :-1], lambda y: y.flatten(0, 1)):
+        assert "output 0 has" in (refusal(many, kernel(site, change), deterministic=False) or "")
+
+
+def test_what_is_no_product_is_compared_whole(plan: Plan, few: None) -> None:
+    loss = next(c.site for c in plan.choices if c.rendered.module.startswith("softmax_loss"))
+    many = Judge.many(loss, "cpu")
+    assert many is not None and many.rows is None and many.exact[1].shape == many.inputs[0].shape
+
+
+def test_verify_goes_on_to_later_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, _ = load(SPEC, ("model.dim=32", "model.blocks.count=2", "targets=[cpu]"))
+
+    def spoiled(*given: Any, **words: Any) -> Loaded:
+        """The kernel is wrong behind its 1,000th row."""
+        loaded = instantiate(*given, **words)
+        module = vars(sys.modules[type(loaded.model).__module__])
+        if (right := module.get("dgrad_mul")) is not None:
+
+            def late(*inputs: Tensor) -> Tensor:
+                value: Tensor = right(*inputs)
+                value.flatten(0, 1)[1000:] *= 2
+                return value
+
+            module["dgrad_mul"] = late
+        return loaded
+
+    def seen() -> list[Check]:
+        return [check for check in verify(spec, ("cpu",)) if check.name.startswith("kernel dgrad")]
+
+    monkeypatch.setattr("specc.runtime.verify.instantiate", spoiled)
+    assert [check.ok for check in seen()] == [True], "the CPU's kernels have no tiles"
+    monkeypatch.setattr(judging, "multiprocessors", lambda device: 2)
+    (check,) = seen()
+    assert check.ok is False and check.detail.startswith("rows [1, 7, 64, 129, ") and ", 1715]: " in check.detail

@@ -1,17 +1,17 @@
 """The search for tiles: what is tried, what is kept when it is cut off, and what becomes of what fails."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tune_samples import MACHINE, fake_nvcc
 
 from specc.compiler.build import compile_spec
 from specc.compiler.check import load
-from specc.compiler.lock import NO_LOCK, Machine, read_lock, site_digest
+from specc.compiler.lock import NO_LOCK, read_lock, site_digest
 from specc.compiler.plan import Plan
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.load import import_file
@@ -25,7 +25,6 @@ from specc.runtime.tune.search import Found, Outcome, TuneError, TuneOptions, tu
 ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "specs/gpt_mini.yaml"
 MAIN = "from specc.compiler.cli import main; main()"
-MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
 
 
 @pytest.fixture(scope="module")
@@ -72,19 +71,14 @@ def test_a_search_that_was_cut_off_goes_on(cache: Path) -> None:
 def test_a_candidate_that_does_not_compile_is_told_with_the_reason(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = (
-        f"#!{sys.executable}\nimport pathlib, sys\n"
-        "if '--version' in sys.argv: sys.exit(print('nvcc 1'))\n"
+    fake_nvcc(
+        tmp_path,
+        monkeypatch,
         "text = pathlib.Path(sys.argv[-3]).read_text()\n"
         "pathlib.Path(sys.argv[-1]).write_bytes(b'x')\n"
         "print('64 bytes spill stores' if 'spill' in text else '0 bytes spill stores')\n"
-        "sys.exit('broken' in text)\n"
+        "sys.exit('broken' in text)\n",
     )
-    (tmp_path / "bin").mkdir()
-    nvcc = tmp_path / "bin/nvcc"
-    nvcc.write_text(script)
-    nvcc.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}")
     folders = []
     for i, text in enumerate(("good", "broken", "spill")):
         folder = tmp_path / str(i)
@@ -116,7 +110,20 @@ def test_the_cpu_has_nothing_to_tune(tmp_path: Path) -> None:
         tune(TuneOptions(spec, "cpu", NO_LOCK, tmp_path / "lock.json"), print)
     with pytest.raises(TuneError, match="no node has 'typo' in its path") as error:
         tune(TuneOptions(spec, "sm90", NO_LOCK, tmp_path / "lock.json", only="typo"), print)
-    assert "blocks.*.mlp.up + act" in error.value.hint
+    labels = error.value.hint.removeprefix("nodes with a kernel: ").split(", ")
+    assert "blocks.*.mlp.up + act" in labels and len(set(labels)) == len(labels)
+    for only in ("attention", ""):  # for sm80 nothing is CUDA C++
+        targets = spec.model_copy(update={"targets": ("sm80", "sm90")})
+        options = TuneOptions(
+            targets, "sm90" if only else "sm80", NO_LOCK, tmp_path / "lock.json", only=only, compile_only=True
+        )
+        with pytest.raises(TuneError, match="no candidate is CUDA C") as error:
+            tune(options, print)
+        assert error.value.hint == (
+            "nodes that have some to compile: blocks.*.mlp.up + act, blocks.*.mlp.down.dgrad + act.grad"
+            if only
+            else "nodes that have some to compile: none"
+        )
 
 
 def test_without_nvcc_nothing_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
