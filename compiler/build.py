@@ -13,6 +13,7 @@ from specc.compiler.check import load, to_diagnostics
 from specc.compiler.errors import SpecError
 from specc.compiler.kernels.kernel import Rendered
 from specc.compiler.lock import NO_LOCK, Lock, lock_path, read_lock
+from specc.compiler.lock_use import LockUse, lock_use
 from specc.compiler.plan import Plan
 from specc.compiler.plan_page import plan_page
 from specc.compiler.programs import LoweringError, Programs
@@ -28,12 +29,13 @@ DEPLOYED = "deployed"  # the folder, below a target's, of what runs from an arti
 @dataclass(frozen=True, slots=True)
 class Built:
     """A spec with its plans by target, and its files by path under generated/<name>/. `deployed` are the plans of what
-    runs from an artifact, where these are others."""
+    runs from an artifact, where these are others; `lock_use` tells what of the lock applies."""
 
     spec: Spec
     plans: Mapping[str, Plan]
     files: Mapping[str, str]
     deployed: Mapping[str, Plan] = field(default_factory=dict)
+    lock_use: LockUse = field(default_factory=LockUse)
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
@@ -61,7 +63,7 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
         if source is None:
             raise LoweringError(tuple(problems))
         raise SpecError(to_diagnostics(problems, source), source.texts)
-    return Built(spec, plans, _files(spec, plans, deployed, lock), deployed)
+    return Built(spec, plans, _files(spec, plans, deployed, lock), deployed, lock_use(lock, plans, spec.targets))
 
 
 def validate(path: Path, overrides: Iterable[str] = ()) -> Spec:

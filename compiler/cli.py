@@ -109,6 +109,12 @@ def show(error: Exception, form: str = "text") -> None:
         click.echo(f"error: {message}" + (f"\n  = help: {hint}" if hint else ""), err=True)
 
 
+def tell(note: str) -> None:
+    """A note on stderr, where there is one."""
+    if note:
+        click.echo(note, err=True)
+
+
 def formatted(command: F) -> F:
     """Shows the errors of a command in the format that its `--format` asks for."""
 
@@ -161,7 +167,8 @@ def build(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: 
         if (first := owners.setdefault(built.spec.name, path)) != path:
             raise click.UsageError(f"{first} and {path} are both named {built.spec.name}")
     found = 0
-    for built in made.values():
+    for path, built in made.items():
+        tell(built.lock_use.note(path))
         folder = into / built.spec.name
         if diff:
             text = unified(folder, built.files, built.spec.name)
@@ -253,8 +260,10 @@ def plan(spec: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         import json
 
-        click.echo(json.dumps(summary_data(built.spec, built.plans), indent=2))
+        data = {**summary_data(built.spec, built.plans), "idle_lock_entries": list(built.lock_use.idle)}
+        click.echo(json.dumps(data, indent=2))
     else:
+        tell(built.lock_use.note(spec))
         click.echo("\n".join(summary(built.spec, built.plans)))
 
 

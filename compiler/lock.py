@@ -121,7 +121,7 @@ def lock_path(spec: Path, name: str) -> Path:
 
 def read_lock(path: Path) -> Lock:
     """The lock at `path`, an empty one where there is none. Raises SpecError with file and line of what is wrong."""
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():  # one that leads nowhere is an error of its own
         return NO_LOCK
     source = read(path)
     try:
@@ -177,5 +177,6 @@ def locked_kernel(entry: Entry) -> Kernel:
         return replace(kernel, **settings)
     except ValidationError as error:
         first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        place = "".join(f"{word}: " for word in (".".join(map(str, first["loc"])),) if word)
+        what = place + first["msg"].removeprefix("Value error, ")
         raise SpeccError(f"the lock's tile for {entry.node} is not one of {entry.kernel}: {what}", hint) from None

@@ -68,6 +68,12 @@ class Plan:
         found = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
         return next(found, None)
 
+    @property
+    def every_choice(self) -> tuple[Choice, ...]:
+        """The choices, and those of every other way to keep something for a backward."""
+        others = (choice for found in self.alternatives for way in found.ways for choice in way.choices)
+        return tuple(dict.fromkeys((*self.choices, *others)))
+
     def called(self, choice: Choice) -> str:
         """What model.py calls the function of a kernel: its file's name where kernels of several shapes share one."""
         function = choice.rendered.function

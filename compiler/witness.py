@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from specc.compiler.expr import Binary, Call, Compare, Const, Expr, Neg, Var, reread
+from specc.compiler.expr import Binary, Call, Compare, Expr, Neg, Var, decided, number, reread, variables
 from specc.compiler.ir import Graph, Input, Node, TensorType, Traced, node_of
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Scan
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
 COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
+MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 # functions of the pointwise language whose Torch function has another name
 SPELLED = {"gelu_tanh": "gelu", "abs": "abs", "max": "maximum", "min": "minimum"}
 TORCH_DTYPES = {
@@ -145,7 +146,7 @@ class _Comparison:
             return
         if isinstance(node.op, Pointwise):
             values = dict(zip(node.op.variables, node.inputs, strict=True))
-            self.expression(node, reread(node.op.outputs[0]), values, found)
+            self.expression(node, decided(reread(node.op.outputs[0])), values, found)
             return
         types = [self.graph.types[ref] for ref in node.inputs]
         self.call(node, node.op.traced(types), found)
@@ -179,14 +180,21 @@ class _Comparison:
             if self.called(found) in ("float", "bfloat16", "half"):
                 found = found.args[0]
             self.value(values[expr.name], found)
-        elif isinstance(expr, Const):
-            self.expect(found == expr.value, node.name, f"has the number {expr.value}", found)
+        elif not variables(expr):  # Python has computed it before fx saw it
+            value, filled = number(expr), self.called(found) == "full_like"  # for functions that take tensors alone
+            have = found.args[1] if filled and len(found.args) == 2 else found
+            self.expect(have == value, node.name, f"has the number {value}", found)
+        elif isinstance(expr, Neg) and isinstance(expr.a, Binary) and expr.a.op in ("*", "/"):
+            self.expression(node, Binary(expr.a.op, -expr.a.a, expr.a.b), values, found)  # -(2 * x) is printed -2 * x
         elif isinstance(expr, Neg):
             self.operation(node, "neg", (expr.a,), values, found)
         elif isinstance(expr, Binary):
             self.operation(node, ARITHMETIC[expr.op], (expr.a, expr.b), values, found)
         elif isinstance(expr, Compare):
-            self.operation(node, COMPARISONS[expr.op], (expr.a, expr.b), values, found)
+            op, a, b = expr.op, expr.a, expr.b
+            if not variables(a):  # Python asks the tensor, which stands on the right, the other way round
+                op, a, b = MIRRORED[op], b, a
+            self.operation(node, COMPARISONS[op], (a, b), values, found)
         elif isinstance(expr, Call):
             form = found.kwargs.get("approximate", "none") if hasattr(found, "kwargs") else "none"
             self.expect((form == "tanh") == (expr.function == "gelu_tanh"), node.name, f"has {expr.function}", found)

@@ -7,7 +7,7 @@ from .evaluate import number, torch_value
 from .name import name_of
 from .parse import parse, reread
 from .simplify import simplify
-from .spell import cuda_functions, cuda_text, torch_text, triton_text
+from .spell import cuda_functions, cuda_text, decided, torch_text, triton_text
 from .values import (
     FUNCTIONS,
     Binary,
@@ -37,6 +37,7 @@ __all__ = [
     "Var",
     "cuda_functions",
     "cuda_text",
+    "decided",
     "derive",
     "homogeneous_degree",
     "name_of",

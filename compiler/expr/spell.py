@@ -41,26 +41,25 @@ def torch_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
     `names` maps a variable to its source text, which gets parentheses if it needs them. The variables are
     tensors that broadcast; the text keeps their dtype.
     """
-    return _Torch(names or {}).text(_fold(expr))
+    return _Torch(names or {}).text(decided(expr))
 
 
 def triton_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
     """Triton source over `tl`; the variables are fp32 tensors. Finite where the function is: tanh is 2
-    sigmoid(2 x) - 1, gelu_tanh a sigmoid. tl.maximum and tl.minimum drop a NaN operand. Raises ExprError if
-    the text grows too long, as an argument prints once for every time that its function's definition reads
-    it."""
-    return _Triton(names or {}).text(_fold(expr))
+    sigmoid(2 x) - 1, gelu_tanh a sigmoid. NaN stays NaN, as in Torch. Raises ExprError if the text grows too
+    long, as an argument prints once for every time that its function's definition reads it."""
+    return _Triton(names or {}).text(decided(expr))
 
 
 def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
-    """A CUDA C++ device expression; the variables are `float`. fmaxf and fminf drop a NaN operand. Raises
-    ExprError for a constant outside float's range, and if the text grows too long."""
-    return _Cuda(names or {}).text(_fold(expr))
+    """A CUDA C++ device expression; the variables are `float`. NaN stays NaN, as in Torch. Raises ExprError for a
+    constant outside float's range, and if the text grows too long."""
+    return _Cuda(names or {}).text(decided(expr))
 
 
-def _fold(expr: Expr) -> Expr:
-    """Decides what has no variables: tensor functions take no plain numbers."""
-    expr = rebuild(expr, _fold)
+def decided(expr: Expr) -> Expr:
+    """The expression as it is printed: what has no variables is decided, as tensor functions take no plain numbers."""
+    expr = rebuild(expr, decided)
     match expr:
         case Call("where", (condition, a, b)) if not variables(condition):
             return a if number(condition) else b
@@ -161,6 +160,8 @@ class _Kernel(_Target):
         match base:
             case Call("leaky_relu", (u, slope)) if n in range(2, LONGEST_PRODUCT + 1):
                 return self.write(Call("where", (Compare(">", u, ZERO), u**n, number(slope) ** n * u**n)))
+            case Call("relu", (u,)) if n in range(2, LONGEST_PRODUCT + 1):
+                return self.write(Call("where", (Compare("<", u, ZERO), ZERO, u**n)))
         factors = [base] * int(n) + ([Call("sqrt", (base,))] if n % 1 else [])
         if len(factors) > 1:
             return " * ".join(self.text(factor, ATOM) for factor in factors), PRODUCT
@@ -180,7 +181,7 @@ class _Triton(_Kernel):
         "sigmoid": "tl.sigmoid", "min": "tl.minimum", "max": "tl.maximum", "where": "tl.where",
     }  # fmt: skip
     definitions: ClassVar = {
-        "relu": parse("max(x, 0)"),
+        "relu": parse("where(x < 0, 0, x)"),  # which NaN passes
         "leaky_relu": parse("where(x > 0, x, s * x)"),
         "gelu": parse("0.5 * x * (1 + erf(0.7071067811865476 * x))"),
         # 0.5 (1 + tanh(z)) is sigmoid(2 z), and 1.5957... is 2 sqrt(2 / pi)
@@ -192,12 +193,24 @@ class _Triton(_Kernel):
     def side(self, expr: Expr) -> str:
         return plain(expr.value) if isinstance(expr, Const) else super().side(expr)
 
+    def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
+        text, strength = super().call(function, args)
+        if function in ("min", "max"):  # which would drop a NaN operand
+            text = f"{text[:-1]}, propagate_nan=tl.PropagateNan.ALL)"
+        return text, strength
+
 
 # What CUDA C++ lacks, by name, each behind what it calls. None branches, so that the compiler works on many elements
 # at once, as it cannot with tanhf or a rounded division. quick_bell and quick_erf
 # take s = BELL * z, as exp2f is one instruction; the value and the slope of gelu read the same s, so that the compiler
 # finds one erf and one exp in them.
 CUDA_FUNCTIONS: Mapping[str, str] = {
+    "larger": """\
+// The larger of two numbers, NaN where one is; fmaxf would drop it.
+__device__ inline float larger(float a, float b) { return a < b || b != b ? b : a; }""",
+    "smaller": """\
+// The smaller of two numbers, NaN where one is.
+__device__ inline float smaller(float a, float b) { return a > b || b != b ? b : a; }""",
     "quick_sigmoid": """\
 // 1 / (1 + exp(-x)) within 4 ulp, without the branch of an exactly rounded division.
 __device__ inline float quick_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }""",
@@ -228,7 +241,7 @@ class _Cuda(_Kernel):
     # __expf is within 2 + |x| ulp of f32 and quick_erf within 5e-7: far below the rounding of what is stored.
     functions: ClassVar = {
         "exp": "__expf", "log": "logf", "sqrt": "sqrtf", "erf": "quick_erf", "abs": "fabsf", "tanh": "tanhf",
-        "sigmoid": "quick_sigmoid", "min": "fminf", "max": "fmaxf",
+        "sigmoid": "quick_sigmoid", "min": "smaller", "max": "larger",
     }  # fmt: skip
     # Each reads what its derivative reads, so that the two are computed once where both are.
     definitions: ClassVar = {

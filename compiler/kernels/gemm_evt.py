@@ -10,12 +10,14 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.kernels.split import GivenProduct, split
 from specc.compiler.kernels.tail import Result, Tail, Value, refusal, tail_of
-from specc.compiler.kernels.tile import whole_tiles
+from specc.compiler.kernels.tile import LARGEST_SIDE, between, power, whole_tiles
 from specc.compiler.ops.linear import Product
 
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "f16": "cutlass::half_t", "f32": "float"}
 ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
 LAYOUTS = {"nk": "ColumnMajor", "kn": "RowMajor"}  # of the weight as CUTLASS's B, which it takes as [K, N]
+WARPGROUP_ROWS, STEP = 64, 16  # rows that one warpgroup multiplies; what n and k are multiples of
+LARGEST_CLUSTER = 8  # thread blocks, on any GPU that has clusters
 RASTERS = ("", "along M", "along N")  # CUTLASS's RasterOrderOptions; the first goes by the problem's shape
 
 
@@ -37,9 +39,20 @@ class GemmTile:
     raster: int = 0
 
     def __post_init__(self) -> None:
-        sides = (self.m, self.n, self.k, *self.cluster, *(self.part or ()), self.swizzle)
-        if min(sides) < 1 or self.raster not in range(len(RASTERS)):
-            raise ValueError(f"no tile has sides {sides} and walk {self.raster}")
+        power("m", self.m, WARPGROUP_ROWS * (1 + (self.schedule == "Cooperative")), LARGEST_SIDE)
+        between("n", self.n, STEP, LARGEST_SIDE)
+        power("k", self.k, STEP, LARGEST_SIDE)
+        for side in self.cluster:
+            power("cluster", side, 1, LARGEST_CLUSTER)
+        between("cluster", self.cluster[0] * self.cluster[1], 1, LARGEST_CLUSTER)
+        power("swizzle", self.swizzle, 1, 8)
+        between("raster", self.raster, 0, len(RASTERS) - 1)
+        if self.n % STEP:
+            raise ValueError(f"n is {self.n}, and not a multiple of {STEP}")
+        for whole, part in zip((self.m, self.n), self.part or (), strict=False):
+            between("part", part, STEP, whole)
+            if whole % part:
+                raise ValueError(f"part is {part}, which does not divide {whole}")
 
     def __str__(self) -> str:
         shape = f"{self.m}x{self.n}x{self.k}, {self.schedule.lower()}"

@@ -9,7 +9,7 @@ from specc.compiler.kernels.custom_op import CustomOp, custom_op
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import assigned, listed
 from specc.compiler.kernels.tail import Tail, Value, refusal, tail_of
-from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, tile_of, whole_tiles
+from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
 from specc.compiler.ops.linear import Product
 
 LARGEST_WEIGHT = 2**31  # elements; pointers into it are offset by 32 bits
@@ -68,6 +68,10 @@ class LinearTriton(Kernel):
         n, k = _extent(site)
         if n * k >= LARGEST_WEIGHT:
             return f"offsets weights by 32 bits; {n} x {k} elements need more"
+        needed = loaded_bytes(tail_of(site), self.tile) if self.tile is not None else 0
+        if needed > site.target.shared_memory:
+            known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
+            return f"has {known}; loads for {self.tile} take {needed:,}"
         return None
 
     def rank(self, site: Site) -> int:

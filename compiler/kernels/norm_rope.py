@@ -8,11 +8,13 @@ from specc.compiler.kernels.custom_op import DTYPES
 from specc.compiler.kernels.heads import Heads, about, formulas, header, heads_of, promise
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
 from specc.compiler.kernels.lines import flowed, listed, unbroken
+from specc.compiler.kernels.tile import MOST_WARPS, between, power
 from specc.compiler.ops.norm_rope import HeadRotation
 
 ELEMENTS = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 LARGEST_HEAD = 4096  # channels; a head stays in registers
 MOST_GAINS = 256  # heads whose gains a program sums at its end
+LARGEST_TILE = 1 << 17  # elements that a program holds at once
 LOADED = 1024  # elements of a tile: 8 a thread, of bf16 the 16 bytes of one load
 
 
@@ -23,6 +25,11 @@ class HeadTile:
     rows: int
     sequences: int
     warps: int
+
+    def __post_init__(self) -> None:
+        power("rows", self.rows, 1, LARGEST_TILE)
+        between("sequences", self.sequences, 1, LARGEST_HEAD)
+        power("warps", self.warps, 1, MOST_WARPS)
 
     def __str__(self) -> str:
         return f"{self.rows} heads, {self.sequences} sequences, {self.warps} warps"
@@ -110,6 +117,8 @@ class NormRopeTriton(Kernel):
             return f"holds a head in registers, at most {LARGEST_HEAD} channels; these have {heads.channels}"
         if len(heads.outputs) > 1 and heads.count > MOST_GAINS:
             return f"sums the gradients of at most {MOST_GAINS} gains; there are {heads.count}"
+        if self.tile is not None and (held := self.tile.rows * _block(heads)) > LARGEST_TILE:
+            return f"holds at most {LARGEST_TILE:,} elements at once; a tile of {self.tile} has {held:,}"
         return None
 
     def rank(self, site: Site) -> int:

@@ -8,10 +8,12 @@ from specc.compiler.ir import Op
 from specc.compiler.kernels.custom_op import DTYPES
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
 from specc.compiler.kernels.lines import assigned, flowed, listed, unbroken
+from specc.compiler.kernels.tile import MOST_WARPS, between, power
 from specc.compiler.ops.loss import SoftmaxLoss
 
 ELEMENTS = {"bf16": "tl.bfloat16", "f32": "tl.float32"}
 WHOLE = 8192  # columns; a longer row does not stay in registers
+LARGEST = 1 << 17  # elements of a tile
 TILE = 4096  # elements that a program holds: 32 a thread, of each two to four floats
 
 
@@ -23,6 +25,12 @@ class RowTile:
     rows: int
     columns: int
     warps: int
+
+    def __post_init__(self) -> None:
+        power("rows", self.rows, 1, LARGEST)
+        power("columns", self.columns, 1, LARGEST)
+        power("warps", self.warps, 1, MOST_WARPS)
+        between("rows x columns", self.rows * self.columns, 1, LARGEST)
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}, {self.warps} warps"
@@ -108,6 +116,8 @@ class SoftmaxLossTriton(Kernel):
             triton_text(reread(_op(site).f)), triton_text(derive(reread(_op(site).f), "z"))
         except ExprError as error:
             return f"cannot print {_op(site).f}: {error.message}"
+        if self.tile is not None and self.tile.rows > 1 and self.tile.columns < _width(site):
+            return f"takes several rows at a time only whole; of {_width(site)} columns {self.tile} does not hold all"
         return None
 
     def rank(self, site: Site) -> int:

@@ -21,7 +21,7 @@ OURS = """
     gemm cute cutlass collective fusion stride_x stride_w stride_y Auto Element Row Tile Cluster
     Kernel Gemm Tree Epilogue Fragment Compute Part Aux Stored TileLoad TileStore ColumnLoad Raster
     Functor kRound z t tail swizzle raster call given quick_erf quick_bell high s logf sqrtf fabsf tanhf fminf fmaxf
-    powf
+    powf larger smaller
 """
 CPP = """
     alignas alignof auto bool break case catch char class const constexpr continue default delete do

@@ -16,6 +16,21 @@ SHALLOWEST = 16
 FEWEST_STAGES, MOST_STAGES = 3, 4
 ACCUMULATORS = 2  # with more, each has too few columns to be worth reading x for
 BARRIERS = 1024  # bytes
+LARGEST_SIDE = 256  # of a block that TMA loads
+MOST_WARPS = 32  # a program, and programs a multiprocessor
+DEEPEST = 16  # stages
+
+
+def between(name: str, value: int, least: int, most: int) -> None:
+    """Raises ValueError, which tells `name`, where a number of a tile is out of its bounds."""
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}, and not from {least} to {most}")
+
+
+def power(name: str, value: int, least: int, most: int) -> None:
+    """As `between`, for what must be a power of two besides."""
+    if not least <= value <= most or value & (value - 1):
+        raise ValueError(f"{name} is {value}, and not a power of two from {least} to {most}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +46,11 @@ class Tile:
     resident: int = 1
 
     def __post_init__(self) -> None:
-        if min(sizes := (self.m, self.n, self.k, self.warps, self.stages, self.resident)) < 1:
-            raise ValueError(f"no tile has sizes {sizes}")
+        for name, value in (("m", self.m), ("n", self.n), ("k", self.k)):
+            power(name, value, SHALLOWEST, LARGEST_SIDE)
+        power("warps", self.warps, 1, MOST_WARPS)
+        between("stages", self.stages, 1, DEEPEST)
+        between("resident", self.resident, 1, MOST_WARPS)
 
     def __str__(self) -> str:
         shape = f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
@@ -79,14 +97,18 @@ def candidates(target: Target, tail: Tail, k: int) -> tuple[Tile, ...]:
     """The tiles that are worth measuring and that fit the target's shared memory."""
     tma = "tma" in target.features
     beside = _staged if tma else _nothing
-    count, size = len(tail.accumulators), BYTES[tail.x.type.dtype]
     found = []
     for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
-        wide = columns // count
-        needed = (m + columns) * deep * size * stages + beside(tail, wide) * m // ROWS + BARRIERS
-        if wide >= NARROWEST and deep <= k and needed * resident <= target.shared_memory:
-            found.append(Tile(m, wide, deep, warps, stages, resident))
+        tile = Tile(m, columns // len(tail.accumulators), deep, warps, stages, resident)
+        needed = loaded_bytes(tail, tile) + beside(tail, tile.n) * m // ROWS + BARRIERS
+        if tile.n >= NARROWEST and deep <= k and needed * resident <= target.shared_memory:
+            found.append(tile)
     return tuple(found)
+
+
+def loaded_bytes(tail: Tail, tile: Tile) -> int:
+    """Bytes of shared memory that the loads in flight of one program take."""
+    return (tile.m + tile.n * len(tail.accumulators)) * tile.k * BYTES[tail.x.type.dtype] * tile.stages
 
 
 def whole_tiles(extent: int, side: int) -> float:

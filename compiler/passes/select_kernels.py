@@ -172,7 +172,7 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
         return tuple(rejected)
     best = min(taking, key=lambda kernel: (kernel.rank(site), kernel.name))
     if entry is not None:
-        best = _measured(entry, taking, rejected)
+        best = _measured(site, entry, taking, rejected)
     others = [kernel for kernel in taking if kernel.name != best.name]
     slower = "not the one that was measured fastest" if entry is not None else f"of a rank above {best.rank(site)}"
     rejected += [(kernel.name, slower) for kernel in others]
@@ -181,11 +181,13 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
     return Choice(graph.name, site, best, best.render(site), tuple(rejected), considered, entry)
 
 
-def _measured(entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
+def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
     """The kernel of a lock's entry. Raises SpeccError where it no longer takes the node."""
     kernel = locked_kernel(entry)
-    if all(other.name != kernel.name for other in taking):
-        reason = dict(rejected).get(kernel.name, "computes something else")
+    reason: str | None = dict(rejected).get(kernel.name, "computes something else")
+    if any(other.name == kernel.name for other in taking):
+        reason = kernel.rejects(site)  # with the tile that was measured
+    if reason is not None:
         raise SpeccError(f"the lock chose {kernel.name} for {entry.node}, which {reason}", "measure again: specc tune")
     return kernel
 

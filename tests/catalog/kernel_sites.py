@@ -28,6 +28,7 @@ FORWARD: Mapping[str, Epilogue] = {
     "leaky_relu2": (("0.5 * slope * x", "where(x > 0, 2 * x, 0.5 * x)"), ("x",), ("y", "slope"), ()),
     "gelu": (("gelu(x)",), ("x",), (), ()),
     "relu2": (("relu(x) ** 2",), ("x",), (), ()),
+    "relu6": (("min(max(x, 0), 6)",), ("x",), (), ()),
     "scaled_residual": (("residual + scale * y",), ("y", "residual", "scale"), (), ("scale",)),
     "silu_gated": (
         ("x * slope_x", "silu(gate)", f"x * ({SILU})"),

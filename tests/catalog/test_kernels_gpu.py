@@ -40,6 +40,7 @@ SIZES = {"golf": (1792, 512), "ragged": (328, 200)}
 # By nvcc, a minute each.
 COMPILED = (
     "mul", "gelu_grad", "scaled_residual", "leaky_relu2", "gelu_pre", "silu_gated", "silu_gated_pre", "silu_gated_grad",
+    "relu2", "relu6",
 )  # fmt: skip
 Way = tuple[str, str, str]
 
@@ -125,6 +126,19 @@ def test_outputs_are_at_least_as_exact_as_plain_torch(way: Way, folder: Path) ->
             # A slope that is a multiple of a product is rounded once by both, so which is nearer is chance.
             assert rms(error) <= 1.001 * rms(bar) + 1e-9, f"output {i}, {m} rows: RMS {rms(error)}, {rms(bar)}"
             assert error.abs().max() <= 2 * bar.abs().max() + 1e-9, f"output {i}, {m} rows"
+
+
+@pytest.mark.parametrize("way", ALL, ids="-".join)
+def test_nan_in_a_row_stays_there_and_stays_nan(way: Way, folder: Path) -> None:
+    site, module = load(way, folder)
+    inputs = sample_inputs(site, 301, 2, "cuda")
+    whole = launched(module, site, inputs, 301)
+    inputs[0][129] = torch.nan
+    found = [torch.empty_like(value) for value in whole]
+    module.launch(*inputs, *found)
+    for got, wanted, exact in zip(found, whole, expected(site, inputs), strict=True):
+        wanted[exact.isnan()] = torch.nan
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("way", [way for way in ALL if way[0] != "evt"], ids="-".join)

@@ -30,11 +30,18 @@ Case = tuple[str, str, int, int, str]
 CASES: list[Case] = [(name, target, n, k, "") for name in EPILOGUES for target in ROWS for n, k in SHAPES] + [
     ("leaky_relu2", target, 40, 24, "f32") for target in ROWS
 ]
+BROKEN = 128  # a row that is NaN, in the second tile of those with so many
 
 
 def site_of(case: Case) -> Site:
     name, target, n, k, out = case
     return make_site(name, n, k, target, "f16", out=out)
+
+
+def with_a_broken_row(site: Site, m: int) -> list[torch.Tensor]:
+    inputs = sample_inputs(site, m, m)
+    inputs[0][BROKEN] = torch.nan
+    return inputs
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +56,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], 
             outputs = poisoned(site, m)
             runs.append((str(folder), module, sample_inputs(site, m, m), outputs, [n] * len(outputs)))
             keys.append((case, m))
+            if m > BROKEN:
+                broken = with_a_broken_row(site, m)
+                outputs = [torch.zeros_like(buffer) for buffer in outputs]
+                runs.append((str(folder), module, broken, outputs, [n] * len(outputs)))
+                keys.append((case, -m))
     torch.save(runs, folder / "cases.pt")
     command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
     command += [str(folder / "cases.pt"), str(folder / "out.pt")]
@@ -72,3 +84,17 @@ def test_interpreted_kernels_give_the_reference(case: Case, results: dict[tuple[
             tolerance = rounding * wanted.abs() * 1.001 + 2.0**-25 + 4e-6 * (1 + wanted.abs())
             excess = (got - wanted).abs() / tolerance
             assert m == 0 or excess.max() <= 1, f"output {i} with {m} rows is off by {excess.max():.3g} tolerances"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_nan_in_a_row_stays_there_and_stays_nan(case: Case, results: dict[tuple[Case, int], tuple]) -> None:
+    site = site_of(case)
+    m = max(ROWS[case[1]])
+    references = expected(site, with_a_broken_row(site, m))
+    found = zip(results[case, -m][0], results[case, m][0], references, strict=True)
+    for i, (buffer, whole, reference) in enumerate(found):
+        got, wanted = inner(buffer, site), inner(whole, site).clone()
+        wanted[reference.isnan()] = torch.nan
+        assert torch.equal(got.isnan(), wanted.isnan()), f"output {i}"
+        assert torch.equal(got.nan_to_num(), wanted.nan_to_num()), f"output {i}"
+    assert references[0].isnan().any()

@@ -89,3 +89,23 @@ def check_single(expr: Expr, at: dict[str, torch.Tensor], got: torch.Tensor, tex
     wrong = good & ~((got - want).abs() <= 1e-5 * (1 + want.abs()) + 30 * (slack + single))
     assert not wrong.any(), f"{expr}: {text} is {got[wrong]}, not {want[wrong]}"
     return int(good.sum())
+
+
+def with_nan(seed: int) -> dict[str, torch.Tensor]:
+    """As `values`, of which every second x is NaN, and every third gate."""
+    at = values(seed)
+    at["x"][::2], at["gate"][::3] = torch.nan, torch.nan
+    return at
+
+
+def check_nan(expr: Expr, at: dict[str, torch.Tensor], got: torch.Tensor, text: str) -> int:
+    """Holds `got`, computed in float32, to where Torch gives NaN and where a number; returns how many NaN there are.
+
+    Left out is where float32 overflows, and where its NaN is none in float64.
+    """
+    want = torch_value(expr, at).expand(POINTS)
+    single = torch_value(expr, {name: value.float() for name, value in at.items()}).expand(POINTS)
+    good = (want.isnan() == single.isnan()) & ~single.isinf()
+    wrong = good & (got.isnan() != want.isnan())
+    assert not wrong.any(), f"{expr}: {text} is {got[wrong]}, not {want[wrong]}"
+    return int((good & want.isnan()).sum())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from expr_samples import NAMES, POINTS, check_single, expressions, values
+from expr_samples import NAMES, POINTS, check_nan, check_single, expressions, values, with_nan
 from torch.nn import functional as F
 
 from specc.compiler.expr import (
@@ -29,7 +29,20 @@ ERF, SLOPE = parse("erf(x)"), derive(parse("gelu(x)"), "x")
 @pytest.mark.parametrize(
     ("text", "torch_source", "triton_source", "cuda_source"),
     [
-        ("relu(x)", "F.relu(x)", "tl.maximum(x, 0.0)", "fmaxf(x, 0.0f)"),
+        ("relu(x)", "F.relu(x)", "tl.where(x < 0, 0.0, x)", "x < 0.0f ? 0.0f : x"),
+        ("relu(x) ** 2", "F.relu(x) ** 2", "tl.where(x < 0, 0.0, x * x)", "x < 0.0f ? 0.0f : x * x"),
+        (
+            "max(x, 0.5)",
+            "torch.maximum(x, torch.full_like(x, 0.5))",
+            "tl.maximum(x, 0.5, propagate_nan=tl.PropagateNan.ALL)",
+            "larger(x, 0.5f)",
+        ),
+        (
+            "min(gate, x)",
+            "torch.minimum(gate, x)",
+            "tl.minimum(gate, x, propagate_nan=tl.PropagateNan.ALL)",
+            "smaller(gate, x)",
+        ),
         (
             "leaky_relu(x, 0.5) ** 2",
             "F.leaky_relu(x, 0.5) ** 2",
@@ -162,7 +175,7 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, list[float]
                 "#define __device__",
                 "#define __expf(x) expf(x)",
                 "static float __fdividef(float a, float b) { return a / b; }",
-                cuda_functions(["quick_erf(", "quick_sigmoid("]),
+                cuda_functions(["quick_erf(", "quick_sigmoid(", "larger(", "smaller("]),
                 *functions,
                 f"static float (*const table[])(float, float, float) = {{{table}}};",
                 'extern "C" float evaluate(int i, float a, float b, float c) {',
@@ -199,6 +212,16 @@ def test_cuda_text_has_the_values_of_the_reference(cuda: Callable[[int, list[flo
         got = torch.tensor([cuda(index, list(point)) for point in points], dtype=torch.float64)
         compared += check_single(expr, at, got, cuda_text(expr))
     assert compared > 8000
+
+
+def test_nan_is_nan_in_cuda_where_it_is_in_torch(cuda: Callable[[int, list[float]], float]) -> None:
+    at = with_nan(3)
+    points = list(zip(*(at[name].tolist() for name in NAMES), strict=True))
+    found = 0
+    for index, expr in enumerate(EXPRESSIONS):
+        got = torch.tensor([cuda(index, list(point)) for point in points], dtype=torch.float64)
+        found += check_nan(expr, at, got, cuda_text(expr))
+    assert found > 3000
 
 
 def test_quick_erf_is_within_its_bound(cuda: Callable[[int, list[float]], float]) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from expr_samples import NAMES, POINTS, check_single, expressions, values
+from expr_samples import NAMES, POINTS, check_nan, check_single, expressions, values, with_nan
 
 from specc.compiler.expr import FUNCTIONS, Expr, derive, parse, plan_backward, triton_text
 
@@ -64,17 +64,17 @@ def write_module(path: Path, exprs: list[Expr]) -> Path:
 @pytest.mark.interpret
 def test_interpreted_values_are_those_of_the_reference(tmp_path: Path) -> None:
     exprs = EVERY_FUNCTION + MODEL + DERIVATIVES + expressions(150, 50)
-    at = values(7)
-    floats = {name: value.float() for name, value in at.items()}
-    torch.save(list(floats.values()), tmp_path / "inputs.pt")
+    at, broken = values(7), with_nan(8)
+    torch.save([torch.cat((at[name], broken[name])).float() for name in NAMES], tmp_path / "inputs.pt")
     module = write_module(tmp_path / "module.py", exprs)
     command = [sys.executable, str(module), str(tmp_path / "inputs.pt"), str(tmp_path / "out.pt")]
     done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
-    compared = 0
+    compared = nan = 0
     for expr, got in zip(exprs, torch.load(tmp_path / "out.pt").double(), strict=True):
-        compared += check_single(expr, at, got, triton_text(expr))
-    assert compared > 0.6 * len(exprs) * POINTS
+        compared += check_single(expr, at, got[:POINTS], triton_text(expr))
+        nan += check_nan(expr, broken, got[POINTS:], triton_text(expr))
+    assert compared > 0.6 * len(exprs) * POINTS and nan > 0.2 * len(exprs) * POINTS
 
 
 def load(path: Path) -> ModuleType:

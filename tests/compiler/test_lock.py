@@ -12,12 +12,24 @@ from specc.compiler.errors import SpeccError, SpecError
 from specc.compiler.kernels.gemm_evt import GEMM_EVT, GemmTile
 from specc.compiler.kernels.linear_triton import LINEAR_TRITON
 from specc.compiler.kernels.tile import Tile
-from specc.compiler.lock import NO_LOCK, Entry, Lock, Machine, lock_path, read_lock, site_digest, tile_data
+from specc.compiler.lock import (
+    NO_LOCK,
+    Entry,
+    Lock,
+    Machine,
+    lock_path,
+    locked_kernel,
+    read_lock,
+    site_digest,
+    tile_data,
+)
 from specc.compiler.plan import Choice
 
 ROOT = Path(__file__).parents[2]
 MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
 MEASURED = GemmTile(64, 256, 64, (2, 1), "Pingpong", (64, 64), 2, 2)
+GIVEN = tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}
+TRITON = tile_data(replace(LINEAR_TRITON, tile=Tile(128, 128, 64, 8, 3))) or {}
 
 
 @pytest.fixture
@@ -99,9 +111,27 @@ def test_what_was_measured_for_another_node_is_not_taken(spec: Path) -> None:
         ({"kernel": "torch", "tile": None}, "chose torch for blocks.*.mlp.up + act, which has an epilogue"),
         ({"tile": {"m": 64, "warmth": 3}}, "has warmth, which tiles of gemm_evt lack"),
         ({"tile": {"m": 64}}, "is not one of gemm_evt"),
-        ({"tile": {**(tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}), "schedule": "Solo"}}, "schedule"),
-        ({"tile": {**(tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}), "raster": 7}}, "no tile has sides"),
-        ({"tile": {**(tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}), "m": -3}}, "no tile has sides"),
+        ({"tile": {**GIVEN, "schedule": "Solo"}}, "schedule"),
+        ({"tile": {**GIVEN, "raster": 7}}, "raster is 7, and not from 0 to 2"),
+        ({"tile": {**GIVEN, "m": -3}}, "m is -3, and not"),
+        ({"tile": {**GIVEN, "m": 192}}, "is not one of gemm_evt: m is 192, and not a power of two from 64 to 256"),
+        ({"tile": {**GIVEN, "n": 100}}, "n is 100, and not a multiple of 16"),
+        ({"tile": {**GIVEN, "k": 100_000_000}}, "k is 100000000"),
+        ({"tile": {**GIVEN, "schedule": "Cooperative"}}, "m is 64, and not a power of two from 128 to 256"),
+        ({"tile": {**GIVEN, "cluster": [4, 4]}}, "cluster is 16"),
+        ({"tile": {**GIVEN, "part": [48, 64]}}, "part is 48, which does not divide 64"),
+        ({"tile": {**GIVEN, "swizzle": 3}}, "swizzle is 3"),
+        (
+            {"kernel": "linear_triton", "tile": {**TRITON, "m": 7}},
+            "is not one of linear_triton: m is 7, and not a power",
+        ),
+        ({"kernel": "linear_triton", "tile": {**TRITON, "n": 100_000_000}}, "n is 100000000"),
+        ({"kernel": "linear_triton", "tile": {**TRITON, "warps": 5}}, "warps is 5"),
+        ({"kernel": "linear_triton", "tile": {**TRITON, "stages": 0}}, "stages is 0, and not from 1 to 16"),
+        (
+            {"kernel": "linear_triton", "tile": {**TRITON, "m": 256, "stages": 9}},
+            "which has 232,448 bytes of shared memory on sm90; loads for 256x128x64, 8 warps",
+        ),
     ],
 )
 def test_a_lock_that_cannot_be_followed_is_an_error(spec: Path, changed: dict[str, object], words: str) -> None:
@@ -109,6 +139,48 @@ def test_a_lock_that_cannot_be_followed_is_an_error(spec: Path, changed: dict[st
     with pytest.raises(SpeccError) as error:
         compile_spec(spec)
     assert words in error.value.message and "specc tune" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "tile", "words"),
+    [
+        ("norm_rotary__", "norm_rope_triton", {"rows": 7, "sequences": 1, "warps": 4}, "rows is 7"),
+        ("norm_rotary__", "norm_rope_triton", {"rows": 8, "sequences": 0, "warps": 4}, "sequences is 0"),
+        ("norm_rotary__", "norm_rope_triton", {"rows": 8, "sequences": 1, "warps": 64}, "warps is 64"),
+        ("norm_rotary__", "norm_rope_triton", {"rows": 65536, "sequences": 1, "warps": 4}, "at most 131,072 elements"),
+        ("softmax_loss", "softmax_loss_triton", {"rows": 3, "columns": 512, "warps": 4}, "rows is 3"),
+        ("softmax_loss", "softmax_loss_triton", {"rows": 4, "columns": 100, "warps": 4}, "columns is 100"),
+        ("softmax_loss", "softmax_loss_triton", {"rows": 1, "columns": 512, "warps": 5}, "warps is 5"),
+        (
+            "softmax_loss",
+            "softmax_loss_triton",
+            {"rows": 4096, "columns": 512, "warps": 4},
+            "x columns is 2097152",
+        ),
+        (
+            "softmax_loss",
+            "softmax_loss_triton",
+            {"rows": 2, "columns": 128, "warps": 4},
+            "of 320 columns 2x128",
+        ),
+    ],
+)
+def test_a_tile_that_no_search_could_have_found_is_an_error(
+    spec: Path, module: str, kernel: str, tile: dict[str, int], words: str
+) -> None:
+    write(spec, choice_of(spec, module), kernel=kernel, tile=tile)
+    with pytest.raises(SpeccError) as error:
+        compile_spec(spec)
+    assert words in error.value.message and "specc tune" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt_golf", "gpt_mini", "gpt_mlp35"])
+def test_every_tile_that_a_search_tries_may_stand_in_a_lock(name: str) -> None:
+    for plan in compile_spec(ROOT / f"specs/{name}.yaml", (), ("sm90",)).plans.values():
+        for choice in plan.choices:
+            for variant in choice.kernel.variants(choice.site):
+                entry = entry_of(choice, kernel=variant.name, tile=tile_data(variant))
+                assert locked_kernel(entry) == variant and variant.rejects(choice.site) is None
 
 
 @pytest.mark.parametrize(
