@@ -70,9 +70,9 @@ class Plan:
 
     @property
     def every_choice(self) -> tuple[Choice, ...]:
-        """The choices, and those of every other way to keep something for a backward."""
+        """The choices, and those of every way to keep something for a backward; one may be there twice."""
         others = (choice for found in self.alternatives for way in found.ways for choice in way.choices)
-        return tuple(dict.fromkeys((*self.choices, *others)))
+        return (*self.choices, *others)
 
     def called(self, choice: Choice) -> str:
         """What model.py calls the function of a kernel: its file's name where kernels of several shapes share one."""
