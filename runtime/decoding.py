@@ -79,7 +79,7 @@ class Decoder:
     model's own dtype.
 
     A step attends to the cache up to one of a few lengths, the next that holds the text. On a GPU each of these steps
-    is a CUDA graph of its own, captured after two passes; `device` and `window` tokens hold for all. When the cache is
+    is a CUDA graph of its own, captured after two passes that count already. When the cache of `window` tokens is
     full, the last half of the context's tokens are computed anew as the start of a text: at most `window` tokens are
     ever seen, at least half as many, and the cost is about two tokens a token.
     """
