@@ -241,11 +241,43 @@ def evaluate(
 
 @cli.command()
 @run_argument
-@click.option("--format", "kind", type=click.Choice(["artifact", "safetensors"]), default="artifact", show_default=True)
-@click.option("--out", type=folder, help="The file to write; in the run where unset.")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["artifact", "safetensors", "submission"]),
+    default="artifact",
+    show_default=True,
+    help="A submission is a folder: train_gpt.py, which needs no specc, and the weights.",
+)
+@click.option("--out", type=folder, help="The file, or of a submission the folder, to write; in the run where unset.")
 @click.option("--force", is_flag=True, help="Replace a file that exists.")
-def export(run: Path, kind: Any, out: Path | None, force: bool) -> None:
-    """Write a run as one file, read back and compared before it counts."""
+@click.option("--codec", type=click.Choice(["brotli", "lzma"]), help="Of a submission's weights; brotli where unset.")
+@click.option("--target", "targets", multiple=True, help="Of a submission, take the code of this one only; repeatable.")
+@tokenizers_option
+def export(
+    run: Path,
+    kind: Any,
+    out: Path | None,
+    force: bool,
+    codec: str | None,
+    targets: tuple[str, ...],
+    tokenizers: tuple[Path, ...],
+) -> None:
+    """Write a run as one file, read back and compared before it counts; or as a submission to parameter-golf."""
+    if kind == "submission":
+        from specc.runtime.export.codecs import Codec
+        from specc.runtime.submission.export import export_submission
+
+        chosen = Codec[(codec or "brotli").upper()]
+        into = out or run / "submission"
+        for file in export_submission(
+            run, into, codec=chosen, targets=targets, search=tokenizers, force=force, say=say
+        ):
+            click.echo(f"wrote {file}: {file.stat().st_size:,} bytes")
+        click.echo(f"next: specc size {into}")
+        return
+    if codec is not None or targets:
+        raise click.UsageError("--codec and --target are for --format submission")
     from specc.runtime.export.run import export as write
 
     path = write(run, kind, out, force=force, say=say)
@@ -311,7 +343,15 @@ def generate(
 @format_option
 @formatted
 def size(model: Path, budget: int | None, as_json: bool) -> int:
-    """Count the bytes that ship, exactly; exit 1 when they are over the budget."""
+    """Count the bytes that ship, exactly; exit 1 when they are over the budget. Of a submission's folder, those of its
+    two files."""
+    from specc.runtime.submission.count import is_submission, submission_size
+
+    if is_submission(model):
+        counted = submission_size(model, budget)
+        for line in [json.dumps(counted.facts(), indent=2)] if as_json else counted.report():
+            click.echo(line)
+        return int(counted.over)
     from specc.runtime.size import size as count
 
     found = count(model, budget)

@@ -109,12 +109,14 @@ def write_artifact(
     return _size(header)
 
 
-def measured_bytes(*, spec: bytes, layout: Layout, tensors: Tensors, quality: int = 11) -> int:
+def measured_bytes(
+    *, spec: bytes, layout: Layout, tensors: Tensors, quality: int = 11, codec: Codec = Codec.BROTLI
+) -> int:
     """The exact size of the file that `write_artifact` would write with this `quality`, without writing it.
 
     While bits are allocated, `specc.runtime.quantize.tensors.entropy_bytes` is the quick estimate.
     """
-    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality, Codec.BROTLI)[0].total
+    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality, codec)[0].total
 
 
 def read_artifact(
