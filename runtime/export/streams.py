@@ -144,7 +144,7 @@ def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform
     """The transform whose section is smallest, measured on a part of it: half of its rows by half of its columns, so
     that what transposing gains is not lost with the shape."""
     matrix = _matrix(data, stream)
-    options = _OF_CODES if stream.kind == Kind.CODES else _OF_ITEMS
+    options: tuple[Transform, ...] = _OF_CODES if stream.kind == Kind.CODES else _OF_ITEMS
     if 1 in matrix.shape:
         options = tuple(option for option in options if not option & (T.TRANSPOSED | T.ORDERED))
     if len(matrix) > MAX_ORDERED:

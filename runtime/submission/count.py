@@ -60,4 +60,4 @@ def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
             raise IntegrityError(f"{path / name} is not a regular file", "what a link leads to would not be counted")
         sizes.append(found.st_size)
     others = tuple(sorted(entry.name for entry in path.iterdir() if entry.name not in (CODE, WEIGHTS)))
-    return SubmissionSize(path, *sizes, LIMIT if budget is None else budget, others)
+    return SubmissionSize(path, sizes[0], sizes[1], LIMIT if budget is None else budget, others)

@@ -103,7 +103,7 @@ def _train(world: World, target: str, options: Any) -> None:
     """Trains, quantizes on rank 0, and writes `options.weights`."""
     tokenizer: Any = Pieces()
     train, window = plan.TRAIN, plan.WINDOW
-    streams = [open_stream(options.data, split, tokenizer, Path()) for split in ("train", "val")]  # type: ignore[arg-type]
+    streams = [open_stream(options.data, split, tokenizer, Path()) for split in ("train", "val")]
     torch.manual_seed(train.seed)
     model = module(target)
     initialize(model)
@@ -229,7 +229,7 @@ def read(path: Path) -> tuple[Mapping[str, Scheme], Mapping[str, Mapping[str, An
             raise ValueError("it is of another model")
         for rule in rules:
             settings = {k: tuple(v) if isinstance(v, list) else v for k, v in rule.items() if k != "match"}
-            found[rule["match"]] = plan.SCHEMES[settings["scheme"]](**settings)
+            found[rule["match"]] = plan.SCHEMES[rule["scheme"]](**settings)
         if list(found) != list(plan.BASE):
             raise ValueError("it has other parameters")
         return interface(found), layout(found, SHAPES)

@@ -6,6 +6,8 @@ name.
 
 from __future__ import annotations
 
+import inspect
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self, get_args, get_type_hints
 
@@ -32,6 +34,9 @@ def ConfigDict(**settings: Any) -> dict[str, Any]:
     return settings
 
 
+_FITS = {"ge": operator.ge, "gt": operator.gt, "le": operator.le, "lt": operator.lt}
+
+
 class BaseModel:
     """A frozen record of the fields that its class annotates."""
 
@@ -41,7 +46,7 @@ class BaseModel:
 
     def __init_subclass__(cls) -> None:
         bases = [base for base in reversed(cls.__mro__) if base is not BaseModel]
-        fields = {name: ... for base in bases for name in base.__dict__.get("__annotations__", ())}
+        fields = {name: ... for base in bases for name in inspect.get_annotations(base)}
         left_out = {}
         for name in fields:
             value = getattr(cls, name, ...)
@@ -69,15 +74,10 @@ class BaseModel:
 
     def _check(self, name: str, value: Any) -> None:
         limits = self._ranges.get(name, {})
-        for word, fits in (
-            ("ge", lambda v, limit: v >= limit),
-            ("gt", lambda v, limit: v > limit),
-            ("le", lambda v, limit: v <= limit),
-            ("lt", lambda v, limit: v < limit),
-        ):
+        for word, fits in _FITS.items():
             if word not in limits:
                 continue
-            kinds = int if type(limits[word]) is int and name in ("bits", "correction_rank") else (int, float)
+            kinds = int if name in ("bits", "correction_rank") else (int, float)
             if isinstance(value, bool) or not isinstance(value, kinds) or not fits(value, limits[word]):
                 raise ValidationError(f"{name} is {value!r}, which is not {word} {limits[word]}")
 
