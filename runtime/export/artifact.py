@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ Layout = Sequence[tuple[str, Stored]]
 Tensors = Mapping[str, Mapping[str, Array]]
 
 READ_LIMIT = 8 * 2**30
+REMEMBERED = 256  # sections, about 90 MB: while bits are allocated, most stay as they were
+_remembered: OrderedDict[tuple[object, ...], tuple[Section, bytes]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,15 +214,27 @@ def _assemble(
         if item is None:
             body = compress(spec, quality, codec)
             return Section(Kind.SPEC, len(body), len(spec), hashlib.sha256(body).digest()), body
-        stream, data = item
-        transform = choose(data, stream, quality, codec)
-        raw = pack(data, stream, transform)
-        body = compress(raw, quality, codec)
-        return Section(stream.kind, len(body), len(raw), hashlib.sha256(body).digest(), transform), body
+        return _section(*item, quality, codec)
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, len(parts) + 1)) as pool:
         made = list(pool.map(section, [None, *parts]))
     return Header(interface, code, tuple(one for one, _ in made), codec), [body for _, body in made]
+
+
+def _section(stream: Stream, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:
+    """The section of whole rows of a stream, smallest as measured; made once of the same bytes."""
+    key = (stream.kind, stream.columns, hashlib.sha256(data).digest(), quality, codec)
+    made = _remembered.get(key)
+    if made is None:
+        transform = choose(data, stream, quality, codec)
+        raw = pack(data, stream, transform)
+        body = compress(raw, quality, codec)
+        made = Section(stream.kind, len(body), len(raw), hashlib.sha256(body).digest(), transform), body
+        _remembered[key] = made
+        while len(_remembered) > REMEMBERED:
+            with contextlib.suppress(KeyError):  # another thread was first
+                _remembered.popitem(last=False)
+    return made
 
 
 def _parts(layout: Layout, tensors: Tensors) -> Iterator[tuple[Stream, bytes]]:

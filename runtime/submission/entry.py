@@ -102,7 +102,9 @@ def _options(arguments: Sequence[str] | None) -> Any:
 def _train(world: World, target: str, options: Any) -> None:
     """Trains, quantizes on rank 0, and writes `options.weights`."""
     tokenizer: Any = Pieces()
-    train, window = plan.TRAIN, plan.WINDOW
+    train, window, out = plan.TRAIN, plan.WINDOW, Path(options.weights)
+    if out.is_dir() or not out.parent.is_dir():  # now, not after all the training
+        raise RunFailure(f"{out} is not a place for a file", "name a file in a folder that exists")
     streams = [open_stream(options.data, split, tokenizer, Path()) for split in ("train", "val")]
     torch.manual_seed(train.seed)
     model = module(target)
@@ -132,7 +134,7 @@ def _train(world: World, target: str, options: Any) -> None:
         _say(world, f"step {trainer.step}: {measured.line()} before quantization")
     del trainer, model
     if not world.rank:
-        quantize(weights, world.device, target, streams[0], Path(options.weights))
+        quantize(weights, world.device, target, streams[0], out)
     world.wait()
     for stream in streams:
         stream.close()

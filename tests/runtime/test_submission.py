@@ -4,17 +4,20 @@ import ast
 import json
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from run_samples import make_run, one_thread, small_spec, write_text
 
 from specc.compiler import check
@@ -89,10 +92,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(Run.open(result.run), shards, folder / "out", alone)
 
 
-def alone(made: Made, folder: Path, *arguments: str) -> Any:
+def alone(made: Made, folder: Path, *arguments: str, absent: str = ",".join(ABSENT), **more: str) -> Any:
     """Runs train_gpt.py of `folder` where there is nothing but torch."""
-    command = [sys.executable, "-I", "-S", "-c", START, str(made.alone), ",".join(ABSENT), CODE, *arguments]
-    environment = {"OMP_NUM_THREADS": "1", "HOME": str(folder), "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-I", "-S", "-c", START, str(made.alone), absent, CODE, *arguments]
+    environment = {"OMP_NUM_THREADS": "1", "HOME": str(folder), "PATH": os.environ["PATH"], **more}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
 
 
@@ -122,6 +125,31 @@ def test_it_trains_quantizes_and_writes_what_specc_does(made: Made, tmp_path: Pa
         assert any(line.startswith(f"step {step['step']}: loss {step['loss']:.4f}") for line in lines)
     assert json.loads(facts) == evaluate(tmp_path / WEIGHTS, EvaluateOptions(str(made.shards))).facts()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [WEIGHTS, CODE]
+
+
+def test_two_processes_train_and_score_together(made: Made, tmp_path: Path) -> None:
+    """As torchrun starts them: one file, and scores that both have added up."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    run = make_run(tmp_path / "run", small_spec("train.micro_batch=2"), str(made.shards))
+    quantize(run.directory, QuantizeOptions(max_tokens=50), lambda _: None)
+    export_submission(run.directory, tmp_path / "out", codec=Codec.LZMA)
+    where = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with ThreadPoolExecutor() as pool:
+        jobs = [
+            pool.submit(
+                alone, made, tmp_path / "out", "--data", str(made.shards), RANK=str(rank), LOCAL_RANK=str(rank), **where
+            )
+            for rank in range(2)
+        ]
+        first, second = (job.result() for job in jobs)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert not second.stdout
+    facts = json.loads(first.stdout.splitlines()[-1])
+    found = evaluate(tmp_path / "out" / WEIGHTS, EvaluateOptions(str(made.shards))).facts()
+    assert isinstance(found, dict) and facts["tokens"] == found["tokens"]
+    assert facts["nats"] == pytest.approx(found["nats"], rel=1e-9)
 
 
 def test_brotli_is_missed_with_words_and_never_replaced(made: Made, tmp_path: Path) -> None:
@@ -248,3 +276,36 @@ def test_force_replaces_both_and_the_same_run_gives_the_same_bytes(made: Made, t
     (folder / WEIGHTS).write_text("old")
     export_submission(made.run.directory, folder, codec=Codec.LZMA, force=True)
     assert all((folder / name).read_bytes() == (made.folder / name).read_bytes() for name in (CODE, WEIGHTS))
+
+
+@pytest.mark.gpu
+@pytest.mark.nvcc
+def test_the_gpu_code_trains_and_scores_alone(tmp_path: Path) -> None:
+    """Triton, CUTLASS through nvcc, CUDA graphs and torch.compile, with torch's and CUTLASS's packages alone; the score
+    is that of `specc eval`."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the code is for sm_90a")
+    run = make_run(tmp_path / "run", small_spec("targets=[cpu, sm90]", "model.dim=128"), str(write_shards(tmp_path)))
+    quantize(run.directory, QuantizeOptions(target="cpu", max_tokens=50), lambda _: None)
+    export_submission(run.directory, tmp_path / "out", targets=("sm90",))
+    packages, only = Path(sysconfig.get_paths()["purelib"]), tmp_path / "alone"
+    only.mkdir()
+    more = (
+        "brotli.py",
+        "_brotli*",
+        "jinja2",
+        "markupsafe",
+        "setuptools",
+        "cutlass_library",
+        "nvidia_cutlass-*",
+        "torch-*",
+    )
+    for path in (path for name in (*ALONE, *more) for path in packages.glob(name)):
+        (only / path.name).symlink_to(path)
+    made = Made(run, tmp_path, tmp_path / "out", only)
+    command = ("--data", str(tmp_path), "--steps", "3")
+    done = alone(made, made.folder, *command, absent="specc,pydantic,sentencepiece,click,platformdirs")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    found = evaluate(made.folder / WEIGHTS, EvaluateOptions(str(tmp_path)), target="sm90").facts()
+    assert isinstance(found, dict) and facts["nats"] == pytest.approx(found["nats"], rel=1e-6)
