@@ -1,6 +1,7 @@
 """Writes a submission: train_gpt.py and the weights of a quantized run, beside each other."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def export_submission(
             raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
 
     write_atomically(code, [text.encode()], check)
-    needs = "torch, numpy and brotli" if codec == Codec.BROTLI else "torch and numpy"
+    python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
+    needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
     if (total := len(text.encode()) + weights.stat().st_size) > LIMIT:
         say(f"{total:,} bytes are over the challenge's {LIMIT:,}")
