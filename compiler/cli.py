@@ -46,9 +46,9 @@ def main() -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Runs one command; returns its exit code."""
-    from specc.compiler import cli_data, cli_measure, cli_run  # they add their commands
+    from specc.compiler import cli_data, cli_export, cli_measure, cli_run  # they add their commands
 
-    assert cli_run and cli_measure and cli_data
+    assert cli_run and cli_export and cli_measure and cli_data
     try:
         result = cli.main(arguments, standalone_mode=False)
         return result if isinstance(result, int) else 0

@@ -242,19 +242,6 @@ def evaluate(
 
 
 @cli.command()
-@run_argument
-@click.option("--format", "kind", type=click.Choice(["artifact", "safetensors"]), default="artifact", show_default=True)
-@click.option("--out", type=folder, help="The file to write; in the run where unset.")
-@click.option("--force", is_flag=True, help="Replace a file that exists.")
-def export(run: Path, kind: Any, out: Path | None, force: bool) -> None:
-    """Write a run as one file, read back and compared before it counts."""
-    from specc.runtime.export.run import export as write
-
-    path = write(run, kind, out, force=force, say=say)
-    click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")
-
-
-@cli.command()
 @model_argument
 @click.option("--prompt", default="", help="The start of a document.")
 @click.option(
@@ -317,44 +304,6 @@ def generate(
     click.echo(prompt, nl=False)
     write(opened, prompt.encode(), max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
     click.echo()
-
-
-@cli.command()
-@model_argument
-@click.option("--budget", type=click.IntRange(min=1), help="Bytes it may take, decimal; the spec's where unset.")
-@json_option
-@format_option
-@formatted
-def size(model: Path, budget: int | None, as_json: bool) -> int:
-    """Count the bytes that ship, exactly; exit 1 when they are over the budget."""
-    from specc.runtime.size import size as count
-
-    found = count(model, budget)
-    if as_json:
-        groups = [
-            {"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored}
-            for g in found.groups
-        ]
-        data = {
-            "path": str(found.path),
-            "total": found.total,
-            "budget": found.budget,
-            "over": found.over,
-            "groups": groups,
-        }
-        click.echo(json.dumps(data, indent=2))
-        return int(found.over)
-    for group in found.groups:
-        click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
-    for section in found.sections:
-        click.echo(f"section {section.kind:<20} {section.compressed:>12,} bytes of {section.raw:,}")
-    against = (
-        f" of {found.budget:,}: {'OVER by' if found.over else 'within, by'} {abs(found.budget - found.total):,}"
-        if found.budget
-        else ""
-    )
-    click.echo(f"{found.path}: {found.total:,} bytes{against}")
-    return int(found.over)
 
 
 @cli.command()

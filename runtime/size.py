@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specc.runtime.errors import IntegrityError
-from specc.runtime.export.artifact import SectionSize, artifact_size, peek_spec
+from specc.runtime.export.artifact import SectionSize, artifact_size, peek_spec, require_layout
 from specc.runtime.opened import artifact_of, deployment_of
 
 
@@ -30,7 +30,7 @@ class SizeResult:
     """The bytes of an artifact, decimal.
 
     `total`, what the file system says, is `header` plus the compressed bytes of `sections`. The raw bytes of
-    all sections but the spec's are the `stored` bytes of all `groups`.
+    all sections but the spec's are the `stored` bytes of all `groups`, and two a row where rows were ordered.
     """
 
     path: Path
@@ -58,11 +58,10 @@ def size(path: Path, budget: int | None = None) -> SizeResult:
         spec, deployment = deployment_of(peek_spec(artifact))
     except IntegrityError as error:
         raise IntegrityError(f"{artifact}: {error.message}", error.hint) from error
-    wanted = sum(stored.bytes for _, stored in deployment.layout)
-    raw = sum(section.raw for section in found.sections if section.kind != "spec")
+    require_layout(artifact, deployment.layout)
     total = artifact.stat().st_size
-    if total != found.total or raw != wanted:
-        raise IntegrityError(f"{artifact}: its sections do not have the sizes that its spec asks for")
+    if total != found.total:
+        raise IntegrityError(f"{artifact}: it changed while it was read")
     if budget is None and spec.quant is not None:
         budget = spec.quant.budget_bytes
 

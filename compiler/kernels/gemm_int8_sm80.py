@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir import Op
-from specc.compiler.kernels.gemm_int8 import int8_refusal
+from specc.compiler.kernels.gemm_int8 import int8_refusal, int8_tail
 from specc.compiler.kernels.gemm_int8_cutlass import rendered
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.quantized import Int8Linear
@@ -51,7 +51,8 @@ class GemmInt8Sm80(Kernel):
     def render(self, site: Site) -> Rendered:
         op = site.node.op
         assert isinstance(op, Int8Linear)
-        tile = NARROW if op.extent(site.inputs[1])[0] <= NARROW.n else SQUARE
+        codes = int8_tail(site).codes  # which a narrow tile's threads cannot store by eight
+        tile = SQUARE if codes or op.extent(site.inputs[1])[0] > NARROW.n else NARROW
         return rendered(site, "cutlass/gemm_int8_sm80.cu.jinja", tile, LEAF)
 
 

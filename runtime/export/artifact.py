@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,27 +22,29 @@ import numpy.typing as npt
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically
+from specc.runtime.export.codecs import Codec, compress
 from specc.runtime.export.sections import (
-    CHUNK_BYTES,
     ITEM_BYTES,
     MAX_SECTIONS,
     MAX_SPEC_BYTES,
     Header,
     Kind,
     Section,
-    compress,
     kind_of,
     raw_sizes,
     read_header,
     read_section,
     read_verified_bytes,
 )
+from specc.runtime.export.streams import Stream, choose, pack, raw_size, streams, unpack
 
 Array = npt.NDArray[Any]
 Layout = Sequence[tuple[str, Stored]]
 Tensors = Mapping[str, Mapping[str, Array]]
 
 READ_LIMIT = 8 * 2**30
+REMEMBERED = 256  # sections, about 90 MB: while bits are allocated, most stay as they were
+_remembered: OrderedDict[tuple[object, ...], tuple[Section, bytes]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +84,16 @@ def write_artifact(
     layout: Layout,
     tensors: Tensors,
     quality: int = 11,
+    codec: Codec = Codec.BROTLI,
 ) -> ArtifactSize:
     """Writes `path` atomically; it is read back and compared with `tensors` before it takes its place.
 
     `spec` is the resolved spec as canonical JSON; `interface` and `code` are 32-byte digests. The bytes are a
-    function of the arguments and the brotli release. `quality` below 11 is for tests. Raises RunFailure when
+    function of the arguments and the release of the codec. `quality` below 11 is for tests. Raises RunFailure when
     `tensors` is not what `layout` says or the file cannot be written, IntegrityError when it does not read
     back.
     """
-    header, bodies = _assemble(spec, interface, code, layout, tensors, quality)
+    header, bodies = _assemble(spec, interface, code, layout, tensors, quality, codec)
 
     def check(temporary: Path) -> None:
         unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
@@ -108,12 +112,14 @@ def write_artifact(
     return _size(header)
 
 
-def measured_bytes(*, spec: bytes, layout: Layout, tensors: Tensors, quality: int = 11) -> int:
+def measured_bytes(
+    *, spec: bytes, layout: Layout, tensors: Tensors, quality: int = 11, codec: Codec = Codec.BROTLI
+) -> int:
     """The exact size of the file that `write_artifact` would write with this `quality`, without writing it.
 
     While bits are allocated, `specc.runtime.quantize.tensors.entropy_bytes` is the quick estimate.
     """
-    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality)[0].total
+    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality, codec)[0].total
 
 
 def read_artifact(
@@ -127,7 +133,7 @@ def read_artifact(
     """
     with _opened(path) as (file, size):
         header = read_header(file, size)
-        spec = read_section(file, header.sections[0], "the spec")
+        spec = read_section(file, header.sections[0], "the spec", header.codec)
         try:
             interface, layout = layout_of(spec)
         except RuntimeFailure:
@@ -141,19 +147,26 @@ def read_artifact(
             )
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
             raise IntegrityError(f"its arrays take {needed:,} bytes, more than the limit of {limit:,}")
-        data = header.sections[1:]
-        if [(section.kind, section.raw) for section in data] != raw_sizes(layout):
-            raise IntegrityError("its sections do not have the sizes that its spec asks for")
-        streams: dict[Kind, list[bytes]] = {}
-        for i, section in enumerate(data):
-            streams.setdefault(section.kind, []).append(read_section(file, section, f"section {i + 1}"))
-    return Artifact(spec, header.code, _unpacked(layout, streams))
+        plan = _planned(header, layout)
+        raws = [
+            read_section(file, section, f"section {i + 1}", header.codec)
+            for i, section in enumerate(header.sections[1:])
+        ]
+        tensors = _unpacked_1(layout, header, raws) if header.version == 1 else _unpacked(layout, header, plan, raws)
+    return Artifact(spec, header.code, tensors)
+
+
+def require_layout(path: Path, layout: Layout) -> None:
+    """Raises IntegrityError unless the sections of the file at `path` have the sizes of this layout."""
+    with _opened(path) as (file, size):
+        _planned(read_header(file, size), layout)
 
 
 def peek_spec(path: Path) -> bytes:
     """The resolved spec alone, verified; the other sections are not read. Raises IntegrityError."""
     with _opened(path) as (file, size):
-        return read_section(file, read_header(file, size).sections[0], "the spec")
+        header = read_header(file, size)
+        return read_section(file, header.sections[0], "the spec", header.codec)
 
 
 def artifact_size(path: Path) -> ArtifactSize:
@@ -185,7 +198,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def _assemble(
-    spec: bytes, interface: bytes, code: bytes, layout: Layout, tensors: Tensors, quality: int
+    spec: bytes, interface: bytes, code: bytes, layout: Layout, tensors: Tensors, quality: int, codec: Codec
 ) -> tuple[Header, list[bytes]]:
     """The header and the compressed sections of an artifact."""
     if len(interface) != 32 or len(code) != 32:
@@ -193,20 +206,62 @@ def _assemble(
     if len(spec) > MAX_SPEC_BYTES:
         raise RunFailure(f"the resolved spec has {len(spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
     _check(layout, tensors)
-    raws = [(Kind.SPEC, spec)]
-    for kind in list(Kind)[1:]:
-        parts = [tensors[name][stored.suffix].tobytes() for name, stored in layout if kind_of(stored) == kind]
-        planes = _to_planes(b"".join(parts), ITEM_BYTES[kind])
-        raws += [(kind, planes[start : start + CHUNK_BYTES]) for start in range(0, len(planes), CHUNK_BYTES)]
-    if len(raws) > MAX_SECTIONS:
-        raise RunFailure(f"the parameters need {len(raws):,} sections; an artifact holds {MAX_SECTIONS:,}")
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(raws))) as pool:
-        bodies = list(pool.map(lambda item: compress(item[1], quality), raws))
-    sections = tuple(
-        Section(kind, len(body), len(raw), hashlib.sha256(body).digest())
-        for (kind, raw), body in zip(raws, bodies, strict=True)
-    )
-    return Header(interface, code, sections), bodies
+    parts = [*_parts(layout, tensors)]
+    if len(parts) >= MAX_SECTIONS:
+        raise RunFailure(f"the parameters need {len(parts) + 1:,} sections; an artifact holds {MAX_SECTIONS:,}")
+
+    def section(item: tuple[Stream, bytes] | None) -> tuple[Section, bytes]:
+        if item is None:
+            body = compress(spec, quality, codec)
+            return Section(Kind.SPEC, len(body), len(spec), hashlib.sha256(body).digest()), body
+        return _section(*item, quality, codec)
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(parts) + 1)) as pool:
+        made = list(pool.map(section, [None, *parts]))
+    return Header(interface, code, tuple(one for one, _ in made), codec), [body for _, body in made]
+
+
+def _section(stream: Stream, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:
+    """The section of whole rows of a stream, smallest as measured; made once of the same bytes."""
+    key = (stream.kind, stream.columns, hashlib.sha256(data).digest(), quality, codec)
+    made = _remembered.get(key)
+    if made is None:
+        transform = choose(data, stream, quality, codec)
+        raw = pack(data, stream, transform)
+        body = compress(raw, quality, codec)
+        made = Section(stream.kind, len(body), len(raw), hashlib.sha256(body).digest(), transform), body
+        _remembered[key] = made
+        while len(_remembered) > REMEMBERED:
+            with contextlib.suppress(KeyError):  # another thread was first
+                _remembered.popitem(last=False)
+    return made
+
+
+def _parts(layout: Layout, tensors: Tensors) -> Iterator[tuple[Stream, bytes]]:
+    """What each section holds: whole rows of a stream."""
+    for stream in streams(layout):
+        arrays = (tensors[name][stored.suffix] for name, stored in (layout[place] for place in stream.members))
+        whole, position = b"".join(array.tobytes() for array in arrays), 0
+        for rows in stream.cuts():
+            yield stream, whole[position : position + rows * stream.row_bytes]
+            position += rows * stream.row_bytes
+
+
+def _planned(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
+    """The stream and the rows of every data section; none of version 1. Raises IntegrityError unless the sections are
+    those of the layout."""
+    data = header.sections[1:]
+    plan = [(stream, rows) for stream in streams(layout) for rows in stream.cuts()] if header.version > 1 else []
+    if header.version == 1:
+        wanted = raw_sizes(layout)
+    else:
+        wanted = [
+            (stream.kind, raw_size(stream, rows, section.transform))
+            for (stream, rows), section in zip(plan, data, strict=False)
+        ] + [(Kind.SPEC, 0)] * abs(len(plan) - len(data))
+    if [(section.kind, section.raw) for section in data] != wanted:
+        raise IntegrityError("its sections do not have the sizes that its spec asks for")
+    return plan
 
 
 def _check(layout: Layout, tensors: Tensors) -> None:
@@ -227,9 +282,33 @@ def _check(layout: Layout, tensors: Tensors) -> None:
             )
 
 
-def _unpacked(layout: Layout, streams: Mapping[Kind, list[bytes]]) -> dict[str, dict[str, Array]]:
-    """The arrays of `layout`; the streams have exactly its sizes."""
-    joined = {kind: _from_planes(b"".join(parts), ITEM_BYTES[kind]) for kind, parts in streams.items()}
+def _unpacked(
+    layout: Layout, header: Header, plan: list[tuple[Stream, int]], raws: list[bytes]
+) -> dict[str, dict[str, Array]]:
+    """The arrays of `layout`; the sections have exactly its sizes."""
+    whole: dict[Stream, list[bytes]] = {}
+    for i, ((stream, rows), section) in enumerate(zip(plan, header.sections[1:], strict=True)):
+        whole.setdefault(stream, []).append(unpack(raws[i], stream, rows, section.transform, f"section {i + 1}"))
+        raws[i] = b""  # so that not all of them are held twice
+    flat: dict[int, bytes | memoryview] = {}
+    for stream, pieces in whole.items():
+        data, position = memoryview(b"".join(pieces)), 0
+        for place in stream.members:
+            size = layout[place][1].bytes
+            flat[place], position = data[position : position + size], position + size
+    tensors: dict[str, dict[str, Array]] = {}
+    for place, (name, stored) in enumerate(layout):
+        array = np.frombuffer(flat.get(place, b""), np.uint8).view(stored.numpy_dtype()).reshape(stored.shape)
+        tensors.setdefault(name, {})[stored.suffix] = array
+    return tensors
+
+
+def _unpacked_1(layout: Layout, header: Header, raws: list[bytes]) -> dict[str, dict[str, Array]]:
+    """As `_unpacked`, of a file of version 1."""
+    parts: dict[Kind, list[bytes]] = {}
+    for section, raw in zip(header.sections[1:], raws, strict=True):
+        parts.setdefault(section.kind, []).append(raw)
+    joined = {kind: _from_planes(b"".join(found), ITEM_BYTES[kind]) for kind, found in parts.items()}
     position = dict.fromkeys(Kind, 0)
     tensors: dict[str, dict[str, Array]] = {}
     for name, stored in layout:
@@ -238,11 +317,6 @@ def _unpacked(layout: Layout, streams: Mapping[Kind, list[bytes]]) -> dict[str, 
         flat = np.frombuffer(joined.get(kind, b""), dtype=np.uint8)[start : position[kind]]
         tensors.setdefault(name, {})[stored.suffix] = flat.view(stored.numpy_dtype()).reshape(stored.shape)
     return tensors
-
-
-def _to_planes(data: bytes, item: int) -> bytes:
-    """First byte 0 of every item, then byte 1, and so on."""
-    return data if item == 1 else np.frombuffer(data, np.uint8).reshape(-1, item).T.tobytes()
 
 
 def _from_planes(data: bytes, item: int) -> bytes:

@@ -55,10 +55,7 @@ def _copy_artifact(run: Run, out: Path, say: Say) -> None:
     source = quantized_artifact(run)
     data = source.read_bytes()
     read_verified(source)
-    report = json.loads(Committed.open(run.quantized).read(REPORT))
-    newest = checkpoint.latest(run.checkpoints, say)
-    if newest is not None and checkpoint.read_state(newest).step != report["step"]:
-        say(f"the artifact is of step {report['step']}, and {newest} is newer: quantize again to export it")
+    newer_weights(run, say)
 
     def check(temporary: Path) -> None:
         read_verified(temporary)
@@ -66,3 +63,11 @@ def _copy_artifact(run: Run, out: Path, say: Say) -> None:
             raise IntegrityError(f"{out}: what was written does not read back", "check disk and memory")
 
     write_atomically(out, [data], check)
+
+
+def newer_weights(run: Run, say: Say) -> None:
+    """Tells `say` where the run has weights that its artifact was not made of."""
+    report = json.loads(Committed.open(run.quantized).read(REPORT))
+    newest = checkpoint.latest(run.checkpoints, say)
+    if newest is not None and checkpoint.read_state(newest).step != report["step"]:
+        say(f"the artifact is of step {report['step']}, and {newest} is newer: quantize again to export it")

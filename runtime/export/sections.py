@@ -1,46 +1,47 @@
 """The parts of a `.specc` file: its header, and how arrays become compressed sections and come back.
 
-Layout of version 1, little-endian:
+Layout of version 2, little-endian:
 
     offset  bytes
     0       8     magic 93 53 50 45 43 43 0D 0A
-    8       2     version, 1
-    10      2     flags, 0
+    8       2     version, 2
+    10      2     codec of all sections: 0 brotli, 1 LZMA2
     12      4     number of sections, n
     16      32    interface digest
     48      32    code digest
-    80      44 n  per section: kind (4), compressed size (4), raw size (4), SHA-256 of its compressed bytes
+    80      44 n  per section: kind (1), transform (1), 0 (2), compressed size (4), raw size (4), SHA-256 of its
+                  compressed bytes
     80+44n  32    SHA-256 of everything above
     then          the sections, in order, and nothing after them
 
-Sections come by kind: one of the spec, then the arrays of each kind joined in layout order and cut every 512
-KiB. Names, dtypes and shapes are not stored. Kinds wider than a byte are stored by byte planes (all low bytes
-first), which saves 3 to 9 % on trained floats. Cutting saves 0.3 % on codes against one stream, because
-brotli then adapts to each part; it lets all cores compress; and it bounds what any one section can expand to.
+Sections come by kind: one of the spec, then the streams of streams.py, each cut between rows at no more than 512 KiB;
+each section has the transform that made it smallest. Names, dtypes and shapes are not stored. Cutting lets brotli adapt
+to each part and all cores compress, and bounds what any one section can expand to.
+
+Version 1, which is read but no longer written, has no codec and no transforms: the arrays of each kind are joined in
+layout order and cut every 512 KiB, those of kinds wider than a byte by byte planes (all low bytes first).
 """
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import BinaryIO
 
-import brotli
-
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.errors import IntegrityError
+from specc.runtime.export.codecs import Codec, decompressed
 
 MAGIC = b"\x93SPECC\r\n"
-VERSION = 1
+VERSION = 2
 MAX_SECTIONS = 2**16  # 32 GiB of raw data and a header of 2.9 MB
 MAX_SPEC_BYTES = 16 * 2**20
 CHUNK_BYTES = 512 * 2**10
-SLACK_BYTES = 64 * 2**10  # a section is abandoned once it gives this much more than it declared
-WINDOW_BITS = 24
+ORDER_BYTES = 2 * 2**16  # at most, in front of a section whose rows were ordered
 
 _PREFIX = struct.Struct("<8sHHI32s32s")
-_ENTRY = struct.Struct("<III32s")
+_ENTRY = struct.Struct("<BBHII32s")  # of version 1 the kind takes the first four bytes
 _DIGEST_BYTES = 32
 
 
@@ -72,12 +73,14 @@ def kind_of(stored: Stored) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One entry of the header's table. `digest` is the SHA-256 of the compressed bytes."""
+    """One entry of the header's table. `digest` is the SHA-256 of the compressed bytes; `transform` is one of
+    streams.py."""
 
     kind: Kind
     compressed: int
     raw: int
     digest: bytes
+    transform: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class Header:
     interface: bytes
     code: bytes
     sections: tuple[Section, ...]
+    codec: Codec = Codec.BROTLI
+    version: int = VERSION
 
     @property
     def size(self) -> int:
@@ -100,8 +105,8 @@ class Header:
 
     def pack(self) -> bytes:
         """The header as it stands in the file."""
-        prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(self.sections), self.interface, self.code)
-        entries = (_ENTRY.pack(s.kind, s.compressed, s.raw, s.digest) for s in self.sections)
+        prefix = _PREFIX.pack(MAGIC, VERSION, self.codec, len(self.sections), self.interface, self.code)
+        entries = (_ENTRY.pack(s.kind, s.transform, 0, s.compressed, s.raw, s.digest) for s in self.sections)
         body = prefix + b"".join(entries)
         return body + hashlib.sha256(body).digest()
 
@@ -116,11 +121,11 @@ def read_header(file: BinaryIO, size: int) -> Header:
         raise IntegrityError("it is not a .specc artifact: its first bytes are wrong")
     if len(prefix) < _PREFIX.size:
         raise IntegrityError("its header is cut off")
-    _, version, flags, count, interface, code = _PREFIX.unpack(prefix)
-    if version != VERSION:
-        raise IntegrityError(f"it has format version {version}, and this specc reads version {VERSION}")
-    if flags != 0:
-        raise IntegrityError("it sets flags that this version does not have")
+    _, version, codec, count, interface, code = _PREFIX.unpack(prefix)
+    if version not in (1, VERSION):
+        raise IntegrityError(f"it has format version {version}, and this specc reads versions 1 and {VERSION}")
+    if codec not in ((0,) if version == 1 else tuple(Codec)):
+        raise IntegrityError(f"it sets the flags {codec}, which version {version} does not have")
     rest = _ENTRY.size * count + _DIGEST_BYTES
     # Before the read: a false count must not make us allocate.
     if not 1 <= count <= MAX_SECTIONS or len(prefix) + rest > size:
@@ -130,22 +135,24 @@ def read_header(file: BinaryIO, size: int) -> Header:
     if len(table) != rest or hashlib.sha256(body).digest() != table[-_DIGEST_BYTES:]:
         raise IntegrityError("its header is damaged")
     sections: list[Section] = []
-    for kind, compressed, raw, digest in _ENTRY.iter_unpack(table[:-_DIGEST_BYTES]):
+    for kind, transform, zero, compressed, raw, digest in _ENTRY.iter_unpack(table[:-_DIGEST_BYTES]):
         if kind not in ITEM_BYTES:
             raise IntegrityError(f"section {len(sections)} is of the unknown kind {kind}")
-        if raw > (MAX_SPEC_BYTES if kind == Kind.SPEC else CHUNK_BYTES):
+        if zero or (transform and (version == 1 or kind == Kind.SPEC)):
+            raise IntegrityError(f"section {len(sections)} sets bits that it does not have")
+        if raw > (MAX_SPEC_BYTES if kind == Kind.SPEC else CHUNK_BYTES + ORDER_BYTES):
             raise IntegrityError(f"section {len(sections)} declares {raw:,} bytes, more than one may hold")
-        sections.append(Section(Kind(kind), compressed, raw, digest))
+        sections.append(Section(Kind(kind), compressed, raw, digest, transform))
     if [i for i, section in enumerate(sections) if section.kind == Kind.SPEC] != [0]:
         raise IntegrityError("its first section, and no other, must be the spec")
-    header = Header(interface, code, tuple(sections))
+    header = Header(interface, code, tuple(sections), Codec(codec), version)
     if header.total != size:
         raise IntegrityError(f"its sections end at byte {header.total:,}, and the file at {size:,}")
     return header
 
 
 def raw_sizes(layout: Sequence[tuple[str, Stored]]) -> list[tuple[Kind, int]]:
-    """The (kind, raw size) of every data section of an artifact of this layout, in file order."""
+    """The (kind, raw size) of every data section of an artifact of version 1 of this layout, in file order."""
     totals = dict.fromkeys(list(Kind)[1:], 0)
     for _, stored in layout:
         totals[kind_of(stored)] += stored.bytes
@@ -164,42 +171,13 @@ def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
     return compressed
 
 
-def read_section(file: BinaryIO, section: Section, label: str) -> bytes:
+def read_section(file: BinaryIO, section: Section, label: str, codec: Codec) -> bytes:
     """The raw bytes of the section that `file` stands at; hashed before anything is decompressed.
 
     Raises IntegrityError.
     """
     compressed = read_verified_bytes(file, section, label)
-    raw = b"".join(_decompressed(compressed, section.raw, label))
+    raw = b"".join(decompressed(compressed, section.raw, label, codec))
     if len(raw) != section.raw:
         raise IntegrityError(f"{label} holds {len(raw):,} bytes and declares {section.raw:,}")
     return raw
-
-
-def _decompressed(compressed: bytes, declared: int, label: str) -> Iterator[bytes]:
-    """Pieces of the raw bytes, little more than `declared` in all; the decoder's own limit is only a wish."""
-    decoder = brotli.Decompressor()
-    given, position = 0, 0
-    try:
-        while not decoder.is_finished():
-            # After a full piece the decoder takes no input until it has been emptied; and when all input is
-            # in, it may still hold output back.
-            hungry = decoder.can_accept_more_data()
-            step = compressed[position : position + SLACK_BYTES] if hungry else b""
-            position += len(step)
-            piece = decoder.process(step, output_buffer_limit=SLACK_BYTES // 2)
-            if hungry and not (step or piece or decoder.is_finished()):
-                raise IntegrityError(f"{label} ends before its compressed stream does")
-            given += len(piece)
-            if given > declared + SLACK_BYTES:
-                raise IntegrityError(f"{label} expands past the {declared:,} bytes that it declares")
-            yield piece
-    except brotli.error as error:
-        raise IntegrityError(f"{label} is not a brotli stream") from error
-    if position != len(compressed):
-        raise IntegrityError(f"{label} has bytes after its compressed stream")
-
-
-def compress(raw: bytes, quality: int) -> bytes:
-    """`raw` as brotli of `quality` 0 to 11 with a 16 MiB window."""
-    return bytes(brotli.compress(raw, quality=quality, lgwin=WINDOW_BITS))

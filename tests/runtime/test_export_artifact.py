@@ -66,7 +66,7 @@ def test_arrays_longer_than_a_section(tmp_path: Path) -> None:
     tensors = write(tmp_path / "m.specc", layout)
     assert_same(read_artifact(tmp_path / "m.specc", layout_of), layout, tensors)
     pieces = {row.kind: (row.pieces, row.raw) for row in artifact_size(tmp_path / "m.specc").sections}
-    assert pieces["codes"] == (2, 2 * chunk) and pieces["scales"] == (2, chunk + 6) and pieces["f32"] == (3, 3 * chunk)
+    assert pieces["codes"] == (3, 2 * chunk) and pieces["scales"] == (2, chunk + 6) and pieces["f32"] == (4, 3 * chunk)
 
 
 @pytest.mark.parametrize("bits", [4, 5, 6, 7, 8])

@@ -20,6 +20,7 @@ from specc.compiler.quant.scheme import Stored
 from specc.runtime.errors import IntegrityError
 from specc.runtime.export import sections
 from specc.runtime.export.artifact import artifact_size, peek_spec, read_artifact
+from specc.runtime.export.codecs import Codec, compress
 
 
 def assert_refused(path: Path, data: bytes) -> str:
@@ -106,25 +107,44 @@ def forge(entries: list[tuple[int, bytes, int]], **fields: Any) -> bytes:
 
 
 def forged_model(codes: bytes, declared: int, shape: list[int], **fields: Any) -> bytes:
+    """`kind` is the entry's first four bytes: of version 2 the kind, the transform and two zeros."""
     spec = spec_of([("a", Stored("codes", "i8", tuple(shape)))])
-    return forge([(0, brotli.compress(spec), len(spec)), (1, codes, declared)], **fields)
+    head = compress(spec, 5, Codec(fields["flags"])) if fields.get("flags") == 1 else brotli.compress(spec)
+    return forge([(0, head, len(spec)), (fields.pop("kind", 1), codes, declared)], **fields)
 
 
 def test_a_forged_file_that_tells_the_truth_is_read(tmp_path: Path) -> None:
-    (tmp_path / "m").write_bytes(forged_model(brotli.compress(b"\1" * 12), 12, [3, 4]))
-    assert np.array_equal(read_artifact(tmp_path / "m", layout_of).tensors["a"]["codes"], np.ones((3, 4), np.int8))
+    for version in (1, 2):
+        (tmp_path / "m").write_bytes(forged_model(brotli.compress(b"\1" * 12), 12, [3, 4], version=version))
+        codes = read_artifact(tmp_path / "m", layout_of).tensors["a"]["codes"]
+        assert np.array_equal(codes, np.ones((3, 4), np.int8))
+    lzma = compress(b"\1" * 12, 11, Codec.LZMA)
+    (tmp_path / "m").write_bytes(forged_model(lzma, 12, [3, 4], version=2, flags=1))
+    assert np.array_equal(read_artifact(tmp_path / "m", layout_of).tensors["a"]["codes"], codes)
 
 
 def test_lies_are_named(tmp_path: Path) -> None:
     codes = brotli.compress(b"\1" * 12)
     spec = brotli.compress(b"{}")
-    big = 600 * 1024
+    big = 700 * 1024
     for data, message in [
         (b"", "first bytes are wrong"),
         (b"\x93SPECC\r\n", "header is cut off"),
         (b"PK\3\4" + b"\0" * 200, "first bytes are wrong"),
-        (forged_model(codes, 12, [3, 4], version=2), "format version 2"),
+        (forged_model(codes, 12, [3, 4], version=3), "format version 3"),
         (forged_model(codes, 12, [3, 4], flags=1), "flags"),
+        (forged_model(codes, 12, [3, 4], version=2, flags=2), "flags"),
+        (forged_model(codes, 12, [3, 4], version=2, flags=1), "not an LZMA stream"),
+        (forged_model(codes, 12, [3, 4], kind=1 | 8 << 8, version=2), "unknown transform 8"),
+        (forged_model(codes, 12, [3, 4], kind=1 | 1 << 8), "bits that it does not have"),
+        (forged_model(codes, 12, [3, 4], kind=1 | 1 << 16, version=2), "bits that it does not have"),
+        (forged_model(codes, 12, [3, 4], kind=1 | 4 << 8, version=2), "sizes that its spec asks for"),
+        (
+            forged_model(brotli.compress(b"\1" * 36), 36, [3, 4], kind=1 | 4 << 8, version=2),
+            "order of rows that is none",
+        ),
+        (forged_model(codes, 12, [12], kind=1 | 4 << 8, version=2), "sizes that its spec asks for"),
+        (forged_model(brotli.compress(bytes(2**17)), 2**17, [2**17, 1], kind=1 | 4 << 8, version=2), "were ordered"),
         (forged_model(codes, 12, [3, 4], count=2**32 - 1), "4,294,967,295 sections"),
         (forged_model(codes, 12, [3, 4], count=0), "0 sections"),
         (forged_model(codes, 12, [3, 4], count=1), "header is damaged"),
@@ -145,6 +165,7 @@ def test_lies_are_named(tmp_path: Path) -> None:
         (forge([(1, codes, 12)]), "first section"),
         (forge([(0, spec, 2), (0, spec, 2)]), "first section"),
         (forge([(0, spec, 2), (7, codes, 12)]), "unknown kind 7"),
+        (forge([(0 | 1 << 8, spec, 2)], version=2), "bits that it does not have"),
         (forge([(0, spec, 2)]), "not one that this specc understands"),
         (forge([(0, brotli.compress(b"\xff\xfe"), 2)]), "not one that this specc understands"),
         (forge([(0, spec, 2**24 + 1)]), "more than one may hold"),
@@ -184,6 +205,8 @@ def test_mutated_headers_with_true_digests_never_crash(tmp_path: Path) -> None:
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(end)
             body[at] = rng.choice((0, 1, 0x7F, 0xFF, rng.randrange(256)))
+        for at in range(81, end, 44):  # another transform, if the header were true, is another model
+            body[at] = good[at]
         bad = bytes(body) + hashlib.sha256(body).digest() + good[end + 32 :]
         (tmp_path / "bad").write_bytes(bad)
         try:
@@ -248,7 +271,12 @@ def test_bombs_are_bounded_in_memory(tmp_path: Path) -> None:
     large = spec_of([("a", Stored("codes", "i8", (2**30,)))])
     chunk = sections.CHUNK_BYTES
     packed, many = brotli.compress(spec), brotli.compress(large)
+    thin = compress(block * 4, 11, Codec.LZMA)
     bombs = [
+        forge([(0, thin, 1000)], version=2, flags=1),
+        forge([(0, thin, sections.MAX_SPEC_BYTES)], version=2, flags=1),
+        forge([(0, packed, len(spec)), (1 | 5 << 8, bomb, 3000)], version=2),
+        forge([(0, many, len(large)), *[(1 | 5 << 8, bomb, chunk)] * 2048], version=2),
         forge([(0, bomb, 1000)]),
         forge([(0, bomb, sections.MAX_SPEC_BYTES)]),
         forge([(0, bomb, 2**30)]),

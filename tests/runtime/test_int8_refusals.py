@@ -159,8 +159,8 @@ def test_bits_of_one_dtype_are_never_read_as_another(held: Kind, claimed: Kind, 
     data = bytearray(path.read_bytes())
     count = struct.unpack_from("<I", data, 12)[0]
     entries = [80 + 44 * i for i in range(count)]
-    at = next(entry for entry in entries if struct.unpack_from("<I", data, entry)[0] == held)
-    struct.pack_into("<I", data, at, claimed)
+    at = next(entry for entry in entries if data[entry] == held)
+    data[at] = claimed
     end = 80 + 44 * count
     data[end : end + 32] = hashlib.sha256(data[:end]).digest()
     path.write_bytes(data)

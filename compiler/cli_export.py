@@ -1,0 +1,132 @@
+"""The commands that write what ships, and count its bytes."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import rich_click as click
+
+from specc.compiler.cli import cli, format_option, formatted, json_option
+from specc.compiler.cli_run import folder, model_argument, run_argument, say, tokenizers_option
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What `specc export` was asked for; `codec` and `targets` are for a submission."""
+
+    run: Path
+    kind: Any
+    out: Path | None
+    force: bool
+    codec: str | None
+    targets: tuple[str, ...]
+    tokenizers: tuple[Path, ...]
+
+
+class Writer(Protocol):
+    def __call__(self, wish: Wish) -> Sequence[Path]:
+        """The files that were written."""
+        ...
+
+
+def _one_file(wish: Wish) -> Sequence[Path]:
+    from specc.runtime.export.run import export as write
+
+    if wish.codec is not None or wish.targets:
+        raise click.UsageError("--codec and --target are for --format submission")
+    return [write(wish.run, wish.kind, wish.out, force=wish.force, say=say)]
+
+
+def _submission(wish: Wish) -> Sequence[Path]:
+    from specc.runtime.export.codecs import Codec
+    from specc.runtime.submission.export import export_submission
+
+    return export_submission(
+        wish.run,
+        wish.out or wish.run / "submission",
+        codec=Codec[(wish.codec or "brotli").upper()],
+        targets=wish.targets,
+        search=wish.tokenizers,
+        force=wish.force,
+        say=say,
+    )
+
+
+WRITERS: Mapping[str, Writer] = {"artifact": _one_file, "safetensors": _one_file, "submission": _submission}
+
+
+@cli.command()
+@run_argument
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(list(WRITERS)),
+    default="artifact",
+    show_default=True,
+    help="A submission is a folder: train_gpt.py, which needs no specc, and the weights.",
+)
+@click.option("--out", type=folder, help="The file, or of a submission the folder, to write; in the run where unset.")
+@click.option("--force", is_flag=True, help="Replace a file that exists.")
+@click.option("--codec", type=click.Choice(["brotli", "lzma"]), help="Of a submission's weights; brotli where unset.")
+@click.option("--target", "targets", multiple=True, help="Of a submission, take the code of this one only; repeatable.")
+@tokenizers_option
+def export(
+    run: Path,
+    kind: Any,
+    out: Path | None,
+    force: bool,
+    codec: str | None,
+    targets: tuple[str, ...],
+    tokenizers: tuple[Path, ...],
+) -> None:
+    """Write a run as one file, read back and compared before it counts; or as a submission to parameter-golf."""
+    for path in WRITERS[kind](Wish(run, kind, out, force, codec, targets, tokenizers)):
+        click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")
+
+
+@cli.command()
+@model_argument
+@click.option("--budget", type=click.IntRange(min=1), help="Bytes it may take, decimal; the spec's where unset.")
+@json_option
+@format_option
+@formatted
+def size(model: Path, budget: int | None, as_json: bool) -> int:
+    """Count the bytes that ship, exactly; exit 1 when they are over the budget. Of a submission's folder, those of its
+    two files."""
+    from specc.runtime.submission.count import is_submission, submission_size
+
+    if is_submission(model):
+        counted = submission_size(model, budget)
+        for line in [json.dumps(counted.facts(), indent=2)] if as_json else counted.report():
+            click.echo(line)
+        return int(counted.over)
+    from specc.runtime.size import size as count
+
+    found = count(model, budget)
+    if as_json:
+        groups = [
+            {"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored}
+            for g in found.groups
+        ]
+        data = {
+            "path": str(found.path),
+            "total": found.total,
+            "budget": found.budget,
+            "over": found.over,
+            "groups": groups,
+        }
+        click.echo(json.dumps(data, indent=2))
+        return int(found.over)
+    for group in found.groups:
+        click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
+    for section in found.sections:
+        click.echo(f"section {section.kind:<20} {section.compressed:>12,} bytes of {section.raw:,}")
+    against = (
+        f" of {found.budget:,}: {'OVER by' if found.over else 'within, by'} {abs(found.budget - found.total):,}"
+        if found.budget
+        else ""
+    )
+    click.echo(f"{found.path}: {found.total:,} bytes{against}")
+    return int(found.over)

@@ -1,0 +1,169 @@
+"""Makes train_gpt.py: the entry with all that it needs of specc, the generated model, and the plan, in one file.
+
+The code is shaken out of specc's own sources (shake.py), its docstrings and annotations removed, compressed, and
+unpacked at start into a folder of its own: Triton and nvcc read sources from files.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import lzma
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import specc.compiler
+import specc.runtime
+from specc.compiler.build import canonical, compile_loaded
+from specc.compiler.lock import Lock
+from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.spec import SCHEMES, Spec
+from specc.compiler.strict import StrictModel
+from specc.compiler.train_spec import BitsSpec
+from specc.runtime.data import Tokenizer
+from specc.runtime.export.codecs import Codec
+from specc.runtime.load import layer_count, replace_fuse
+from specc.runtime.opened import Deployment
+from specc.runtime.quantize.quantizer import plain, resolved
+from specc.runtime.submission.shake import Shaker, Symbol
+
+PACKAGE = "parts"
+ENTRY = "specc.runtime.submission.entry"
+PLAN = "specc.runtime.submission.plan"
+_KNOWN = "specc.runtime.submission.known"
+REPLACED: Mapping[Symbol, Symbol] = {
+    ("pydantic", None): ("specc.runtime.submission.records", None),
+    ("platformdirs", None): (_KNOWN, None),
+    ("specc.compiler.build", "canonical"): (_KNOWN, "canonical"),
+    ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
+    ("specc.runtime.export.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
+    ("specc.runtime.data.corpus", "find_corpus"): (_KNOWN, "find_corpus"),
+}
+LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
+STUB = """\
+import base64,json,lzma,os,shutil,sys,tempfile
+if __name__=="__main__":
+ d=tempfile.mkdtemp(prefix="train_gpt-");sys.path.insert(0,d)
+ try:
+  for n,t in json.loads(lzma.decompress(base64.b85decode(b"{data}"))).items():
+   p=os.path.join(d,"{package}",n);os.makedirs(os.path.dirname(p),exist_ok=True)
+   with open(p,"w",encoding="utf-8") as f:f.write(t)
+  from {package}.{entry} import main
+  c=main()
+ finally:shutil.rmtree(d,ignore_errors=True)
+ sys.exit(c)
+"""
+
+
+def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> str:
+    """The text of train_gpt.py. `spec` is that of the run, with its bits still to be chosen."""
+    files = modules(spec, lock, targets, tokenizer, codec)
+    packed = lzma.compress(json.dumps(files, separators=(",", ":"), ensure_ascii=False).encode(), filters=LZMA)
+    entry = _flat(ENTRY)
+    return STUB.format(data=base64.b85encode(packed).decode(), package=PACKAGE, entry=entry)
+
+
+def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> dict[str, str]:
+    """The files of the package that train_gpt.py unpacks, by path."""
+    plan, generated = _plan(spec, lock, targets, tokenizer, codec)
+    shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE)
+    shaker.reach(ENTRY, "main")
+    files = {name: shaker.rewritten(text) if name.endswith(".py") else text for name, text in generated.items()}
+    return dict(sorted({**files, **shaker.texts()}.items()))
+
+
+def _sources() -> dict[str, str]:
+    """The texts of all modules of specc, by name."""
+    found: dict[str, str] = {}
+    for package in (specc.compiler, specc.runtime):
+        root = Path(str(package.__file__)).parent
+        for path in sorted(root.rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            inner = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join((package.__name__, *inner))] = path.read_text(encoding="utf-8")
+    return found
+
+
+def _plan(
+    spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec
+) -> tuple[str, dict[str, str]]:
+    """The text of the module `plan`, and the generated files by path."""
+    quant = spec.quant
+    assert quant is not None and isinstance(spec.eval, BitsSpec)
+    built, unfused = (compile_loaded(one, None, tuple(targets), lock) for one in (spec, replace_fuse(spec)))
+    programs = {target: plan.programs for target, plan in built.plans.items()}
+    params = {
+        target: [dataclasses.replace(p, init=None, storage="") for p in one.params]  # type: ignore[arg-type]
+        for target, one in programs.items()
+    }
+    first = programs[targets[0]]
+    inits = {p.name: p.init.numbers(p.shape, layer_count(first)) for p in first.params}
+    base = {name: plain(scheme) for name, scheme in allocation(quant, first.params).items()}
+    whole = resolved(spec, base)
+    pieces = tokenizer.piece_bytes()
+    facts = (tokenizer.name, tokenizer.vocab, tokenizer.bos, tokenizer.lossless, tokenizer.digest())
+    kinds = {str(scheme.model_fields["scheme"].default): scheme for scheme in SCHEMES}
+    used = {word: kind for word, kind in kinds.items() if any(type(scheme) is kind for scheme in base.values())}
+    values = {
+        "NAME": spec.name,
+        "CODEC": int(codec),
+        "TARGETS": tuple(targets),
+        "WINDOW": spec.model.window,
+        "TRAIN": spec.train,
+        "EVAL": spec.eval,
+        "QUANT": quant.model_copy(update={"rules": (), "default": plain(quant.default)}),
+        "PARAMS": params,
+        "INITS": inits,
+        "BASE": base,
+        "SCHEMES": used,
+        "SPEC": canonical(whole),
+        "SPEC_DIGEST": "",
+        "CODE": Deployment.of(whole).code,
+        "TOKENIZER": facts,
+        "BYTES": pieces.base.tolist(),
+        "SPACES": pieces.leading_space.nonzero()[0].tolist(),
+        "BOUNDARIES": pieces.boundary.nonzero()[0].tolist(),
+    }
+    classes: set[type] = set()
+    lines = [f"{name} = {spelled(value, classes)}" for name, value in values.items()]
+    imports = sorted(f"from {kind.__module__} import {kind.__name__}" for kind in classes)
+    generated = {
+        f"{folder}{suffix}/{file}": text
+        for made, suffix in ((built, ""), (unfused, "_plain"))
+        for name, text in made.files.items()
+        for folder, _, file in [name.rpartition("/")]
+        if folder in targets
+    }
+    return "\n".join((*imports, *lines)) + "\n", generated
+
+
+def spelled(value: Any, classes: set[type]) -> str:
+    """A Python expression for settings, and for tuples, lists and mappings of them; the classes that it names are added
+    to `classes`. Settings that have their defaults are left out."""
+
+    def call(kind: type, fields: Iterable[tuple[str, Any]]) -> str:
+        classes.add(kind)
+        return f"{kind.__name__}({', '.join(f'{name}={spelled(one, classes)}' for name, one in fields)})"
+
+    if isinstance(value, StrictModel):
+        fields = type(value).model_fields
+        return call(type(value), [(n, one) for n, one in value if fields[n].is_required() or one != fields[n].default])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return call(type(value), [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)])
+    if isinstance(value, type):
+        classes.add(value)
+        return value.__name__
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{spelled(k, classes)}: {spelled(v, classes)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(spelled(one, classes) for one in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+    if value is None or isinstance(value, str | int | float | bool | bytes):
+        return repr(value)
+    raise TypeError(f"a submission cannot hold {type(value).__name__}")
+
+
+def _flat(module: str) -> str:
+    return module.partition(".")[2].replace(".", "_")

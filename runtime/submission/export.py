@@ -1,0 +1,104 @@
+"""Writes a submission: train_gpt.py and the weights of a quantized run, beside each other."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from specc.compiler.build import canonical
+from specc.compiler.train_spec import BitsSpec
+from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.export.artifact import write_artifact
+from specc.runtime.export.atomic import write_atomically
+from specc.runtime.export.codecs import Codec
+from specc.runtime.export.run import ExportError, newer_weights
+from specc.runtime.load import choose_target
+from specc.runtime.opened import Deployment, Say, quantized_artifact, read_verified
+from specc.runtime.run import Run
+from specc.runtime.sources.tokens import tokenizer_of
+from specc.runtime.submission.bundle import train_gpt
+from specc.runtime.submission.names import CODE, LIMIT, WEIGHTS
+
+
+def export_submission(
+    path: Path,
+    out: Path,
+    *,
+    codec: Codec = Codec.BROTLI,
+    targets: Sequence[str] = (),
+    search: Sequence[Path] = (),
+    force: bool = False,
+    say: Say | None = None,
+) -> tuple[Path, Path]:
+    """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`; returns both.
+
+    The weights are those of the run's artifact, compressed by `codec`; the code, for `targets` (all of the spec's where
+    none is named), trains, quantizes and scores with torch and numpy alone, and brotli where that is the codec. The
+    code is written last: a folder with it is whole. `say` is told of weights that are older than the run's, and of
+    files that are over the challenge's limit.
+
+    Raises ExportError (2) where one of the files exists, unless `force`, or the run is of a kind that no submission can
+    be of; TargetError (2); DataError without the tokenizer; otherwise as `specc.runtime.export.run.export`.
+    """
+    run = Run.open(path)
+    spec = run.spec
+    if spec.quant is None or not isinstance(spec.eval, BitsSpec) or spec.model.characters is not None:
+        raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
+    if spec.train.teacher_forcing is not None:
+        raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")
+    source = quantized_artifact(run)
+    found = read_verified(source)
+    if any(scheme.integer for scheme in found.stored.schemes.values()):
+        raise ExportError(f"{spec.name} multiplies in whole numbers", "a submission takes round, gptq and none")
+    targets = tuple(dict.fromkeys(choose_target(spec, target) for target in targets)) or spec.targets
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"{out} is not a folder", "name a folder with --out")
+    code, weights = out / CODE, out / WEIGHTS
+    for file in (code, weights):
+        if file.exists() and not force:
+            raise ExportError(f"{file} exists", "name another folder with --out, or replace it with --force")
+    if _without_rules(canonical(found.spec)) != _without_rules(canonical(spec)):
+        raise RunFailure(f"{source} was made of another spec than the run has now", f"specc quantize {path}")
+    say = say or (lambda _: None)
+    newer_weights(run, say)
+    text = train_gpt(spec, run.lock, targets, tokenizer_of(spec, [*search, *_places(run)]), codec)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        code.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunFailure(f"cannot write {out}: {error.strerror}") from error
+    deployment = Deployment.of(found.spec)
+    write_artifact(
+        weights,
+        spec=canonical(found.spec).encode(),
+        interface=deployment.interface,
+        code=deployment.code,
+        layout=deployment.layout,
+        tensors=found.stored.tensors,
+        codec=codec,
+    )
+
+    def check(temporary: Path) -> None:
+        if temporary.read_bytes() != text.encode():
+            raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
+
+    write_atomically(code, [text.encode()], check)
+    python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
+    needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
+    say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
+    if (total := len(text.encode()) + weights.stat().st_size) > LIMIT:
+        say(f"{total:,} bytes are over the challenge's {LIMIT:,}")
+    return code, weights
+
+
+def _without_rules(text: str) -> object:
+    """A resolved spec without what quantizing decides."""
+    data = json.loads(text)
+    for decided in ("rules", "promote", "allocate", "correct"):
+        data["quant"].pop(decided, None)
+    return data
+
+
+def _places(run: Run) -> list[Path]:
+    data = Path(run.data)
+    return [run.directory, data if data.is_dir() else data.parent, Path()]

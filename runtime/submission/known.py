@@ -1,0 +1,41 @@
+"""Stands, in a submission, for what it has from the compiler or does without: the resolved spec, text as data, the
+user's folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from specc.compiler.quant.scheme import Scheme
+from specc.runtime.data.errors import DataError
+from specc.runtime.export import artifact
+from specc.runtime.export.codecs import Codec
+from specc.runtime.submission import plan
+
+
+def resolved(spec: object, schemes: Mapping[str, Scheme]) -> dict[str, Any]:
+    """The resolved spec with one rule a parameter, as data."""
+    data: dict[str, Any] = json.loads(plan.SPEC)
+    data["quant"]["rules"] = [{"match": name, **scheme.model_dump()} for name, scheme in schemes.items()]
+    return data
+
+
+def canonical(data: Mapping[str, Any]) -> str:
+    """As the compiler's: one text for one spec."""
+    return json.dumps(data, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+
+
+def measured_bytes(**words: Any) -> int:
+    """As `artifact.measured_bytes`, by the codec of the submission."""
+    return artifact.measured_bytes(**words, codec=Codec(plan.CODEC))
+
+
+def find_corpus(source: object, split: str) -> NoReturn:
+    raise DataError(f"{source} holds no token shards", "give a folder of NAME_train_*.bin and NAME_val_*.bin")
+
+
+def user_cache_dir(name: str) -> str:
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", name))

@@ -1,0 +1,290 @@
+"""Takes out of a package just what an entry needs, statement by statement, as modules of another package.
+
+Modules are read, never run. From the entry's module every top-level statement that is reached is kept: names lead to
+the statements that bind them, imports to those of other modules. Docstrings and annotations go, imports are written
+anew, so that a module that is only named in an annotation is not reached at all.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+# Methods of settings that check them: what is exported was checked.
+_CHECKS = ("problems", "problems_with", "problems_of_a_step", "refusal")
+Symbol = tuple[str, str | None]  # a module and a name in it; None for the module itself
+
+
+class ShakeError(Exception):
+    """The sources hold something that cannot be followed."""
+
+
+@dataclass
+class _Module:
+    """A module, stripped. `imports` are the names that imports bind, `bound` the statements that bind the others."""
+
+    body: list[ast.stmt]
+    whole: bool
+    imports: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    bound: dict[str, list[int]] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    used: dict[str, Symbol] = field(default_factory=dict)
+    dotted: dict[str, list[str]] = field(default_factory=dict)  # what `import a.b` binds `a` to, all of them
+
+
+class Shaker:
+    """Follows modules of the package `root`, whose texts are `sources` by module name.
+
+    Args:
+        replaced: symbols to take others for, as (module, name) pairs; a module outside the package stands for all of
+            its names.
+        package: what the new modules are part of, each under its own name with `_` for `.`.
+    """
+
+    def __init__(
+        self, root: str, sources: Mapping[str, str], replaced: Mapping[Symbol, Symbol], package: str = "parts"
+    ) -> None:
+        self._root, self._sources, self._replaced, self._package = root, sources, replaced, package
+        self._modules: dict[str, _Module] = {}
+        self._queue: list[tuple[str, int]] = []
+
+    def reach(self, module: str, name: str) -> None:
+        """Keeps what `name` stands for in `module`, and all that it needs."""
+        self._reach(self._resolved((module, name)))
+        while self._queue:
+            owner, place = self._queue.pop()
+            self._follow(owner, self._modules[owner].body[place])
+
+    def rewritten(self, text: str) -> str:
+        """A module from outside the package, whole, with its docstrings gone and its imports of the package led to the
+        new modules."""
+        tree = ast.parse(text)
+        _Strip(annotations=False).visit(tree)
+        for node in ast.walk(tree):
+            for target in _targets_of(node):
+                if self.inside(target[0]):
+                    self.reach(*target)
+        return ast.unparse(ast.fix_missing_locations(_Imports(self).visit(tree))) + "\n"
+
+    def texts(self) -> dict[str, str]:
+        """The new modules, by file name."""
+        made: dict[str, str] = {}
+        for name, module in sorted(self._modules.items()):
+            if module.kept or module.used:
+                tree = ast.Module([*self._import_lines(module), *(module.body[i] for i in sorted(module.kept))], [])
+                tree = ast.fix_missing_locations(_Imports(self).visit(tree))
+                made[f"{_flat(name)}.py"] = ast.unparse(tree) + "\n"
+        return made
+
+    def _import_lines(self, module: _Module) -> Iterable[ast.stmt]:
+        for name, (source, symbol) in sorted(module.used.items()):
+            if name in module.dotted and symbol is None:
+                yield from (ast.Import([ast.alias(whole)]) for whole in module.dotted[name])
+            else:
+                yield self.import_of(source, symbol, name)
+
+    def import_of(self, source: str, symbol: str | None, name: str) -> ast.stmt:
+        """The statement that binds `name` to a symbol."""
+        inside = source in self._sources
+        if symbol is None and not inside:
+            first = source.partition(".")[0]
+            return ast.Import([ast.alias(source, None if name == first else name)])
+        if symbol is None:
+            return ast.ImportFrom(self._package, [ast.alias(_flat(source), name)], 0)
+        origin = f"{self._package}.{_flat(source)}" if inside else source
+        return ast.ImportFrom(origin, [ast.alias(symbol, None if symbol == name else name)], 0)
+
+    def resolved(self, module: str, name: str) -> Symbol:
+        """What `from module import name` stands for at its origin."""
+        return self._resolved((module, name))
+
+    def inside(self, module: str) -> bool:
+        return module.partition(".")[0] == self._root or (module, None) in self._replaced
+
+    def _resolved(self, symbol: Symbol) -> Symbol:
+        module, name = symbol
+        if symbol in self._replaced:
+            return self._resolved(self._replaced[symbol])
+        if (module, None) in self._replaced:
+            return self._resolved((self._replaced[module, None][0], name))
+        if name is None or not self.inside(module):
+            return symbol
+        if f"{module}.{name}" in self._sources:
+            return f"{module}.{name}", None
+        found = self._module(module)
+        if name in found.imports:
+            return self._resolved(found.imports[name])
+        if name not in found.bound:
+            raise ShakeError(f"{module} has no {name}")
+        return symbol
+
+    def _module(self, name: str) -> _Module:
+        if name not in self._modules:
+            if name not in self._sources:
+                raise ShakeError(f"there is no module {name}")
+            tree = ast.parse(self._sources[name])
+            _Strip(annotations=True).visit(tree)
+            module = self._modules[name] = _Module(tree.body, False)
+            for place, statement in enumerate(tree.body):
+                if isinstance(statement, ast.ImportFrom):
+                    if statement.level:
+                        raise ShakeError(f"{name}: relative imports are not followed")
+                    for alias in statement.names:
+                        module.imports[alias.asname or alias.name] = (str(statement.module), alias.name)
+                elif isinstance(statement, ast.Import):
+                    for alias in statement.names:
+                        if alias.asname is None and "." in alias.name:
+                            first = alias.name.partition(".")[0]
+                            module.imports[first] = (first, None)
+                            module.dotted.setdefault(first, []).append(alias.name)
+                        else:
+                            module.imports[alias.asname or alias.name] = (alias.name, None)
+                else:
+                    for bound in _bindings(statement):
+                        module.bound.setdefault(bound, []).append(place)
+        return self._modules[name]
+
+    def _reach(self, symbol: Symbol) -> None:
+        name, bound = symbol
+        if name not in self._sources:
+            return
+        module = self._module(name)
+        places = module.bound.get(bound, []) if bound is not None else range(len(module.body))
+        effects = [i for i, statement in enumerate(module.body) if isinstance(statement, ast.Expr | ast.For | ast.With)]
+        for place in [*places, *effects]:
+            if place not in module.kept and not isinstance(module.body[place], ast.Import | ast.ImportFrom):
+                module.kept.add(place)
+                self._queue.append((name, place))
+
+    def _follow(self, owner: str, statement: ast.stmt) -> None:
+        module = self._modules[owner]
+        attributes = {
+            id(node.value): node.attr
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        }
+        for node in ast.walk(statement):
+            for target in _targets_of(node):
+                if self.inside(target[0]):
+                    self._reach(self._resolved(target))
+            if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+                continue
+            if node.id in module.imports:
+                symbol = self._resolved(module.imports[node.id])
+                module.used[node.id] = symbol
+                if symbol[1] is not None:
+                    self._reach(symbol)
+                elif symbol[0] in self._sources:
+                    self._through(symbol[0], attributes.get(id(node)))
+            elif node.id in module.bound:
+                symbol = self._resolved((owner, node.id))
+                if symbol != (owner, node.id):
+                    module.used[node.id] = symbol
+                self._reach(symbol)
+
+    def _through(self, module: str, attribute: str | None) -> None:
+        """What `module.attribute` needs. The name must be the module's own, as its imports are written anew."""
+        if attribute is None or attribute not in self._module(module).bound:
+            raise ShakeError(f"{module} is used as more than a place of names ({attribute})")
+        self._reach((module, attribute))
+
+
+def _flat(module: str) -> str:
+    return module.partition(".")[2].replace(".", "_")
+
+
+def _targets_of(node: ast.AST) -> list[tuple[str, str]]:
+    """What an import statement inside a function names."""
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [(node.module, alias.name) for alias in node.names]
+    return []
+
+
+def _bindings(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    bound = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    if isinstance(statement, ast.If | ast.Try):
+        bound |= {n.name for n in ast.walk(statement) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    return bound
+
+
+class _Imports(ast.NodeTransformer):
+    """Leads imports of the package to where its symbols now are."""
+
+    def __init__(self, shaker: Shaker) -> None:
+        self._shaker = shaker
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt | list[ast.stmt]:
+        if node.level or node.module is None or not self._shaker.inside(node.module):
+            return node
+        return [
+            self._shaker.import_of(*self._shaker.resolved(node.module, alias.name), alias.asname or alias.name)
+            for alias in node.names
+        ]
+
+
+class _Strip(ast.NodeTransformer):
+    """Removes docstrings, what is for type checkers alone and, with `annotations`, annotations.
+
+    Of a class the annotations stay, as `int`: dataclasses find their fields by them. One that states a range with
+    `Field(...)` stays as it is.
+    """
+
+    def __init__(self, annotations: bool) -> None:
+        self._annotations = annotations
+        self._in_class = False
+
+    def visit_Module(self, node: ast.Module) -> ast.Module:
+        return cast(ast.Module, self._bare(node))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        before, self._in_class = self._in_class, True
+        self._bare(node)
+        self._in_class = before
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef | None:
+        if self._annotations and self._in_class and node.name in _CHECKS:
+            return None
+        before, self._in_class = self._in_class, False
+        self._bare(node)
+        if self._annotations:
+            node.returns = None
+        self._in_class = before
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        if self._annotations:
+            node.annotation = None
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return [cast(ast.stmt, self.visit(statement)) for statement in node.orelse]
+        self.generic_visit(node)
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
+        return None if node.module == "__future__" and self._annotations else node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt | None:
+        if not self._annotations:
+            return node
+        text = ast.unparse(node.annotation)
+        if self._in_class and "ClassVar" not in text:
+            if "Field(" not in text:
+                node.annotation = ast.Name("int", ast.Load())
+            return node
+        return ast.Assign([node.target], node.value) if node.value is not None else None
+
+    def _bare(self, node: ast.Module | ast.ClassDef | ast.FunctionDef) -> ast.AST:
+        first = node.body[0] if node.body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            node.body = node.body[1:]
+        self.generic_visit(node)
+        if not node.body and not isinstance(node, ast.Module):
+            node.body = [ast.Pass()]
+        return node
