@@ -28,7 +28,7 @@ from specc.runtime.data import (
     open_stream,
     open_tokenizer,
 )
-from specc.runtime.data.bits import Windows
+from specc.runtime.data.windows import Windows
 
 WORDS = [
     "the",
