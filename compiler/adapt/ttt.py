@@ -9,7 +9,7 @@ from specc.compiler.optimizer_spec import Pattern
 from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, StrictModel, Unit
 
 
-class SgdSpec(StrictModel):
+class SgdSettings(StrictModel):
     """Gradient descent with momentum, as torch.optim.SGD does it."""
 
     kind: Literal["sgd"]
@@ -19,7 +19,7 @@ class SgdSpec(StrictModel):
     weight_decay: NonNegativeFloat = 0.0
 
 
-class AdamWSpec(StrictModel):
+class AdamWSettings(StrictModel):
     """AdamW (Loshchilov and Hutter, 2019), as torch.optim.AdamW does it."""
 
     kind: Literal["adamw"]
@@ -29,7 +29,7 @@ class AdamWSpec(StrictModel):
     weight_decay: NonNegativeFloat = 0.0
 
 
-class LoraSpec(StrictModel):
+class LoraSettings(StrictModel):
     """W + scale / rank * B A in place of each matrix W (Hu et al. 2021): A [rank, in] starts uniform in
     +-1/sqrt(in), B [out, rank] at 0, and these are what learns."""
 
@@ -54,7 +54,7 @@ class TestTimeTraining(Adaptation):
     chunk: Positive = 32_768
     epochs: Positive = 3
     batch: Positive = 32
-    optimizer: Annotated[SgdSpec | AdamWSpec, Field(discriminator="kind")] = SgdSpec(kind="sgd")
+    optimizer: Annotated[SgdSettings | AdamWSettings, Field(discriminator="kind")] = SgdSettings(kind="sgd")
     schedule: Literal["cosine", "constant"] = "cosine"
     clip_norm: PositiveFloat | None = 1.0
-    lora: LoraSpec | None = None
+    lora: LoraSettings | None = None

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from specc.compiler.adapt.ttt import AdamWSpec, LoraSpec, SgdSpec, TestTimeTraining
+from specc.compiler.adapt.ttt import AdamWSettings, LoraSettings, SgdSettings, TestTimeTraining
 from specc.compiler.pattern import matches
 from specc.runtime.adapt.method import AdaptError, Method, Placed, Work
 from specc.runtime.data.windows import share
 from specc.runtime.errors import RunFailure
 
 OPTIMIZERS: Mapping[type, Callable[[list[Tensor], Any], Optimizer]] = {
-    SgdSpec: lambda leaves, how: SGD(
+    SgdSettings: lambda leaves, how: SGD(
         leaves, how.lr, how.momentum, weight_decay=how.weight_decay, nesterov=how.nesterov
     ),
-    AdamWSpec: lambda leaves, how: AdamW(leaves, how.lr, how.betas, how.eps, how.weight_decay),
+    AdamWSettings: lambda leaves, how: AdamW(leaves, how.lr, how.betas, how.eps, how.weight_decay),
 }
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
@@ -55,7 +55,7 @@ class LowRank:
     factor: float
 
     @classmethod
-    def of(cls, weight: Tensor, how: LoraSpec, generator: torch.Generator) -> LowRank:
+    def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> LowRank:
         base = _wide(weight)
         rows, columns = base.shape
         a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
