@@ -203,6 +203,7 @@ class Stages:
     help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, `polynomial` "
     "or `polynomial:SPLIT`. The run's own where unset.",
 )
+@click.option("--batch", type=click.IntRange(min=1), help="Windows, or lines, at once; the spec's where unset.")
 @click.option("--window", type=click.IntRange(min=1), help="Tokens of a window; the spec's where unset.")
 @click.option(
     "--stride", type=click.IntRange(min=1), help="Tokens from one window to the next; the spec's where unset."
@@ -227,6 +228,7 @@ def evaluate(
     window: int | None,
     stride: int | None,
     adapt: str | None,
+    batch: int | None,
     max_tokens: int | None,
     quantized: bool,
     gpus: int | None,
@@ -244,12 +246,11 @@ def evaluate(
     from specc.runtime.evaluate import evaluate as score
 
     stages = Stages()
-    options = EvaluateOptions(data, stride, None, max_tokens, window=window, adapt=adapt)
     with joined_world() if is_launched() else nullcontext() as world:
         leads = world is None or world.rank == 0
         found = score(
             model,
-            options,
+            EvaluateOptions(data, stride, batch, max_tokens, window=window, adapt=adapt),
             target=target,
             quantized=quantized,
             search=tokenizers,

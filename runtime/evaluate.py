@@ -58,6 +58,8 @@ def evaluate(
     it is the `target`. Raises as `open_model`, `evaluate_opened`, `evaluate_adapted` and `evaluate_lines` do;
     RunFailure where the processes differ, EnvironmentFailure where there are fewer GPUs than processes.
     """
+    if gpus is not None and world is not None and gpus != world.size:
+        raise EvaluateError(f"--gpus {gpus}, but {world.size} processes were started", "leave --gpus out")
     if gpus is not None or (world is not None and world.size > 1):
         target = target_of(spec_at(path), target, gpus)
         world = (world or World.alone()).on(torch.device(device or device_of(TARGETS[target])))
@@ -66,8 +68,9 @@ def evaluate(
     prepared = (lambda spec: spec) if options.adapt is None else partial(adapting, options=options)
     with world.in_turn("open"):  # one makes what others find: kernels that are compiled
         opened = open_model(path, target, device, quantized=quantized, search=search, say=say, prepared=prepared)
-    sums = [float(weight.detach().double().sum()) for weight in opened.model.parameters()]
-    world.require_same("model", {"spec": canonical(opened.spec), "weights": sums, "path": str(path)})
+    if world.size > 1:
+        sums = [float(weight.detach().double().sum()) for weight in opened.model.parameters()]
+        world.require_same("model", {"spec": canonical(opened.spec), "weights": str(sums)})
     if options.adapt is not None:
         return evaluate_adapted(opened, options, progress, world)
     return METRICS[opened.spec.eval.metric](opened, options, progress, world)

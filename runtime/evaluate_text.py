@@ -139,11 +139,13 @@ class Adapted:
     Attributes:
         how: the settings. `how.causal` says whether it could be what a model scores, were it a part of the model.
         windows: as they were.
+        done: how often the model adapted, in words.
         counted: every token once, as the score of a model is counted.
     """
 
     how: Adaptation
     windows: Asked
+    done: str
     counted: BitsPerByte
 
     @property
@@ -157,15 +159,17 @@ class Adapted:
             about = f"causal: {kind} predicts each token from the artifact and earlier tokens alone"
         else:
             about = f"NON-CAUSAL, not the model's score: {kind} is {self.how.leaks}"
-        return [
-            f"{kind} ({self.key.replace('_', '-')}): {first}",
-            second,
-            f"{about}; without --adapt, eval scores the model",
-        ]
+        named = f"{kind} ({self.key.replace('_', '-')}), {self.done}"
+        return [named, first, second, f"{about}; without --adapt, eval scores the model"]
 
     def facts(self) -> dict[str, object]:
         """For programs."""
-        made = {"method": self.how.kind, "causal": self.how.causal, "settings": self.how.model_dump(mode="json")}
+        made = {
+            "method": self.how.kind,
+            "causal": self.how.causal,
+            "done": self.done,
+            "settings": self.how.model_dump(mode="json"),
+        }
         windows = {"window": self.windows.window, "stride": self.windows.stride}
         return {"causal": self.how.causal, self.key: {**made, **windows, **self.counted.facts()}}
 
@@ -201,14 +205,14 @@ def evaluate_adapted(
         work = Work(account, model, score, features, nats, rows, world, opened.spec.train.seed, progress)
         try:
             model.requires_grad_(False)
-            method.run(how.adapt, work)
+            done = method.run(how.adapt, work)
         finally:
             for weight in learns:
                 weight.requires_grad_()
         result = account.total(world.totals)
     if not math.isfinite(result.nats):
         raise RunFailure(f"the loss is {result.nats}", "the model is broken, or eval.adapt learns too fast")
-    return Adapted(how.adapt, asked, result)
+    return Adapted(how.adapt, asked, done, result)
 
 
 def _compiled(opened: Opened, options: EvaluateOptions) -> Callable[[Any], Any]:

@@ -97,13 +97,13 @@ class Method:
         rows: how many windows a batch has, of the settings and the number that would do; where windows of a batch
             have something in common, the settings say it.
         chunk: how many targets are scored before the model changes, of the settings; None where it does not.
-        run: scores all that there is. Several processes run it with one `world`.
+        run: scores all that there is, and says how often it adapted. Several processes run it with one `world`.
     """
 
     name: str
     rows: Callable[[Any, int], int]
     chunk: Callable[[Any], int | None]
-    run: Callable[[Any, Work], None]
+    run: Callable[[Any, Work], str]
 
 
 def method_of(settings: Adaptation) -> Method:

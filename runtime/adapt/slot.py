@@ -5,6 +5,8 @@ The trunk runs once a batch, without gradients; a step of the fit is one pass of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.optim import AdamW
@@ -31,19 +33,26 @@ def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, v
         return work.nats((wide + delta).to(hidden.dtype), batch.targets)
 
 
-def _published(how: Slot, work: Work) -> None:
+def _published(how: Slot, work: Work) -> str:
     def nats(batch: Placed) -> Tensor:
         fitted = batch.new | batch.seen
         fitted[:, -1] = False
         return _fitted(work, how, batch, fitted, 1)
 
+    return _batches(work, nats, f"one vector for each {how.windows} windows")
+
+
+def _causal(how: SlotCausal, work: Work) -> str:
+    def nats(batch: Placed) -> Tensor:
+        return _fitted(work, how, batch, batch.seen, len(batch.ids))
+
+    return _batches(work, nats, "one vector for each window but the first")
+
+
+def _batches(work: Work, nats: Callable[[Placed], Tensor], what: str) -> str:
     for chunk in work.account.chunks:
         work.each(chunk, nats)
-
-
-def _causal(how: SlotCausal, work: Work) -> None:
-    for chunk in work.account.chunks:
-        work.each(chunk, lambda batch: _fitted(work, how, batch, batch.seen, len(batch.ids)))
+    return f"{what}, of {len(work.account.windows):,}"
 
 
 SLOT = Method("slot", lambda how, rows: how.windows, lambda how: None, _published)

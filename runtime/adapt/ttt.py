@@ -174,7 +174,7 @@ def _dtype(shown: Mapping[str, Tensor]) -> torch.dtype:
     return _wide(next(iter(shown.values()))[:0]).dtype
 
 
-def _run(how: TestTimeTraining, work: Work) -> None:
+def _run(how: TestTimeTraining, work: Work) -> str:
     """The order is the proof that it is causal: a chunk's targets are all counted before the first step on them."""
 
     def nats(batch: Placed) -> Tensor:
@@ -190,6 +190,8 @@ def _run(how: TestTimeTraining, work: Work) -> None:
                 if not all(bool(leaf.isfinite().all()) for leaf in learner.leaves):
                     message = f"test-time training broke the weights in chunk {number + 1} of {len(chunks)}"
                     raise RunFailure(message, "lower eval.adapt.optimizer.lr, or clip_norm")
+    count = sum(leaf.numel() for leaf in learner.leaves)
+    return f"{count:,} numbers learned from {len(chunks) - 1:,} of {len(chunks):,} chunks"
 
 
 TTT = Method("ttt", lambda how, rows: rows, lambda how: how.chunk, _run)

@@ -49,7 +49,9 @@ def counted(work: Callable[[], Any]) -> Nats:
     add = Account.add
 
     def noted(self: Account, batch: Batch, scores: Tensor) -> None:
-        for at, nats in zip(batch.at[batch.new].tolist(), scores.double().numpy()[batch.new].tolist(), strict=True):
+        for at, nats in zip(
+            batch.at[batch.new].tolist(), scores.detach().cpu().double().numpy()[batch.new].tolist(), strict=True
+        ):
             assert at not in found, f"token {at} is scored twice"
             found[at] = nats
         add(self, batch, scores)

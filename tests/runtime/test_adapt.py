@@ -219,11 +219,12 @@ def test_a_number_that_is_not_causal_is_never_a_score(opened: Opened, tmp_path: 
         key, other = ("adapted", "non_causal") if causal else ("non_causal", "adapted")
         assert set(facts) == {"causal", key} and facts["causal"] is facts[key]["causal"] is causal
         assert facts[key]["method"] == how["kind"] and facts[key]["tokens"] == 200 and other not in facts
-        *_, last = found.report()
+        head, *_, last = found.report()
+        assert found.done in head and facts[key]["done"] == found.done
         assert last.startswith(
             f"causal: {how['kind']}" if causal else "NON-CAUSAL, not the model's score: slot is fitted"
         )
-        assert all("non-causal" in line.lower() for line in (found.report()[0], last)) != causal
+        assert all("non-causal" in line.lower() for line in (head, last)) != causal
 
 
 def test_a_spec_that_adapts_is_scored_as_it_is(run: Run, tmp_path: Path) -> None:
