@@ -78,7 +78,7 @@ CODES: Mapping[str, str] = {
     "S243": "a loop over blocks that are not there",
     "S244": "quantization-aware training of a model that is not quantized",
     "S245": "bits that are given both by promotion and by allocation, or an allocation without a budget",
-    "S250": "a way to adapt to a text that its windows do not allow",
+    "S250": "a way to adapt to a text whose settings, or whose windows, do not go together",
     "S301": "two parts of the model whose widths do not fit",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that covers only some of the blocks that share their code",

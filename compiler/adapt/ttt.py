@@ -1,12 +1,13 @@
 """Test-time training: a chunk is scored, and only then trained on."""
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from specc.compiler.adapt.adaptation import Adaptation
 from specc.compiler.optimizer_spec import Pattern
-from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, StrictModel, Unit
+from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Problem, StrictModel, Unit
 
 
 class SgdSettings(StrictModel):
@@ -17,6 +18,12 @@ class SgdSettings(StrictModel):
     momentum: Unit = 0.9
     nesterov: bool = False
     weight_decay: NonNegativeFloat = 0.0
+
+    def problems(self) -> Iterator[Problem]:
+        """Nesterov's form is one of momentum."""
+        if self.nesterov and not self.momentum:
+            hint = "give a momentum above 0, or leave nesterov out"
+            yield Problem(("nesterov",), "S250", "nesterov is a form of momentum, and there is none", hint)
 
 
 class AdamWSettings(StrictModel):
