@@ -94,7 +94,7 @@ def train(
     from specc.compiler.build import compile_loaded
     from specc.compiler.check import load
     from specc.compiler.lock import lock_path, read_lock
-    from specc.runtime.launch import is_launched, launch, require_devices, target_of
+    from specc.runtime.launch import is_launched, target_of
 
     with joined_world() if is_launched() else nullcontext() as world:
         path = spec or only_spec()
@@ -104,12 +104,8 @@ def train(
         compile_loaded(loaded, source, (), lock)
         if gpus is not None and world is not None and gpus != world.size:
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
-        if gpus is not None and world is None:
-            require_devices(gpus, loaded, target)
-            if gpus > 1:
-                context = click.get_current_context()
-                assert context is not None
-                return launch(gpus, context.meta["arguments"], say)
+        if gpus is not None and world is None and (code := ran_on(gpus, loaded, target)) is not None:
+            return code
         from specc.runtime.train import TrainOptions
         from specc.runtime.train import train as run
 
@@ -131,6 +127,16 @@ def train(
             click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
             click.echo(f"next: specc quantize {result.run}")
     return 0
+
+
+def ran_on(gpus: int, spec: Any, target: str | None) -> int | None:
+    """The exit code of this command in so many processes; None for one, this one. Raises as `require_devices`."""
+    from specc.runtime.launch import launch, require_devices
+
+    require_devices(gpus, spec, target)
+    context = click.get_current_context()
+    assert context is not None
+    return launch(gpus, context.meta["arguments"], say) if gpus > 1 else None
 
 
 def joined_world() -> Any:
@@ -192,18 +198,27 @@ class Stages:
         self.stage = stage
 
 
-@cli.command("eval")
+@cli.command("eval", cls=_Repeatable)
 @model_argument
 @click.option(
     "--data",
     help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, `polynomial` "
     "or `polynomial:SPLIT`. The run's own where unset.",
 )
+@click.option("--batch", type=click.IntRange(min=1), help="Windows, or lines, at once; the spec's where unset.")
+@click.option("--window", type=click.IntRange(min=1), help="Tokens of a window; the spec's where unset.")
 @click.option(
     "--stride", type=click.IntRange(min=1), help="Tokens from one window to the next; the spec's where unset."
 )
+@click.option(
+    "--adapt",
+    metavar="KIND",
+    help="Let the model adapt to the text: slot, slot_causal or ttt, or settings, as `{kind: slot, steps: 3}`. What "
+    "comes out is not the model's score, and says whether it is causal.",
+)
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Score so many tokens of the split only.")
 @click.option("--quantized", is_flag=True, help="Of a run, score the quantized model.")
+@click.option("--gpus", type=click.IntRange(min=1), help="Processes here, one a GPU; with --target cpu, on the CPU.")
 @target_option
 @tokenizers_option
 @json_option
@@ -212,33 +227,43 @@ class Stages:
 def evaluate(
     model: Path,
     data: str | None,
+    window: int | None,
     stride: int | None,
+    adapt: str | None,
+    batch: int | None,
     max_tokens: int | None,
     quantized: bool,
+    gpus: int | None,
     target: str | None,
     tokenizers: tuple[Path, ...],
     as_json: bool,
-) -> None:
+) -> int:
     """Score a run or an artifact: text in bits per byte on the validation split, lines by exact match."""
+    from specc.runtime.launch import is_launched
+    from specc.runtime.opened import spec_at
+
+    if gpus is not None and not is_launched() and (code := ran_on(gpus, spec_at(model), target)) is not None:
+        return code
     from specc.runtime.evaluate import EvaluateOptions
     from specc.runtime.evaluate import evaluate as score
 
     stages = Stages()
-    options = EvaluateOptions(data, stride, None, max_tokens)
-    found = score(
-        model,
-        options,
-        target=target,
-        quantized=quantized,
-        search=with_data(tokenizers, data),
-        say=say,
-        progress=lambda done, total: stages("score", done, total),
-    )
-    if as_json:
-        click.echo(json.dumps(found.facts(), indent=2))
-    else:
-        for line in found.report():
-            click.echo(line)
+    with joined_world() if is_launched() else nullcontext() as world:
+        leads = world is None or world.rank == 0
+        found = score(
+            model,
+            EvaluateOptions(data, stride, batch, max_tokens, window=window, adapt=adapt),
+            target=target,
+            quantized=quantized,
+            search=with_data(tokenizers, data),
+            say=say if leads else None,
+            progress=(lambda done, total: stages("score", done, total)) if leads else None,
+            world=world,
+            gpus=gpus,
+        )
+        if leads:
+            click.echo(json.dumps(found.facts(), indent=2) if as_json else "\n".join(found.report()))
+    return 0
 
 
 @cli.command()

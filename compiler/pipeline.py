@@ -26,7 +26,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
 
 def lower(spec: Spec, target: str) -> Programs:
     """The programs of a spec as they are before any pass, in the dtype of `target`. Raises LoweringError."""
-    programs: Programs = spec.model.lower(spec.name, TARGETS[target].dtype)
+    programs: Programs = spec.model.lower(spec.name, TARGETS[target].dtype, spec.eval.halves)
     verify(programs, "lower")
     return programs
 

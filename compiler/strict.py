@@ -73,6 +73,8 @@ RESERVED = frozenset(
         "zero_grad",
         "begin",
         "extend",
+        "features",
+        "nats",
         "score",
         "skip",
         "step",

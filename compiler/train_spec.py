@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, Field
 
-from specc.compiler import data
+from specc.compiler import adapt, data
+from specc.compiler.adapt.adaptation import Adaptation
 from specc.compiler.catalog import models
 from specc.compiler.data.kind import DataKind
 from specc.compiler.data.text import TextData
@@ -21,6 +22,7 @@ from specc.compiler.strict import (
 )
 
 DATA = models(data, DataKind, "kind")
+ADAPTATIONS = models(adapt, Adaptation, "kind")
 GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
 
@@ -31,7 +33,9 @@ def _text_unless_said(value: Any) -> Any:
 
 if TYPE_CHECKING:  # the union is made from what the package holds, which no type checker can see
     AnyData = DataKind
+    AnyAdaptation = Adaptation
 else:
+    AnyAdaptation = Annotated[Union[ADAPTATIONS], Field(discriminator="kind")]  # noqa: UP007
     AnyData = Annotated[Union[DATA], Field(discriminator="kind"), BeforeValidator(_text_unless_said)]  # noqa: UP007
 
 
@@ -197,23 +201,39 @@ class TrainSpec(StrictModel):
 
 
 class BitsSpec(StrictModel):
-    """`specc eval` in bits per byte: windows of the context, each advanced by `stride` tokens (the context where
-    unset)."""
+    """`specc eval` in bits per byte: windows of `window` tokens (the context where unset), each advanced by `stride`
+    (the window where unset). `adapt` are the settings of `specc eval --adapt KIND`, which is no part of the score."""
 
     untagged: ClassVar[bool] = True
 
     metric: Literal["bits_per_byte"] = "bits_per_byte"
+    window: Positive | None = later(None)
     stride: Positive | None = None
     batch: Positive = 16
+    adapt: AnyAdaptation | None = later(None)
+
+    @property
+    def halves(self) -> bool:
+        """Whether the model needs the two halves of its program `score`."""
+        return self.adapt is not None
 
     def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
-        """A stride within the context, and a model of one stream."""
+        """A stride within a window, that within the context, and a model of one stream."""
+        own = self.window or window
         if pairs:
             message = "the model turns lines into lines, which have no bits per byte"
             yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
-        elif self.stride is not None and self.stride > window:
-            message = f"windows that advance by {self.stride} tokens leave out some of them: the context is {window}"
-            yield Problem(("stride",), "S218", message, f"use at most {window}")
+            return
+        if own > window:
+            message = f"windows of {own} tokens are longer than the context of {window} that the model is built for"
+            yield Problem(("window",), "S218", message, f"use at most {window}")
+        elif self.stride is not None and self.stride > own:
+            what = "context" if self.window is None else "window"
+            message = f"windows that advance by {self.stride} tokens leave out some of them: the {what} is {own}"
+            yield Problem(("stride",), "S218", message, f"use at most {own}")
+        if self.adapt is not None:
+            found = self.adapt.problems_with(own, self.stride or own)
+            yield from (problem.under("adapt") for problem in found)
 
 
 class ExactMatchSpec(StrictModel):
@@ -228,6 +248,7 @@ class ExactMatchSpec(StrictModel):
     beam: Annotated[int, Field(ge=2, le=64)] | None = None
     batch: Positive = 1024
     lines: Annotated[int, Field(ge=1, le=100_000)] = 100_000
+    halves: ClassVar[bool] = False  # its models have no use for those of `score`
 
     def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
         """A model of pairs."""

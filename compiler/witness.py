@@ -80,8 +80,12 @@ def check_types(
     seen = compare(graph, scalar_values(programs.program(program)), traced)
     sizes = {"B": rows, "T": tokens, "S": tokens}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    shapes = [[sizes[dim] if isinstance(dim, str) else dim for dim in type.shape] for _, type in graph.inputs]
-    given = [torch.zeros(shape, dtype=torch.int64) for shape in shapes]
+    given = [
+        torch.zeros(
+            [sizes[d] if isinstance(d, str) else d for d in type.shape], dtype=getattr(torch, TORCH_DTYPES[type.dtype])
+        )
+        for _, type in graph.inputs
+    ]
     FakeTensorProp(fx.GraphModule(module, traced), mode).propagate(*given)
     checked = 0
     for name, found in seen.items():

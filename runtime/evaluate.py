@@ -3,49 +3,38 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from specc.compiler.build import canonical
 from specc.compiler.data.polynomial import PolynomialData
-from specc.compiler.train_spec import BitsSpec, ExactMatchSpec
-from specc.runtime.data import BitsPerByte, DataError, evaluate_bits, open_stream
+from specc.compiler.targets import TARGETS
+from specc.compiler.train_spec import ExactMatchSpec
+from specc.runtime.data import BitsPerByte, DataError
 from specc.runtime.data.corpus import is_val
 from specc.runtime.data.pairs import Pairs
 from specc.runtime.data.polynomial import parse
 from specc.runtime.data.polynomial_sets import SPLITS, Overlap, held_out, overlap, read_lines, training_set
-from specc.runtime.errors import RunFailure, RuntimeFailure
+from specc.runtime.distributed import World
+from specc.runtime.errors import RunFailure
+from specc.runtime.evaluate_text import (
+    Adapted,
+    EvaluateError,
+    EvaluateOptions,
+    adapting,
+    evaluate_adapted,
+    evaluate_opened,
+)
 from specc.runtime.exact import ExactMatch, exact_match
-from specc.runtime.opened import Opened, Say, open_model, token_cache
+from specc.runtime.launch import target_of
+from specc.runtime.load import device_of
+from specc.runtime.opened import Opened, Say, open_model, spec_at
 from specc.runtime.translate import translator
 
-
-class EvaluateError(RuntimeFailure):
-    """What was asked for cannot be scored: no data named, a stride that no window has."""
-
-    exit_code = 2
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateOptions:
-    """How to score; what is None is taken from the spec, the run, or the machine.
-
-    Attributes:
-        data: of text, a source as `specc.runtime.data.open_stream` takes it; of lines, a file of them, `polynomial`
-            for every held-out split, or `polynomial:NAME` for one. None for what the run was trained on.
-        stride: tokens from one window to the next, 1 to the context.
-        batch: windows, or lines, at once.
-        max_tokens: only so many tokens from the start of the split; of lines, of their targets.
-        cache: where tokenized text is kept.
-        compiled: use torch.compile on a GPU.
-    """
-
-    data: str | None = None
-    stride: int | None = None
-    batch: int | None = None
-    max_tokens: int | None = None
-    cache: Path | None = None
-    compiled: bool = True
+__all__ = ["METRICS", "Adapted", "EvaluateError", "EvaluateOptions", "ExactMatches", "evaluate", "evaluate_lines"]
+__all__ += ["evaluate_adapted", "evaluate_opened"]
 
 
 def evaluate(
@@ -58,58 +47,33 @@ def evaluate(
     search: Sequence[Path] = (),
     say: Say | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> "BitsPerByte | ExactMatches":
-    """The score of a run (with `quantized`, of its quantized model) or an artifact, by the metric of its spec.
+    world: World | None = None,
+    gpus: int | None = None,
+) -> "BitsPerByte | ExactMatches | Adapted":
+    """The score of a run (with `quantized`, of its quantized model) or an artifact, by the metric of its spec; with
+    `options.adapt`, what a method that adapts makes of it, which is another thing.
 
-    `progress` is called with tokens or lines scored and those in all. Raises as `open_model`, `evaluate_opened` and
-    `evaluate_lines` do.
+    `progress` is called with tokens or lines scored and those in all. Several processes share the work where all call
+    it with their `world`, each on a device of its own; where a number of `gpus` was asked for, that is no CPU unless
+    it is the `target`. Raises as `open_model`, `evaluate_opened`, `evaluate_adapted` and `evaluate_lines` do;
+    RunFailure where the processes differ, EnvironmentFailure where there are fewer GPUs than processes.
     """
-    opened = open_model(path, target, device, quantized=quantized, search=search, say=say)
-    return METRICS[opened.spec.eval.metric](opened, options, progress)
-
-
-def evaluate_opened(
-    opened: Opened, options: EvaluateOptions, progress: Callable[[int, int], None] | None = None
-) -> BitsPerByte:
-    """Bits per byte of an opened model of text. `audit()` of it says whether the two ways to count bytes agree.
-
-    Raises EvaluateError (2) for options that fit no model, RunFailure (4) when the loss is not finite or
-    memory is full, DataError for the data.
-    """
-    window, how = opened.spec.model.window, opened.spec.eval
-    if not isinstance(how, BitsSpec):
-        raise EvaluateError(f"{opened.path} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
-    data = options.data or opened.data
-    if data is None:
-        raise EvaluateError(f"{opened.path} does not say what to score", "name it with --data PATH")
-    stride = options.stride or how.stride
-    if stride is not None and not 1 <= stride <= window:
-        raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the context", "give another one")
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
-    score = opened.generated.score
-    if options.compiled and opened.device.type == "cuda":
-        score = torch.compile(score, fullgraph=True)
-    stream = open_stream(data, "val", opened.tokenizer, options.cache or token_cache())
-    try:
-        result = evaluate_bits(
-            score,
-            stream,
-            opened.tokenizer,
-            window,
-            options.batch or how.batch,
-            opened.device,
-            stride,
-            options.max_tokens,
-            progress,
-        )
-    except torch.OutOfMemoryError as error:
-        raise RunFailure("out of GPU memory", "lower --batch, or eval.batch in the spec") from error
-    finally:
-        stream.close()
-    if not math.isfinite(result.nats):
-        raise RunFailure(f"the loss is {result.nats}", "the model is broken: evaluate an earlier checkpoint")
-    return result
+    if gpus is not None and world is not None and gpus != world.size:
+        raise EvaluateError(f"--gpus {gpus}, but {world.size} processes were started", "leave --gpus out")
+    if gpus is not None or (world is not None and world.size > 1):
+        target = target_of(spec_at(path), target, gpus)
+        world = (world or World.alone()).on(torch.device(device or device_of(TARGETS[target])))
+        device = str(world.device)
+    world = world or World.alone()
+    prepared = (lambda spec: spec) if options.adapt is None else partial(adapting, options=options)
+    with world.in_turn("open"):  # one makes what others find: kernels that are compiled
+        opened = open_model(path, target, device, quantized=quantized, search=search, say=say, prepared=prepared)
+    if world.size > 1:
+        sums = [float(weight.detach().double().sum()) for weight in opened.model.parameters()]
+        world.require_same("model", {"spec": canonical(opened.spec), "weights": str(sums)})
+    if options.adapt is not None:
+        return evaluate_adapted(opened, options, progress, world)
+    return METRICS[opened.spec.eval.metric](opened, options, progress, world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +110,10 @@ class ExactMatches:
 
 
 def evaluate_lines(
-    opened: Opened, options: EvaluateOptions, progress: Callable[[int, int], None] | None = None
+    opened: Opened,
+    options: EvaluateOptions,
+    progress: Callable[[int, int], None] | None = None,
+    world: World | None = None,
 ) -> ExactMatches:
     """The exact match of an opened model of pairs of lines.
 
@@ -156,8 +123,11 @@ def evaluate_lines(
     how, tokenizer = opened.spec.eval, opened.characters
     if not isinstance(how, ExactMatchSpec):
         raise EvaluateError(f"{opened.path} is scored by {how.metric}, not by exact match", "see `eval:` in its spec")
-    if options.stride is not None:
-        raise EvaluateError("lines are scored one by one, and have no stride", "leave --stride out")
+    if options.stride is not None or options.window is not None:
+        what = "stride" if options.stride is not None else "window"
+        raise EvaluateError(f"lines are scored one by one, and have no {what}", f"leave --{what} out")
+    if world is not None and world.size > 1:
+        raise EvaluateError("lines are scored by one process", "leave --gpus out")
     if options.max_tokens is not None and options.max_tokens < 1:
         raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
     compiled = options.compiled and opened.device.type == "cuda"
@@ -209,5 +179,5 @@ def _sets(
 
 
 Scored = BitsPerByte | ExactMatches
-Metric = Callable[[Opened, EvaluateOptions, Callable[[int, int], None] | None], Scored]
+Metric = Callable[[Opened, EvaluateOptions, Callable[[int, int], None] | None, World | None], Scored]
 METRICS: Mapping[str, Metric] = {"bits_per_byte": evaluate_opened, "exact_match": evaluate_lines}

@@ -9,7 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -41,6 +41,7 @@ ARTIFACT = "model.specc"
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 Say = Callable[[str], None]
 Cache = list[tuple[Tensor, ...]]
+Prepare = Callable[[Spec], Spec]
 
 
 class Generated(Protocol):
@@ -147,6 +148,7 @@ def open_model(
     quantized: bool = False,
     search: Sequence[Path] = (),
     say: Say | None = None,
+    prepared: Prepare = lambda spec: spec,
 ) -> Opened:
     """The model of a run, with the weights that the run ends with, or of an artifact.
 
@@ -156,6 +158,7 @@ def open_model(
         quantized: of a run, take what `specc quantize` made of it.
         search: more folders to look for the tokenizer in.
         say: is told of damaged checkpoints that are passed over, and of an artifact of another compiler.
+        prepared: the spec that the code is generated from, of the one that was found. It has the same parameters.
 
     Raises RunDirectoryError when there is neither at `path`; IntegrityError when anything about the file is
     wrong, with nothing of it handed out; RunFailure for a run without a checkpoint, a target that does not
@@ -166,11 +169,12 @@ def open_model(
         run = Run.open(path)
         if quantized:
             places = _places(run, search)
-            return _open_artifact(quantized_artifact(run), target, device, places, say, run.data)
+            return _open_artifact(quantized_artifact(run), target, device, places, say, run.data, prepared)
+        run = replace(run, spec=prepared(run.spec))
         return opened_run(run, final_weights(run, say)[0], target, device, search)
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
-    return _open_artifact(path, target, device, (*search, path.parent), say, None)
+    return _open_artifact(path, target, device, (*search, path.parent), say, None, prepared)
 
 
 def opened_run(
@@ -264,6 +268,15 @@ def artifact_of(path: Path) -> Path:
     return path
 
 
+def spec_at(path: Path) -> Spec:
+    """The spec of a run or of an artifact. Raises as `open_model` does."""
+    if path.is_dir():
+        return Run.open(path).spec
+    if not path.exists():
+        raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+    return read_verified(path).spec
+
+
 def deployment_of(text: bytes) -> tuple[Spec, Deployment]:
     """What the local compiler makes of the spec in an artifact. Raises IntegrityError if that is no model."""
     try:
@@ -310,17 +323,24 @@ def read_verified(path: Path) -> Verified:
 
 
 def _open_artifact(
-    path: Path, target: str | None, device: str | None, search: tuple[Path, ...], say: Say, data: str | None
+    path: Path,
+    target: str | None,
+    device: str | None,
+    search: tuple[Path, ...],
+    say: Say,
+    data: str | None,
+    prepared: Prepare,
 ) -> Opened:
     found = read_verified(path)
     if not found.same_code:
         say(f"{path} was written with other generated code: results may differ in the last bits")
+    spec = prepared(found.spec)
     try:
-        loaded = realize_stored(found.spec, target, device, found.stored, found.weights)
+        loaded = realize_stored(spec, target, device, found.stored, found.weights)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
     where = _device(loaded, device)
-    return Opened(found.spec, loaded, "artifact", path, where, found.same_code, data, search)
+    return Opened(spec, loaded, "artifact", path, where, found.same_code, data, search)
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:

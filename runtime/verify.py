@@ -18,6 +18,7 @@ from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
+from specc.compiler.torch_program import METHODS
 from specc.compiler.vocabulary import PAD
 from specc.runtime.feed import shifted
 from specc.runtime.judge import Errors, Judge, inputs_of, sizes_of
@@ -73,9 +74,9 @@ def _traces(loaded: Loaded, name: str) -> Iterator[Check]:
     """The fx round trip of every program that sees whole sequences."""
     model = copy.deepcopy(loaded.model).to(DTYPES[_dtype(loaded)])
     source = sys.modules[type(loaded.model).__module__]
-    for program, method in (("train", "forward"), ("score", "score")):
+    for program in loaded.programs.whole:
         try:
-            graph = witness.trace(model, source, method)
+            graph = witness.trace(model, source, METHODS.get(program, program))
             nodes = witness.round_trip(loaded.programs, program, graph)
             types = witness.check_types(loaded.programs, program, graph, model, 2, 16)
         except witness.Mismatch as error:

@@ -7,8 +7,9 @@ from specc.compiler.strict import StrictModel
 class Architecture(StrictModel):
     """A model kind. Its fields are blocks; it knows how they connect, and no block by name."""
 
-    def lower(self, name: str, dtype: str) -> Programs:
-        """All programs of the model, computing in `dtype`. Raises LoweringError with every problem found."""
+    def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
+        """All programs of the model, computing in `dtype`; with `halves`, those of `score` besides, where the model
+        has such. Raises LoweringError with every problem found."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
     @property

@@ -100,8 +100,8 @@ class Decoder(Architecture):
                 hint = "use `kind: encoder_decoder`, or let it read the sequence itself"
                 yield Problem(("blocks", "layers", i), "S230", message, hint)
 
-    def lower(self, name: str, dtype: str) -> Programs:
-        return _Lowering(self, name, dtype).run()
+    def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
+        return _Lowering(self, name, dtype).run(halves)
 
 
 class _Lowering:
@@ -120,19 +120,21 @@ class _Lowering:
             for i, part in enumerate(model.blocks.layers):
                 self.places[f"blocks.{layer}.{part.title}"] = ("model", "blocks", "layers", i)
 
-    def run(self) -> Programs:
+    def run(self, halves: bool) -> Programs:
         programs = (
             self.scored("train", "mean"),
             self.scored("score", "none"),
             self.cached("prefill", "T"),
             self.cached("decode", 1),
+            *(self.halves() if halves else ()),
         )
         if refused := self.functions.refused:
             hint = "change the number or formula"
             raise LoweringError(tuple(Problem(self.place_of(init), "S221", refused[init], hint) for init in refused))
         places = tuple(self.places.items())
         params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
-        return Programs(self.name, params, functions, programs, places, whole=("train", "score"))
+        whole = ("train", "score", *(("features", "nats") if halves else ()))
+        return Programs(self.name, params, functions, programs, places, whole)
 
     def scored(self, name: str, reduction: Literal["mean", "none"]) -> Graph:
         """ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one a token."""
@@ -143,6 +145,23 @@ class _Lowering:
         logits = self.head(b, x)
         loss = b.add("loss", CrossEntropy(reduction), (logits, targets))
         return self.functions.program(b, {"loss": loss})
+
+    def halves(self) -> tuple[Graph, Graph]:
+        """`score` in two: ids i64[B, T] -> what the head reads, x [B, T, D]; and that and targets i64[B, T] ->
+        cross-entropy in nats, one a token, f32. The loss of the second is outside the head, where no fusion point finds
+        it: fused, one number a token has no gradient."""
+        b = Builder("features")
+        x, _ = self.trunk(b, b.input("ids", TensorType(("B", "T"), "i64")), "", False)
+        first, made = self.functions.program(b, {"x": x}), b.types[x]
+        b = Builder("nats")
+        x, targets = b.input("x", made), b.input("targets", TensorType(("B", "T"), "i64"))
+        if self.model.head.tied:
+            table = self.functions.params["embed.token"]
+            b.param(table.name, TensorType(table.shape, table.dtype), table.init)
+        logits = self.head(b, x)
+        b.scope = ""
+        nats = b.add("nats", CrossEntropy("none"), (logits, targets))
+        return first, self.functions.program(b, {"nats": nats})
 
     def cached(self, name: str, tokens: int | str) -> Graph:
         """ids i64[B, T] that follow `start` (i64[]) tokens in the caches -> logits f32[B, V] of the last, and the

@@ -91,7 +91,7 @@ class EncoderDecoder(Architecture):
                     yield Problem((side, i), "S207", message, "give one of them a `name:`", related)
                 yield from (problem.under(side, i) for problem in _stage_problems(side, stages, i))
 
-    def lower(self, name: str, dtype: str) -> Programs:
+    def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
         return _Lowering(self, name, dtype).run()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,8 @@ import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.stream import TokenStream
-from specc.runtime.data.tokenizer import PieceBytes, Tokenizer
+from specc.runtime.data.tokenizer import Tokenizer
+from specc.runtime.data.windows import Batch, Ids, Windows, cut, read_batch, share
 
 if TYPE_CHECKING:
     import torch
@@ -84,36 +86,82 @@ class BitsPerByte:
         return f"{pieces} != document bytes {self.document_bytes:,} (gap {gap:+,}, {share:+.2f} %; {kind})"
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Inputs [start, start + length) of the stream; of the targets one later, the last `new` are scored."""
+class Account:
+    """Which targets of a stream, or of its first `max_tokens`, are scored in which batch, and what came of it.
 
-    start: int
-    length: int
-    new: int
+    Every token but the first is a target exactly once. The first is BOS, which has no bytes, so nothing is missing
+    from either side of the fraction. Separators count in the numerator. Batches do not depend on how many ranks there
+    are, and their sums are added up exactly: the total is the same number on any number of ranks, where `score` gives
+    the same.
 
+    Attributes:
+        windows: of `length` tokens, unless the whole stream is shorter than one.
+        chunks: the numbers of the batches, in runs whose windows score about `chunk` targets; one run without it.
 
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """A sequence of windows that scores each target position 1 .. `last` exactly once.
-
-    The first window scores all its targets, each later one its last `stride`. The final one is moved left to
-    keep its shape and scores only what is new, so its targets see more context. Below `length`, one short
-    window is all.
+    Raises DataError: the stream was made with another tokenizer, is too short, or does not start with BOS.
     """
 
-    last: int
-    length: int
-    stride: int
+    def __init__(
+        self,
+        stream: TokenStream,
+        tokenizer: Tokenizer,
+        length: int,
+        batch: int,
+        stride: int | None = None,
+        max_tokens: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        stride = length if stride is None else stride
+        if length < 1 or batch < 1 or not 1 <= stride <= length:
+            raise ValueError(f"{length=} and {batch=} must be positive, and {stride=} 1 .. length")
+        self._stream, self._tokenizer, self._rows = stream, tokenizer, batch
+        self.windows = Windows(_last_target(stream, tokenizer, max_tokens), length, stride)
+        parts = cut(self.windows.chunks(chunk), batch)
+        self._batches = [one for part in parts for one in part]
+        ends = np.cumsum([0, *map(len, parts)]).tolist()
+        self.chunks = [range(first, end) for first, end in pairwise(ends)]
+        self._pieces = tokenizer.piece_bytes()
+        self._sums = np.zeros(len(self._batches) + 2)
 
-    def __len__(self) -> int:
-        return 1 + max(0, -(-(self.last - self.length) // self.stride))
+    @property
+    def tokens(self) -> int:
+        """How many targets were added so far."""
+        return int(self._sums[-2])
 
-    def __getitem__(self, k: int) -> Window:
-        end = min(self.last, self.length + k * self.stride)
-        start = max(0, end - self.length)
-        scored_before = self.length + (k - 1) * self.stride if k else 0
-        return Window(start, end - start, end - scored_before)
+    def span(self, batches: range) -> tuple[int, int]:
+        """The positions of the targets that a run of batches scores: behind the first, up to the second."""
+        first, end = self._batches[batches[0]][0], self._batches[batches[-1]][-1] + 1
+        return self.windows.before(first), self.windows.before(end)
+
+    def read(self, number: int) -> Batch:
+        """One batch; it always has as many rows."""
+        return read_batch(self._stream, self.windows, number, self._batches[number], self._rows)
+
+    def tokens_at(self, start: int, count: int) -> Ids:
+        """Tokens of the stream, i64 [count]."""
+        return self._stream.read(start, count).astype(np.int64)
+
+    def add(self, batch: Batch, scores: Tensor) -> None:
+        """Counts the nats of a batch's targets, float32 or float64 [B, T], as far as the batch scores them."""
+        if tuple(scores.shape) != batch.ids.shape:
+            raise ValueError(f"score gave shape {tuple(scores.shape)} for targets of shape {batch.ids.shape}")
+        losses, mask = scores.detach().cpu().double().numpy(), batch.new  # one mask for both sides of the fraction
+        self._sums[batch.number] += math.fsum(losses[mask])
+        size = self._pieces.count(batch.ids[mask], batch.targets[mask]).sum()
+        self._sums[-2:] += int(mask.sum()), int(size)  # exact below 2**53
+
+    def total(self, reduce: Callable[[Sums], Sums] | None = None) -> BitsPerByte:
+        """All that was added; `reduce` sums a float64 array [N] over the ranks.
+
+        Raises DataError where the targets have no bytes, DataIntegrityError where a lossless tokenizer gives other
+        bytes than the documents have.
+        """
+        sums = self._sums if reduce is None else reduce(self._sums)
+        tokens, size, last = int(sums[-2]), int(sums[-1]), self.windows.last
+        if tokens != last:
+            raise RuntimeError(f"scored {tokens} of {last} targets")
+        known = self._stream.document_bytes if last == self._stream.tokens - 1 else None
+        return _result(math.fsum(sums[:-2]), tokens, size, known, self._tokenizer)
 
 
 def evaluate_bits(
@@ -130,10 +178,7 @@ def evaluate_bits(
     world: int = 1,
     reduce: Callable[[Sums], Sums] | None = None,
 ) -> BitsPerByte:
-    """Score a stream, or its first `max_tokens` targets, and divide by its bytes.
-
-    Every token but the first is a target exactly once. The first is BOS, which has no bytes, so nothing is
-    missing from either side of the fraction. Separators count in the numerator.
+    """Score a stream, or its first `max_tokens` targets, and divide by its bytes, as an Account counts them.
 
     Args:
         score: (ids, targets), int64 [B, T] on `device` -> nats of each target, float32 or float64 [B, T].
@@ -142,39 +187,31 @@ def evaluate_bits(
         stride: tokens between windows, 1 .. length; None means `length`, windows that do not overlap. A
             smaller one gives each target at least length - stride tokens of context (sliding evaluation).
         progress: called with targets scored and targets in all, on this rank.
-        rank, world, reduce: to share the work among ranks; `reduce` sums a float64 array [3] over them.
+        rank, world, reduce: to share the work among ranks; `reduce` sums a float64 array over them.
 
     Raises:
         DataError: the stream was made with another tokenizer, is too short, or does not start with BOS.
         DataIntegrityError: a shard is damaged, or a lossless tokenizer gives other bytes than the documents
             have.
     """
-    stride = length if stride is None else stride
-    if length < 1 or batch < 1 or not 1 <= stride <= length or not 0 <= rank < world:
-        raise ValueError(f"{length=} and {batch=} must be positive, {stride=} 1 .. length, and 0 <= {rank=} < {world=}")
+    import torch
+
+    if not 0 <= rank < world:
+        raise ValueError(f"{world=} must be positive, and {rank=} below it")
     if world > 1 and reduce is None:
         raise ValueError("sharing the work among ranks needs `reduce`")
-    last = _last_target(stream, tokenizer, max_tokens)
-    pieces = tokenizer.piece_bytes()
-
-    windows = Windows(last, length, stride)
-    mine = range(len(windows) * rank // world, len(windows) * (rank + 1) // world)
-    todo = sum(windows[k].new for k in mine)
-    nats, tokens, size = 0.0, 0, 0
-    for first in range(0, len(mine), batch):
-        part = [windows[k] for k in mine[first : first + batch]]
-        part_nats, part_tokens, part_bytes = _score_batch(score, stream, pieces, part, batch, device)
-        nats, tokens, size = nats + part_nats, tokens + part_tokens, size + part_bytes
+    account = Account(stream, tokenizer, length, batch, stride, max_tokens)
+    (chunk,) = account.chunks
+    mine = share(len(chunk), rank, world)
+    first, last = account.span(mine) if mine else (0, 0)
+    for number in mine:
+        one = account.read(number)
+        with torch.no_grad():
+            scores = score(torch.from_numpy(one.ids.copy()).to(device), torch.from_numpy(one.targets.copy()).to(device))
+        account.add(one, scores)
         if progress is not None:
-            progress(tokens, todo)
-
-    if reduce is not None:
-        total = reduce(np.array([nats, tokens, size], np.float64))  # counts are exact below 2**53
-        nats, tokens, size = float(total[0]), int(total[1]), int(total[2])
-    if tokens != last:
-        raise RuntimeError(f"scored {tokens} of {last} targets")
-    whole = last == stream.tokens - 1
-    return _result(nats, tokens, size, stream.document_bytes if whole else None, tokenizer)
+            progress(account.tokens, last - first)
+    return account.total(reduce)
 
 
 def _last_target(stream: TokenStream, tokenizer: Tokenizer, max_tokens: int | None) -> int:
@@ -194,34 +231,6 @@ def _last_target(stream: TokenStream, tokenizer: Tokenizer, max_tokens: int | No
             "evaluate shards that have the separator before each document",
         )
     return last
-
-
-def _score_batch(
-    score: Callable[[Tensor, Tensor], Tensor],
-    stream: TokenStream,
-    pieces: PieceBytes,
-    part: list[Window],
-    batch: int,
-    device: torch.device | str,
-) -> tuple[float, int, int]:
-    """Nats, tokens and bytes of the new targets of up to `batch` windows of one length."""
-    import torch
-
-    length = part[0].length
-    rows = np.stack([stream.read(window.start, length + 1).astype(np.int64) for window in part])
-    rows = np.concatenate([rows, np.repeat(rows[-1:], batch - len(part), axis=0)])
-    ids, targets = rows[:, :-1], rows[:, 1:]
-    new = np.array([window.new for window in part] + [0] * (batch - len(part)))
-    mask = np.arange(length) >= length - new[:, None]
-
-    with torch.no_grad():
-        on_device = torch.from_numpy(rows).to(device)
-        scores = score(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous())
-    if tuple(scores.shape) != ids.shape:
-        raise ValueError(f"score gave shape {tuple(scores.shape)} for targets of shape {ids.shape}")
-    losses = scores.detach().cpu().double().numpy()
-    # one mask for both sides of the fraction
-    return math.fsum(losses[mask]), int(mask.sum()), int(pieces.count(ids[mask], targets[mask]).sum())
 
 
 def _result(

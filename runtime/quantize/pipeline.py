@@ -126,7 +126,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
 
     def measure(model: Opened) -> Scored:
         metric = METRICS[run.spec.eval.metric]
-        return metric(model, scored, lambda done, total: tell("evaluate", done, total))
+        return metric(model, scored, lambda done, total: tell("evaluate", done, total), None)
 
     before = measure(opened)
     say(f"before: {before.report()[0]}")

@@ -19,7 +19,7 @@ LAYERS = (
     ("ops",),
     ("blocks", "quant"),
     ("data",),
-    ("programs", "optimizer_spec", "train_spec"),
+    ("programs", "optimizer_spec", "adapt", "train_spec"),
     ("architectures",),
     ("spec",),
     ("shape", "value_words", "schema", "schema_words", "schema_errors", "overrides"),

@@ -35,16 +35,16 @@ def scored(run: Run, stride: int | None = None, max_tokens: int | None = None) -
     return EvaluateOptions(stride=stride, max_tokens=max_tokens, cache=run.directory.parent / "cache")
 
 
-def expected_nats(run: Run, stride: int, last: int | None) -> tuple[float, int, int]:
+def expected_nats(run: Run, stride: int, last: int | None, window: int = 32) -> tuple[float, int, int]:
     """Nats, tokens and bytes by the definition: each target once, one window at a time, in float64."""
     model = model_of(run.spec, fuse=False).model.double()
     documents = (Path(run.data) / "val.txt").read_bytes().split(b"<|endoftext|>\n")
     tokens = [token for document in documents for token in (256, *document)]
     last = len(tokens) - 1 if last is None else last
-    nats, scored_to, end = 0.0, 0, min(32, last)
+    nats, scored_to, end = 0.0, 0, min(window, last)
     while scored_to < last:
-        ids = torch.tensor([tokens[max(0, end - 32) : end]])
-        targets = torch.tensor([tokens[max(0, end - 32) + 1 : end + 1]])
+        ids = torch.tensor([tokens[max(0, end - window) : end]])
+        targets = torch.tensor([tokens[max(0, end - window) + 1 : end + 1]])
         with torch.no_grad():
             losses = model.score(ids, targets)[0]  # type: ignore[operator]
         nats += float(losses[-(end - scored_to) :].sum())
@@ -61,6 +61,24 @@ def test_it_is_the_loss_of_every_token_once(run: Run, stride: int | None, max_to
     assert result.bpb == result.bpb_pieces == pytest.approx(nats / math.log(2) / size, rel=1e-6)
     whole = max_tokens is None
     assert ("==" in result.audit()) == whole and ("unknown" in result.audit()) != whole
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, None), (20, 7), (1, 1), (32, 32)])
+def test_windows_may_be_shorter_than_the_context(run: Run, window: int, stride: int | None) -> None:
+    options = replace(scored(run, stride, 150), window=window)
+    result = evaluate(run.directory, options)
+    nats, tokens, size = expected_nats(run, stride or window, 150, window)
+    assert (result.tokens, result.piece_bytes) == (tokens, size)
+    assert result.nats == pytest.approx(nats, rel=1e-6)
+
+
+def test_a_spec_may_state_its_windows(run: Run, tmp_path: Path) -> None:
+    """A shorter window that is asked for is no error where the spec's stride is longer: it then is the stride."""
+    other = make_run(tmp_path / "run", small_spec("eval={batch: 4, window: 16, stride: 12}"), run.data)
+    cache = run.directory.parent / "cache"
+    found = [evaluate(other.directory, EvaluateOptions(cache=cache, max_tokens=99, window=w)) for w in (None, 16, 8)]
+    same = [replace(scored(run, stride, 99), window=window) for window, stride in ((16, 12), (16, 12), (8, 8))]
+    assert found == [evaluate(run.directory, options) for options in same]
 
 
 def test_more_context_scores_each_token_with_more(run: Run) -> None:

@@ -1,0 +1,1 @@
+"""Models that adapt to the text that they are scored on: one file a method of `eval.adapt`."""
