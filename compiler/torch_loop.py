@@ -172,8 +172,8 @@ def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str],
     if first != "x":
         body.release("x")
         body.lines.append(f"x = {first}")
-    joins, lines = _joins(calls, blocks)
-    tables += [text for text in (_order(runs), joins) if looped and text and text not in tables]
+    joins, lines = _joins(calls, blocks, tables)
+    tables += [text for text in (_order(runs) if looped else "", joins) if text and text not in tables]
     tables += [one.text for one in some if one.text not in tables]
     method = callee_of(calls[0]).partition(".")[2]
     run = f"self.{field}[layer]" if looped else "block"
@@ -199,9 +199,9 @@ def _order(runs: Sequence[int]) -> str:
     return f"# the blocks in the order in which they run, some more than once\nORDER = {tuple(runs)!r}"
 
 
-def _joins(calls: Sequence[Node], blocks: Sequence[Node]) -> tuple[str, list[str]]:
+def _joins(calls: Sequence[Node], blocks: Sequence[Node], tables: Sequence[str]) -> tuple[str, list[str]]:
     """The table of the calls between blocks, by the number of the run that they precede, and the lines that make
-    them."""
+    them. Where `tables` has that of a program that runs blocks more often, it is named after running each once."""
     numbers = {call.name: i for i, call in enumerate(blocks)}
     found: dict[int, tuple[int, int]] = {}
     for call, following in pairwise(calls):
@@ -210,10 +210,13 @@ def _joins(calls: Sequence[Node], blocks: Sequence[Node]) -> tuple[str, list[str
             field = field_of(call)
     if not found:
         return "", []
-    text = f"# run -> the skip before it, and the earlier run whose output it joins\n{field.upper()} = {found!r}"
+    about, name = "# run -> the skip before it, and the earlier run whose output it joins", field.upper()
+    if any(text.startswith(f"{about}\n{name} = ") and text != f"{about}\n{name} = {found!r}" for text in tables):
+        name = f"{name}_ONCE"
+    text = f"{about}\n{name} = {found!r}"
     lines = [
-        f"if i in {field.upper()}:",
-        f"    skip, earlier = {field.upper()}[i]",
+        f"if i in {name}:",
+        f"    skip, earlier = {name}[i]",
         f"    x = self.{field}[skip](x, outputs[earlier])",
     ]
     return text, lines

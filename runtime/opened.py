@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol, cast
@@ -165,7 +165,8 @@ def open_model(
         if quantized:
             places = _places(run, search)
             return _open_artifact(quantized_artifact(run), target, device, places, say, run.data)
-        return opened_run(run, final_weights(run, say)[0], target, device, search)
+        run, weights, _ = as_trained(run, say)
+        return opened_run(run, weights, target, device, search)
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
     return _open_artifact(path, target, device, (*search, path.parent), say, None)
@@ -239,6 +240,21 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
     if newest is None:
         raise RunFailure(f"{run.directory} has no sound checkpoint", "train it: specc train --resume auto")
     return checkpoint.weights(newest), checkpoint.read_state(newest).step
+
+
+def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
+    """The run as of the model that its newest sound checkpoint trained, of all phases of the spec the one then; with
+    `final_weights`, those that this model reads. Raises RunFailure where there is no checkpoint."""
+    weights, step = final_weights(run, say)
+    newest = checkpoint.latest(run.checkpoints, lambda _: None)
+    assert newest is not None
+    model = run.spec.model.after(checkpoint.read_state(newest).done)
+    if model == run.spec.model:
+        return run, weights, step
+    spec = run.spec.model_copy(update={"model": model})
+    read = {param.name for param in lower(spec, run.target).params}
+    say(f"the run ended before a later phase of its spec: the model is the one that it trained, {model.title}")
+    return replace(run, spec=spec), {name: weights[name] for name in weights if name in read}, step
 
 
 def quantized_artifact(run: Run) -> Path:

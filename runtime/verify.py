@@ -73,7 +73,8 @@ def _traces(loaded: Loaded, name: str) -> Iterator[Check]:
     """The fx round trip of every program that sees whole sequences."""
     model = copy.deepcopy(loaded.model).to(DTYPES[_dtype(loaded)])
     source = sys.modules[type(loaded.model).__module__]
-    for program, method in (("train", "forward"), ("score", "score")):
+    early = ((name, name) for phase in loaded.programs.phases for name in (phase.train, phase.score))
+    for program, method in (("train", "forward"), ("score", "score"), *early):
         try:
             graph = witness.trace(model, source, method)
             nodes = witness.round_trip(loaded.programs, program, graph)

@@ -1,6 +1,7 @@
 """A decoder: token ids to a distribution over the next one, through a stack of residual blocks."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -18,8 +19,8 @@ from specc.compiler.ir import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.shape import Last
-from specc.compiler.programs import LoweringError, Programs
-from specc.compiler.strict import Path, Problem, StrictModel, later
+from specc.compiler.programs import LoweringError, Phase, Programs, read_by
+from specc.compiler.strict import Path, Problem, StrictModel, Unit, later
 
 if TYPE_CHECKING:
     AnyEmbed = Embed
@@ -28,12 +29,20 @@ else:
     AnyEmbed, AnyNorm = map(one_of, (Embed, Norm))
 
 
+WHOLE = ("train", "score")
+
+
 class Loop(StrictModel):
-    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times, one pass after the other."""
+    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times, one pass after the other.
+
+    While less than the share `after` of training is done, by steps or by the clock, each block runs once; with 1 that
+    never changes, with 0 blocks are looped from the start. Parameters are the same; those that nothing reads yet rest.
+    """
 
     first: Annotated[int, Field(ge=0, lt=1000)]
     last: Annotated[int, Field(ge=0, lt=1000)]
     passes: Annotated[int, Field(ge=2, le=64)]
+    after: Unit = later(0.0)
 
 
 class DecoderBlocks(Blocks):
@@ -43,10 +52,14 @@ class DecoderBlocks(Blocks):
 
     @property
     def order(self) -> tuple[int, ...]:
-        if self.loop is None:
+        if self.loop is None or self.loop.after >= 1:
             return super().order
         again = tuple(range(self.loop.first, self.loop.last + 1))
         return (*range(self.loop.last + 1), *again * (self.loop.passes - 1), *range(self.loop.last + 1, self.count))
+
+    @property
+    def loops(self) -> bool:
+        return self.loop is not None
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.loop is not None and not self.loop.first <= self.loop.last < self.count:
@@ -72,7 +85,9 @@ class Decoder(Architecture):
 
     @property
     def title(self) -> str:
-        runs = f" in {len(self.blocks.order)} runs" if self.blocks.loop else ""
+        loop = self.blocks.loop
+        runs = f" in {len(self.blocks.order)} runs" if loop and loop.after < 1 else ""
+        runs += f" once {loop.after:.0%} of training are done" if loop and 0 < loop.after < 1 else ""
         blocks = f"{self.blocks.count} blocks of {self.dim}{runs}"
         return f"decoder, {blocks}, {self.context} tokens, vocabulary {self.vocab}"
 
@@ -83,6 +98,13 @@ class Decoder(Architecture):
     @property
     def window(self) -> int:
         return self.context
+
+    def after(self, done: float) -> "Decoder":
+        loop = self.blocks.loop
+        if loop is None or loop.after <= done:
+            return self
+        blocks = self.blocks.model_copy(update={"loop": loop.model_copy(update={"after": 1.0})})
+        return self.model_copy(update={"blocks": blocks})
 
     def problems(self) -> Iterator[Problem]:
         """What the layers say of themselves in a model of this width."""
@@ -121,25 +143,33 @@ class _Lowering:
                 self.places[f"blocks.{layer}.{part.title}"] = ("model", "blocks", "layers", i)
 
     def run(self) -> Programs:
-        programs = (
+        programs: tuple[Graph, ...] = (
             self.scored("train", "mean"),
             self.scored("score", "none"),
             self.cached("prefill", "T"),
             self.cached("decode", 1),
         )
+        phases: tuple[Phase, ...] = ()
+        loop, once = self.model.blocks.loop, tuple(range(self.model.blocks.count))
+        if loop is not None and 0 < loop.after < 1:
+            phases = (Phase(loop.after, "train_once", "score_once"),)
+            programs += self.scored("train_once", "mean", once), self.scored("score_once", "none", once)
         if refused := self.functions.refused:
             hint = "change the number or formula"
             raise LoweringError(tuple(Problem(self.place_of(init), "S221", refused[init], hint) for init in refused))
         places = tuple(self.places.items())
         params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
-        return Programs(self.name, params, functions, programs, places, whole=("train", "score"))
+        before = tuple(name for phase in phases for name in (phase.train, phase.score))
+        made = Programs(self.name, params, functions, programs, places, WHOLE + before)
+        return replace(made, phases=tuple(replace(phase, rests=_unread(made, phase)) for phase in phases))
 
-    def scored(self, name: str, reduction: Literal["mean", "none"]) -> Graph:
-        """ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one a token."""
+    def scored(self, name: str, reduction: Literal["mean", "none"], order: tuple[int, ...] | None = None) -> Graph:
+        """ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one a token. `order` is that of the
+        blocks, where it is not the model's."""
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         targets = b.input("targets", TensorType(("B", "T"), "i64"))
-        x, _ = self.trunk(b, ids, "", reduction == "mean")
+        x, _ = self.trunk(b, ids, "", reduction == "mean", order)
         logits = self.head(b, x)
         loss = b.add("loss", CrossEntropy(reduction), (logits, targets))
         return self.functions.program(b, {"loss": loss})
@@ -154,7 +184,9 @@ class _Lowering:
         logits = self.head(b, b.add("last", Last(), (x,)))
         return self.functions.program(b, {"logits": logits, **state})
 
-    def trunk(self, b: Builder, ids: str, start: str, training: bool) -> tuple[str, Mapping[str, str]]:
+    def trunk(
+        self, b: Builder, ids: str, start: str, training: bool, order: tuple[int, ...] | None = None
+    ) -> tuple[str, Mapping[str, str]]:
         """Embedding and blocks; with `start`, against caches that it declares as inputs."""
         x, own = self.embedded(b, ids, start)
         wanted = self.model.blocks.shared(self.shape)
@@ -166,7 +198,8 @@ class _Lowering:
         caches = self.model.blocks.state(self.shape) if start else {}
         kept = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         place: Path = ("model", "blocks")
-        stack = Stack(self.model.blocks, self.shape, Site("blocks", "block", place, self.places, self.functions))
+        site = Site("blocks", "block", place, self.places, self.functions)
+        stack = Stack(self.model.blocks, self.shape, site, order)
         around = Surroundings(positions, shared, kept, training=training, extends=bool(start))
         x, state = stack.run(b, x, around)
         state = own | {f"cache.{key}": ref for key, ref in state.items()}
@@ -203,6 +236,11 @@ class _Lowering:
     def place_of(self, init: Init) -> Path:
         """Where the spec says how a parameter starts."""
         return ("model", *next((path for found, path in _inits(self.model) if found is init), ()))
+
+
+def _unread(programs: Programs, phase: Phase) -> tuple[str, ...]:
+    read = read_by(programs, phase.train)
+    return tuple(param.name for param in programs.params if param.name not in read)
 
 
 def _inits(value: object, path: Path = ()) -> Iterator[tuple[Init, Path]]:

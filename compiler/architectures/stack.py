@@ -67,6 +67,11 @@ class Blocks(StrictModel):
         """The blocks in the order in which they run."""
         return tuple(range(self.count))
 
+    @property
+    def loops(self) -> bool:
+        """Whether a block may run more than once, so that what connects runs is no part of a block."""
+        return False
+
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         """What is wrong with the blocks in a model of `dim` features; paths are relative to them. They count their own
         layers."""
@@ -114,11 +119,13 @@ class Blocks(StrictModel):
 
 @dataclass(frozen=True)
 class Stack:
-    """One run of blocks in a program: they stand under the site's place, at 0, 1, ..."""
+    """One run of blocks in a program: they stand under the site's place, at 0, 1, ... `order` is that in which they
+    run, where it is not their own."""
 
     blocks: Blocks
     shape: Shape
     site: Site
+    order: tuple[int, ...] | None = None
 
     def run(self, b: Builder, x: str, around: Surroundings) -> tuple[str, dict[str, str]]:
         """Adds the calls; returns the last block's value, and the state by run, layer and key. A program that extends a
@@ -130,13 +137,13 @@ class Stack:
         blocks, outer, first = self.blocks, b.scope, x
         b.scope = self.site.at
         sources = self._sources
-        looped = len(blocks.order) > blocks.count
+        order = self.runs
         caches = blocks.state_of_one(self.shape) if around.extends else {}
         state: dict[str, str] = {}
         outputs: list[str] = []
-        for run, i in enumerate(blocks.order):
+        for run, i in enumerate(order):
             skip = {"skip": outputs[sources[run]]} if run in sources else {}
-            if skip and looped:
+            if skip and blocks.loops:
                 x, skip = self._joined(b, list(sources).index(run), x, skip["skip"]), {}
             some = self._shared(around, i, False)
             given = {**({"x0": first} if blocks.mix else {}), **self._shared(around, i, True), **self._read(around)}
@@ -145,7 +152,7 @@ class Stack:
             args = (x, *given.values(), *kept, *some.values(), *skip.values())
             returns = returned([b.types[x], *(caches[key] for key in changed)])
             call = Call(body.name, f"{self.site.at}.{i}", returns, tuple(blocks.scalars(i).items()))
-            again = blocks.order[:run].count(i)
+            again = order[:run].count(i)
             x = b.add(f"{i}.again{again}" if again else str(i), call, args)
             state |= {f"{run}.{key}": f"{x}:{j}" for j, key in enumerate(changed, 1)}
             outputs.append(x)
@@ -153,8 +160,13 @@ class Stack:
         return x, state
 
     @property
+    def runs(self) -> tuple[int, ...]:
+        """The block of each run."""
+        return self.blocks.order if self.order is None else self.order
+
+    @property
     def _sources(self) -> Mapping[int, int]:
-        return self.blocks.skips.sources(len(self.blocks.order)) if self.blocks.skips else {}
+        return self.blocks.skips.sources(len(self.runs)) if self.blocks.skips else {}
 
     def _joined(self, outer: Builder, which: int, x: str, earlier: str) -> str:
         """The stream joined by an earlier output, where skips are no part of a block: it runs with and without."""
