@@ -78,6 +78,8 @@ CODES: Mapping[str, str] = {
     "S243": "a loop over blocks that are not there",
     "S244": "quantization-aware training of a model that is not quantized",
     "S245": "bits that are given both by promotion and by allocation, or an allocation without a budget",
+    "S246": "lanes of blocks that are not there, or that have not two layers",
+    "S247": "lanes of blocks that run more than once, are parallel, or that a skip reads",
     "S301": "two parts of the model whose widths do not fit",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that covers only some of the blocks that share their code",

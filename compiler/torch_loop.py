@@ -173,7 +173,7 @@ def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str],
         body.release("x")
         body.lines.append(f"x = {first}")
     joins, lines = _joins(calls, blocks, tables)
-    tables += [text for text in (_order(runs) if looped else "", joins) if text and text not in tables]
+    tables += [text for text in ([_order(runs)] if looped else []) + joins if text not in tables]
     tables += [one.text for one in some if one.text not in tables]
     method = callee_of(calls[0]).partition(".")[2]
     run = f"self.{field}[layer]" if looped else "block"
@@ -199,27 +199,29 @@ def _order(runs: Sequence[int]) -> str:
     return f"# the blocks in the order in which they run, some more than once\nORDER = {tuple(runs)!r}"
 
 
-def _joins(calls: Sequence[Node], blocks: Sequence[Node], tables: Sequence[str]) -> tuple[str, list[str]]:
-    """The table of the calls between blocks, by the number of the run that they precede, and the lines that make
-    them. Where `tables` has that of a program that runs blocks more often, it is named after running each once."""
+def _joins(calls: Sequence[Node], blocks: Sequence[Node], tables: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tables of the calls between blocks, by the number of the run that they precede, and the lines that make them.
+    Where `tables` has that of a program that runs blocks more often, it is named after running each once."""
     numbers = {call.name: i for i, call in enumerate(blocks)}
-    found: dict[int, tuple[int, int]] = {}
-    for call, following in pairwise(calls):
-        if call.name not in numbers:
-            found[numbers[following.name]] = (index_of(call), numbers[call.inputs[1]])
-            field = field_of(call)
-    if not found:
-        return "", []
+    joined = [(call, following) for call, following in pairwise(calls) if call.name not in numbers]
+    if not joined:
+        return [], []
+    field = field_of(joined[0][0])
+    found = {numbers[after.name]: (index_of(call), numbers[call.inputs[1]]) for call, after in joined}
     about, name = "# run -> the skip before it, and the earlier run whose output it joins", field.upper()
-    if any(text.startswith(f"{about}\n{name} = ") and text != f"{about}\n{name} = {found!r}" for text in tables):
-        name = f"{name}_ONCE"
     text = f"{about}\n{name} = {found!r}"
-    lines = [
-        f"if i in {name}:",
-        f"    skip, earlier = {name}[i]",
-        f"    x = self.{field}[skip](x, outputs[earlier])",
-    ]
-    return text, lines
+    if any(other.startswith(f"{about}\n{name} = ") and other != text for other in tables):
+        name = f"{name}_ONCE"
+    made = [f"{about}\n{name} = {found!r}"]
+    steps = [f"x = self.{field}[skip](x, outputs[earlier])"]
+    methods = {index_of(after): callee_of(call).partition(".")[2] for call, after in joined}
+    if others := {layer: method for layer, method in methods.items() if method != "forward"}:
+        (method,) = set(others.values())
+        index = "layer" if len({*map(index_of, blocks)}) < len(blocks) else "i"
+        made.append(f"# blocks before which a skip joins the first of the {method}\n{method.upper()} = {set(others)!r}")
+        join = f"self.{field}[skip].{method} if {index} in {method.upper()} else self.{field}[skip]"
+        steps = [f"join = {join}", "x = join(x, outputs[earlier])"]
+    return made, [f"if i in {name}:", f"    skip, earlier = {name}[i]", *(f"    {step}" for step in steps)]
 
 
 def _arguments(plan: Plan, body: Body, calls: Sequence[Node], kept: str) -> tuple[list[Some], list[str]]:

@@ -39,6 +39,7 @@ class Plain:
     gate: str = ""  # "double", "dense", "sparse"
     parallel: tuple[int, ...] = ()
     order: tuple[int, ...] = ()  # of the blocks; each once where empty
+    lanes: int | None = None  # the block from which attention and the MLP have a lane each
     bos: int = 1
 
     @property
@@ -80,6 +81,9 @@ class PlainBlock(nn.Module):
             self.resid_mix = nn.Parameter(torch.ones(2, p.dim))
         if layer in p.values:
             self.ve_scale = nn.Parameter(torch.ones(()))
+        if p.lanes is not None and layer >= p.lanes:
+            self.lane_r = nn.Parameter(torch.ones(2))
+            self.lane_pa, self.lane_pm = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         if p.gate:
             self.gate = nn.Linear(p.dim if p.gate == "dense" else 3, p.heads, bias=False)
 
@@ -92,6 +96,16 @@ class PlainBlock(nn.Module):
             return u + attended + self.mlp_scale * self.mlp(s * rms(u))
         y = u + attended
         return y + self.mlp_scale * self.mlp(s * rms(y))
+
+    def in_lanes(self, lanes: list[Tensor], x0: Tensor, ve: Tensor | None) -> list[Tensor]:
+        """Both write to both lanes, and neither sees what the other writes."""
+        p = self.p
+        u = self.resid_mix[0] * lanes[0] + self.resid_mix[1] * x0 if p.x0 else lanes[0]
+        s = (self.layer + 1) ** -0.5 if p.ln_scale else 1.0
+        attended = self.attn_scale * self.attention(s * rms(u), ve)
+        fed = self.mlp_scale * self.mlp(s * rms(lanes[1]))
+        r, pa, pm = self.lane_r, self.lane_pa, self.lane_pm
+        return [r[i] * lanes[i] + pa[i] * attended + pm[i] * fed for i in range(2)]
 
     def mlp(self, h: Tensor) -> Tensor:
         pre = self.fc(h)
@@ -188,7 +202,12 @@ class PlainGolf(nn.Module):
         ve = self.ve_scale * self.ve_proj(self.ve(ids)) if p.values else None
         half = len(p.runs) // 2
         stack: list[Tensor] = []
+        lanes: list[Tensor] = []
         for run, layer in enumerate(p.runs):
+            if layer == p.lanes:
+                lanes = [x, x]
+            if lanes:
+                x = lanes[0]
             if p.skips and half <= run < 2 * half:
                 skip = self.skip_weights[run - half] * stack.pop()
                 if p.skips == "lerp":
@@ -196,9 +215,13 @@ class PlainGolf(nn.Module):
                     x = g * x + (1 - g) * skip
                 else:
                     x = x + skip
+            if lanes:
+                lanes = self.blocks[layer].in_lanes([x, lanes[1]], x0, ve)
+                continue
             x = self.blocks[layer](x, x0, ve)
             if run < half:
                 stack.append(x)
+        x = (lanes[0] + lanes[1]) / 2 if lanes else x
         logits = p.cap * torch.tanh(rms(x) @ self.tok_emb.weight.T / p.cap)
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -230,6 +253,16 @@ BLOCK = {
 }
 
 
+LANES = {
+    "attention.carry": ("lane_r", 0),
+    "mlp.carry": ("lane_r", 1),
+    "attention.to_attention": ("lane_pa", 0),
+    "attention.to_mlp": ("lane_pa", 1),
+    "mlp.to_attention": ("lane_pm", 0),
+    "mlp.to_mlp": ("lane_pm", 1),
+}
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a generated parameter stands in the plain model: in a row of a parameter, where `row` is one."""
@@ -247,6 +280,8 @@ def place(name: str, count: int) -> Place:
         return Place({"scale": "skip_weights", "share": "skip_gates"}[rest], int(layer))
     if rest in BLOCK:
         return Place(f"blocks.{layer}.{BLOCK[rest]}")
+    if rest in LANES:
+        return Place(f"blocks.{layer}.{LANES[rest][0]}", LANES[rest][1])
     if rest in ("mix.stream", "mix.embedded"):
         return Place(f"blocks.{layer}.resid_mix", int(rest == "mix.embedded"))
     return Place({"skip.scale": "skip_weights", "skip.share": "skip_gates"}[rest], int(layer) - count // 2)

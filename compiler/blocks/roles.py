@@ -301,6 +301,19 @@ class Layer(Part):
     residual: Literal["learned"] | LayerFormula | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
+    def weighed(self, b: Builder, y: str, shape: Shape) -> str:
+        """Adds the branch's value with its factor, where that is for others to add to a stream."""
+        operands = ("scale * branch",), ("branch", "scale")
+        if self.residual == "learned":
+            scale = b.param("residual", TensorType((shape.dim,), shape.dtype), constant(1.0))
+            return b.add("branch", Pointwise(*operands), (y, scale))
+        if self.residual is None:
+            return y
+        if _by_layer(self.residual):
+            return b.add("branch", Pointwise(*operands), (y, b.scalar(f"{self.title}_residual")))
+        factor = value_of(self.residual, layers=float(shape.layers))
+        return b.add("branch", Pointwise((f"{factor!r} * branch",), ("branch",)), (y,))
+
     def join(self, b: Builder, x: str, y: str, shape: Shape) -> str:
         """Adds the branch's value to the residual stream."""
         if self.residual == "learned":

@@ -29,7 +29,7 @@ from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.ops.rope import Positions, Rope, RopeAngles
 from specc.compiler.ops.sequence import AsStep, Concat, Copy, Moves, Repeat, Reversed, Seen, Shift, StateWrite, Zeros
-from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Last, MergeHeads, PadRows, SplitHeads
+from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Halves, Last, MergeHeads, PadRows, SplitHeads
 from specc.compiler.ops.sinusoid import Sinusoid
 from specc.compiler.render import render
 from specc.runtime.judge import many
@@ -90,6 +90,7 @@ SAMPLES = [
     Sample(Last(), (X,)),
     Sample(FirstFeatures(3), (X,)),
     Sample(FirstFeatures(8), (X,)),
+    Sample(Halves(), (X,)),
     Sample(Exclusive(), (HEADS, HEADS)),
     Sample(Exclusive(), (HEADS, "f32[B,T,2,6]")),
     Sample(Exclusive(), (HEADS, "f32[B,T,1,6]")),
@@ -317,7 +318,7 @@ def test_flops_grow_in_proportion_to_the_rows(sample: Sample) -> None:
     rowless = not any("B" in type.shape for type in types) or isinstance(sample.op, Positions)
     assert three == (one if rowless else 3 * one)
     moves = (Embedding, SplitHeads, MergeHeads, Last, FirstFeatures, PadRows, CropRows, CacheWrite, Positions, Moves)
-    moves += (Previous, PreviousKept, KeepLast, Reset, BigramHash)
+    moves += (Halves, Previous, PreviousKept, KeepLast, Reset, BigramHash)
     assert (one == 0) == isinstance(sample.op, moves)
 
 

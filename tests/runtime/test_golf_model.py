@@ -47,6 +47,10 @@ OPTIONS = {
     "late_stack": replace(
         FULL, bigram=False, smear="token", smear_bos=1, values=(), skips="lerp", gate="sparse", parallel=(4,)
     ),
+    "lanes": replace(FULL, lanes=3),
+    "lanes_of_the_last": replace(FULL, lanes=4, skips="lerp", values=()),
+    "lanes_without_mix": replace(FULL, lanes=1, skips="", x0=False, values=(), xsa=()),
+    "lanes_behind_a_loop": replace(FULL, order=(0, 1, 0, 1, 0, 1, 2, 3, 4), lanes=3, skips="lerp"),
     "even": replace(FULL, count=4, xsa=(0, 1, 2, 3), values=(2,)),
     "nothing": Plain(
         trained=None,
@@ -98,6 +102,7 @@ def spec_of(p: Plain) -> Any:
         blocks["skips"] = {"kind": "unet", "gated": p.skips == "lerp"}
     blocks |= {"mix": {"kind": "embedded"}} if p.x0 else {}
     blocks |= {"parallel": list(p.parallel)} if p.parallel else {}
+    blocks |= {"lanes": {"first": p.lanes}} if p.lanes is not None else {}
     if again := [layer for layer in range(p.count) if p.order.count(layer) > 1]:
         blocks["loop"] = {"first": again[0], "last": again[-1], "passes": p.order.count(again[0])}
     q = ["q.norm", "q.rope", *(["q.gain"] if p.gain is not None else [])]

@@ -1,0 +1,48 @@
+"""Cases of test_blocks.py: blocks and connections of the later parameter-golf records."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tiny_models import ATTENTION, MLP
+
+CASES: Mapping[str, dict[str, Any]] = {
+    "loop_values_without_skips": {
+        "layers": ({**ATTENTION, "values": {"dim": 3, "layers": [1]}}, MLP),
+        "blocks": {"loop": {"first": 1, "last": 1, "passes": 2}},
+        "count": 2,
+    },
+    "loop_from_half": {
+        "layers": ({**ATTENTION, "rope": {}}, MLP),
+        "blocks": {"loop": {"first": 1, "last": 2, "passes": 2, "after": 0.5}, "skips": {"kind": "unet"}},
+        "count": 4,
+    },
+    "loop_never": {
+        "blocks": {"loop": {"first": 1, "last": 1, "passes": 2, "after": 1}, "skips": {"kind": "unet", "gated": True}},
+        "count": 3,
+    },
+    "lanes": {
+        "layers": ({**ATTENTION, "residual": "learned", "rope": {}}, {**MLP, "residual": 0.5}),
+        "blocks": {"lanes": {"first": 1, "carry": 1.2}},
+        "count": 3,
+    },
+    "lanes_of_the_last": {
+        "layers": ({**ATTENTION, "residual": "1/(layer + 1)"}, {**MLP, "residual": "learned"}),
+        "blocks": {"lanes": {"first": 2}, "mix": {"kind": "embedded"}, "parallel": [0]},
+        "count": 3,
+    },
+    "lanes_and_skips": {
+        "blocks": {"lanes": {"first": 3}, "skips": {"kind": "unet"}, "mix": {"kind": "embedded"}},
+        "count": 5,
+    },
+    "lanes_behind_a_late_loop": {
+        "layers": ({**ATTENTION, "rope": {}, "gate": {"features": 3}}, {**MLP, "residual": "learned"}),
+        "blocks": {
+            "loop": {"first": 0, "last": 1, "passes": 3, "after": 0.35},
+            "lanes": {"first": 3},
+            "skips": {"kind": "unet", "gated": True},
+            "mix": {"kind": "embedded"},
+            "norm": {"kind": "rms", "scale": "1/sqrt(layer + 1)"},
+        },
+        "count": 5,
+    },
+}
