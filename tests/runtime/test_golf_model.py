@@ -12,6 +12,7 @@ from tiny_models import tiny
 
 from specc.compiler import pipeline
 from specc.compiler.check import load
+from specc.compiler.ops.region import Call
 from specc.compiler.ops.rope import RopeAngles
 from specc.compiler.programs import Programs
 from specc.runtime.load import initialize, instantiate
@@ -178,6 +179,28 @@ def test_it_has_the_published_parameters() -> None:
     assert [name for name in table if name.endswith("value_scale")] == [
         f"blocks.{layer}.attention.value_scale" for layer in (9, 10)
     ]
+
+
+@pytest.mark.parametrize(
+    ("loop", "count", "order"),
+    [
+        (
+            "{first: 3, last: 5, passes: 3, after: 0.35}",
+            35_944_536,
+            (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, *range(6, 11)),
+        ),
+        ("{first: 4, last: 5, passes: 3, after: 0.5}", 35_943_512, (0, 1, 2, 3, 4, 5, 4, 5, 4, 5, *range(6, 11))),
+    ],
+    ids=["layers 3 to 5", "PR 1394"],
+)
+def test_the_late_stack_has_the_published_parameters_and_order(loop: str, count: int, order: tuple[int, ...]) -> None:
+    spec = load(SPEC.with_name("gpt_golf_sp8192.yaml"), (f"model.blocks.loop={loop}",))[0]
+    programs = pipeline.lower(spec, "cpu")
+    assert sum(param.count for param in programs.params) == count
+    for program, wanted in (("train", order), ("score", order), ("train_once", tuple(range(11)))):
+        runs = [str(node.op.at) for node in programs.program(program).nodes if isinstance(node.op, Call)]
+        assert tuple(int(at.partition(".")[2]) for at in runs if at.startswith("blocks.")) == wanted
+        assert sum(at.startswith("skips.") for at in runs) == len(wanted) // 2
 
 
 def test_its_rope_turns_as_far_over_its_context_as_the_trained_length_did() -> None:
