@@ -80,6 +80,8 @@ CODES: Mapping[str, str] = {
     "S245": "bits that are given both by promotion and by allocation, or an allocation without a budget",
     "S246": "lanes of blocks that are not there, or that have not two layers",
     "S247": "lanes of blocks that run more than once, are parallel, or that a skip reads",
+    "S248": "documents in a model of pairs of lines",
+    "S249": "a mark of documents that is no id",
     "S301": "two parts of the model whose widths do not fit",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that covers only some of the blocks that share their code",

@@ -39,6 +39,7 @@ class Plain:
     gate: str = ""  # "double", "dense", "sparse"
     parallel: tuple[int, ...] = ()
     order: tuple[int, ...] = ()  # of the blocks; each once where empty
+    documents: bool = False  # `bos` starts one, and nothing is read across its start
     lanes: int | None = None  # the block from which attention and the MLP have a lane each
     bos: int = 1
 
@@ -70,6 +71,7 @@ class PlainBlock(nn.Module):
     def __init__(self, p: Plain, layer: int) -> None:
         super().__init__()
         self.p, self.layer = p, layer
+        self.document = torch.empty(0)  # the number of each token's document
         kv = p.kv_heads * p.size
         self.wq, self.wo = nn.Linear(p.dim, p.dim, bias=False), nn.Linear(p.dim, p.dim, bias=False)
         self.wk, self.wv = nn.Linear(p.dim, kv, bias=False), nn.Linear(p.dim, kv, bias=False)
@@ -130,6 +132,8 @@ class PlainBlock(nn.Module):
             group = head // (p.heads // p.kv_heads)
             scores = q[:, :, head] @ k[:, :, group].transpose(1, 2) / p.size**0.5
             scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), float("-inf"))
+            if p.documents:
+                scores = scores.masked_fill(self.document.unsqueeze(2) != self.document.unsqueeze(1), float("-inf"))
             own = v[:, :, group]
             y = scores.softmax(-1) @ own
             if self.layer in p.xsa:
@@ -174,6 +178,9 @@ class PlainGolf(nn.Module):
         for row in range(ids.shape[0]):
             found[row, 0] = self.p.buckets - 1
             for t in range(1, ids.shape[1]):
+                if self.p.documents and int(ids[row, t]) == self.p.bos:
+                    found[row, t] = self.p.buckets - 1
+                    continue
                 mixed = (36313 * int(ids[row, t])) ^ (27191 * int(ids[row, t - 1]))
                 found[row, t] = mixed % (self.p.buckets - 1)
         return found
@@ -181,7 +188,8 @@ class PlainGolf(nn.Module):
     def smeared(self, x: Tensor, ids: Tensor) -> Tensor:
         p = self.p
         before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
-        kept = torch.ones_like(ids) if p.smear_bos is None else (ids != p.smear_bos).long()
+        mark = p.bos if p.documents else p.smear_bos
+        kept = torch.ones_like(ids) if mark is None else (ids != mark).long()
         if p.smear == "lerp":
             g = torch.sigmoid(self.smear)
             return (1 - g) * x + g * before * kept.unsqueeze(-1)
@@ -190,6 +198,8 @@ class PlainGolf(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         p = self.p
+        for block in self.blocks:
+            block.document = (ids == p.bos).cumsum(1)
         x = self.tok_emb(ids)
         if p.bigram:
             x = x + self.bigram_scale * self.bigram_proj(self.bigram(self.bucket(ids)))

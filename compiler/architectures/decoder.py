@@ -116,6 +116,12 @@ class Decoder(Architecture):
             yield Problem(("norm", "scale"), "S216", "the last norm is in no layer, but its scale reads `layer`", hint)
         else:
             yield from formula_problems(last, ("norm", "scale"), self.blocks.count)
+        marked: list[tuple[Path, int | None]] = [(("embed", i), step.mark) for i, step in enumerate(self.embed)]
+        marked += [(("blocks", "layers", i), layer.mark) for i, layer in enumerate(self.blocks.layers)]
+        for at, mark in marked:
+            if mark is not None and mark >= self.vocab:
+                message = f"the id {mark} starts a document, and ids end at {self.vocab - 1}"
+                yield Problem((*at, "bos"), "S249", message, "name the tokenizer's own mark, or leave it out")
         for i, layer in enumerate(self.blocks.layers):
             if layer.reads_source:
                 message = f"{layer.title} reads an encoder, and a decoder alone has none"
@@ -193,8 +199,13 @@ class _Lowering:
         positions = ""
         if start or any(one.positional for one in wanted):
             positions = b.add("positions", Positions(), (ids, start) if start else (ids,))
-        tokens = Tokens(ids, start, positions)
-        shared = {key: ref for one in wanted for key, ref in zip(one.refs, one.lower(b, tokens), strict=True)}
+        shared: dict[str, str] = {}
+        for one in wanted:
+            keeps = {f"cache.shared.{one.name}.{key}": type for key, type in one.state().items()} if start else {}
+            cache = {key.rpartition(".")[2]: b.input(key, type) for key, type in keeps.items()}
+            made = one.lower(b, Tokens(ids, start, positions, cache))
+            shared |= zip(one.refs, made, strict=False)
+            own |= zip(keeps, made[len(one.refs) :], strict=True)
         caches = self.model.blocks.state(self.shape) if start else {}
         kept = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         place: Path = ("model", "blocks")

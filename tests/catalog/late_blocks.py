@@ -20,6 +20,22 @@ CASES: Mapping[str, dict[str, Any]] = {
         "blocks": {"loop": {"first": 1, "last": 1, "passes": 2, "after": 1}, "skips": {"kind": "unet", "gated": True}},
         "count": 3,
     },
+    "documents": {"layers": ({**ATTENTION, "bos": 4}, MLP)},
+    "documents_in_a_window": {"layers": ({**ATTENTION, "bos": 4, "window": 3, "kv_heads": 1, "rope": {}}, MLP)},
+    "documents_of_one_attention_of_two": {
+        "layers": ({**ATTENTION, "name": "near", "bos": 4}, {**ATTENTION, "name": "far", "rope": {"dims": 2}}, MLP),
+    },
+    "documents_and_embeddings": {
+        "layers": ({**ATTENTION, "bos": 4, "qk_norm": {"gain": 1.5}, "rope": {}, "exclude": {}}, MLP),
+        "embed": [
+            {"kind": "token"},
+            {"kind": "bigram", "buckets": 16, "dim": 3, "bos": 4},
+            {"kind": "norm"},
+            {"kind": "smear", "bos": 4},
+        ],
+        "blocks": {"loop": {"first": 1, "last": 1, "passes": 2}, "lanes": {"first": 3}},
+        "count": 4,
+    },
     "lanes": {
         "layers": ({**ATTENTION, "residual": "learned", "rope": {}}, {**MLP, "residual": 0.5}),
         "blocks": {"lanes": {"first": 1, "carry": 1.2}},

@@ -48,6 +48,10 @@ OPTIONS = {
     "late_stack": replace(
         FULL, bigram=False, smear="token", smear_bos=1, values=(), skips="lerp", gate="sparse", parallel=(4,)
     ),
+    "documents": replace(FULL, documents=True),
+    "documents_late_stack": replace(
+        FULL, documents=True, smear="token", skips="lerp", gate="sparse", order=(0, 1, 0, 1, 2, 3, 4), lanes=3
+    ),
     "lanes": replace(FULL, lanes=3),
     "lanes_of_the_last": replace(FULL, lanes=4, skips="lerp", values=()),
     "lanes_without_mix": replace(FULL, lanes=1, skips="", x0=False, values=(), xsa=()),
@@ -82,8 +86,12 @@ def spec_of(p: Plain) -> Any:
     """The spec of the same model."""
     smear = {"lerp": {"kind": "smear"}, "token": {"kind": "smear_by_token", "features": 3}}.get(p.smear)
     bos = {"bos": p.smear_bos} if p.smear_bos is not None else {}
+    pairs: dict[str, Any] = {"kind": "bigram", "buckets": p.buckets, "dim": p.pair_dim}
+    if p.documents:
+        bos = {"bos": p.bos}
+        pairs |= bos
     embed: list[dict[str, Any]] = [{"kind": "token"}]
-    embed += [{"kind": "bigram", "buckets": p.buckets, "dim": p.pair_dim}] if p.bigram else []
+    embed += [pairs] if p.bigram else []
     embed += [{**smear, **bos}] if smear and p.smear == "token" else []
     embed += [{"kind": "norm"}]
     embed += [{**smear, **bos}] if smear and p.smear == "lerp" else []
@@ -95,6 +103,8 @@ def spec_of(p: Plain) -> Any:
         attention["values"] = {"dim": p.value_dim, "layers": list(p.values)}
     if p.xsa:
         attention["exclude"] = {} if len(p.xsa) == p.count else {"layers": list(p.xsa)}
+    if p.documents:
+        attention["bos"] = p.bos
     if p.gate:
         attention["gate"] = GATES[p.gate]
     mlp = {"kind": "mlp", "hidden": p.hidden, "act": "leaky_relu(x, 0.5) ** 2", "residual": "learned"}
@@ -187,9 +197,9 @@ def test_it_has_the_published_parameters() -> None:
         (
             "{first: 3, last: 5, passes: 3, after: 0.35}",
             35_944_536,
-            (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, *range(6, 11)),
+            (0, 1, 2, *(3, 4, 5) * 3, *range(6, 11)),
         ),
-        ("{first: 4, last: 5, passes: 3, after: 0.5}", 35_943_512, (0, 1, 2, 3, 4, 5, 4, 5, 4, 5, *range(6, 11))),
+        ("{first: 4, last: 5, passes: 3, after: 0.5}", 35_943_512, (0, 1, 2, 3, *(4, 5) * 3, *range(6, 11))),
     ],
     ids=["layers 3 to 5", "PR 1394"],
 )
@@ -253,6 +263,32 @@ def test_its_first_loss_is_that_of_knowing_nothing(started: Any) -> None:
     ids, targets = torch.randint(1024, (2, 1, 256), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert float(started(ids, targets)) == pytest.approx(math.log(1024), abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["documents", "documents_late_stack"])
+def test_no_document_reads_another_nor_a_later_token(name: str, tmp_path: Path) -> None:
+    """Changing token j, a mark or not, moves all of its own document from j on, and nothing else."""
+    p = OPTIONS[name]
+    model: Any = instantiate(spec_of(p), "cpu", tmp_path).model
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.7 if parameter.dim() < 2 else 2 * parameter.shape[-1] ** -0.5
+            parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
+        ids = 2 + torch.randint(p.vocab - 3, (1, p.context), generator=generator)
+        starts = [0, 4, 5, 11]
+        ids[0, starts[1:]] = p.bos
+        before = model.score(ids, ids)[0]
+        for j in range(p.context):
+            other = ids.clone()
+            other[0, j] = p.vocab - 1
+            moved = (model.score(other, ids)[0] - before).abs() > 0
+            end = next((start for start in starts if start > j), p.context)
+            if j in starts[1:]:  # the mark is gone, and two documents are one
+                assert not moved[:j].any() and not moved[end:].any()
+            else:
+                wanted = (torch.arange(p.context) >= j) & (torch.arange(p.context) < end)
+                assert torch.equal(moved, wanted), j
 
 
 @pytest.mark.parametrize("kind", ["smear", "smear_by_token"])
