@@ -82,6 +82,8 @@ CODES: Mapping[str, str] = {
     "S247": "lanes of blocks that run more than once, are parallel, or that a skip reads",
     "S248": "documents in a model of pairs of lines",
     "S249": "a mark of documents that is no id",
+    "S250": "lengths of rows that do not begin with the run, or go back",
+    "S251": "a length of rows that windows cannot be cut into",
     "S301": "two parts of the model whose widths do not fit",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that covers only some of the blocks that share their code",

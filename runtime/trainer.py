@@ -121,7 +121,7 @@ class Trainer:
         self.masters = Masters(model, dtypes, apart, rounded)
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, self.world)
         self.average = averaging(train.average, self.masters.tensors) if train.average else None
-        self._run = stretches(phases, (), window)
+        self._run = stretches(phases, train.lengths or (), window)
         self._functions = compiled_functions(model, self._run, compiled)
         graphs = compiled and device.type == "cuda"
         pool = torch.cuda.graph_pool_handle() if graphs and len(self._run) > 1 else None
@@ -321,6 +321,8 @@ class Trainer:
     def _add(self, train: Function, tokens: int, *arguments: Tensor) -> None:
         """Adds one micro-batch's gradients and loss to the masters. Captured as a CUDA graph: see there what it may
         do."""
+        if tokens < self.window:
+            arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
         loss = self.feed.loss(train, *arguments)
         torch.autograd.backward(loss)
         self.masters.collect()

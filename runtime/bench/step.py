@@ -163,7 +163,7 @@ def _start(spec: Spec, target: str, lock: Lock, device: torch.device, folder: Pa
     torch.manual_seed(spec.train.seed)
     loaded = instantiate(spec, target, folder, fuse, lock)
     initialize(loaded, spec.train.seed)
-    train, window = spec.train, spec.model.window
+    train, window = spec.train.model_copy(update={"lengths": None}), spec.model.window  # as the run ends
     loader: Any = RandomTokens(train.at_once(), window, spec.model.vocabulary)
     trainer = Trainer(loaded.model, loaded.programs.params, train, loader, window, device, gpu, "bench")
     run = _Run(loaded, trainer, 0.0, [], None, 0.0, [])
