@@ -172,7 +172,7 @@ def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str],
     if first != "x":
         body.release("x")
         body.lines.append(f"x = {first}")
-    joins, lines = _joins(calls, blocks, tables)
+    joins, lines = _joins(body.graph, calls, blocks, tables)
     tables += [text for text in ([_order(runs)] if looped else []) + joins if text not in tables]
     tables += [one.text for one in some if one.text not in tables]
     method = callee_of(calls[0]).partition(".")[2]
@@ -199,7 +199,9 @@ def _order(runs: Sequence[int]) -> str:
     return f"# the blocks in the order in which they run, some more than once\nORDER = {tuple(runs)!r}"
 
 
-def _joins(calls: Sequence[Node], blocks: Sequence[Node], tables: Sequence[str]) -> tuple[list[str], list[str]]:
+def _joins(
+    graph: Graph, calls: Sequence[Node], blocks: Sequence[Node], tables: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Tables of the calls between blocks, by the number of the run that they precede, and the lines that make them.
     Where `tables` has that of a program that runs blocks more often, it is named after running each once."""
     numbers = {call.name: i for i, call in enumerate(blocks)}
@@ -214,11 +216,12 @@ def _joins(calls: Sequence[Node], blocks: Sequence[Node], tables: Sequence[str])
         name = f"{name}_ONCE"
     made = [f"{about}\n{name} = {found!r}"]
     steps = [f"x = self.{field}[skip](x, outputs[earlier])"]
-    methods = {index_of(after): callee_of(call).partition(".")[2] for call, after in joined}
-    if others := {layer: method for layer, method in methods.items() if method != "forward"}:
-        (method,) = set(others.values())
+    if others := [call for call, _ in joined if not callee_of(call).endswith(".forward")]:
+        method = callee_of(others[0]).partition(".")[2]
+        width = graph.types[others[0].inputs[0]].width
+        wide = {index_of(block) for block in blocks if graph.types[block.inputs[0]].width == width}
         index = "layer" if len({*map(index_of, blocks)}) < len(blocks) else "i"
-        made.append(f"# blocks before which a skip joins the first of the {method}\n{method.upper()} = {set(others)!r}")
+        made.append(f"# blocks that read {method}, of which a skip joins the first\n{method.upper()} = {wide!r}")
         join = f"self.{field}[skip].{method} if {index} in {method.upper()} else self.{field}[skip]"
         steps = [f"join = {join}", "x = join(x, outputs[earlier])"]
     return made, [f"if i in {name}:", f"    skip, earlier = {name}[i]", *(f"    {step}" for step in steps)]

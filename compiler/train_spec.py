@@ -100,7 +100,7 @@ class ForcingSpec(StrictModel):
     between: Literal["hold", "linear"] = "hold"
 
 
-Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=16)]
+Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=8)]
 
 
 class TrainSpec(StrictModel):

@@ -236,25 +236,29 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
 
     Raises RunFailure where there is no checkpoint.
     """
+    newest = _newest(run, say)
+    return checkpoint.weights(newest), checkpoint.read_state(newest).step
+
+
+def _newest(run: Run, say: Say) -> Path:
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is None:
         raise RunFailure(f"{run.directory} has no sound checkpoint", "train it: specc train --resume auto")
-    return checkpoint.weights(newest), checkpoint.read_state(newest).step
+    return newest
 
 
 def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
     """The run as of the model that its newest sound checkpoint trained, of all phases of the spec the one then; with
     `final_weights`, those that this model reads. Raises RunFailure where there is no checkpoint."""
-    weights, step = final_weights(run, say)
-    newest = checkpoint.latest(run.checkpoints, lambda _: None)
-    assert newest is not None
-    model = run.spec.model.after(checkpoint.read_state(newest).done)
+    newest = _newest(run, say)
+    weights, state = checkpoint.weights(newest), checkpoint.read_state(newest)
+    model = run.spec.model.after(state.done)
     if model == run.spec.model:
-        return run, weights, step
+        return run, weights, state.step
     spec = run.spec.model_copy(update={"model": model})
     read = {param.name for param in lower(spec, run.target).params}
     say(f"the run ended before a later phase of its spec: the model is the one that it trained, {model.title}")
-    return replace(run, spec=spec), {name: weights[name] for name in weights if name in read}, step
+    return replace(run, spec=spec), {name: weights[name] for name in weights if name in read}, state.step
 
 
 def quantized_artifact(run: Run) -> Path:

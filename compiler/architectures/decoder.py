@@ -58,6 +58,11 @@ class DecoderBlocks(Blocks):
         return (*range(self.loop.last + 1), *again * (self.loop.passes - 1), *range(self.loop.last + 1, self.count))
 
     @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        late = self.loop is not None and 0 < self.loop.after < 1
+        return (self.order, super().order) if late else (self.order,)
+
+    @property
     def loops(self) -> bool:
         return self.loop is not None
 
@@ -156,8 +161,9 @@ class _Lowering:
             self.cached("decode", 1),
         )
         phases: tuple[Phase, ...] = ()
-        loop, once = self.model.blocks.loop, tuple(range(self.model.blocks.count))
-        if loop is not None and 0 < loop.after < 1:
+        loop = self.model.blocks.loop
+        for once in self.model.blocks.orders[1:]:
+            assert loop is not None
             phases = (Phase(loop.after, "train_once", "score_once"),)
             programs += self.scored("train_once", "mean", once), self.scored("score_once", "none", once)
         if refused := self.functions.refused:

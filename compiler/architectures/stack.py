@@ -68,6 +68,14 @@ class Blocks(StrictModel):
         return tuple(range(self.count))
 
     @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Every order in which a program runs them."""
+        return (self.order,)
+
+    def _skips_of(self, order: Sequence[int]) -> Mapping[int, int]:
+        return self.skips.sources(len(order)) if self.skips is not None else {}
+
+    @property
     def loops(self) -> bool:
         """Whether a block may run more than once, so that what connects runs is no part of a block."""
         return False
@@ -81,8 +89,11 @@ class Blocks(StrictModel):
             yield Problem(("skips",), "S220", message, "take them out, or use more blocks")
         yield from layer_problems(self.parallel, ("parallel",), self.count)
         if self.lanes is not None:
-            sources = self.skips.sources(len(self.order)) if self.skips is not None else {}
-            found = self.lanes.problems_in(self.layers, self.order, self.parallel or (), sources)
+            found = dict.fromkeys(
+                problem
+                for order in self.orders
+                for problem in self.lanes.problems_in(self.layers, order, self.parallel or (), self._skips_of(order))
+            )
             yield from (problem.under("lanes") for problem in found)
         titles: dict[str, int] = {}
         for i, layer in enumerate(self.layers):

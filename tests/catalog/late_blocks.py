@@ -50,6 +50,14 @@ CASES: Mapping[str, dict[str, Any]] = {
         "blocks": {"lanes": {"first": 3}, "skips": {"kind": "unet"}, "mix": {"kind": "embedded"}},
         "count": 5,
     },
+    "lanes_that_more_skips_join_once_looped": {
+        "blocks": {
+            "loop": {"first": 0, "last": 0, "passes": 4, "after": 0.5},
+            "lanes": {"first": 4},
+            "skips": {"kind": "unet"},
+        },
+        "count": 6,
+    },
     "lanes_behind_a_late_loop": {
         "layers": ({**ATTENTION, "rope": {}, "gate": {"features": 3}}, {**MLP, "residual": "learned"}),
         "blocks": {
