@@ -11,6 +11,7 @@ from plain_golf import Plain, at, copied, place
 from tiny_models import tiny
 
 from specc.compiler import pipeline
+from specc.compiler.build import compile_loaded
 from specc.compiler.check import load
 from specc.compiler.ops.region import Call
 from specc.compiler.ops.rope import RopeAngles
@@ -263,6 +264,13 @@ def test_its_first_loss_is_that_of_knowing_nothing(started: Any) -> None:
     ids, targets = torch.randint(1024, (2, 1, 256), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert float(started(ids, targets)) == pytest.approx(math.log(1024), abs=0.03)
+
+
+def test_the_plan_says_why_attention_that_ends_at_documents_has_no_kernel_of_its_own() -> None:
+    page = compile_loaded(load(SPEC, ("model.blocks.layers.0.bos=1",))[0], None, ("sm90", "cpu")).files["PLAN.md"]
+    reasons = [line for line in page.splitlines() if line.startswith("- blocks.*.attention.y: attention takes")]
+    assert len(reasons) == 2 and all("take no mask of documents" in line for line in reasons)
+    assert page.count("| blocks.*.attention.y | sdpa ") == 2
 
 
 @pytest.mark.parametrize("name", ["documents", "documents_late_stack"])

@@ -34,12 +34,13 @@ def test_stretches_are_those_of_phases_and_lengths_together() -> None:
     assert [current(run, done) for done in (0, 0.1999, 0.2, 0.349, 0.35, 0.69, 0.7, 1)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def trainer_of(spec: Spec, folder: Path) -> Trainer:
-    loaded = instantiate(spec, "cpu", folder / "generated")
+def trainer_of(spec: Spec, folder: Path, target: str = "cpu", compiled: bool = False) -> Trainer:
+    folder.mkdir(exist_ok=True)
+    loaded = instantiate(spec, target, folder / "generated")
     initialize(loaded, spec.train.seed)
     stream: Any = open_stream(write_text(folder / "data"), "train", ByteTokenizer(), folder / "cache")
     loader = Loader(stream, spec.train.at_once(), spec.model.window, "coprime_stride", spec.train.seed)
-    device, window = torch.device("cpu"), spec.model.window
+    device, window = torch.device("cpu" if target == "cpu" else "cuda"), spec.model.window
     return Trainer(
         loaded.model,
         loaded.programs.params,
@@ -47,7 +48,7 @@ def trainer_of(spec: Spec, folder: Path) -> Trainer:
         loader,
         window,
         device,
-        False,
+        compiled,
         "digest",
         phases=loaded.programs.phases,
     )
