@@ -12,7 +12,7 @@ from tiny_models import tiny
 
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
-from specc.compiler.check import load
+from specc.compiler.check import load, problems_of
 from specc.compiler.ops.region import Call
 from specc.compiler.ops.rope import RopeAngles
 from specc.compiler.programs import Programs
@@ -212,6 +212,31 @@ def test_the_late_stack_has_the_published_parameters_and_order(loop: str, count:
         runs = [str(node.op.at) for node in programs.program(program).nodes if isinstance(node.op, Call)]
         assert tuple(int(at.partition(".")[2]) for at in runs if at.startswith("blocks.")) == wanted
         assert sum(at.startswith("skips.") for at in runs) == len(wanted) // 2
+
+
+LATE = 35_944_536
+ABLATIONS = {
+    "no loop": (("model.blocks.loop=null",), LATE - 3 * 1024),
+    "a loop from the start": (("model.blocks.loop.after=0",), LATE),
+    "a loop that never begins": (("model.blocks.loop.after=1",), LATE - 3 * 1024),
+    "no parallel layers": (("model.blocks.parallel=null",), LATE),
+    "lanes": (("model.blocks.parallel=null", "model.blocks.lanes={first: 8}"), LATE + 3 * 6),
+    "additive skips": (("model.blocks.skips.gated=false",), LATE - 8 * 512),
+    "gated attention": (("model.blocks.layers.0.gate={features: 12}",), LATE + 11 * 8 * 12),
+    "documents": (("model.blocks.layers.0.bos=1",), LATE),
+    "growing rows": (("train.lengths=[[0, 512], [0.3, 1024], [0.6, 2048]]",), LATE),
+    "MLP 3.5x": (("model.blocks.layers.1.ratio=3.5",), LATE - 11 * 2 * 512 * 256),
+    "a vocabulary of 1024": (("model.vocab=1024", "train.data.tokenizer=fineweb_1024_bpe.model"), LATE - 7168 * 512),
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_each_technique_of_the_late_stack_is_one_setting(name: str) -> None:
+    overrides, count = ABLATIONS[name]
+    spec = load(SPEC.with_name("gpt_golf_sp8192.yaml"), overrides)[0]
+    assert not list(problems_of(spec))
+    plan = pipeline.plan(spec, "sm90", "spec.yaml")
+    assert sum(param.count for param in plan.programs.params) == count
 
 
 def test_its_rope_turns_as_far_over_its_context_as_the_trained_length_did() -> None:
