@@ -198,7 +198,7 @@ class Stages:
         self.stage = stage
 
 
-@cli.command("eval", cls=_Repeatable)
+@cli.command("eval", cls=Repeatable)
 @model_argument
 @click.option(
     "--data",

@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specc.compiler import fusions
+from specc.compiler.catalog import catalog
 from specc.compiler.cost import flops_per_token
 from specc.compiler.expr import KEEPS
+from specc.compiler.fusions.fusion import Fusion
 from specc.compiler.ir import TensorType
 from specc.compiler.ops.quantized import CropColumns, QuantizeRows
 from specc.compiler.passes.assign_quant import Allocation, allocation
@@ -130,6 +133,7 @@ def _target(spec: Spec, plan: Plan) -> Iterator[str]:
         for name, reason in c.considered
         if c.rendered.files and name != "torch"
     ]
+    shown += _refused(programs)
     if shown:
         yield ""
         yield "Not chosen:"
@@ -200,6 +204,16 @@ def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
                 if node.op.listed and (path, node.op.name) not in seen:
                     seen.add((path, node.op.name))
                     yield path, node.op.name, _types([graph.types[ref] for ref in node.inputs], node.types)
+
+
+def _refused(programs: Programs) -> Iterator[str]:
+    """Why a product or attention outside groups could be in none that one fusion takes."""
+    for graph in programs.graphs:
+        for node in graph.nodes if _whole(programs, graph.name) else ():
+            for fusion in catalog(fusions, Fusion).values() if node.op.matrix else ():
+                if node.op.name in fusion.ops and (reason := fusion.refuses(graph, (node,))):
+                    path = place_pattern(programs, _alike(programs, node.name), node.name)
+                    yield f"- {path}: {fusion.name} {reason}"
 
 
 def _whole(programs: Programs, name: str) -> bool:

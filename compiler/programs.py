@@ -56,11 +56,22 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Phase:
+    """While less than the share `until` of a run is done, the model trains with the program `train`, and is scored with
+    `score`; `rests` are the parameters that neither reads."""
+
+    until: float
+    train: str
+    score: str
+    rests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Programs:
     """All of a model. Functions are named `class.method`: `block.forward` is called where a block runs.
 
     `places` leads from the start of a node's name to the part of the spec that made it; `whole` names the programs that
-    see whole sequences at once.
+    see whole sequences at once; `phases`, in order, are those before the last, which is of `train` and `score`.
     """
 
     name: str
@@ -70,6 +81,7 @@ class Programs:
     places: tuple[tuple[str, Path], ...]
     whole: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
+    phases: tuple[Phase, ...] = ()
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -100,6 +112,12 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "")
     params = tuple((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params)
     scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))
     return Graph(graph.name, graph.inputs, params, tuple(nodes), outputs, scalars)
+
+
+def read_by(programs: Programs, name: str) -> frozenset[str]:
+    """The parameters that the program `name` reads."""
+    nodes = flatten(programs, programs.program(name)).nodes
+    return frozenset(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("@"))
 
 
 def scalar_values(graph: Graph) -> Mapping[str, float]:

@@ -80,6 +80,7 @@ RESERVED = frozenset(
         "step",
         "mix",
         "parallel",
+        "lanes",
         "norm_scale",
         "norm_weight",
         "norm_bias",

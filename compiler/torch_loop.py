@@ -172,8 +172,8 @@ def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str],
     if first != "x":
         body.release("x")
         body.lines.append(f"x = {first}")
-    joins, lines = _joins(calls, blocks)
-    tables += [text for text in (_order(runs), joins) if looped and text and text not in tables]
+    joins, lines = _joins(body.graph, calls, blocks, tables)
+    tables += [text for text in ([_order(runs)] if looped else []) + joins if text not in tables]
     tables += [one.text for one in some if one.text not in tables]
     method = callee_of(calls[0]).partition(".")[2]
     run = f"self.{field}[layer]" if looped else "block"
@@ -199,24 +199,32 @@ def _order(runs: Sequence[int]) -> str:
     return f"# the blocks in the order in which they run, some more than once\nORDER = {tuple(runs)!r}"
 
 
-def _joins(calls: Sequence[Node], blocks: Sequence[Node]) -> tuple[str, list[str]]:
-    """The table of the calls between blocks, by the number of the run that they precede, and the lines that make
-    them."""
+def _joins(
+    graph: Graph, calls: Sequence[Node], blocks: Sequence[Node], tables: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Tables of the calls between blocks, by the number of the run that they precede, and the lines that make them.
+    Where `tables` has that of a program that runs blocks more often, it is named after running each once."""
     numbers = {call.name: i for i, call in enumerate(blocks)}
-    found: dict[int, tuple[int, int]] = {}
-    for call, following in pairwise(calls):
-        if call.name not in numbers:
-            found[numbers[following.name]] = (index_of(call), numbers[call.inputs[1]])
-            field = field_of(call)
-    if not found:
-        return "", []
-    text = f"# run -> the skip before it, and the earlier run whose output it joins\n{field.upper()} = {found!r}"
-    lines = [
-        f"if i in {field.upper()}:",
-        f"    skip, earlier = {field.upper()}[i]",
-        f"    x = self.{field}[skip](x, outputs[earlier])",
-    ]
-    return text, lines
+    joined = [(call, following) for call, following in pairwise(calls) if call.name not in numbers]
+    if not joined:
+        return [], []
+    field = field_of(joined[0][0])
+    found = {numbers[after.name]: (index_of(call), numbers[call.inputs[1]]) for call, after in joined}
+    about, name = "# run -> the skip before it, and the earlier run whose output it joins", field.upper()
+    text = f"{about}\n{name} = {found!r}"
+    if any(other.startswith(f"{about}\n{name} = ") and other != text for other in tables):
+        name = f"{name}_ONCE"
+    made = [f"{about}\n{name} = {found!r}"]
+    steps = [f"x = self.{field}[skip](x, outputs[earlier])"]
+    if others := [call for call, _ in joined if not callee_of(call).endswith(".forward")]:
+        method = callee_of(others[0]).partition(".")[2]
+        width = graph.types[others[0].inputs[0]].width
+        wide = {index_of(block) for block in blocks if graph.types[block.inputs[0]].width == width}
+        index = "layer" if len({*map(index_of, blocks)}) < len(blocks) else "i"
+        made.append(f"# blocks that read {method}, of which a skip joins the first\n{method.upper()} = {wide!r}")
+        join = f"self.{field}[skip].{method} if {index} in {method.upper()} else self.{field}[skip]"
+        steps = [f"join = {join}", "x = join(x, outputs[earlier])"]
+    return made, [f"if i in {name}:", f"    skip, earlier = {name}[i]", *(f"    {step}" for step in steps)]
 
 
 def _arguments(plan: Plan, body: Body, calls: Sequence[Node], kept: str) -> tuple[list[Some], list[str]]:

@@ -104,11 +104,18 @@ class ForcingSpec(StrictModel):
     between: Literal["hold", "linear"] = "hold"
 
 
+Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=8)]
+
+
 class TrainSpec(StrictModel):
     """One run. Give either `steps` or `budget_seconds`; both drive the schedule.
 
     A step is counted in tokens (`tokens_per_step`) or in rows (`batch`): windows of text, or pairs of lines. A
     backward pass takes `micro_batch` rows on each process; where unset, 8 of a step counted in tokens, else all.
+
+    `lengths` are [share of the run, tokens]: from where so much of it is done, by steps or by the clock, windows are
+    cut into rows of so many tokens, which see nothing of each other. Steps keep their tokens and their order. Scores
+    are always of the whole context.
     """
 
     data: AnyData = TextData()
@@ -124,6 +131,7 @@ class TrainSpec(StrictModel):
     clip_norm: PositiveFloat | None = None
     average: AverageSpec | None = None
     qat: QatSpec | None = later(None)
+    lengths: Lengths | None = later(None)
     validate_every: NonNegative = 0
     validate_tokens: Positive | None = None
     checkpoint_every: NonNegative = 0
@@ -143,6 +151,17 @@ class TrainSpec(StrictModel):
         """The teacher forcing, written out."""
         given = self.teacher_forcing
         return ForcingSpec(points=given) if isinstance(given, tuple) else given
+
+    def problems_of_lengths(self, window: int, pairs: bool) -> Iterator[Problem]:
+        """Lengths that windows of so many tokens cannot be cut into."""
+        if self.lengths is not None and pairs:
+            message = "the model turns lines into lines, which are not cut"
+            yield Problem(("lengths",), "S251", message, "take lengths out")
+            return
+        for i, (_, tokens) in enumerate(self.lengths or ()):
+            if tokens > window or window % tokens:
+                message = f"windows of {window} tokens are not cut into rows of {tokens}"
+                yield Problem(("lengths", i, 1), "S251", message, f"use a divisor of {window}, the model's context")
 
     def problems_of_a_step(self, window: int) -> Iterator[Problem]:
         """Why a step of windows of so many tokens does not come out even, for one process."""
@@ -178,6 +197,10 @@ class TrainSpec(StrictModel):
                 f"teacher forcing has points at {', '.join(map(str, times)) or 'no time'}",
                 "begin at 0 and go up",
             )
+        shares = [share for share, _ in self.lengths or ((0.0, 1),)]
+        if shares[0] != 0 or shares[-1] >= 1 or sorted(set(shares)) != shares:
+            message = f"lengths begin at {', '.join(f'{share:g}' for share in shares)} of the run"
+            yield Problem(("lengths",), "S250", message, "begin at 0 and go up to less than 1")
         if (self.steps is None) == (self.budget_seconds is None):
             yield Problem(
                 ("steps",) if self.steps is not None else (),

@@ -1,6 +1,7 @@
 """Replays work on a GPU as a CUDA graph, so that the device never waits for the host: a micro-batch, an update."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,13 @@ class Captured:
     """`work(*tensors)` on a GPU, of one shape: run as it is twice, then captured, and from then on replayed.
 
     What `work` writes must lie at the same addresses in every call, and its Python must do the same each time. The
-    graph keeps its own memory for what it allocates. Raises what `work` and CUDA raise, also while capturing: an
+    graph keeps its own memory for what it allocates, or that of `pool`, which graphs share of which only one runs at a
+    time and nothing is read later. Raises what `work` and CUDA raise, also while capturing: an
     operation that cannot be captured is an error, not a reason to go on without.
     """
 
-    def __init__(self, work: Callable[..., None]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[..., None], pool: Any = None) -> None:
+        self._work, self._pool = work, pool
         self._passes = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -30,7 +32,7 @@ class Captured:
         if self._graph is None:
             self._held = tuple(tensor.clone() for tensor in given)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self._pool):
                 self._work(*self._held)
             self._graph = graph
         shapes = [[list(tensor.shape) for tensor in some] for some in (self._held, given)]

@@ -18,7 +18,7 @@ from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
-from specc.compiler.strict import StrictModel
+from specc.compiler.strict import StrictModel, Unit
 from specc.runtime import committed
 from specc.runtime.committed import Committed, in_words
 from specc.runtime.errors import IntegrityError, RunFailure
@@ -34,7 +34,8 @@ _NAME = re.compile(r"step_(\d{8,})")
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that a run needs to go on. Tensors are f32 by parameter name (`optimizer`: `kind.slot/parameter`);
-    `rng` holds the generators' states as u8. `seconds` is the time spent training."""
+    `rng` holds the generators' states as u8. `seconds` is the time spent training; `done` the share of the run that
+    was behind before the last update, by which a phase of the run is known."""
 
     step: int
     seconds: float
@@ -44,6 +45,7 @@ class Snapshot:
     rng: Mapping[str, Tensor]
     loader: Mapping[str, int]
     spec_digest: str
+    done: float = 1.0
 
 
 class State(StrictModel):
@@ -57,6 +59,7 @@ class State(StrictModel):
     threads: int
     versions: dict[str, str]
     loader: dict[str, int]
+    done: Unit = 1.0
 
 
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
@@ -119,6 +122,7 @@ def load(path: Path) -> Snapshot:
         groups[RNG],
         state.loader,
         state.spec_digest,
+        state.done,
     )
 
 
@@ -167,6 +171,7 @@ def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
         threads=torch.get_num_threads(),
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         loader=dict(snapshot.loader),
+        done=snapshot.done,
     )
     groups = {MODEL: snapshot.weights, OPTIMIZER: snapshot.optimizer, RNG: snapshot.rng}
     if snapshot.average is not None:

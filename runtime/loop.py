@@ -120,12 +120,19 @@ class Loop:
             python=platform.python_version(),
         )
         if (trainer.compiled or train.budget_seconds is not None) and not self._ended():
+            began = time.monotonic()
             trainer.warm_up(self._validation.vocabulary)  # so that the clock sees no compilation
+            if coming := trainer.coming:
+                took = time.monotonic() - began
+                self._say(f"compiled {coming + 1} phases of the run in {took:.1f} s, before its clock starts")
         self._began = time.monotonic()
         self._look()
         trainer.clock.start()
         while not self._ended():
+            before = trainer.stretch
             self._report(trainer.advance())
+            if trainer.stretch != before:
+                self._say(f"step {trainer.step:,}: from here on {trainer.stretch.words}")
             self._look()
             commits, validates = self._due(train.checkpoint_every), self._due(train.validate_every)
             if (commits or validates) and not self._ended():

@@ -170,8 +170,9 @@ def open_model(
         if quantized:
             places = _places(run, search)
             return _open_artifact(quantized_artifact(run), target, device, places, say, run.data, prepared)
+        run, weights, _ = as_trained(run, say)
         run = replace(run, spec=prepared(run.spec))
-        return opened_run(run, final_weights(run, say)[0], target, device, search)
+        return opened_run(run, weights, target, device, search)
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
     return _open_artifact(path, target, device, (*search, path.parent), say, None, prepared)
@@ -243,10 +244,29 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
 
     Raises RunFailure where there is no checkpoint.
     """
+    newest = _newest(run, say)
+    return checkpoint.weights(newest), checkpoint.read_state(newest).step
+
+
+def _newest(run: Run, say: Say) -> Path:
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is None:
         raise RunFailure(f"{run.directory} has no sound checkpoint", "train it: specc train --resume auto")
-    return checkpoint.weights(newest), checkpoint.read_state(newest).step
+    return newest
+
+
+def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
+    """The run as of the model that its newest sound checkpoint trained, of all phases of the spec the one then; with
+    `final_weights`, those that this model reads. Raises RunFailure where there is no checkpoint."""
+    newest = _newest(run, say)
+    weights, state = checkpoint.weights(newest), checkpoint.read_state(newest)
+    model = run.spec.model.after(state.done)
+    if model == run.spec.model:
+        return run, weights, state.step
+    spec = run.spec.model_copy(update={"model": model})
+    read = {param.name for param in lower(spec, run.target).params}
+    say(f"the run ended before a later phase of its spec: the model is the one that it trained, {model.title}")
+    return replace(run, spec=spec), {name: weights[name] for name in weights if name in read}, state.step
 
 
 def quantized_artifact(run: Run) -> Path:

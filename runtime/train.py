@@ -145,6 +145,7 @@ def _prepare(
         world,
         supply.feed,
         allocation(spec.quant, params) if spec.train.qat is not None else None,
+        loaded.programs.phases,
     )
     return trainer, supply.validation
 

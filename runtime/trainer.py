@@ -5,12 +5,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.programs import Parameter
+from specc.compiler.programs import Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.train_spec import TrainSpec
 from specc.runtime.capture import Captured
@@ -18,41 +19,21 @@ from specc.runtime.checkpoint import Snapshot, require_match
 from specc.runtime.clock import Clock
 from specc.runtime.data.bits import Sums
 from specc.runtime.distributed import World
-from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.feed import Batch, Feed, Windows
 from specc.runtime.log import Step
+from specc.runtime.micro_batches import micro_batches
 from specc.runtime.optim import schedule
 from specc.runtime.optim.average import averaging
 from specc.runtime.optim.groups import Optimizers, shared_out
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.reduce import sum_up
-from specc.runtime.validation import Measured, Score, Scorer, Validates
+from specc.runtime.phases import Function, Resting, Stretch, compiled_functions, current, stretches
+from specc.runtime.validation import Measured, Scorer, Validates
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 WARM_UP_STEPS = 3
-Function = Callable[..., Tensor]
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
-
-
-class BatchError(RuntimeFailure):
-    """The batch of the spec cannot be cut into micro-batches."""
-
-    exit_code = 2
-
-
-def micro_batches(train: TrainSpec, window: int, world: int = 1) -> int:
-    """Backward passes a step on each of `world` processes. Raises BatchError if they do not come out even."""
-    by_rows, rows = train.batch is not None, train.at_once(world)
-    size = (train.batch if by_rows else train.tokens_per_step) or 0
-    at_once = rows * world if by_rows else rows * window * world
-    count, rest = divmod(size, at_once)
-    if rest or not count:
-        processes = f" x {world} processes" if world > 1 else ""
-        what, unit = ("batch", "") if by_rows else ("tokens_per_step", f" x {window} tokens")
-        message = f"train.{what} {size:,} is no multiple of micro_batch {rows}{unit}{processes} = {at_once:,}"
-        near = " or ".join(f"{n * at_once:,}" for n in (count, count + 1) if n)
-        raise BatchError(message, f"use {near}, or another micro_batch")
-    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +67,8 @@ class Trainer:
 
     In a `world` of several processes each has a trainer, all make the same calls, and `loader` gives each its
     part of a step's rows. Gradients and losses are summed once a step; of Muon's matrices each rank orthogonalizes
-    some, and all else it computes for itself. `grids` says how each parameter will be stored, for `train.qat`.
+    some, and all else it computes for itself. `grids` says how each parameter will be stored, for `train.qat`;
+    `phases` are those of the run before its last.
     """
 
     def __init__(
@@ -102,6 +84,7 @@ class Trainer:
         world: World | None = None,
         feed: Feed | None = None,
         grids: Mapping[str, Scheme] | None = None,
+        phases: Sequence[Phase] = (),
     ) -> None:
         self.train, self.loader, self.window = train, loader, window
         self.device, self.compiled = device, compiled
@@ -118,16 +101,32 @@ class Trainer:
         self.masters = Masters(model, dtypes, apart, rounded)
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, self.world)
         self.average = averaging(train.average, self.masters.tensors) if train.average else None
-        self._loss, self._score = _functions(model, compiled)
-        self._micro_batch = self._replayed(self._add)
         self._norm = torch.zeros((), device=device)
+        self._resting: Resting | None = None
         self._finish, self._move = self._replayed(self._clip, alone=True), self._replayed(self._apply, alone=True)
+        self._run = stretches(phases, train.lengths or (), window)
+        self._functions = compiled_functions(model, self._run, compiled)
+        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" and compiled and len(self._run) > 1 else None
+        works = [partial(self._add, self._functions[one.phase.train], one.tokens) for one in self._run]
+        self._passes = [self._replayed(work, pool=pool) for work in works]
+        self._begun = 0.0
+        self._enter(0)
         self._spec_digest = spec_digest
         self.step = 0
         self.clock = Clock()
         self._launched: deque[_Launched] = deque()
         self._last_seconds = 0.0
         self._last_tokens, self._last_samples = 0, 0
+
+    @property
+    def stretch(self) -> Stretch:
+        """What the last update trained with, or before the first what it will."""
+        return self._run[self._number]
+
+    @property
+    def coming(self) -> int:
+        """How many other stretches of the run come after it."""
+        return len(self._run) - 1 - self._number
 
     @property
     def done(self) -> float:
@@ -143,6 +142,9 @@ class Trainer:
         """
         moment = schedule.moment(self.train, self.step, self.clock.common)
         self._round(moment)
+        if (number := current(self._run, moment.done)) != self._number:
+            self._enter(number)
+        self._begun = moment.done
         self._gradients(self._arguments(self.loader.next() for _ in range(self.micro_batches)))
         norm = self._sum_up()
         self._launch(moment.multiplier, torch.stack((self.masters.loss, norm)))
@@ -166,11 +168,13 @@ class Trainer:
         self._last_seconds = self.clock.seconds
 
     def warm_up(self, vocabulary: int) -> None:
-        """Compiles everything that a step runs, by steps on made-up tokens; then all is as it was."""
+        """Compiles everything that a step runs, in this phase of the run and in those to come, by steps on made-up
+        tokens; then all is as it was."""
         before = _copied(self.snapshot())
         generator = torch.Generator().manual_seed(0)
         shape = (self.train.at_once(self.world.size), self.window)
-        for _ in range(WARM_UP_STEPS):
+        for number in [number for number in range(self._number, len(self._run)) for _ in range(WARM_UP_STEPS)]:
+            self._enter(number)
             made = (self.feed.made_up(shape, vocabulary, generator) for _ in range(self.micro_batches))
             self._gradients(self._arguments(made))
             self.world.wait()  # however long another compiles, a sum on the device must not time out
@@ -200,7 +204,7 @@ class Trainer:
             result = validation.measure(
                 Scorer(
                     self._model,
-                    self._score,
+                    self._functions[self.stretch.phase.score],
                     self.window,
                     self.device,
                     progress,
@@ -248,6 +252,7 @@ class Trainer:
             rng,
             self.loader.state(),
             self._spec_digest,
+            self._begun,
         )
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -268,6 +273,8 @@ class Trainer:
         torch.set_rng_state(snapshot.rng["cpu"])
         if "cuda" in snapshot.rng:
             torch.cuda.set_rng_state(snapshot.rng["cuda"], self.device)
+        self._begun = snapshot.done
+        self._enter(current(self._run, snapshot.done))
         self.step = snapshot.step
         self.clock.set(snapshot.seconds)
         if self.step:
@@ -286,20 +293,30 @@ class Trainer:
         """Adds up gradients and losses of this process's micro-batches in the masters."""
         self.masters.clear()
         for arguments in parts:
-            self._micro_batch(*arguments)
+            self._passes[self._number](*arguments)
 
-    def _add(self, *arguments: Tensor) -> None:
+    def _add(self, train: Function, tokens: int, *arguments: Tensor) -> None:
         """Adds one micro-batch's gradients and loss to the masters. Captured as a CUDA graph: see there what it may
         do."""
-        loss = self.feed.loss(self._loss, *arguments)
+        if tokens < self.window:
+            arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
+        loss = self.feed.loss(train, *arguments)
         torch.autograd.backward(loss)
         self.masters.collect()
         self.masters.loss.add_(loss.detach())
 
-    def _replayed(self, work: Callable[..., None], alone: bool = False) -> Callable[..., None]:
+    def _replayed(self, work: Callable[..., None], alone: bool = False, pool: Any = None) -> Callable[..., None]:
         """`work` as a CUDA graph where this run has them; what sums over processes, only if it is `alone`."""
         graphs = self.compiled and self.device.type == "cuda" and not (alone and self.world.size > 1)
-        return Captured(work) if graphs else work
+        return Captured(work, pool) if graphs else work
+
+    def _enter(self, number: int) -> None:
+        """Begins a stretch of the run, or goes on in it."""
+        self._number = number
+        rests, before = self._run[number].phase.rests, self._resting
+        self._resting = Resting(rests, self.masters.tensors, self.optimizers.state()) if rests else None
+        if self._resting is not before:
+            self._move = self._replayed(self._apply, alone=True)
 
     def _round(self, moment: schedule.Moment) -> None:
         """Lets the model compute with rounded weights, once the spec says so."""
@@ -328,6 +345,8 @@ class Trainer:
 
     def _apply(self) -> None:
         self.optimizers.update()
+        if self._resting is not None:
+            self._resting.undo()
         self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> None:
@@ -358,15 +377,6 @@ class Trainer:
             self._last_seconds, self._last_tokens, self._last_samples = seconds, tokens, samples or 0
             steps.append(Step(one.step, loss, one.multiplier, norm, rate, seconds, rows))
         return steps
-
-
-def _functions(model: nn.Module, compiled: bool) -> tuple[Function, Score]:
-    """The mean loss, of what the feed makes of a batch, and the loss of each target."""
-    score: Score = model.score  # type: ignore[assignment]
-    if compiled:
-        whole = getattr(model, "fullgraph", True)  # else it says itself what is compiled of a loop over time
-        return torch.compile(model, fullgraph=whole), torch.compile(score, fullgraph=whole)
-    return model, score
 
 
 def _copied(snapshot: Snapshot) -> Snapshot:

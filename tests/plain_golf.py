@@ -39,6 +39,8 @@ class Plain:
     gate: str = ""  # "double", "dense", "sparse"
     parallel: tuple[int, ...] = ()
     order: tuple[int, ...] = ()  # of the blocks; each once where empty
+    documents: bool = False  # `bos` starts one, and nothing is read across its start
+    lanes: int | None = None  # the block from which attention and the MLP have a lane each
     bos: int = 1
 
     @property
@@ -69,6 +71,7 @@ class PlainBlock(nn.Module):
     def __init__(self, p: Plain, layer: int) -> None:
         super().__init__()
         self.p, self.layer = p, layer
+        self.document = torch.empty(0)  # the number of each token's document
         kv = p.kv_heads * p.size
         self.wq, self.wo = nn.Linear(p.dim, p.dim, bias=False), nn.Linear(p.dim, p.dim, bias=False)
         self.wk, self.wv = nn.Linear(p.dim, kv, bias=False), nn.Linear(p.dim, kv, bias=False)
@@ -80,6 +83,9 @@ class PlainBlock(nn.Module):
             self.resid_mix = nn.Parameter(torch.ones(2, p.dim))
         if layer in p.values:
             self.ve_scale = nn.Parameter(torch.ones(()))
+        if p.lanes is not None and layer >= p.lanes:
+            self.lane_r = nn.Parameter(torch.ones(2))
+            self.lane_pa, self.lane_pm = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         if p.gate:
             self.gate = nn.Linear(p.dim if p.gate == "dense" else 3, p.heads, bias=False)
 
@@ -92,6 +98,16 @@ class PlainBlock(nn.Module):
             return u + attended + self.mlp_scale * self.mlp(s * rms(u))
         y = u + attended
         return y + self.mlp_scale * self.mlp(s * rms(y))
+
+    def in_lanes(self, lanes: list[Tensor], x0: Tensor, ve: Tensor | None) -> list[Tensor]:
+        """Both write to both lanes, and neither sees what the other writes."""
+        p = self.p
+        u = self.resid_mix[0] * lanes[0] + self.resid_mix[1] * x0 if p.x0 else lanes[0]
+        s = (self.layer + 1) ** -0.5 if p.ln_scale else 1.0
+        attended = self.attn_scale * self.attention(s * rms(u), ve)
+        fed = self.mlp_scale * self.mlp(s * rms(lanes[1]))
+        r, pa, pm = self.lane_r, self.lane_pa, self.lane_pm
+        return [r[i] * lanes[i] + pa[i] * attended + pm[i] * fed for i in range(2)]
 
     def mlp(self, h: Tensor) -> Tensor:
         pre = self.fc(h)
@@ -116,6 +132,8 @@ class PlainBlock(nn.Module):
             group = head // (p.heads // p.kv_heads)
             scores = q[:, :, head] @ k[:, :, group].transpose(1, 2) / p.size**0.5
             scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), float("-inf"))
+            if p.documents:
+                scores = scores.masked_fill(self.document.unsqueeze(2) != self.document.unsqueeze(1), float("-inf"))
             own = v[:, :, group]
             y = scores.softmax(-1) @ own
             if self.layer in p.xsa:
@@ -160,6 +178,9 @@ class PlainGolf(nn.Module):
         for row in range(ids.shape[0]):
             found[row, 0] = self.p.buckets - 1
             for t in range(1, ids.shape[1]):
+                if self.p.documents and int(ids[row, t]) == self.p.bos:
+                    found[row, t] = self.p.buckets - 1
+                    continue
                 mixed = (36313 * int(ids[row, t])) ^ (27191 * int(ids[row, t - 1]))
                 found[row, t] = mixed % (self.p.buckets - 1)
         return found
@@ -167,7 +188,8 @@ class PlainGolf(nn.Module):
     def smeared(self, x: Tensor, ids: Tensor) -> Tensor:
         p = self.p
         before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), 1)
-        kept = torch.ones_like(ids) if p.smear_bos is None else (ids != p.smear_bos).long()
+        mark = p.bos if p.documents else p.smear_bos
+        kept = torch.ones_like(ids) if mark is None else (ids != mark).long()
         if p.smear == "lerp":
             g = torch.sigmoid(self.smear)
             return (1 - g) * x + g * before * kept.unsqueeze(-1)
@@ -176,6 +198,8 @@ class PlainGolf(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         p = self.p
+        for block in self.blocks:
+            block.document = (ids == p.bos).cumsum(1)
         x = self.tok_emb(ids)
         if p.bigram:
             x = x + self.bigram_scale * self.bigram_proj(self.bigram(self.bucket(ids)))
@@ -188,7 +212,12 @@ class PlainGolf(nn.Module):
         ve = self.ve_scale * self.ve_proj(self.ve(ids)) if p.values else None
         half = len(p.runs) // 2
         stack: list[Tensor] = []
+        lanes: list[Tensor] = []
         for run, layer in enumerate(p.runs):
+            if layer == p.lanes:
+                lanes = [x, x]
+            if lanes:
+                x = lanes[0]
             if p.skips and half <= run < 2 * half:
                 skip = self.skip_weights[run - half] * stack.pop()
                 if p.skips == "lerp":
@@ -196,9 +225,13 @@ class PlainGolf(nn.Module):
                     x = g * x + (1 - g) * skip
                 else:
                     x = x + skip
+            if lanes:
+                lanes = self.blocks[layer].in_lanes([x, lanes[1]], x0, ve)
+                continue
             x = self.blocks[layer](x, x0, ve)
             if run < half:
                 stack.append(x)
+        x = (lanes[0] + lanes[1]) / 2 if lanes else x
         logits = p.cap * torch.tanh(rms(x) @ self.tok_emb.weight.T / p.cap)
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -230,6 +263,16 @@ BLOCK = {
 }
 
 
+LANES = {
+    "attention.carry": ("lane_r", 0),
+    "mlp.carry": ("lane_r", 1),
+    "attention.to_attention": ("lane_pa", 0),
+    "attention.to_mlp": ("lane_pa", 1),
+    "mlp.to_attention": ("lane_pm", 0),
+    "mlp.to_mlp": ("lane_pm", 1),
+}
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a generated parameter stands in the plain model: in a row of a parameter, where `row` is one."""
@@ -247,6 +290,8 @@ def place(name: str, count: int) -> Place:
         return Place({"scale": "skip_weights", "share": "skip_gates"}[rest], int(layer))
     if rest in BLOCK:
         return Place(f"blocks.{layer}.{BLOCK[rest]}")
+    if rest in LANES:
+        return Place(f"blocks.{layer}.{LANES[rest][0]}", LANES[rest][1])
     if rest in ("mix.stream", "mix.embedded"):
         return Place(f"blocks.{layer}.resid_mix", int(rest == "mix.embedded"))
     return Place({"skip.scale": "skip_weights", "skip.share": "skip_gates"}[rest], int(layer) - count // 2)

@@ -1,5 +1,7 @@
 """What a whole-model kind is asked."""
 
+from typing import Self
+
 from specc.compiler.programs import Programs
 from specc.compiler.strict import StrictModel
 
@@ -26,6 +28,10 @@ class Architecture(StrictModel):
     def window(self) -> int:
         """How many tokens it is trained on at a time."""
         raise TypeError(f"{type(self).__name__} does not state its context")
+
+    def after(self, done: float) -> Self:
+        """The model that trains when the share `done` of a run is behind, which it then is for ever."""
+        return self
 
     @property
     def fed(self) -> str:

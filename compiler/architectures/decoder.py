@@ -1,6 +1,7 @@
 """A decoder: token ids to a distribution over the next one, through a stack of residual blocks."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -18,8 +19,8 @@ from specc.compiler.ir import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.shape import Last
-from specc.compiler.programs import LoweringError, Programs
-from specc.compiler.strict import Path, Problem, StrictModel, later
+from specc.compiler.programs import LoweringError, Phase, Programs, read_by
+from specc.compiler.strict import Path, Problem, StrictModel, Unit, later
 
 if TYPE_CHECKING:
     AnyEmbed = Embed
@@ -28,12 +29,21 @@ else:
     AnyEmbed, AnyNorm = map(one_of, (Embed, Norm))
 
 
+WHOLE = ("train", "score")
+HALVES = ("features", "nats")  # of `score`, for what adapts to a text
+
+
 class Loop(StrictModel):
-    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times, one pass after the other."""
+    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times, one pass after the other.
+
+    While less than the share `after` of training is done, by steps or by the clock, each block runs once; with 1 that
+    never changes, with 0 blocks are looped from the start. Parameters are the same; those that nothing reads yet rest.
+    """
 
     first: Annotated[int, Field(ge=0, lt=1000)]
     last: Annotated[int, Field(ge=0, lt=1000)]
     passes: Annotated[int, Field(ge=2, le=64)]
+    after: Unit = later(0.0)
 
 
 class DecoderBlocks(Blocks):
@@ -43,10 +53,19 @@ class DecoderBlocks(Blocks):
 
     @property
     def order(self) -> tuple[int, ...]:
-        if self.loop is None:
+        if self.loop is None or self.loop.after >= 1:
             return super().order
         again = tuple(range(self.loop.first, self.loop.last + 1))
         return (*range(self.loop.last + 1), *again * (self.loop.passes - 1), *range(self.loop.last + 1, self.count))
+
+    @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        late = self.loop is not None and 0 < self.loop.after < 1
+        return (self.order, super().order) if late else (self.order,)
+
+    @property
+    def loops(self) -> bool:
+        return self.loop is not None
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.loop is not None and not self.loop.first <= self.loop.last < self.count:
@@ -72,7 +91,9 @@ class Decoder(Architecture):
 
     @property
     def title(self) -> str:
-        runs = f" in {len(self.blocks.order)} runs" if self.blocks.loop else ""
+        loop = self.blocks.loop
+        runs = f" in {len(self.blocks.order)} runs" if loop and loop.after < 1 else ""
+        runs += f" once {loop.after:.0%} of training are done" if loop and 0 < loop.after < 1 else ""
         blocks = f"{self.blocks.count} blocks of {self.dim}{runs}"
         return f"decoder, {blocks}, {self.context} tokens, vocabulary {self.vocab}"
 
@@ -84,6 +105,13 @@ class Decoder(Architecture):
     def window(self) -> int:
         return self.context
 
+    def after(self, done: float) -> "Decoder":
+        loop = self.blocks.loop
+        if loop is None or loop.after <= done:
+            return self
+        blocks = self.blocks.model_copy(update={"loop": loop.model_copy(update={"after": 1.0})})
+        return self.model_copy(update={"blocks": blocks})
+
     def problems(self) -> Iterator[Problem]:
         """What the layers say of themselves in a model of this width."""
         yield from (problem.under("embed") for problem in order_problems(self.embed))
@@ -94,6 +122,12 @@ class Decoder(Architecture):
             yield Problem(("norm", "scale"), "S216", "the last norm is in no layer, but its scale reads `layer`", hint)
         else:
             yield from formula_problems(last, ("norm", "scale"), self.blocks.count)
+        marked: list[tuple[Path, int | None]] = [(("embed", i), step.mark) for i, step in enumerate(self.embed)]
+        marked += [(("blocks", "layers", i), layer.mark) for i, layer in enumerate(self.blocks.layers)]
+        for at, mark in marked:
+            if mark is not None and mark >= self.vocab:
+                message = f"the id {mark} starts a document, and ids end at {self.vocab - 1}"
+                yield Problem((*at, "bos"), "S249", message, "name the tokenizer's own mark, or leave it out")
         for i, layer in enumerate(self.blocks.layers):
             if layer.reads_source:
                 message = f"{layer.title} reads an encoder, and a decoder alone has none"
@@ -121,27 +155,36 @@ class _Lowering:
                 self.places[f"blocks.{layer}.{part.title}"] = ("model", "blocks", "layers", i)
 
     def run(self, halves: bool) -> Programs:
-        programs = (
+        programs: tuple[Graph, ...] = (
             self.scored("train", "mean"),
             self.scored("score", "none"),
             self.cached("prefill", "T"),
             self.cached("decode", 1),
             *(self.halves() if halves else ()),
         )
+        phases: tuple[Phase, ...] = ()
+        loop = self.model.blocks.loop
+        for once in self.model.blocks.orders[1:]:
+            assert loop is not None
+            phases = (Phase(loop.after, "train_once", "score_once"),)
+            programs += self.scored("train_once", "mean", once), self.scored("score_once", "none", once)
         if refused := self.functions.refused:
             hint = "change the number or formula"
             raise LoweringError(tuple(Problem(self.place_of(init), "S221", refused[init], hint) for init in refused))
         places = tuple(self.places.items())
         params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
-        whole = ("train", "score", *(("features", "nats") if halves else ()))
-        return Programs(self.name, params, functions, programs, places, whole)
+        before = tuple(name for phase in phases for name in (phase.train, phase.score))
+        whole = (*WHOLE, *(HALVES if halves else ()), *before)
+        made = Programs(self.name, params, functions, programs, places, whole)
+        return replace(made, phases=tuple(replace(phase, rests=_unread(made, phase)) for phase in phases))
 
-    def scored(self, name: str, reduction: Literal["mean", "none"]) -> Graph:
-        """ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one a token."""
+    def scored(self, name: str, reduction: Literal["mean", "none"], order: tuple[int, ...] | None = None) -> Graph:
+        """ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one a token. `order` is that of the
+        blocks, where it is not the model's."""
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         targets = b.input("targets", TensorType(("B", "T"), "i64"))
-        x, _ = self.trunk(b, ids, "", reduction == "mean")
+        x, _ = self.trunk(b, ids, "", reduction == "mean", order)
         logits = self.head(b, x)
         loss = b.add("loss", CrossEntropy(reduction), (logits, targets))
         return self.functions.program(b, {"loss": loss})
@@ -173,19 +216,27 @@ class _Lowering:
         logits = self.head(b, b.add("last", Last(), (x,)))
         return self.functions.program(b, {"logits": logits, **state})
 
-    def trunk(self, b: Builder, ids: str, start: str, training: bool) -> tuple[str, Mapping[str, str]]:
+    def trunk(
+        self, b: Builder, ids: str, start: str, training: bool, order: tuple[int, ...] | None = None
+    ) -> tuple[str, Mapping[str, str]]:
         """Embedding and blocks; with `start`, against caches that it declares as inputs."""
         x, own = self.embedded(b, ids, start)
         wanted = self.model.blocks.shared(self.shape)
         positions = ""
         if start or any(one.positional for one in wanted):
             positions = b.add("positions", Positions(), (ids, start) if start else (ids,))
-        tokens = Tokens(ids, start, positions)
-        shared = {key: ref for one in wanted for key, ref in zip(one.refs, one.lower(b, tokens), strict=True)}
+        shared: dict[str, str] = {}
+        for one in wanted:
+            keeps = {f"cache.shared.{one.name}.{key}": type for key, type in one.state().items()} if start else {}
+            cache = {key.rpartition(".")[2]: b.input(key, type) for key, type in keeps.items()}
+            made = one.lower(b, Tokens(ids, start, positions, cache))
+            shared |= zip(one.refs, made, strict=False)
+            own |= zip(keeps, made[len(one.refs) :], strict=True)
         caches = self.model.blocks.state(self.shape) if start else {}
         kept = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         place: Path = ("model", "blocks")
-        stack = Stack(self.model.blocks, self.shape, Site("blocks", "block", place, self.places, self.functions))
+        site = Site("blocks", "block", place, self.places, self.functions)
+        stack = Stack(self.model.blocks, self.shape, site, order)
         around = Surroundings(positions, shared, kept, training=training, extends=bool(start))
         x, state = stack.run(b, x, around)
         state = own | {f"cache.{key}": ref for key, ref in state.items()}
@@ -222,6 +273,11 @@ class _Lowering:
     def place_of(self, init: Init) -> Path:
         """Where the spec says how a parameter starts."""
         return ("model", *next((path for found, path in _inits(self.model) if found is init), ()))
+
+
+def _unread(programs: Programs, phase: Phase) -> tuple[str, ...]:
+    read = read_by(programs, phase.train)
+    return tuple(param.name for param in programs.params if param.name not in read)
 
 
 def _inits(value: object, path: Path = ()) -> Iterator[tuple[Init, Path]]:

@@ -8,9 +8,10 @@ from pydantic import Field
 
 from specc.compiler import blocks
 from specc.compiler.architectures.architecture import Architecture
+from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.functions import Functions
 from specc.compiler.architectures.side import Side, spans
-from specc.compiler.architectures.stack import BlocksStage, one_of
+from specc.compiler.architectures.stack import one_of
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.roles import Bridge, Layer, Part, Shape, Stage, Surroundings

@@ -131,6 +131,9 @@ class _Run:
     def check(self, stage: Part, i: int) -> None:
         """Raises LoweringError with what is wrong with a stage of this width."""
         width = self.side.widths[stage.title]
+        if any(one.state() for one in stage.shared(self.side.shape_of(stage))):
+            message = f"{stage.title} ends at documents, and a model of pairs reads lines"
+            raise LoweringError((Problem(self.side.place(i), "S248", message, "leave `bos` out"),))
         if problems := tuple(problem.under(*self.side.place(i)) for problem in stage.problems_in(width)):
             raise LoweringError(problems)
 

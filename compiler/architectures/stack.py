@@ -2,23 +2,22 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from pydantic import Field
 
 from specc.compiler import blocks
+from specc.compiler.architectures.lanes import Lanes
 from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.roles import (
     Layer,
     LayerList,
-    Lowered,
     Mix,
     Norm,
     Shape,
     Shared,
     Site,
     Skips,
-    Stage,
     Surroundings,
     formula_problems,
     layer_problems,
@@ -60,12 +59,26 @@ class Blocks(StrictModel):
     skips: AnySkips | None = None
     mix: AnyMix | None = later(None)
     parallel: LayerList | None = later(None)
+    lanes: Lanes | None = later(None)
     layers: Annotated[tuple[AnyLayer, ...], Field(min_length=1, max_length=64)]
 
     @property
     def order(self) -> tuple[int, ...]:
         """The blocks in the order in which they run."""
         return tuple(range(self.count))
+
+    @property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
+        """Every order in which a program runs them."""
+        return (self.order,)
+
+    def _skips_of(self, order: Sequence[int]) -> Mapping[int, int]:
+        return self.skips.sources(len(order)) if self.skips is not None else {}
+
+    @property
+    def loops(self) -> bool:
+        """Whether a block may run more than once, so that what connects runs is no part of a block."""
+        return False
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         """What is wrong with the blocks in a model of `dim` features; paths are relative to them. They count their own
@@ -75,6 +88,13 @@ class Blocks(StrictModel):
             message = f"skips connect nothing in {self.count} block{'s' if self.count > 1 else ''}"
             yield Problem(("skips",), "S220", message, "take them out, or use more blocks")
         yield from layer_problems(self.parallel, ("parallel",), self.count)
+        if self.lanes is not None:
+            found = dict.fromkeys(
+                problem
+                for order in self.orders
+                for problem in self.lanes.problems_in(self.layers, order, self.parallel or (), self._skips_of(order))
+            )
+            yield from (problem.under("lanes") for problem in found)
         titles: dict[str, int] = {}
         for i, layer in enumerate(self.layers):
             here: Path = ("layers", i)
@@ -114,11 +134,13 @@ class Blocks(StrictModel):
 
 @dataclass(frozen=True)
 class Stack:
-    """One run of blocks in a program: they stand under the site's place, at 0, 1, ..."""
+    """One run of blocks in a program: they stand under the site's place, at 0, 1, ... `order` is that in which they
+    run, where it is not their own."""
 
     blocks: Blocks
     shape: Shape
     site: Site
+    order: tuple[int, ...] | None = None
 
     def run(self, b: Builder, x: str, around: Surroundings) -> tuple[str, dict[str, str]]:
         """Adds the calls; returns the last block's value, and the state by run, layer and key. A program that extends a
@@ -130,22 +152,23 @@ class Stack:
         blocks, outer, first = self.blocks, b.scope, x
         b.scope = self.site.at
         sources = self._sources
-        looped = len(blocks.order) > blocks.count
+        order = self.runs
         caches = blocks.state_of_one(self.shape) if around.extends else {}
         state: dict[str, str] = {}
         outputs: list[str] = []
-        for run, i in enumerate(blocks.order):
+        for run, i in enumerate(order):
             skip = {"skip": outputs[sources[run]]} if run in sources else {}
-            if skip and looped:
+            if skip and blocks.loops:
                 x, skip = self._joined(b, list(sources).index(run), x, skip["skip"]), {}
             some = self._shared(around, i, False)
             given = {**({"x0": first} if blocks.mix else {}), **self._shared(around, i, True), **self._read(around)}
             kept = [around.cache[f"{run}.{key}"] for key in caches]
             body, changed = self._body(b, i, around, given, caches, {**some, **skip}, x)
             args = (x, *given.values(), *kept, *some.values(), *skip.values())
-            returns = returned([b.types[x], *(caches[key] for key in changed)])
+            wide = b.types[x].with_shape(*b.types[x].shape[:-1], body.types[body.outputs[0][1]].width)
+            returns = returned([wide, *(caches[key] for key in changed)])
             call = Call(body.name, f"{self.site.at}.{i}", returns, tuple(blocks.scalars(i).items()))
-            again = blocks.order[:run].count(i)
+            again = order[:run].count(i)
             x = b.add(f"{i}.again{again}" if again else str(i), call, args)
             state |= {f"{run}.{key}": f"{x}:{j}" for j, key in enumerate(changed, 1)}
             outputs.append(x)
@@ -153,18 +176,28 @@ class Stack:
         return x, state
 
     @property
+    def runs(self) -> tuple[int, ...]:
+        """The block of each run."""
+        return self.blocks.order if self.order is None else self.order
+
+    @property
     def _sources(self) -> Mapping[int, int]:
-        return self.blocks.skips.sources(len(self.blocks.order)) if self.blocks.skips else {}
+        return self.blocks.skips.sources(len(self.runs)) if self.blocks.skips else {}
 
     def _joined(self, outer: Builder, which: int, x: str, earlier: str) -> str:
         """The stream joined by an earlier output, where skips are no part of a block: it runs with and without."""
         assert self.blocks.skips is not None
         b = Builder("")
-        stream = outer.types[x].with_shape("B", "T", outer.types[x].width)
-        inputs = b.input("stream", stream), b.input("skip", stream)
-        at = f"skips.{which}"
-        outputs = {"x": self.blocks.skips.lower(b, *inputs, self.shape)}
-        body = self.site.functions.keep(b, ("skip.forward",), at, outputs)
+        types = [outer.types[ref].with_shape("B", "T", outer.types[ref].width) for ref in (x, earlier)]
+        stream, skip = b.input("stream", types[0]), b.input("skip", types[1])
+        at, method, others = f"skips.{which}", "skip.forward", []
+        lanes = self.blocks.lanes if types[0] != types[1] else None
+        if lanes is not None:
+            method = "skip.lanes"
+            stream, *others = lanes.split(b, stream, self.blocks.layers)
+        value = self.blocks.skips.lower(b, stream, skip, self.shape)
+        value = lanes.join(b, (value, *others)) if lanes is not None else value
+        body = self.site.functions.keep(b, (method,), at, {"x": value})
         outer.scope = ""
         joined = outer.add(at, Call(body.name, at, returned([outer.types[x]])), (x, earlier))
         outer.scope = self.site.at
@@ -244,11 +277,15 @@ class Stack:
         b.origins["x"] = outer.origin(x)
         kept = {key: b.input(key.replace(".", "_"), type) for key, type in caches.items()}
         take(some)
-        value = "x"
+        value, lanes, others = "x", self.blocks.lanes, []
+        if lanes is not None and i >= lanes.first:
+            value, *others = lanes.split(b, value, self.blocks.layers)
+        stream_lanes = (value, *others)
         if "skip" in some:
             assert self.blocks.skips is not None
             b.scope = "skip"
             value = self.blocks.skips.lower(b, value, "skip", self.shape)
+            stream_lanes = (value, *others)
         if self.blocks.mix is not None:
             b.scope = "mix"
             try:
@@ -263,7 +300,13 @@ class Stack:
             seen="seen" if "seen" in given else "",
             layer=i,
         )
-        value, state = self._layered(b, value, inside, kept)
+        if lanes is not None and others:
+            value, state = self._beside(b, (value, *others), stream_lanes, inside, kept)
+        else:
+            value, state = self._layered(b, value, inside, kept)
+        b.scope = ""
+        if lanes is not None and i == lanes.first - 1:
+            value = lanes.join(b, (value, value))
         outputs = {"x": value, **{key.replace(".", "_"): ref for key, ref in state.items()}}
         method = "extend" if around.extends else "forward"
         # one that only scores has a name of its own where training drops
@@ -279,22 +322,55 @@ class Stack:
         together = around.layer in (self.blocks.parallel or ())
         normed = ""
         for j, layer in enumerate(self.blocks.layers):
-            prefix = f"{layer.title}."
-            cache = {key.removeprefix(prefix): ref for key, ref in kept.items() if key.startswith(prefix)}
             try:
                 if not (together and normed):
                     b.scope = "parallel" if together else layer.title
                     normed = self.blocks.norm.lower(b, x, "h", self.shape)
-                b.scope = layer.title
-                lowered = layer.lower(b, normed, self.shape, replace(around, cache=cache))
-                branch = lowered.value
-                if around.training and layer.dropout:
-                    branch = b.add("dropped", Dropout(layer.dropout), (branch,))
-                x = layer.join(b, x, branch, self.shape)
+                x = layer.join(b, x, self._branch(b, layer, normed, around, kept, state), self.shape)
             except TypeRuleError as error:
                 raise LoweringError((self._mismatch(error, around.layer, ("layers", j), b),)) from None
-            state |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
         return x, state
+
+    def _branch(
+        self,
+        b: Builder,
+        layer: Layer,
+        normed: str,
+        around: Surroundings,
+        kept: Mapping[str, str],
+        state: dict[str, str],
+    ) -> str:
+        """What a layer makes of its normed input; its new state goes to `state`."""
+        prefix = f"{layer.title}."
+        cache = {key.removeprefix(prefix): ref for key, ref in kept.items() if key.startswith(prefix)}
+        b.scope = layer.title
+        lowered = layer.lower(b, normed, self.shape, replace(around, cache=cache))
+        state |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
+        if around.training and layer.dropout:
+            return b.add("dropped", Dropout(layer.dropout), (lowered.value,))
+        return lowered.value
+
+    def _beside(
+        self, b: Builder, read: Sequence[str], lanes: Sequence[str], around: Surroundings, kept: Mapping[str, str]
+    ) -> tuple[str, Mapping[str, str]]:
+        """`lanes` after a block whose layers each read one of `read`, side by side or of the last block their mean; and
+        the layers' new state."""
+        spec = self.blocks.lanes
+        assert spec is not None
+        state: dict[str, str] = {}
+        branches = []
+        for j, layer in enumerate(self.blocks.layers):
+            try:
+                b.scope = layer.title
+                normed = self.blocks.norm.lower(b, read[j], "h", self.shape)
+                branch = self._branch(b, layer, normed, around, kept, state)
+                branches.append(layer.weighed(b, branch, self.shape))
+            except TypeRuleError as error:
+                raise LoweringError((self._mismatch(error, around.layer, ("layers", j), b),)) from None
+        made = spec.written(b, lanes, branches, self.blocks.layers, self.shape)
+        b.scope = ""
+        last = around.layer == self.blocks.count - 1
+        return spec.mean(b, made) if last else spec.join(b, made), state
 
     def _names(self, i: int, methods: Sequence[str], skips: bool) -> tuple[str, ...]:
         """What a function of block `i` may be called. Those of one block belong to one class, which the first that is
@@ -321,28 +397,3 @@ def _tokens(shape: Sequence[Dim], length: Dim) -> Iterator[Dim]:
     first = 1 if shape[0] == "B" else 0
     for i, dim in enumerate(shape):
         yield "T" if dim == length and (i == first or isinstance(dim, str)) else dim
-
-
-class BlocksStage(Blocks, Stage):
-    """Blocks as a stage of an encoder or a decoder, with a norm like theirs behind the last one."""
-
-    kind: Literal["blocks"]
-
-    @property
-    def reads_source(self) -> bool:
-        return any(layer.reads_source for layer in self.layers)
-
-    @property
-    def in_place(self) -> bool:
-        return any(layer.in_place for layer in self.layers)
-
-    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
-        assert around.site is not None
-        return Stack(self, shape, around.site).begin(b, around)
-
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        assert around.site is not None
-        value, state = Stack(self, shape, around.site).run(b, x, around)
-        side, _, title = b.scope.rpartition(".")
-        b.scope = f"{side}.norm" if title == self.kind else f"{b.scope}_norm"
-        return Lowered(self.norm.lower(b, value, "y", replace(shape, layers=self.count)), state)

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.init import Init, constant
+from specc.compiler.blocks.previous import TokenId
 from specc.compiler.blocks.roles import (
     Layer,
     LayerList,
@@ -22,10 +23,12 @@ from specc.compiler.blocks.values import ValueEmbedding, ValueTable
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir import Builder, TensorType, output_refs
 from specc.compiler.ops.attention import CacheWrite, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
 from specc.compiler.ops.exclusive import Exclusive
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.previous import KeepLast
 from specc.compiler.ops.rope import Rope, RopeAngles
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.ops.shape import FirstFeatures, MergeHeads, SplitHeads
@@ -64,6 +67,23 @@ class RopeTable(Shared):
         return output_refs(b.add(self.name, self.angles, (tokens.positions,)), 2)
 
 
+@dataclass(frozen=True, slots=True)
+class Documents(Shared):
+    """Where the document of each token starts."""
+
+    mark: int = 0
+
+    def state(self) -> Mapping[str, TensorType]:
+        return {"start": TensorType(("B", 1), "i64")}
+
+    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
+        if not tokens.start:
+            return (b.add(self.name, DocumentStarts(self.mark), (tokens.ids,)),)
+        kept = tokens.cache["start"]
+        starts = b.add(self.name, DocumentStartsKept(self.mark), (tokens.ids, kept, tokens.start))
+        return starts, b.add(f"{self.name}.last", KeepLast(), (kept, starts))
+
+
 class QkNorm(StrictModel):
     """RMSNorm of each head of q and k; with `gain`, q is then scaled by a learned number a head, starting there."""
 
@@ -97,7 +117,8 @@ class Attention(Layer):
     """softmax(q k^T / sqrt(C)) v for `heads` query heads over `kv_heads` key and value heads (Ainslie et al., 2023).
 
     Of `self`, each token sees those up to itself, or in an encoder all tokens of the source; of `encoder`, the source.
-    With `bias` each of the four matrices adds a vector.
+    With `bias` each of the four matrices adds a vector. With `bos`, the id that starts a document, a token sees its own
+    document alone.
     """
 
     kind: Literal["attention"]
@@ -112,6 +133,7 @@ class Attention(Layer):
     values: ValueEmbedding | None = later(None)
     exclude: Exclude | None = later(None)
     gate: HeadGate | None = later(None)
+    bos: TokenId | None = later(None)
 
     @property
     def reads_source(self) -> bool:
@@ -145,7 +167,7 @@ class Attention(Layer):
         if self.rope is not None and (dims or self.size(dim)) % 2:
             message = f"RoPE rotates pairs but has {dims or self.size(dim)} dims"
             yield Problem(("rope", "dims") if dims else ("rope",), "S213", message, "use an even number")
-        for name in ("rope", "window", "values", "exclude"):
+        for name in ("rope", "window", "values", "exclude", "bos"):
             if self.reads_source and getattr(self, name) is not None:
                 message = f"attention of the encoder has no {name}: its keys are at positions of another sequence"
                 yield Problem((name,), "S231", message, f"leave {name} out")
@@ -173,7 +195,12 @@ class Attention(Layer):
         return self.values.table(self.title, (self.kv_heads or self.heads) * self.size(shape.dim), shape)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        return tuple(one for one in (self._rope(shape), self._values(shape)) if one is not None)
+        found = (self._rope(shape), self._values(shape), self._documents)
+        return tuple(one for one in found if one is not None)
+
+    @property
+    def _documents(self) -> Documents | None:
+        return None if self.bos is None else Documents(f"documents{self.bos}", ("starts",), mark=self.bos)
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         kept = "S" if self.reads_source else shape.kept
@@ -198,12 +225,14 @@ class Attention(Layer):
         keys = self._keys(b, x, shape, around, q)
         q, k, v = self._gained(b, keys["q"], shape), keys["k"], keys["v"]
         state: dict[str, str] = {}
+        starts = () if self._documents is None else (around.shared[self._documents.name],)
         if around.cache:
             for name, value in (("k", k), ("v", v)):
                 state[name] = b.add(f"{name}.cache", CacheWrite(), (around.cache[name], value, around.positions))
-            attended = b.add("y", SdpaCached(self.window), (q, state["k"], state["v"], around.positions))
+            read = (q, state["k"], state["v"], around.positions, *starts)
+            attended = b.add("y", SdpaCached(self.window, bool(starts)), read)
         elif around.causal:
-            attended = b.add("y", Sdpa(self.window), (q, k, v))
+            attended = b.add("y", Sdpa(self.window, bool(starts)), (q, k, v, *starts))
         else:
             attended = b.add("y", SdpaSeen(), (q, k, v, around.seen))
         attended = self._gated(b, x, self._excluded(b, attended, v, around), shape)

@@ -120,8 +120,13 @@ class Shared:
     layers: tuple[int, ...] | None = None
     positional: bool = False
 
+    def state(self) -> Mapping[str, TensorType]:
+        """What it keeps between tokens."""
+        return {}
+
     def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
-        """Adds it, in the scope of the whole model; one value a label."""
+        """Adds it, in the scope of the whole model; one value a label, and behind them in a program that extends a
+        sequence the new state, of which `tokens.cache` has that before."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
     def read_in(self, layer: int) -> bool:
@@ -206,6 +211,11 @@ class Embed(StrictModel):
         """What the nodes call it: its kind."""
         return str(getattr(self, "kind", ""))
 
+    @property
+    def mark(self) -> int | None:
+        """The id that starts a document, where it reads nothing across one."""
+        return getattr(self, "bos", None)
+
     def state(self, features: Dim, shape: Shape) -> Mapping[str, TensorType]:
         """What the step keeps between tokens where it is given `features`."""
         return {}
@@ -230,6 +240,11 @@ class Part(StrictModel):
     @property
     def title(self) -> str:
         return self.name or str(getattr(self, "kind", ""))
+
+    @property
+    def mark(self) -> int | None:
+        """The id that starts a document, where it reads nothing across one."""
+        return getattr(self, "bos", None)
 
     @property
     def reads_source(self) -> bool:
@@ -300,6 +315,19 @@ class Layer(Part):
 
     residual: Literal["learned"] | LayerFormula | None = None
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    def weighed(self, b: Builder, y: str, shape: Shape) -> str:
+        """Adds the branch's value with its factor, where that is for others to add to a stream."""
+        operands = ("scale * branch",), ("branch", "scale")
+        if self.residual == "learned":
+            scale = b.param("residual", TensorType((shape.dim,), shape.dtype), constant(1.0))
+            return b.add("branch", Pointwise(*operands), (y, scale))
+        if self.residual is None:
+            return y
+        if _by_layer(self.residual):
+            return b.add("branch", Pointwise(*operands), (y, b.scalar(f"{self.title}_residual")))
+        factor = value_of(self.residual, layers=float(shape.layers))
+        return b.add("branch", Pointwise((f"{factor!r} * branch",), ("branch",)), (y,))
 
     def join(self, b: Builder, x: str, y: str, shape: Shape) -> str:
         """Adds the branch's value to the residual stream."""

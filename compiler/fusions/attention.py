@@ -20,6 +20,9 @@ class AttentionFusion(Fusion):
         assert isinstance(attention.op, Sdpa)
         if attention.op.window is not None:
             return f"takes attention without a window; {attention.name} has one of {attention.op.window} tokens"
+        if attention.op.documents:
+            kernels = "the kernels of cuDNN and flash attention here take no mask of documents"
+            return f"takes attention to all earlier tokens; {attention.name} ends at its document, and {kernels}"
         return None
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:

@@ -32,22 +32,40 @@ def _check(q: TensorType, k: TensorType, v: TensorType) -> None:
         raise TypeRuleError(f"attends with q {q}, k {k}, v {v}", (0, 1, 2))
 
 
+def _check_starts(q: TensorType, starts: Sequence[TensorType], at: int) -> None:
+    if any(one.shape != q.shape[:2] for one in starts):
+        raise TypeRuleError(f"attends with q {q}, whose documents start at {starts[0]}", (0, at))
+
+
+def _within(allowed: "Tensor", column: "Tensor", starts: "Sequence[Tensor]") -> "Tensor":
+    """bool[T, S], and no further back than the `starts` [B, T] of documents, where these are given: [B, 1, T, S]."""
+    return (allowed & (column >= starts[0].unsqueeze(-1))).unsqueeze(1) if starts else allowed
+
+
+def _support(name: str, documents: bool, window: int | None) -> str:
+    """The function of the generated code."""
+    return f"{name}{'_documents' if documents else ''}{'_window' if window is not None else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class Sdpa(Op):
     """softmax(q k^T / sqrt(C)) v for q [B, T, H, C] and k, v [B, T, G, C], G dividing H; each token sees itself and
-    those before it, and of them the last `window` where that is set."""
+    those before it, and of them the last `window` where that is set. With `documents`, a fourth input tells where the
+    document of each token starts, i64[B, T], and it sees nothing before that."""
 
     name: ClassVar[str] = "sdpa"
     matrix: ClassVar[bool] = True
     window: int | None = None
+    documents: bool = False
 
     @property
     def arity(self) -> int:
-        return 3
+        return 3 + self.documents
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        q, k, v = inputs
+        q, k, v, *starts = inputs
         _check(q, k, v)
+        _check_starts(q, starts, 3)
         return (q,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -62,7 +80,7 @@ class Sdpa(Op):
         return f"{self.support(inputs)}({', '.join((*args, *window))})"
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        return "attend" if self.window is None else "attend_window"
+        return _support("attend", self.documents, self.window)
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
         window = () if self.window is None else (self.window,)
@@ -71,10 +89,11 @@ class Sdpa(Op):
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
 
-        q, k, v = inputs
-        row, column = torch.arange(q.shape[1]).unsqueeze(1), torch.arange(k.shape[1])
+        q, k, v, *starts = inputs
+        row, column = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+        row = row.unsqueeze(1)
         allowed = (column <= row) & (row - column < (self.window or q.shape[1]))
-        return _reference(q, k, v, allowed.to(q.device))
+        return _reference(q, k, v, _within(allowed, column, starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,19 +265,21 @@ class CacheWrite(Op):
 @dataclass(frozen=True, slots=True)
 class SdpaCached(Op):
     """Attention of q [B, T, H, C] at `positions` (i64[T]) over caches k, v [B, S, G, C], whose later rows it
-    ignores."""
+    ignores; with `documents`, a fifth input, as that of Sdpa."""
 
     name: ClassVar[str] = "sdpa_cached"
     matrix: ClassVar[bool] = True
     window: int | None = None
+    documents: bool = False
 
     @property
     def arity(self) -> int:
-        return 4
+        return 4 + self.documents
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        q, k, v, _ = inputs
+        q, k, v, _, *starts = inputs
         _check(q, k, v)
+        _check_starts(q, starts, 4)
         return (q,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -270,7 +291,7 @@ class SdpaCached(Op):
         return f"{self.support(inputs)}({', '.join((*args, *window))})"
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        return "attend_cached" if self.window is None else "attend_cached_window"
+        return _support("attend_cached", self.documents, self.window)
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
         window = () if self.window is None else (self.window,)
@@ -279,10 +300,10 @@ class SdpaCached(Op):
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
 
-        q, k, v, positions = inputs
+        q, k, v, positions, *starts = inputs
         row, column = positions.unsqueeze(1), torch.arange(k.shape[1], device=q.device)
         allowed = (column <= row) & (row - column < (self.window or k.shape[1]))
-        return _reference(q, k, v, allowed)
+        return _reference(q, k, v, _within(allowed, column, starts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,6 +133,43 @@ class FirstFeatures(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Halves(Op):
+    """The first and the second half of the features of x [..., 2 D]; `labels` are what code calls them."""
+
+    name: ClassVar[str] = "halves"
+    inline: ClassVar[bool] = False
+    labels: tuple[str, str] = ("first", "second")
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return self.labels
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x = inputs[0]
+        if not isinstance(x.width, int) or x.width % 2:
+            raise TypeRuleError(f"halves {x.width} features", (0,))
+        half = x.with_shape(*x.shape[:-1], x.width // 2)
+        return half, half
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}.chunk(2, dim=-1)"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("chunk", (Input(0), 2), (("dim", -1),))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        half = inputs[0].shape[-1] // 2
+        return inputs[0].narrow(-1, 0, half), inputs[0].narrow(-1, half, half)
+
+
+@dataclass(frozen=True, slots=True)
 class Last(Op):
     """The last position of [B, T, D], as [B, D]."""
 

@@ -98,12 +98,13 @@ def quantize_products(programs: Programs, schemes: Allocation) -> Programs:
 
 def _deployed(programs: Programs) -> Programs:
     """The programs without training, and the functions that they run."""
-    kept = tuple(graph for graph in programs.programs if graph.name != "train")
+    dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
+    kept = tuple(graph for graph in programs.programs if graph.name not in dropped)
     table = {graph.name: graph for graph in programs.graphs}
     called = {graph.name for program in kept for graph in walk(table, program)}
     functions = tuple(graph for graph in programs.functions if graph.name in called)
-    whole = tuple(name for name in programs.whole if name != "train")
-    return replace(programs, programs=kept, functions=functions, whole=whole)
+    whole = tuple(name for name in programs.whole if name not in dropped)
+    return replace(programs, programs=kept, functions=functions, whole=whole, phases=())
 
 
 def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:

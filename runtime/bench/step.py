@@ -149,7 +149,7 @@ def _start(
     torch.manual_seed(spec.train.seed)
     loaded = instantiate(spec, target, folder, fuse, lock)
     initialize(loaded, spec.train.seed)
-    train, window = spec.train, spec.model.window
+    train, window = spec.train.model_copy(update={"lengths": None}), spec.model.window  # as the run ends
     loader, feed = source_of(spec).drill(spec, loaded, BATCHES, stack)
     trainer = Trainer(loaded.model, loaded.programs.params, train, loader, window, device, gpu, "bench", feed=feed)
     run = _Run(loaded, trainer, 0.0, [], None, 0.0, [])

@@ -33,9 +33,10 @@ from specc.runtime.data.pairs import lengths
 from specc.runtime.distributed import World
 from specc.runtime.errors import RunFailure
 from specc.runtime.load import Loaded, initialize, instantiate
+from specc.runtime.micro_batches import micro_batches
 from specc.runtime.sources.source import Epoch, Supply, source_of
 from specc.runtime.sources.tokens import characters_of
-from specc.runtime.trainer import Trainer, micro_batches
+from specc.runtime.trainer import Trainer
 from specc.runtime.translate import Translator, translator
 
 BASELINE, SEVERAL, CACHE, BOTH = "baseline", "several GPUs", "KV cache", "several + cache"

@@ -34,7 +34,7 @@ from specc.runtime.opened import (
     Deployment,
     Opened,
     Say,
-    final_weights,
+    as_trained,
     opened_run,
     realize,
     realize_stored,
@@ -120,7 +120,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     quant = run.spec.quant
     if quant is None:
         raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
-    weights, step = final_weights(run, say)
+    run, weights, step = as_trained(run, say)
     opened = opened_run(run, weights, options.target, options.device, options.search)
     scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache)
 

@@ -22,9 +22,9 @@ from specc.runtime.distributed import World
 from specc.runtime.exact import PairValidation
 from specc.runtime.feed import Forced
 from specc.runtime.load import Loaded, device_of
+from specc.runtime.micro_batches import micro_batches
 from specc.runtime.sources.source import Drill, Epoch, Source, Supply
 from specc.runtime.sources.tokens import characters_of
-from specc.runtime.trainer import micro_batches
 
 
 @dataclass(frozen=True, slots=True)

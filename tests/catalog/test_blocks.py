@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_blocks import CASES as LATE
 from tiny_models import ATTENTION, FUSE_MLP, MLP, Pair, float64, pair, tiny
 
 from specc.compiler import blocks, witness
@@ -172,11 +173,6 @@ CASES: Mapping[str, dict[str, Any]] = {
         "embed": [{"kind": "token"}, {"kind": "norm"}, {"kind": "smear"}],
         "count": 4,
     },
-    "loop_values_without_skips": {
-        **attention(values={"dim": 3, "layers": [1]}),
-        "blocks": {"loop": {"first": 1, "last": 1, "passes": 2}},
-        "count": 2,
-    },
     "bigram": {"embed": [{"kind": "token"}, {"kind": "bigram", "buckets": 16, "dim": 3, "bos": 4}]},
     "bigram_norm_smear": {
         "embed": [
@@ -281,6 +277,7 @@ CASES: Mapping[str, dict[str, Any]] = {
         "layers": ({**ATTENTION, "residual": "learned"}, MLP),
         "fuse": ({"blocks.*.attention": ["out", "x"]}, FUSE_MLP),
     },
+    **LATE,
 }
 
 
@@ -352,7 +349,8 @@ def test_cached_logits_equal_the_uncached(both: tuple[Pair, Pair]) -> None:
 def test_torch_fx_finds_the_plan(both: tuple[Pair, Pair]) -> None:
     for made in both:
         source = sys.modules[type(made.model).__module__]
-        for program, method in (("train", "forward"), ("score", "score")):
+        early = [(name, name) for phase in made.programs.phases for name in (phase.train, phase.score)]
+        for program, method in (("train", "forward"), ("score", "score"), *early):
             traced = witness.trace(made.model, source, method)
             nodes = flatten(made.programs, made.programs.program(program), groups=False).nodes
             assert witness.round_trip(made.programs, program, traced) == len(nodes)

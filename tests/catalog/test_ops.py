@@ -15,6 +15,7 @@ from specc.compiler.catalog import classes
 from specc.compiler.ir import Builder, Op, TensorType, TypeRuleError
 from specc.compiler.ops.additive import Additive
 from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.exclusive import Exclusive
 from specc.compiler.ops.hash import BigramHash
@@ -29,7 +30,7 @@ from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.ops.rope import Positions, Rope, RopeAngles
 from specc.compiler.ops.sequence import AsStep, Concat, Copy, Moves, Repeat, Reversed, Seen, Shift, StateWrite, Zeros
-from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Last, MergeHeads, PadRows, SplitHeads
+from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Halves, Last, MergeHeads, PadRows, SplitHeads
 from specc.compiler.ops.sinusoid import Sinusoid
 from specc.compiler.render import render
 from specc.runtime.judge import many
@@ -75,6 +76,12 @@ SAMPLES = [
     Sample(Sdpa(), (HEADS, "f32[B,T,2,6]", "f32[B,T,2,6]")),
     Sample(Sdpa(window=2), (HEADS, "f32[B,T,1,6]", "f32[B,T,1,6]")),
     Sample(Sdpa(window=50), (HEADS, HEADS, HEADS)),
+    Sample(Sdpa(documents=True), (HEADS, "f32[B,T,2,6]", "f32[B,T,2,6]", IDS), ids=1),
+    Sample(Sdpa(window=2, documents=True), (HEADS, "f32[B,T,1,6]", "f32[B,T,1,6]", IDS), ids=1),
+    Sample(DocumentStarts(2), (IDS,), ids=3),
+    Sample(DocumentStartsKept(2), (IDS, "i64[B,1]", "i64[]"), ids=3),
+    Sample(SdpaCached(documents=True), (HEADS, "f32[B,S,2,6]", "f32[B,S,2,6]", "i64[T]", IDS), ids=1),
+    Sample(SdpaCached(3, True), (HEADS, "f32[B,S,4,6]", "f32[B,S,4,6]", "i64[T]", IDS), ids=1),
     Sample(SdpaCached(), (HEADS, "f32[B,S,2,6]", "f32[B,S,2,6]", "i64[T]")),
     Sample(SdpaCached(window=3), (HEADS, "f32[B,S,4,6]", "f32[B,S,4,6]", "i64[T]")),
     Sample(CacheWrite(), ("f32[B,S,4,6]", HEADS, "i64[T]")),
@@ -90,6 +97,7 @@ SAMPLES = [
     Sample(Last(), (X,)),
     Sample(FirstFeatures(3), (X,)),
     Sample(FirstFeatures(8), (X,)),
+    Sample(Halves(), (X,)),
     Sample(Exclusive(), (HEADS, HEADS)),
     Sample(Exclusive(), (HEADS, "f32[B,T,2,6]")),
     Sample(Exclusive(), (HEADS, "f32[B,T,1,6]")),
@@ -317,7 +325,7 @@ def test_flops_grow_in_proportion_to_the_rows(sample: Sample) -> None:
     rowless = not any("B" in type.shape for type in types) or isinstance(sample.op, Positions)
     assert three == (one if rowless else 3 * one)
     moves = (Embedding, SplitHeads, MergeHeads, Last, FirstFeatures, PadRows, CropRows, CacheWrite, Positions, Moves)
-    moves += (Previous, PreviousKept, KeepLast, Reset, BigramHash)
+    moves += (DocumentStarts, DocumentStartsKept, Halves, Previous, PreviousKept, KeepLast, Reset, BigramHash)
     assert (one == 0) == isinstance(sample.op, moves)
 
 

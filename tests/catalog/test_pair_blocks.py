@@ -69,6 +69,10 @@ CASES: Mapping[str, dict[str, Any]] = {
         [LEARNED, blocks({**SELF, "exclude": {"layers": [1]}, "gate": {"features": 4}}, MLP, mix={"kind": "embedded"})],
         [LEARNED, blocks(SELF, {**CROSS, "gate": {}}, MLP, mix={"kind": "embedded"}, parallel=[0])],
     ),
+    "lanes": case(
+        [LEARNED, blocks(SELF, {**MLP, "dropout": 0.1}, count=3, lanes={"first": 2})],
+        [LEARNED, blocks({**SELF, "rope": {}}, CROSS, count=3, lanes={"first": 1}, mix={"kind": "embedded"}), LSTM],
+    ),
     "values_and_skips": case(
         [
             LEARNED,

@@ -115,6 +115,7 @@ def test_the_manifest_lists_every_file(path: Path) -> None:
 PLANS = {
     "gpt2_124m": ("123,532,032 parameters", 797.8),
     "gpt_golf": ("29,951,068 parameters", 245.9),
+    "gpt_golf_sp8192": ("35,944,536 parameters", 426.3),
     "gpt_mlp35": ("29,374,040 parameters", 245.4),
     "gpt_mini": ("1,017,496 parameters", 7.3),
     "poly_transformer": ("4,758,528 parameters", 29.1),

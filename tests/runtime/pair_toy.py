@@ -14,7 +14,8 @@ from specc.runtime.data.pairs import FixedSet, PairLoader, Pairs
 from specc.runtime.data.polynomial import SYMBOLS, draw
 from specc.runtime.distributed import World
 from specc.runtime.feed import Forced
-from specc.runtime.trainer import Trainer, micro_batches
+from specc.runtime.micro_batches import micro_batches
+from specc.runtime.trainer import Trainer
 
 CPU = torch.device("cpu")
 TOKENS = CharTokenizer(SYMBOLS)

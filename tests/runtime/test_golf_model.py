@@ -11,7 +11,9 @@ from plain_golf import Plain, at, copied, place
 from tiny_models import tiny
 
 from specc.compiler import pipeline
-from specc.compiler.check import load
+from specc.compiler.build import compile_loaded
+from specc.compiler.check import load, problems_of
+from specc.compiler.ops.region import Call
 from specc.compiler.ops.rope import RopeAngles
 from specc.compiler.programs import Programs
 from specc.runtime.load import initialize, instantiate
@@ -47,6 +49,14 @@ OPTIONS = {
     "late_stack": replace(
         FULL, bigram=False, smear="token", smear_bos=1, values=(), skips="lerp", gate="sparse", parallel=(4,)
     ),
+    "documents": replace(FULL, documents=True),
+    "documents_late_stack": replace(
+        FULL, documents=True, smear="token", skips="lerp", gate="sparse", order=(0, 1, 0, 1, 2, 3, 4), lanes=3
+    ),
+    "lanes": replace(FULL, lanes=3),
+    "lanes_of_the_last": replace(FULL, lanes=4, skips="lerp", values=()),
+    "lanes_without_mix": replace(FULL, lanes=1, skips="", x0=False, values=(), xsa=()),
+    "lanes_behind_a_loop": replace(FULL, order=(0, 1, 0, 1, 0, 1, 2, 3, 4), lanes=3, skips="lerp"),
     "even": replace(FULL, count=4, xsa=(0, 1, 2, 3), values=(2,)),
     "nothing": Plain(
         trained=None,
@@ -77,8 +87,12 @@ def spec_of(p: Plain) -> Any:
     """The spec of the same model."""
     smear = {"lerp": {"kind": "smear"}, "token": {"kind": "smear_by_token", "features": 3}}.get(p.smear)
     bos = {"bos": p.smear_bos} if p.smear_bos is not None else {}
+    pairs: dict[str, Any] = {"kind": "bigram", "buckets": p.buckets, "dim": p.pair_dim}
+    if p.documents:
+        bos = {"bos": p.bos}
+        pairs |= bos
     embed: list[dict[str, Any]] = [{"kind": "token"}]
-    embed += [{"kind": "bigram", "buckets": p.buckets, "dim": p.pair_dim}] if p.bigram else []
+    embed += [pairs] if p.bigram else []
     embed += [{**smear, **bos}] if smear and p.smear == "token" else []
     embed += [{"kind": "norm"}]
     embed += [{**smear, **bos}] if smear and p.smear == "lerp" else []
@@ -90,6 +104,8 @@ def spec_of(p: Plain) -> Any:
         attention["values"] = {"dim": p.value_dim, "layers": list(p.values)}
     if p.xsa:
         attention["exclude"] = {} if len(p.xsa) == p.count else {"layers": list(p.xsa)}
+    if p.documents:
+        attention["bos"] = p.bos
     if p.gate:
         attention["gate"] = GATES[p.gate]
     mlp = {"kind": "mlp", "hidden": p.hidden, "act": "leaky_relu(x, 0.5) ** 2", "residual": "learned"}
@@ -98,6 +114,7 @@ def spec_of(p: Plain) -> Any:
         blocks["skips"] = {"kind": "unet", "gated": p.skips == "lerp"}
     blocks |= {"mix": {"kind": "embedded"}} if p.x0 else {}
     blocks |= {"parallel": list(p.parallel)} if p.parallel else {}
+    blocks |= {"lanes": {"first": p.lanes}} if p.lanes is not None else {}
     if again := [layer for layer in range(p.count) if p.order.count(layer) > 1]:
         blocks["loop"] = {"first": again[0], "last": again[-1], "passes": p.order.count(again[0])}
     q = ["q.norm", "q.rope", *(["q.gain"] if p.gain is not None else [])]
@@ -175,6 +192,53 @@ def test_it_has_the_published_parameters() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("loop", "count", "order"),
+    [
+        (
+            "{first: 3, last: 5, passes: 3, after: 0.35}",
+            35_944_536,
+            (0, 1, 2, *(3, 4, 5) * 3, *range(6, 11)),
+        ),
+        ("{first: 4, last: 5, passes: 3, after: 0.5}", 35_943_512, (0, 1, 2, 3, *(4, 5) * 3, *range(6, 11))),
+    ],
+    ids=["layers 3 to 5", "PR 1394"],
+)
+def test_the_late_stack_has_the_published_parameters_and_order(loop: str, count: int, order: tuple[int, ...]) -> None:
+    spec = load(SPEC.with_name("gpt_golf_sp8192.yaml"), (f"model.blocks.loop={loop}",))[0]
+    programs = pipeline.lower(spec, "cpu")
+    assert sum(param.count for param in programs.params) == count
+    for program, wanted in (("train", order), ("score", order), ("train_once", tuple(range(11)))):
+        runs = [str(node.op.at) for node in programs.program(program).nodes if isinstance(node.op, Call)]
+        assert tuple(int(at.partition(".")[2]) for at in runs if at.startswith("blocks.")) == wanted
+        assert sum(at.startswith("skips.") for at in runs) == len(wanted) // 2
+
+
+LATE = 35_944_536
+ABLATIONS = {
+    "no loop": (("model.blocks.loop=null",), LATE - 3 * 1024),
+    "a loop from the start": (("model.blocks.loop.after=0",), LATE),
+    "a loop that never begins": (("model.blocks.loop.after=1",), LATE - 3 * 1024),
+    "no parallel layers": (("model.blocks.parallel=null",), LATE),
+    "lanes": (("model.blocks.parallel=null", "model.blocks.lanes={first: 8}"), LATE + 3 * 6),
+    "additive skips": (("model.blocks.skips.gated=false",), LATE - 8 * 512),
+    "gated attention": (("model.blocks.layers.0.gate={features: 12}",), LATE + 11 * 8 * 12),
+    "documents": (("model.blocks.layers.0.bos=1",), LATE),
+    "growing rows": (("train.lengths=[[0, 512], [0.3, 1024], [0.6, 2048]]",), LATE),
+    "MLP 3.5x": (("model.blocks.layers.1.ratio=3.5",), LATE - 11 * 2 * 512 * 256),
+    "a vocabulary of 1024": (("model.vocab=1024", "train.data.tokenizer=fineweb_1024_bpe.model"), LATE - 7168 * 512),
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_each_technique_of_the_late_stack_is_one_setting(name: str) -> None:
+    overrides, count = ABLATIONS[name]
+    spec = load(SPEC.with_name("gpt_golf_sp8192.yaml"), overrides)[0]
+    assert not list(problems_of(spec))
+    plan = pipeline.plan(spec, "sm90", "spec.yaml")
+    assert sum(param.count for param in plan.programs.params) == count
+
+
 def test_its_rope_turns_as_far_over_its_context_as_the_trained_length_did() -> None:
     (angles,) = (node.op for node in golf().program("train").nodes if isinstance(node.op, RopeAngles))
     assert angles.dims == 16 and angles.base == pytest.approx(10000 * 2 ** (16 / 14)) and round(angles.base) == 22082
@@ -225,6 +289,39 @@ def test_its_first_loss_is_that_of_knowing_nothing(started: Any) -> None:
     ids, targets = torch.randint(1024, (2, 1, 256), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert float(started(ids, targets)) == pytest.approx(math.log(1024), abs=0.03)
+
+
+def test_the_plan_says_why_attention_that_ends_at_documents_has_no_kernel_of_its_own() -> None:
+    page = compile_loaded(load(SPEC, ("model.blocks.layers.0.bos=1",))[0], None, ("sm90", "cpu")).files["PLAN.md"]
+    reasons = [line for line in page.splitlines() if line.startswith("- blocks.*.attention.y: attention takes")]
+    assert len(reasons) == 2 and all("take no mask of documents" in line for line in reasons)
+    assert page.count("| blocks.*.attention.y | sdpa ") == 2
+
+
+@pytest.mark.parametrize("name", ["documents", "documents_late_stack"])
+def test_no_document_reads_another_nor_a_later_token(name: str, tmp_path: Path) -> None:
+    """Changing token j, a mark or not, moves all of its own document from j on, and nothing else."""
+    p = OPTIONS[name]
+    model: Any = instantiate(spec_of(p), "cpu", tmp_path).model
+    generator = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.7 if parameter.dim() < 2 else 2 * parameter.shape[-1] ** -0.5
+            parameter.copy_(spread * torch.randn(parameter.shape, generator=generator))
+        ids = 2 + torch.randint(p.vocab - 3, (1, p.context), generator=generator)
+        starts = [0, 4, 5, 11]
+        ids[0, starts[1:]] = p.bos
+        before = model.score(ids, ids)[0]
+        for j in range(p.context):
+            other = ids.clone()
+            other[0, j] = p.vocab - 1
+            moved = (model.score(other, ids)[0] - before).abs() > 0
+            end = next((start for start in starts if start > j), p.context)
+            if j in starts[1:]:  # the mark is gone, and two documents are one
+                assert not moved[:j].any() and not moved[end:].any()
+            else:
+                wanted = (torch.arange(p.context) >= j) & (torch.arange(p.context) < end)
+                assert torch.equal(moved, wanted), j
 
 
 @pytest.mark.parametrize("kind", ["smear", "smear_by_token"])

@@ -197,7 +197,7 @@ def test_rounding_in_training_lessens_what_rounding_costs(tmp_path: Path) -> Non
         steps(one, 150)
         one.masters.round_to(coarse)
         with torch.no_grad():
-            found[below] = sum(float(one._score(*one.loader.next()).mean()) for _ in range(64)) / 64
+            found[below] = sum(float(one._functions["score"](*one.loader.next()).mean()) for _ in range(64)) / 64
     assert found[0.9] < found[1e-9]
 
 

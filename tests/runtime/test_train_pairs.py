@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specc.compiler.train_spec import ForcingSpec
 from specc.runtime import checkpoint
 from specc.runtime.feed import forced_at, shifted
-from specc.runtime.trainer import BatchError, micro_batches
+from specc.runtime.micro_batches import BatchError, micro_batches
 
 
 @pytest.fixture

@@ -1,0 +1,34 @@
+"""Blocks as one stage of an encoder or a decoder."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal
+
+from specc.compiler.architectures.stack import Blocks, Stack
+from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.ir import Builder
+
+
+class BlocksStage(Blocks, Stage):
+    """Blocks as a stage of an encoder or a decoder, with a norm like theirs behind the last one."""
+
+    kind: Literal["blocks"]
+
+    @property
+    def reads_source(self) -> bool:
+        return any(layer.reads_source for layer in self.layers)
+
+    @property
+    def in_place(self) -> bool:
+        return any(layer.in_place for layer in self.layers)
+
+    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
+        assert around.site is not None
+        return Stack(self, shape, around.site).begin(b, around)
+
+    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+        assert around.site is not None
+        value, state = Stack(self, shape, around.site).run(b, x, around)
+        side, _, title = b.scope.rpartition(".")
+        b.scope = f"{side}.norm" if title == self.kind else f"{b.scope}_norm"
+        return Lowered(self.norm.lower(b, value, "y", replace(shape, layers=self.count)), state)

@@ -1,0 +1,83 @@
+"""Two lanes of the residual stream: one that attention reads, one that the feed-forward layer reads."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+from pydantic import Field
+
+from specc.compiler.blocks.init import constant
+from specc.compiler.blocks.roles import Layer, Shape
+from specc.compiler.ir import Builder, output_refs
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.sequence import Concat
+from specc.compiler.ops.shape import Halves
+from specc.compiler.strict import PositiveFloat, Problem, StrictModel
+
+
+class Lanes(StrictModel):
+    """From block `first` on, counted from 0, the stream is two lanes, one for each of a block's two layers; both begin
+    as the output of the block before. With f_j for layer j behind its norm, lane i becomes
+
+        carry_i lane_i + to_0i f_0(lane_0) + to_1i f_1(lane_1)
+
+    so that neither layer sees what the other has just written. All factors are learned numbers, `carry` from its value
+    and the others from 1. Skips and the mix with what was embedded are of the first lane: a skip joins it, and the mix
+    is only read. Behind the last block the mean of the lanes goes on. They lie side by side in one tensor.
+    """
+
+    first: Annotated[int, Field(ge=1, lt=1000)]
+    carry: PositiveFloat = 1.1
+
+    def problems_in(
+        self, layers: Sequence[Layer], order: Sequence[int], parallel: Sequence[int], sources: Mapping[int, int]
+    ) -> Iterator[Problem]:
+        """Why blocks that run in this `order`, with skips from `sources`, have no lanes."""
+        if self.first not in order:
+            hint = f"the last one is {max(order)}: blocks are counted from 0"
+            yield Problem(("first",), "S246", f"lanes begin at block {self.first} of {max(order) + 1}", hint)
+            return
+        if len(layers) != 2:
+            message = f"a lane for each of two layers, and a block has {len(layers)}"
+            yield Problem((), "S246", message, "use one attention and one mlp, or leave lanes out")
+        if any(order.count(i) > 1 for i in range(self.first - 1, max(order) + 1)):
+            message = f"lanes begin behind block {self.first - 1}, and it or a later one runs more than once"
+            yield Problem(("first",), "S247", message, "let the lanes begin two blocks behind the loop, or later")
+        if both := [i for i in parallel if i >= self.first]:
+            message = f"block {both[0]} has lanes and is parallel"
+            hint = "take it out of `parallel`: in lanes the layers run beside each other"
+            yield Problem(("first",), "S247", message, hint)
+        if late := [run for run in sources.values() if order[run] >= self.first - 1]:
+            message = f"the output of block {order[late[0]]}, where the lanes begin, is one that a skip reads"
+            yield Problem(("first",), "S247", message, "let the lanes begin later")
+
+    def split(self, b: Builder, x: str, layers: Sequence[Layer]) -> Sequence[str]:
+        """Adds the lanes of x [B, T, 2 D]: two values [B, T, D]."""
+        first, second = (f"{layer.title}_lane" for layer in layers)
+        return output_refs(b.add("lanes.split", Halves((first, second)), (x,)), 2)
+
+    def join(self, b: Builder, lanes: Sequence[str]) -> str:
+        """Adds one value [B, T, 2 D] of the lanes."""
+        return b.add("lanes.joined", Concat(), lanes)
+
+    def written(
+        self, b: Builder, lanes: Sequence[str], branches: Sequence[str], layers: Sequence[Layer], shape: Shape
+    ) -> Sequence[str]:
+        """Adds the lanes after a block, whose layers gave `branches`."""
+        made = []
+        for i, layer in enumerate(layers):
+            b.scope = layer.title
+            carry = b.param("carry", shape.activation(1), constant(self.carry))
+            factors = []
+            for other in layers:
+                b.scope = other.title
+                factors.append(b.param(f"to_{layer.title}", shape.activation(1), constant(1.0)))
+            b.scope = layer.title
+            first = Pointwise(("carry * lane + to * branch",), ("lane", "carry", "branch", "to"))
+            carried = b.add("carried", first, (lanes[i], carry, branches[0], factors[0]))
+            second = Pointwise(("lane + to * branch",), ("lane", "branch", "to"))
+            made.append(b.add("lane", second, (carried, branches[1], factors[1])))
+        return made
+
+    def mean(self, b: Builder, lanes: Sequence[str]) -> str:
+        """Adds the value behind the last block."""
+        return b.add("lanes.mean", Pointwise(("0.5 * (first + second)",), ("first", "second")), lanes)

@@ -1,0 +1,98 @@
+"""Where documents start in a stream of tokens that has a mark before each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentStarts(Op):
+    """The position, i64[B, T], at which the document of each of ids [B, T] starts: that of the newest `mark` up to the
+    token, or 0 where there is none."""
+
+    name: ClassVar[str] = "document_starts"
+    inline: ClassVar[bool] = False
+    mark: int
+
+    @property
+    def arity(self) -> int:
+        return 1
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return ("starts",)
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        if len(inputs[0].shape) != 2:
+            raise TypeRuleError(f"takes ids [B, T], not {inputs[0]}", (0,))
+        return (inputs[0],)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"document_starts({args[0]}, {self.mark})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "document_starts"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("document_starts", (Input(0), self.mark))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return _starts(inputs[0], self.mark, [0] * len(inputs[0]), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentStartsKept(Op):
+    """As `DocumentStarts` for tokens that follow `start` (i64[]) others: the document of the last of these starts at
+    `kept`, i64[B, 1], and positions count them."""
+
+    name: ClassVar[str] = "document_starts_kept"
+    inline: ClassVar[bool] = False  # `kept` is overwritten after it
+    mark: int
+
+    @property
+    def arity(self) -> int:
+        return 3
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return ("starts",)
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        ids, kept, _ = inputs
+        if len(ids.shape) != 2 or kept.shape != (ids.shape[0], 1):
+            raise TypeRuleError(f"keeps {kept} of ids {ids}", (0, 1))
+        return (ids,)
+
+    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
+        return 0
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"document_starts_kept({', '.join(args)}, {self.mark})"
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "document_starts_kept"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("document_starts_kept", (Input(0), Input(1), Input(2), self.mark))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        ids, kept, start = inputs
+        before = int(start)
+        return _starts(ids, self.mark, kept[:, 0].tolist() if before else [0] * len(ids), before)
+
+
+def _starts(ids: "Tensor", mark: int, first: Sequence[int], before: int) -> "Tensor":
+    found = ids.clone()
+    for row, start in enumerate(first):
+        for token in range(ids.shape[1]):
+            start = before + token if int(ids[row, token]) == mark else start
+            found[row, token] = start
+    return found

@@ -1,0 +1,38 @@
+"""Phases of a run on a GPU: each is compiled and captured before the clock starts, and trains as calling it does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from run_samples import small_spec
+from test_train_lengths import GROWING, trainer_of
+from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.gpu
+LATE = (
+    "targets=[sm90, cpu]",
+    "fuse=[]",
+    "train.steps=12",
+    "model.blocks.count=5",
+    "model.blocks.skips={kind: unet, gated: true}",
+    "model.blocks.loop={first: 0, last: 1, passes: 2, after: 0.5}",
+    "model.blocks.lanes={first: 3}",
+    "model.blocks.layers.0.bos=256",
+    'quant.rules.1.match="*.{residual,q_gain,scale,share,carry,to_attention,to_mlp}"',
+)
+
+
+def test_nothing_is_compiled_at_a_switch_and_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
+    spec = small_spec(*GROWING, *LATE)
+    device, plain = trainer_of(spec, tmp_path / "gpu", "sm90", True), trainer_of(spec, tmp_path / "cpu")
+    device.warm_up(257)
+    assert torch.cuda.memory_allocated() < 2**30
+    compiled, graphs = dict(counters["stats"]), [one._graph for one in device._passes]  # type: ignore[attr-defined]
+    assert len(graphs) == 4 and all(graph is not None for graph in graphs)
+    found = [step.loss for _ in range(12) for step in device.advance()] + [step.loss for step in device.settle()]
+    wanted = [step.loss for _ in range(12) for step in plain.advance()]
+    assert dict(counters["stats"]) == compiled
+    assert [one._graph for one in device._passes] == graphs  # type: ignore[attr-defined]
+    assert found == pytest.approx(wanted, rel=0.05)  # bf16 against f32, over 12 steps
+    for trainer in (device, plain):
+        trainer.loader.close()
