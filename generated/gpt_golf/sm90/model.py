@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .causal_attention__h8_g4_c64 import causal_attention
+from .causal_attention_grad__h8_g4_c64 import causal_attention_grad
 from .dgrad_mul__n1792_k512 import dgrad_mul
 from .linear_leaky_relu2__n1792_k512 import linear_leaky_relu2
 from .norm_rotary__h4_c64_r8 import norm_rotary
@@ -27,12 +29,6 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     for name, shape in shapes.items():
         holder.register_parameter(name, nn.Parameter(torch.empty(shape)))
     return holder
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def exclusive(y: Tensor, v: Tensor) -> Tensor:
@@ -91,6 +87,27 @@ def previous_kept(x: Tensor, kept: Tensor, start: Tensor, fill: int) -> Tensor:
     these, or `fill` where there are none."""
     first = torch.where(start > 0, kept, fill)
     return torch.cat((first, x[:, :-1]), dim=1)
+
+
+class FusedAttention(torch.autograd.Function):
+    """Fused group blocks.*.attention: y. Keeps y, lse for the backward."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, lse = causal_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, y, lse = ctx.saved_tensors
+        d_q, d_k, d_v = causal_attention_grad(d, q, k, v, y, lse)
+        return d_q, d_k, d_v
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedAttention.apply(q, k, v)
 
 
 class FusedQ(torch.autograd.Function):
@@ -204,7 +221,7 @@ class Block(nn.Module):
         h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
         v = F.linear(h, self.attention.v).unflatten(-1, (4, 64))
         q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
-        y = attend(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
+        y = fused_attention(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
         x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
         down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
         return x + self.mlp.residual * down
@@ -263,7 +280,7 @@ class SkipBlock(nn.Module):
         h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
         v = F.linear(h, self.attention.v).unflatten(-1, (4, 64))
         q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
-        y = attend(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
+        y = fused_attention(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
         x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
         down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
         return x + self.mlp.residual * down
@@ -334,7 +351,7 @@ class SkipBlock9(nn.Module):
         v = F.linear(h, self.attention.v) + self.attention.value_scale * attention_values
         v = v.unflatten(-1, (4, 64))
         q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
-        y = attend(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
+        y = fused_attention(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
         x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
         down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
         return x + self.mlp.residual * down
@@ -398,7 +415,7 @@ class Block10(nn.Module):
         v = F.linear(h, self.attention.v) + self.attention.value_scale * attention_values
         v = v.unflatten(-1, (4, 64))
         q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
-        y = attend(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
+        y = fused_attention(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
         x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
         down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
         return x + self.mlp.residual * down
