@@ -70,9 +70,8 @@ class Plan:
 
     @property
     def every_choice(self) -> tuple[Choice, ...]:
-        """The choices, and those of every other way to keep something for a backward."""
-        others = (choice for found in self.alternatives for way in found.ways for choice in way.choices)
-        return tuple(dict.fromkeys((*self.choices, *others)))
+        """The choices, and those of all ways to keep something for a backward."""
+        return (*self.choices, *(choice for found in self.alternatives for way in found.ways for choice in way.choices))
 
     def called(self, choice: Choice) -> str:
         """What model.py calls the function of a kernel: its file's name where kernels of several shapes share one."""

@@ -12,7 +12,7 @@ from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
 from specc.compiler.ir import Graph, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
-from specc.compiler.lock import NO_LOCK, Entry, Lock, group_digest, locked_kernel
+from specc.compiler.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, group_digest, locked_kernel
 from specc.compiler.ops.region import Fused
 from specc.compiler.plan import Alternatives, Choice, Plan, Way, place_pattern
 from specc.compiler.programs import Group, LoweringError, Programs
@@ -188,7 +188,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
     if any(other.name == kernel.name for other in taking):
         reason = kernel.rejects(site)  # with the tile that was measured
     if reason is not None:
-        raise SpeccError(f"the lock chose {kernel.name} for {entry.node}, which {reason}", "measure again: specc tune")
+        raise SpeccError(f"the lock chose {kernel.name} for {entry.node}, which {reason}", MEASURE_AGAIN)
     return kernel
 
 
