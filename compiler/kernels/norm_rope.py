@@ -231,8 +231,8 @@ def _allocated(heads: Heads) -> tuple[str, ...]:
     lines = ("dx = torch.empty_like(dy)",)
     if len(heads.outputs) == 1:
         return lines
-    programs = "rows, sequences = grid_of(dy.numel() // (H * C), t)"
-    return (*lines, programs, "partial = dy.new_empty(H, rows * sequences, dtype=torch.float32)")
+    programs = "(programs,) = grid_of(dy.numel() // (H * C), t)"
+    return (*lines, programs, "partial = dy.new_empty(H, programs, dtype=torch.float32)")
 
 
 def _conditions(heads: Heads) -> str:

@@ -30,6 +30,7 @@ from specc.compiler.plan import Choice
 
 ROOT = Path(__file__).parents[2]
 MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
+GPU = MACHINE.model_dump_json()
 MEASURED = GemmTile(64, 256, 64, (2, 1), "Pingpong", (64, 64), 2, 2)
 GIVEN = tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}
 TRITON = tile_data(replace(LINEAR_TRITON, tile=Tile(128, 128, 64, 8, 3))) or {}
@@ -193,11 +194,7 @@ def test_every_tile_that_a_search_tries_may_stand_in_a_lock(name: str) -> None:
         ('{\n "targets": {\n  "sm90": {"kernels": {}}\n }\n}', 3, "machine"),
         ('{\n "lock_version": 1,\n "tarets": {}\n}', 3, "tarets"),
         ('{\n "lock_version": 1,\n', 2, ""),
-        (
-            f'{{"targets": {{"sm90": {{\n "machine": {MACHINE.model_dump_json()},\n "kernel": {{}}, "kernels": {{}}\n}}}}}}',
-            3,
-            "kernel",
-        ),
+        (f'{{"targets": {{"sm90": {{\n "machine": {GPU},\n "kernel": {{}}, "kernels": {{}}\n}}}}}}', 3, "kernel"),
         ("", 1, "empty"),
         ("hello", 1, "a mapping"),
     ],
