@@ -174,7 +174,11 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
     if entry is not None:
         best = _measured(site, entry, taking, rejected)
     others = [kernel for kernel in taking if kernel.name != best.name]
-    slower = "not the one that was measured fastest" if entry is not None else f"of a rank above {best.rank(site)}"
+    slower = (
+        "not the one that was measured fastest"
+        if entry is not None
+        else f"comes after {best.name} by rule; not measured"
+    )
     rejected += [(kernel.name, slower) for kernel in others]
     runnable = {kernel.name for kernel in known if missing(kernel, site.target) is None}
     considered = tuple((name, reason) for name, reason in rejected if name in runnable)

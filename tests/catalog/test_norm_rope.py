@@ -135,6 +135,11 @@ def test_tiles_to_measure_are_distinct_and_have_the_rules() -> None:
             assert head_tile(block) in tiles and all(tile.rows * block >= 32 * tile.warps for tile in tiles)
 
 
+def test_one_is_told_as_one() -> None:
+    assert str(HeadTile(1, 1, 1)) == "1 head, 1 sequence, 1 warp"
+    assert str(HeadTile(16, 4, 2)) == "16 heads, 4 sequences, 2 warps"
+
+
 def test_a_measured_tile_replaces_the_rule(tmp_path: Path) -> None:
     (path,) = written(with_tile(HeadTile(8, 2, 1)), head_site(), tmp_path / "measured")
     assert "\nROWS, BLOCK, SEQUENCES, WARPS = 8, 64, 2, 1\n" in path.read_text()

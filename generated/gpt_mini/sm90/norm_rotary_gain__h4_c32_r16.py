@@ -52,8 +52,10 @@ def norm_rotary_gain_kernel(
 
 
 def grid_of(tokens: int, t: int) -> tuple[int]:
-    """How many programs there are: those of a sequence of t tokens, then those of the next. All on the first axis,
-    as the others have room for 65,535."""
+    """How many programs there are: those of a sequence of t tokens, then those of the next.
+
+    All are on the first axis, as the others have room for 65,535.
+    """
     return (triton.cdiv(t * H, ROWS) * triton.cdiv(tokens // max(t, 1), SEQUENCES),)
 
 
