@@ -120,7 +120,7 @@ def bench(
 @set_option
 @click.option("--only", default="", metavar="TEXT", help="Nodes whose path contains TEXT.")
 @click.option("--compile-only", is_flag=True, help="Compile all CUDA C++ into the cache and stop; needs no GPU.")
-@click.option("--fresh", is_flag=True, help="Measure again what this machine has measured before.")
+@click.option("--fresh", is_flag=True, help="Measure again what was measured before, if on more rows.")
 @json_option
 @format_option
 @formatted

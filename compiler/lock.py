@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
-from specc.compiler.errors import SpeccError, SpecError
+from specc.compiler.errors import Diagnostic, SpeccError, SpecError
 from specc.compiler.expr import Keep
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.schema_errors import diagnostics_of
@@ -112,6 +112,8 @@ class Lock(StrictModel):
 
 
 NO_LOCK = Lock()
+# tune starts from the lock, so that it cannot mend an entry by itself
+MEASURE_AGAIN = "delete the entry, or the whole lock, and measure again: specc tune"
 
 
 def lock_path(spec: Path, name: str) -> Path:
@@ -123,12 +125,30 @@ def read_lock(path: Path) -> Lock:
     """The lock at `path`, an empty one where there is none. Raises SpecError with file and line of what is wrong."""
     if not path.exists() and not path.is_symlink():  # one that leads nowhere is an error of its own
         return NO_LOCK
-    source = read(path)
+    try:
+        source = read(path)
+    except SpecError as error:
+        raise SpecError(_as_of_a_lock(error.diagnostics), error.texts) from None
     try:
         return Lock.model_validate(source.data)
     except ValidationError as error:
         diagnostics, _ = diagnostics_of(error, source, dict(places(Lock, source.data)), Lock)
-        raise SpecError(diagnostics, source.texts) from None
+        raise SpecError(_as_of_a_lock(diagnostics), source.texts) from None
+
+
+def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
+    """What is wrong, without help that is meant for specs: nobody writes a lock by hand."""
+    hint = "specc tune writes this file: restore it, or delete it and measure again"
+    return (replace(one, hint=hint) for one in diagnostics)
+
+
+def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable[Site], rows: int) -> None:
+    """Raises SpeccError where `machine` has measured a node on more rows: on few, other tiles are fastest."""
+    locked = lock.targets.get(target)
+    known = (lock.entry(target, site) for site in sites if locked is not None and locked.machine == machine)
+    if larger := next((entry for entry in known if entry is not None and entry.rows > rows), None):
+        what = f"{larger.node} was measured on {larger.rows:,} rows, and would now be on {rows:,}"
+        raise SpeccError(what, "tune the micro-batch that is trained with; to replace what was measured, --fresh")
 
 
 def site_digest(site: Site) -> str:
@@ -159,7 +179,7 @@ def locked_kernel(entry: Entry) -> Kernel:
     """The kernel that an entry names, with its tile. Raises SpeccError for one that this compiler does not have."""
     known_kernels: dict[str, Kernel] = {kernel.name: kernel for kernel in catalog(kernels, Kernel).values()}
     kernel = known_kernels.get(entry.kernel)
-    hint = "measure again: specc tune"
+    hint = MEASURE_AGAIN
     if kernel is None:
         raise SpeccError(
             f"the lock names kernel {entry.kernel} for {entry.node}, which this compiler does not have", hint

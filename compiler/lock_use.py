@@ -29,9 +29,8 @@ class LockUse:
 
 def lock_use(lock: Lock, plans: Mapping[str, Plan], known: tuple[str, ...]) -> LockUse:
     """What of a lock the plans take. Targets that are `known` to the spec and have no plan here are left out."""
-    found = [
-        one for target in lock.targets if target in plans or target not in known for one in _of(lock, target, plans)
-    ]
+    targets = [target for target in lock.targets if target in plans or target not in known]
+    found = [one for target in targets for one in _of(lock, target, plans)]
     return LockUse(len(found), tuple(sorted(name for name, used in found if not used)))
 
 

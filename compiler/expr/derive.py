@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping
 from fractions import Fraction
 
-from .algebra import addends, is_sum, key, settle
+from .algebra import addends, exponent_of, is_sum, key, settle
 from .evaluate import number
 from .parse import parse
 from .simplify import assume, compare, simplify
@@ -70,7 +70,8 @@ def _derive(expr: Expr, var: str) -> Expr:
             return _derive(a, var) / b - a * _derive(b, var) / b**2
         case Binary("**", a, b):
             exponent = number(b)
-            return exponent * a ** (exponent - 1) * _derive(a, var) if exponent else ZERO
+            less = float(exponent_of(exponent) - 1)  # 0.6667 of 1.6667, which floats miss
+            return exponent * a**less * _derive(a, var) if exponent else ZERO
         case Call("leaky_relu", (a, slope)):
             return Call("where", (Compare(">", a, ZERO), ONE, slope)) * _derive(a, var)
         case Call("where", (condition, a, b)):

@@ -30,12 +30,17 @@ def _words(expr: Expr) -> list[str]:
             return [f"{function}{plain(number(b))}", *_parts(base)]
         case Binary("**", base, b) if variables(base):
             exponent = number(b)
-            word = POWERS.get(exponent) or "pow" + plain(exponent).replace(".", "p").replace("-", "m")
+            word = POWERS.get(exponent) or "pow" + _digits(exponent)
             return [*_words(base), *([word] if exponent != 1 else [])]
         case Binary(op, a, b) if variables(expr):
             silent = (op == "*" and not (variables(a) and variables(b))) or (op == "/" and not variables(b))
             return [*_words(a), *([] if silent else [OPERATORS[op]]), *_words(b)]
     return _parts(expr)
+
+
+def _digits(exponent: float) -> str:
+    """An exponent as part of a word, in four digits; 1 / 3 is 0p3333."""
+    return plain(float(f"{exponent:.4g}")).replace(".", "p").replace("-", "m")
 
 
 def _parts(expr: Expr) -> list[str]:

@@ -38,6 +38,8 @@ class Library:
 DATA_CENTRE = frozenset({"wgmma", "tcgen05"})
 CUDNN = Library("cuDNN", "cudnn", 128, home=DATA_CENTRE)
 FLASH = Library("Torch's flash attention", "flash", 256)
+# Torch's own dispatch refuses these for training on sm86, sm89 and sm120, which have fewer bytes a block.
+REFUSED, ROOM = range(193, 225), 131_072
 # Of 8 channels its dq is wrong on an H200 (4.0.0b36), with no error; of 64 and 128 it was seen right.
 FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, "torch/attention_flash_4_import.py.jinja", extra=True)
 
@@ -115,6 +117,18 @@ class AttentionBackward(AttentionKernel):
 
 
 @dataclass(frozen=True, slots=True)
+class FlashBackward(AttentionBackward):
+    """The gradient by Torch's flash attention, which has not every width for GPUs of little shared memory."""
+
+    def rejects(self, site: Site) -> str | None:
+        channels = _number(heads_of(site)[1]["q"].width)
+        if channels in REFUSED and site.target.shared_memory < ROOM:
+            told = f"heads of {REFUSED.start} to {REFUSED.stop - 1} channels; these have {channels}"
+            return f"has no gradient on {site.target.title} of {told}"
+        return AttentionKernel.rejects(self, site)
+
+
+@dataclass(frozen=True, slots=True)
 class OrderedBackward(AttentionBackward):
     """flash-attn-4's sums in a fixed order, which it has not for every GPU."""
 
@@ -128,7 +142,7 @@ _GPU, _HOPPER = frozenset({"gpu", "mma"}), frozenset({"tma"})
 CUDNN_FORWARD = AttentionForward("cudnn_attention", "torch", _GPU, by=CUDNN)
 CUDNN_BACKWARD = AttentionBackward("cudnn_attention_grad", "torch", _GPU, deterministic=False, by=CUDNN)
 FLASH_FORWARD = AttentionForward("flash_attention", "torch", _GPU, by=FLASH)
-FLASH_BACKWARD = AttentionBackward("flash_attention_grad", "torch", _GPU, deterministic=False, by=FLASH)
+FLASH_BACKWARD = FlashBackward("flash_attention_grad", "torch", _GPU, deterministic=False, by=FLASH)
 FLASH_4_FORWARD = AttentionForward("flash_attention_4", "torch", _HOPPER, by=FLASH_4)
 FLASH_4_BACKWARD = AttentionBackward("flash_attention_4_grad", "torch", _HOPPER, deterministic=False, by=FLASH_4)
 FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HOPPER, by=FLASH_4)

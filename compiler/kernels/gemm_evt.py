@@ -70,7 +70,11 @@ class GemmTile:
     @property
     def epilogue_tile(self) -> str:
         """`part` as CUTLASS names it."""
-        return f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>" if self.part else "Auto"
+        return (
+            f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>"
+            if self.part
+            else "collective::EpilogueTileAuto"
+        )
 
 
 SQUARE = (64, 64)

@@ -45,8 +45,7 @@ class Site:
 class Rendered:
     """The files of one kernel, template context included: file name -> (template, typed context).
 
-    `module` is the Python file (no ending) that defines `function`; `language`, `tile` and `note` are for the plan
-    page.
+    `module` is the Python file (no ending) that defines `function`; `tile` is for the plan page.
     """
 
     function: str
@@ -72,9 +71,8 @@ class Kernel:
     TILE: ClassVar[type | None] = None
 
     def rejects(self, site: Site) -> str | None:
-        """Why this kernel cannot take the node, in words that name numbers; None where it can. `needs`, the language
-        and
-        the target's features are checked before."""
+        """Why this kernel, with its tile, cannot take the node, in words that name numbers; None where it can. `needs`,
+        the language and the target's features are checked before."""
         raise TypeError(f"{type(self).__name__} does not say what it takes")
 
     def rank(self, site: Site) -> int:

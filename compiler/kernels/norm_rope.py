@@ -8,7 +8,7 @@ from specc.compiler.kernels.custom_op import DTYPES
 from specc.compiler.kernels.heads import Heads, about, formulas, header, heads_of, promise
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
 from specc.compiler.kernels.lines import flowed, listed, unbroken
-from specc.compiler.kernels.tile import MOST_WARPS, between, power
+from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.norm_rope import HeadRotation
 
 ELEMENTS = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
@@ -32,7 +32,8 @@ class HeadTile:
         power("warps", self.warps, 1, MOST_WARPS)
 
     def __str__(self) -> str:
-        return f"{self.rows} heads, {self.sequences} sequences, {self.warps} warps"
+        numbers = ((self.rows, "head"), (self.sequences, "sequence"), (self.warps, "warp"))
+        return ", ".join(counted(count, word) for count, word in numbers)
 
 
 def head_tile(block: int) -> HeadTile:
@@ -231,8 +232,8 @@ def _allocated(heads: Heads) -> tuple[str, ...]:
     lines = ("dx = torch.empty_like(dy)",)
     if len(heads.outputs) == 1:
         return lines
-    programs = "rows, sequences = grid_of(dy.numel() // (H * C), t)"
-    return (*lines, programs, "partial = dy.new_empty(H, rows * sequences, dtype=torch.float32)")
+    programs = "(programs,) = grid_of(dy.numel() // (H * C), t)"
+    return (*lines, programs, "partial = dy.new_empty(H, programs, dtype=torch.float32)")
 
 
 def _conditions(heads: Heads) -> str:

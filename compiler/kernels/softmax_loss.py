@@ -8,7 +8,7 @@ from specc.compiler.ir import Op
 from specc.compiler.kernels.custom_op import DTYPES
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
 from specc.compiler.kernels.lines import assigned, flowed, listed, unbroken
-from specc.compiler.kernels.tile import MOST_WARPS, between, power
+from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.loss import SoftmaxLoss
 
 ELEMENTS = {"bf16": "tl.bfloat16", "f32": "tl.float32"}
@@ -33,7 +33,7 @@ class RowTile:
         between("rows x columns", self.rows * self.columns, 1, LARGEST)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}, {self.warps} warps"
+        return f"{self.rows}x{self.columns}, {counted(self.warps, 'warp')}"
 
 
 def row_tile(width: int) -> RowTile:

@@ -21,6 +21,11 @@ MOST_WARPS = 32  # a program, and programs a multiprocessor
 DEEPEST = 16  # stages
 
 
+def counted(count: int, word: str) -> str:
+    """`1 warp`, `2 warps`."""
+    return f"{count} {word}{'s' if count != 1 else ''}"
+
+
 def between(name: str, value: int, least: int, most: int) -> None:
     """Raises ValueError, which tells `name`, where a number of a tile is out of its bounds."""
     if not least <= value <= most:
@@ -53,7 +58,7 @@ class Tile:
         between("resident", self.resident, 1, MOST_WARPS)
 
     def __str__(self) -> str:
-        shape = f"{self.m}x{self.n}x{self.k}, {self.warps} warps, {self.stages} stages"
+        shape = f"{self.m}x{self.n}x{self.k}, {counted(self.warps, 'warp')}, {counted(self.stages, 'stage')}"
         return f"{shape}, {self.resident} a multiprocessor" if self.resident > 1 else shape
 
 

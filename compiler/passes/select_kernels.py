@@ -12,7 +12,7 @@ from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
 from specc.compiler.ir import Graph, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
-from specc.compiler.lock import NO_LOCK, Entry, Lock, group_digest, locked_kernel
+from specc.compiler.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, group_digest, locked_kernel
 from specc.compiler.ops.region import Fused
 from specc.compiler.plan import Alternatives, Choice, Plan, Way, place_pattern
 from specc.compiler.programs import Group, LoweringError, Programs
@@ -174,7 +174,11 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
     if entry is not None:
         best = _measured(site, entry, taking, rejected)
     others = [kernel for kernel in taking if kernel.name != best.name]
-    slower = "not the one that was measured fastest" if entry is not None else f"of a rank above {best.rank(site)}"
+    slower = (
+        "not the one that was measured fastest"
+        if entry is not None
+        else f"comes after {best.name} by rule; not measured"
+    )
     rejected += [(kernel.name, slower) for kernel in others]
     runnable = {kernel.name for kernel in known if missing(kernel, site.target) is None}
     considered = tuple((name, reason) for name, reason in rejected if name in runnable)
@@ -188,7 +192,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
     if any(other.name == kernel.name for other in taking):
         reason = kernel.rejects(site)  # with the tile that was measured
     if reason is not None:
-        raise SpeccError(f"the lock chose {kernel.name} for {entry.node}, which {reason}", "measure again: specc tune")
+        raise SpeccError(f"the lock chose {kernel.name} for {entry.node}, which {reason}", MEASURE_AGAIN)
     return kernel
 
 

@@ -12,7 +12,7 @@ import torch
 
 from specc.compiler.build import compile_loaded
 from specc.compiler.kernels.kernel import symbol
-from specc.compiler.lock import Entry, Lock, Machine, site_digest, tile_data
+from specc.compiler.lock import Entry, Lock, Machine, refuse_fewer_rows, site_digest, tile_data
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
 from specc.runtime.bench import ceilings
@@ -41,7 +41,7 @@ class TuneOptions:
     """What to search: a spec on one of its targets, and `path`, the lock to start from and to write.
 
     `only` takes nodes whose label contains it. `compile_only` stops when all CUDA C++ is compiled, which needs no
-    GPU; `fresh` measures again what was measured before.
+    GPU; `fresh` measures again what was measured before, and replaces what was measured on more rows.
     """
 
     spec: Spec
@@ -88,7 +88,8 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
     the lock on disk has each as soon as it is found, beside what others wrote there meanwhile.
 
     Raises TuneError where there is nothing to search, EnvironmentFailure without the GPU or nvcc, RunFailure where no
-    candidate of a node is left, where a kernel has broken the device, or where its memory is too small.
+    candidate of a node is left, where a kernel has broken the device, or where its memory is too small, and SpeccError
+    where the lock has been measured on more rows.
     """
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
@@ -97,6 +98,9 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
         return tuple(_compiled(choice, plan, say) for choice in choices)
     device = device_for(target)
     machine = environment(device).machine
+    if not options.fresh:
+        rows = spec.train.at_once() * spec.model.window
+        refuse_fewer_rows(options.lock, target, machine, (choice.site for choice in choices), rows)
     known = options.lock.targets.get(target)
     if known is not None and known.machine != machine:
         say(f"{len(known.kernels)} entries of another machine or other versions leave the lock")
@@ -108,7 +112,8 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
         try:
             found = _search(options, choice, plan, machine, found_ceilings, say)
         except torch.OutOfMemoryError as error:
-            raise RunFailure("out of GPU memory", "lower train.micro_batch: --set train.micro_batch=N") from error
+            hint = "free it of other programs, or lower train.micro_batch in the spec: tiles are for the rows of a step"
+            raise RunFailure("out of GPU memory", hint) from error
         results.append(found)
         best = found.best
         if best is None or best.ms is None:

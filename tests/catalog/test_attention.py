@@ -158,6 +158,19 @@ def test_refusals_say_why_with_numbers() -> None:
     assert missing(GPU["flash_attention_4"], TARGETS["sm80"]) == "sm80 has no tma"
 
 
+@pytest.mark.parametrize("target", ["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"])
+@pytest.mark.parametrize("channels", [192, 200, 224, 232, 256])
+def test_flash_attention_has_no_gradient_of_some_widths_on_small_gpus(target: str, channels: int) -> None:
+    forward, backward = (attention_site((4, 4, channels), which, target) for which in (False, True))
+    assert EVERY["flash_attention"].rejects(forward) is None
+    told = EVERY["flash_attention_grad"].rejects(backward)
+    if target in ("sm86", "sm89", "sm120") and 192 < channels <= 224:
+        words = f"has no gradient on {TARGETS[target].title} of heads of 193 to 224 channels; these have {channels}"
+        assert told == words
+    else:
+        assert told is None
+
+
 def test_random_sites_render_as_clean_python(tmp_path: Path) -> None:
     rng = random.Random(4)
     for i in range(40):

@@ -2,6 +2,7 @@
 code."""
 
 import inspect
+import math
 import os
 import random
 import re
@@ -134,9 +135,23 @@ def test_tiles_to_measure_are_distinct_and_have_the_rules() -> None:
             assert head_tile(block) in tiles and all(tile.rows * block >= 32 * tile.warps for tile in tiles)
 
 
+def test_one_is_told_as_one() -> None:
+    assert str(HeadTile(1, 1, 1)) == "1 head, 1 sequence, 1 warp"
+    assert str(HeadTile(16, 4, 2)) == "16 heads, 4 sequences, 2 warps"
+
+
 def test_a_measured_tile_replaces_the_rule(tmp_path: Path) -> None:
     (path,) = written(with_tile(HeadTile(8, 2, 1)), head_site(), tmp_path / "measured")
     assert "\nROWS, BLOCK, SEQUENCES, WARPS = 8, 64, 2, 1\n" in path.read_text()
+
+
+def test_more_sequences_than_a_second_axis_has(tmp_path: Path) -> None:
+    """CUDA's grids have 2 ** 31 - 1 programs on the first axis, and 65,535 on each other."""
+    for parts, backward in WAYS:
+        site = head_site(parts, SHAPES["golf"], backward)
+        module = imported(with_tile(HeadTile(4, 1, 1)), site, tmp_path / f"many_{parts}_{backward}")
+        first, *others = module.grid_of(70_000 * 3, 3)
+        assert first * math.prod(others) == 70_000 * 6 and all(count <= 65_535 for count in others)
 
 
 # --- the op ---

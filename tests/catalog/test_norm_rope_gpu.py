@@ -1,7 +1,7 @@
 """Norm, rotary embedding and gain on a GPU: against float64 and against plain Torch, at odd numbers of tokens."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +52,7 @@ def load(case: Case, folder: Path, dtype: str = "bf16", tile: HeadTile | None = 
     """The site of a kernel, and its generated module; any GPU runs it."""
     name, parts, backward = case
     site = head_site(parts, SHAPES[name], backward, dtype=dtype)
-    words = ("gpu", *map(str, case), dtype, "measured" if tile else "rule")
+    words = ("gpu", *map(str, case), dtype, "_".join(map(str, astuple(tile))) if tile else "rule")
     return site, imported(replace(NORM_ROPE_TRITON, tile=tile), site, folder / "_".join(words))
 
 
@@ -100,6 +100,14 @@ def test_outputs_are_at_least_as_exact_as_plain_torch(case: Case, folder: Path) 
                 assert rms(error) <= 1.005 * rms(bar) + 1e-9, f"output {i}, {b} x {t}: {rms(error)}, {rms(bar)}"
                 once = 2.0**-8 * exact.abs().max()  # of few numbers, eager's may by chance have no error
                 assert error.abs().max() <= max(2 * bar.abs().max(), once), f"output {i}, {b} x {t}"
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_more_sequences_than_a_second_axis_has(backward: bool, folder: Path) -> None:
+    site, module = load(("golf", "norm_gain", backward), folder, tile=HeadTile(4, 1, 2))
+    inputs = head_inputs(site, 70_001, 1, 5, "cuda")
+    for got, exact in zip(launched(site, module, inputs, 70_001, 1), expected(site, inputs), strict=True):
+        assert ((got.double() - exact).abs() <= 2.0**-7 * (1 + exact.abs().max())).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

@@ -64,6 +64,7 @@ def test_kinks_have_torchs_subgradients(text: str) -> None:
     [
         ("leaky_relu(x, 0.5) ** 2", "where(x > 0, 2 * x, 0.5 * x)"),
         ("relu(x) ** 2", "2 * relu(x)"),
+        ("x ** 1.6667", "1.6667 * x ** 0.6667"),
         ("relu(x)", "where(x > 0, 1, 0)"),
         ("30 * tanh(x / 30)", "1 - tanh(x / 30) ** 2"),
         ("silu(x)", "sigmoid(x) * (1 + x * (1 - sigmoid(x)))"),

@@ -10,6 +10,7 @@ from specc.compiler.expr import ExprError, name_of, parse
     [
         ("x", ""), ("gelu(x)", "gelu"), ("leaky_relu(x, 0.5) ** 2", "leaky_relu2"), ("relu(x) ** 2", "relu2"),
         ("x ** 2", "square"), ("x ** 3", "cube"), ("x ** 4", "pow4"), ("x ** -1.5", "powm1p5"),
+        ("x ** (1 / 3)", "pow0p3333"), ("x ** 0.6667000000000001", "pow0p6667"), ("x ** -0.00001", "powm1em05"),
         ("x ** 0.5", "sqrt"),
         ("(x + y) ** 2", "add_square"), ("30 * tanh(x / 30)", "tanh"), ("acc * slope", "mul"), ("-x", ""),
         ("silu(gate) * x", "silu_mul"), ("x * silu(gate)", "mul_silu"), ("x + residual", "add"), ("x - y",

@@ -27,7 +27,7 @@ LAYERS = (
     ("kernels", "fusions", "cost", "reference"),
     ("lock",),
     ("plan",),
-    ("passes", "render"),
+    ("passes", "render", "lock_use"),
     (
         "pipeline",
         "artifact",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from specc.compiler.build import compile_spec
+from specc.compiler.cli import run
 from specc.compiler.errors import SpeccError, SpecError
 from specc.compiler.kernels.gemm_evt import GEMM_EVT, GemmTile
 from specc.compiler.kernels.linear_triton import LINEAR_TRITON
@@ -15,6 +16,7 @@ from specc.compiler.kernels.tile import Tile
 from specc.compiler.lock import (
     NO_LOCK,
     Entry,
+    Kept,
     Lock,
     Machine,
     lock_path,
@@ -23,10 +25,12 @@ from specc.compiler.lock import (
     site_digest,
     tile_data,
 )
+from specc.compiler.lock_use import LockUse
 from specc.compiler.plan import Choice
 
 ROOT = Path(__file__).parents[2]
 MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
+GPU = MACHINE.model_dump_json()
 MEASURED = GemmTile(64, 256, 64, (2, 1), "Pingpong", (64, 64), 2, 2)
 GIVEN = tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}
 TRITON = tile_data(replace(LINEAR_TRITON, tile=Tile(128, 128, 64, 8, 3))) or {}
@@ -78,7 +82,7 @@ def test_a_measured_tile_is_built_and_told(spec: Path) -> None:
     assert "cute::Shape<cute::Int<64>, cute::Int<256>, cute::Int<64>>" in source
     assert "SWIZZLE, RASTER = 2, 2" in after.files[f"sm90/{choice.rendered.module}.py"]
     assert f"{MEASURED}; measured, 0.25 ms" in after.files["PLAN.md"] and "by rule" in after.files["PLAN.md"]
-    assert "measured" not in before.files["PLAN.md"]
+    assert "; measured" not in before.files["PLAN.md"]
     changed = {name for name in after.files if after.files[name] != before.files[name]}
     assert changed == {f"sm90/{choice.rendered.module}.{end}" for end in ("cu", "py")} | {"PLAN.md", "manifest.json"}
     digests = [json.loads(built.files["manifest.json"])["lock"] for built in (before, after)]
@@ -190,6 +194,9 @@ def test_every_tile_that_a_search_tries_may_stand_in_a_lock(name: str) -> None:
         ('{\n "targets": {\n  "sm90": {"kernels": {}}\n }\n}', 3, "machine"),
         ('{\n "lock_version": 1,\n "tarets": {}\n}', 3, "tarets"),
         ('{\n "lock_version": 1,\n', 2, ""),
+        (f'{{"targets": {{"sm90": {{\n "machine": {GPU},\n "kernel": {{}}, "kernels": {{}}\n}}}}}}', 3, "kernel"),
+        ("", 1, "empty"),
+        ("hello", 1, "a mapping"),
     ],
 )
 def test_a_damaged_lock_is_told_with_its_line(spec: Path, text: str, line: int, words: str) -> None:
@@ -199,6 +206,53 @@ def test_a_damaged_lock_is_told_with_its_line(spec: Path, text: str, line: int, 
         compile_spec(spec)
     first = error.value.diagnostics[0]
     assert first.file.endswith("gpt_mini.lock.json") and first.mark.line == line and words in first.message
+    assert {one.hint for one in error.value.diagnostics} == {
+        "specc tune writes this file: restore it, or delete it and measure again"
+    }
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_what_is_no_file_is_no_lock(spec: Path, kind: str) -> None:
+    path = lock_path(spec, "gpt_mini")
+    path.mkdir() if kind == "directory" else path.symlink_to("nowhere")
+    with pytest.raises(SpecError) as error:
+        compile_spec(spec)
+    assert "specc tune writes this file" in error.value.hint
+
+
+def test_entries_that_apply_to_no_node_are_told(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward, backward = choice_of(spec, "linear_leaky"), choice_of(spec, "dgrad_mul")
+    lock = NO_LOCK.with_entry("sm90", forward.rendered.module, entry_of(forward), MACHINE)
+    path = lock_path(spec, "gpt_mini")
+    path.write_text(lock.text())
+    assert compile_spec(spec).lock_use == LockUse(1, ())
+    assert run(["plan", str(spec)]) == 0 and capsys.readouterr().err == ""
+    foreign = entry_of(backward, site="0" * 12)
+    for target, name, entry in (
+        ("sm90", backward.rendered.module, foreign),
+        ("sm42", forward.rendered.module, entry_of(forward)),
+        ("sm80", forward.rendered.module, entry_of(forward)),
+    ):
+        lock = lock.with_entry(target, name, entry, MACHINE)
+    kept = Kept(group="0" * 12, keep="input", ms={"input": 1.0})
+    path.write_text(lock.with_kept("sm90", "mlp", kept, MACHINE).text())
+    idle = (f"sm42 {forward.rendered.module}", f"sm80 {forward.rendered.module}", f"sm90 {backward.rendered.module}")
+    idle = (*idle, "sm90 group mlp")
+    assert compile_spec(spec).lock_use == LockUse(5, idle)
+    assert compile_spec(spec, (), ("cpu",)).lock_use.entries == 2  # of targets that the spec does not have
+    note = f"note: 4 of 5 lock entries apply to no node: {', '.join(idle)}; to measure again: specc tune {spec}\n"
+    assert run(["plan", str(spec)]) == 0 and capsys.readouterr().err == note
+    assert run(["build", str(spec), "--into", str(spec.parent / "made")]) == 0 and capsys.readouterr().err == note
+    assert run(["plan", str(spec), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["idle_lock_entries"] == list(idle)
+    changed = compile_spec(spec, ("model.blocks.layers.1.act=gelu(x)",), ("sm90",))
+    assert f"sm90 {forward.rendered.module}" in changed.lock_use.idle
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt_mlp35"])
+def test_every_entry_of_a_committed_lock_applies(name: str) -> None:
+    found = compile_spec(ROOT / f"specs/{name}.yaml").lock_use
+    assert found.entries > 5 and not found.idle
 
 
 def test_another_machine_begins_a_new_lock(spec: Path) -> None:

@@ -27,7 +27,9 @@ def rotary_grad_kernel(
     dy_ptr, cos_ptr, sin_ptr, dx_ptr, B, T, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]  # of a sequence: a head of a token
+    programs = tl.cdiv(T * H, ROWS)  # of a sequence
+    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]  # a head of a token
+    first = (tl.program_id(0) // programs).to(tl.int64) * SEQUENCES
     token = row // H
     c = tl.arange(0, BLOCK)[None, :]
     inside = token < T
@@ -35,7 +37,6 @@ def rotary_grad_kernel(
     cos = tl.load(cos_ptr + angle, mask=inside, other=0.0)
     sin = tl.load(sin_ptr + angle, mask=inside, other=0.0)
     y_at = row.to(tl.int64) * C
-    first = tl.program_id(1).to(tl.int64) * SEQUENCES
     dy_ptr += first * T * H * C
     dx_ptr += first * T * H * C
     for _ in range(tl.minimum(SEQUENCES, B - first)):
@@ -48,9 +49,12 @@ def rotary_grad_kernel(
         dx_ptr += tl.cast(T, tl.int64) * H * C
 
 
-def grid_of(tokens: int, t: int) -> tuple[int, int]:
-    """How many programs there are for the rows of a sequence of t tokens, and how many for all sequences."""
-    return triton.cdiv(t * H, ROWS), triton.cdiv(tokens // max(t, 1), SEQUENCES)
+def grid_of(tokens: int, t: int) -> tuple[int]:
+    """How many programs there are: those of a sequence of t tokens, then those of the next.
+
+    All are on the first axis, as the others have room for 65,535.
+    """
+    return (triton.cdiv(t * H, ROWS) * triton.cdiv(tokens // max(t, 1), SEQUENCES),)
 
 
 def launch(dy: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:

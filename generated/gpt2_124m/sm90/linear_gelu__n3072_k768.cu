@@ -23,7 +23,6 @@ namespace {
 namespace collective = cutlass::epilogue::collective;
 namespace fusion = cutlass::epilogue::fusion;
 namespace gemm = cutlass::gemm;
-using Auto = collective::EpilogueTileAuto;
 using Raster = gemm::kernel::detail::RasterOrderOptions;
 
 constexpr int N = 3072;
@@ -38,7 +37,7 @@ using Tile = cute::Shape<cute::Int<64>, cute::Int<256>, cute::Int<64>>;
 using Cluster = cute::Shape<cute::Int<2>, cute::Int<1>, cute::Int<1>>;
 using MainloopSchedule = gemm::KernelTmaWarpSpecializedPingpong;
 using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
-using EpilogueTile = Auto;
+using EpilogueTile = collective::EpilogueTileAuto;
 
 // exp(-z * z) of s = 1.2011224 z.
 __device__ inline float quick_bell(float s) { return exp2f(-s * s); }

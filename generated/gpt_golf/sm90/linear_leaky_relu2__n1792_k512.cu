@@ -23,7 +23,6 @@ namespace {
 namespace collective = cutlass::epilogue::collective;
 namespace fusion = cutlass::epilogue::fusion;
 namespace gemm = cutlass::gemm;
-using Auto = collective::EpilogueTileAuto;
 using Raster = gemm::kernel::detail::RasterOrderOptions;
 
 constexpr int N = 1792;

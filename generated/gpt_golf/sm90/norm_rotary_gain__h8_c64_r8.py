@@ -29,7 +29,9 @@ def norm_rotary_gain_kernel(
     x_ptr, cos_ptr, sin_ptr, gain_ptr, y_ptr, B, T, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]  # of a sequence: a head of a token
+    programs = tl.cdiv(T * H, ROWS)  # of a sequence
+    row = tl.program_id(0) % programs * ROWS + tl.arange(0, ROWS)[:, None]  # a head of a token
+    first = (tl.program_id(0) // programs).to(tl.int64) * SEQUENCES
     token, head = row // H, row % H
     c = tl.arange(0, BLOCK)[None, :]
     inside = token < T
@@ -41,7 +43,6 @@ def norm_rotary_gain_kernel(
     sin = tl.where(c < R, sin, -sin)
     gain = tl.load(gain_ptr + head).to(tl.float32)
     x_at, y_at = token.to(tl.int64) * STRIDE + head * C, row.to(tl.int64) * C
-    first = tl.program_id(1).to(tl.int64) * SEQUENCES
     x_ptr += first * T * STRIDE
     y_ptr += first * T * H * C
     for _ in range(tl.minimum(SEQUENCES, B - first)):
@@ -53,9 +54,12 @@ def norm_rotary_gain_kernel(
         y_ptr += tl.cast(T, tl.int64) * H * C
 
 
-def grid_of(tokens: int, t: int) -> tuple[int, int]:
-    """How many programs there are for the rows of a sequence of t tokens, and how many for all sequences."""
-    return triton.cdiv(t * H, ROWS), triton.cdiv(tokens // max(t, 1), SEQUENCES)
+def grid_of(tokens: int, t: int) -> tuple[int]:
+    """How many programs there are: those of a sequence of t tokens, then those of the next.
+
+    All are on the first axis, as the others have room for 65,535.
+    """
+    return (triton.cdiv(t * H, ROWS) * triton.cdiv(tokens // max(t, 1), SEQUENCES),)
 
 
 def launch(x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor, y: Tensor) -> None:

@@ -22,7 +22,6 @@ namespace {
 namespace collective = cutlass::epilogue::collective;
 namespace fusion = cutlass::epilogue::fusion;
 namespace gemm = cutlass::gemm;
-using Auto = collective::EpilogueTileAuto;
 using Raster = gemm::kernel::detail::RasterOrderOptions;
 
 constexpr int N = 2048;
@@ -37,7 +36,7 @@ using Tile = cute::Shape<cute::Int<128>, cute::Int<128>, cute::Int<64>>;
 using Cluster = cute::Shape<cute::Int<2>, cute::Int<1>, cute::Int<1>>;
 using MainloopSchedule = gemm::KernelTmaWarpSpecializedPingpong;
 using EpilogueSchedule = cutlass::epilogue::TmaWarpSpecialized;
-using EpilogueTile = Auto;
+using EpilogueTile = collective::EpilogueTileAuto;
 
 // The epilogue over the fragments of fp32 that Sm90Compute hands it.
 template <class Fragment>
