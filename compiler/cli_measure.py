@@ -21,7 +21,12 @@ PARTS = ("kernels", "groups", "step")
 @click.option(
     "--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps to time, of each build."
 )
-@click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Write a roofline picture.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE.png",
+    help="Write a roofline picture.",
+)
 @json_option
 @format_option
 @formatted

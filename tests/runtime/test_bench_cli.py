@@ -47,7 +47,7 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_part_of_the_model_alone_and_figures_as_they_come(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("specc.runtime.bench.variants.MODES", {})  # nothing that compiles
     command = ["bench", str(SPEC), "--target", "cpu", *SETS, "--only", "kernels", "--only", "groups", "--json"]
@@ -61,6 +61,13 @@ def test_a_part_of_the_model_alone_and_figures_as_they_come(
         assert f"  {row['name']}: {ours['ms']:.4g} ms" in told
     assert run([*command, "--at", "hed"]) == 4
     assert "no kernel and no group is at hed\n" in (said := capsys.readouterr().err) and "head.logits" in said
+    assert "ceilings" not in said, "a typo is found before anything is measured"
+    assert run([*command[:-5], "--only", "groups", "--at", "head.l"]) == 4
+    assert "there are: blocks.*" in capsys.readouterr().err
+    assert run([*command[:-5], "--set", "fuse=[]", "--only", "groups"]) == 0, "nothing was asked for by name"
+    capsys.readouterr()
+    assert run([*command, "--at", "head.l", "--picture", str(tmp_path)]) == 2
+    assert "is a directory" in (said := capsys.readouterr().err) and "ceilings" not in said
 
 
 def test_the_parts_are_those_of_the_suite() -> None:
