@@ -111,16 +111,21 @@ def _rows(
     passes = {name: one for name, one in passes.items() if name not in failed}
     accuracy = _accuracy(where, members, passes, Pass(own, inputs, leaves, gradient))
     forward, backward = (
-        (sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes))
+        (sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes), _written(graph, sizes))
         for graph in (group.forward, group.backward)
     )
     order = (GENERATED, *(name for name in passes if name != GENERATED))
     times = alternate({name: passes[name].forward for name in order}, device, forward[1])
     yield Row(f"{where}, {FORWARD}", group.name, *forward, times, accuracy=accuracy, failed=failed)
     if leaves:
-        flops, moved = forward[0] + backward[0], forward[1] + backward[1]
-        times = alternate({name: passes[name].both for name in order}, device, moved)
-        yield Row(f"{where}, {BOTH}", group.name, flops, moved, times, accuracy=accuracy, failed=failed)
+        both = [sum(pair) for pair in zip(forward, backward, strict=True)]
+        times = alternate({name: passes[name].both for name in order}, device, both[1])
+        yield Row(f"{where}, {BOTH}", group.name, *both, times, accuracy=accuracy, failed=failed)
+
+
+def _written(graph: Graph, sizes: Mapping[str, int]) -> int:
+    """Bytes of the outputs of a graph, each once."""
+    return sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs})
 
 
 def _leaf(value: Value) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specc.compiler import reference
 from specc.compiler.cost import NodeCost
+from specc.compiler.kernels.kernel import Site
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
 from specc.runtime.bench.accuracy import Accuracy, compare
@@ -26,15 +27,16 @@ Ready = Callable[[Choice], object]
 class Row:
     """One line of a table: what was timed, its cost, and a time for each variant that there is.
 
-    `flops` and `moved` (bytes) are those of one call by the compiler; `accuracy` is None where the library computes
-    the node, and `language` and `tile` are empty for a group. `failed` are the variants that torch.compile could not
-    make, each with the reason.
+    `flops` and `moved` (bytes, of which `written` are outputs) are those of one call by the compiler; `accuracy` is
+    None where the library computes the node, and `language` and `tile` are empty for a group. `failed` are the variants
+    that torch.compile could not make, each with the reason.
     """
 
     name: str
     kernel: str
     flops: int
     moved: int
+    written: int
     times: Mapping[str, Measured]
     language: str = ""
     tile: str = ""
@@ -89,7 +91,7 @@ def _row(spec: Spec, plan: Plan, module: ModuleType, device: torch.device, choic
     if not rendered.function:  # the library computes the node as it is
         library = bare or plain_site(site)
         times = alternate({LIBRARY: lambda: library(*inputs)}, device, cost.bytes)
-        return Row(site.label, "library", cost.flops, cost.bytes, times, "torch")
+        return Row(site.label, "library", cost.flops, cost.bytes, written_by(site, sizes_of(spec)), times, "torch")
     others = baselines(plain_site(site), device)
     if bare is not None:
         others[LIBRARY] = bare
@@ -105,6 +107,7 @@ def _row(spec: Spec, plan: Plan, module: ModuleType, device: torch.device, choic
         rendered.module,
         cost.flops,
         cost.bytes,
+        written_by(site, sizes_of(spec)),
         times,
         choice.kernel.language,
         rendered.tile,
@@ -123,6 +126,11 @@ def cost_of(choice: Choice, sizes: Mapping[str, int]) -> NodeCost:
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
     moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
     return NodeCost(node.name, node.op.name, flops, moved, node.op.matrix)
+
+
+def written_by(site: Site, sizes: Mapping[str, int]) -> int:
+    """Bytes of a node's outputs."""
+    return sum(type.bytes(sizes) for type in site.node.types)
 
 
 def _inputs(spec: Spec, device: torch.device, choice: Choice) -> list[Value]:

@@ -80,7 +80,7 @@ def test_what_it_says_of_the_run(whole: tuple[dict[str, Any], Path]) -> None:
     assert data["machine"]["torch"] == torch.__version__ and data["machine"]["driver"] == "none"
     assert data["command"].startswith("specc bench ") and "--set model.dim=32" in data["command"]
     assert list(data["left_out"]) == ["max_autotune", "profile"]
-    for name in ("gemm", "copy"):
+    for name in ("gemm", "copy", "read"):
         assert data["ceilings"][name]["ms"] > 0 and data["ceilings"][name]["spread"] >= 0
 
 
@@ -99,6 +99,7 @@ def test_kernels_and_groups(whole: tuple[dict[str, Any], Path]) -> None:
     assert [row["flops"] for row in groups.values()] == [2 * up["flops"], 6 * up["flops"]]
     for row in (*rows.values(), *groups.values()):
         ceilings, times = data["ceilings"], {name: one["ms"] for name, one in row["times"].items()}
+        assert row["bytes_written"] > row["bytes"] / 16  # else it would be held to reading
         floors = row["flops"] / ceilings["flops_per_second"], row["bytes"] / ceilings["bytes_per_second"]
         assert row["floor_ms"] == pytest.approx(1e3 * max(floors))
         assert row["bound"] == ("FLOPs" if floors[0] > floors[1] else "bytes")
@@ -115,6 +116,14 @@ def test_a_loss_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = rows["head.loss + softcap"]
     assert list(loss["times"]) == ["generated", "eager"] and loss["accuracy"]["generated"] < 1e-5
     assert loss["bytes"] == 4 * (2 * 64 * 320 + 1) + 8 * 64  # logits and their gradient, padded; loss; targets
+    floors = data["ceilings"]
+    for place, written in (("head.loss + softcap", 4 * (64 * 320 + 1)), ("head in score, forward", 4 * 64)):
+        row = next(row for row in (*data["kernels"], *data["groups"]) if row["name"] == place)
+        speed = floors["bytes_per_second" if written > 4 * 64 else "read_bytes_per_second"]
+        assert row["bytes_written"] == written
+        assert row["floor_ms"] == pytest.approx(
+            1e3 * max(row["bytes"] / speed, row["flops"] / floors["flops_per_second"])
+        )
     names = [row["name"] for row in data["groups"]]  # nobody takes the gradient of a score
     assert names == ["head in train, forward", "head in train, forward + backward", "head in score, forward"]
     assert data["step"] is None

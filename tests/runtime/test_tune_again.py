@@ -84,7 +84,7 @@ def bench(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
     monkeypatch.setattr(search, "Measurement", made.made)
     monkeypatch.setattr(search, "device_for", lambda target: "cpu")
     monkeypatch.setattr(search, "environment", lambda device: Environment(MACHINE, "3.11", "today"))
-    monkeypatch.setattr(search.ceilings, "measure", lambda *given: Ceilings("bfloat16", 1 << 20, one, 1, one))
+    monkeypatch.setattr(search.ceilings, "measure", lambda *given: Ceilings("bfloat16", 1 << 20, one, 1, one, one))
     return made
 
 
