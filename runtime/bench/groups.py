@@ -118,9 +118,9 @@ def _rows(
     times = alternate({name: passes[name].forward for name in order}, device, forward[1])
     yield Row(f"{where}, {FORWARD}", group.name, *forward, times, accuracy=accuracy, failed=failed)
     if leaves:
-        both = [sum(pair) for pair in zip(forward, backward, strict=True)]
-        times = alternate({name: passes[name].both for name in order}, device, both[1])
-        yield Row(f"{where}, {BOTH}", group.name, *both, times, accuracy=accuracy, failed=failed)
+        flops, moved, written = (a + b for a, b in zip(forward, backward, strict=True))
+        times = alternate({name: passes[name].both for name in order}, device, moved)
+        yield Row(f"{where}, {BOTH}", group.name, flops, moved, written, times, accuracy=accuracy, failed=failed)
 
 
 def _written(graph: Graph, sizes: Mapping[str, int]) -> int:

@@ -105,8 +105,8 @@ def _details(report: Report, row: Row) -> list[str]:
 def _legend(report: Report) -> list[str]:
     mode = MODES[MAX_AUTOTUNE]
     return [
-        "Medians. floor: bytes or operations at the ceilings above; of it: the floor's share of our time. Bytes are held",
-        "to the copy, and to reading alone where at most one in sixteen is written.",
+        "Medians. floor: bytes or operations at the ceilings above; of it: the floor's share of our time. Bytes are",
+        "held to the copy, and to reading alone where at most one in sixteen is written.",
         f"±: how far two passes lie apart, the worst of the row. max-at: torch.compile, {mode}.",
         f"{library_name(report)}: the bare products. error: |found - exact| / |exact| of the worst output, by float64.",
     ]
