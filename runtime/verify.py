@@ -19,11 +19,10 @@ from specc.compiler.ops.dropout import Dropout
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.compiler.vocabulary import PAD
+from specc.runtime.dtypes import DTYPES
 from specc.runtime.feed import shifted
 from specc.runtime.judge import Errors, Judge, inputs_of, sizes_of
 from specc.runtime.load import Loaded, device_of, instantiate, replace_fuse, runs_on
-
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "i64": torch.int64}
 
 
 @dataclass(frozen=True, slots=True)

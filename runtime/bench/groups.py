@@ -125,7 +125,8 @@ def _rows(
 
 def _written(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Bytes of the outputs of a graph, each once."""
-    return sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs})
+    read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
+    return sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs} - read)
 
 
 def _leaf(value: Value) -> Tensor:

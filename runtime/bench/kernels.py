@@ -18,7 +18,7 @@ from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import bare_product, plain_site
 from specc.runtime.bench.timing import Measured, alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, LIBRARY, baselines, failures
-from specc.runtime.judge import many, poisoned, upcast
+from specc.runtime.judge import many, on_domain, poisoned, upcast
 
 Ready = Callable[[Choice], object]
 
@@ -134,14 +134,9 @@ def written_by(site: Site, sizes: Mapping[str, int]) -> int:
 
 
 def _inputs(spec: Spec, device: torch.device, choice: Choice) -> list[Value]:
-    """Random inputs of the node on which its value is a number: an operand that a forward saved may have a domain, as
-    sqrt(y) has."""
-    site, arity = choice.site, choice.site.node.op.arity
-    inputs = Operands(spec, device).of(site.node.inputs, site.inputs)
-    if any(bool(value.isnan().any()) for value in reference.node_value(site.node, inputs)):  # type: ignore[arg-type]
-        operands = [value.abs() if isinstance(value, Tensor) else abs(value) for value in inputs[arity:]]
-        inputs = [*inputs[:arity], *operands]
-    return list(site.node.op.belonging(inputs))  # type: ignore[arg-type]
+    """Random inputs of the node on which its value is a number."""
+    inputs = Operands(spec, device).of(choice.site.node.inputs, choice.site.inputs)
+    return list(on_domain(choice.site, inputs, inputs))  # type: ignore[arg-type]
 
 
 def _accuracy(

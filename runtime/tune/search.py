@@ -19,7 +19,8 @@ from specc.runtime.bench import ceilings
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.environment import device_for, environment
 from specc.runtime.bench.kernels import cost_of, written_by
-from specc.runtime.bench.operands import DTYPES, sizes_of
+from specc.runtime.bench.operands import sizes_of
+from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate, all_choices, candidates, tuned_choices
