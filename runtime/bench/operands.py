@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specc.compiler.ir import TensorType
 from specc.compiler.spec import Spec
-from specc.runtime.dtypes import DTYPES
+from specc.runtime.dtypes import DTYPES as DTYPES
 
 Value = Tensor | float
 SCALAR = 0.5  # for a number that each block fixes for itself

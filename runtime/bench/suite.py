@@ -21,11 +21,10 @@ from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.environment import Environment, device_for, environment
 from specc.runtime.bench.groups import group_rows, labelled
 from specc.runtime.bench.kernels import Row, kernel_rows
-from specc.runtime.bench.operands import sizes_of
+from specc.runtime.bench.operands import DTYPES, sizes_of
 from specc.runtime.bench.profile import generated_names
 from specc.runtime.bench.step import Build
 from specc.runtime.bench.variants import AGAINST, left_out
-from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import RunFailure
 from specc.runtime.load import Loaded, instantiate
 from specc.runtime.native import compile_only
