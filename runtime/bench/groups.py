@@ -21,6 +21,7 @@ from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
+from specc.runtime.errors import RunFailure
 from specc.runtime.judge import poisoned, upcast
 from specc.runtime.load import replace_fuse
 
@@ -67,6 +68,20 @@ def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
     places = [place_pattern(programs, hosts(programs, group), group.scope) for group in programs.groups]
     for group, place in zip(programs.groups, places, strict=True):
         yield group, place if places.count(place) == 1 else f"{place} in {', '.join(hosts(programs, group))}"
+
+
+def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
+    """Raises RunFailure, before anything is measured, where `parts` are kernels or groups alone and none of them has a
+    path that contains `at`."""
+    places = {
+        "kernels": {choice.site.label for choice in plan.choices},
+        "groups": {place for _, place in labelled(plan.programs)},
+    }
+    if not at or not parts or not places.keys() >= set(parts):
+        return
+    known = sorted(set().union(*(places[part] for part in parts)))
+    if not any(at in place for place in known):
+        raise RunFailure(f"no kernel and no group is at {at}", f"there are: {', '.join(known) or 'none'}")
 
 
 def group_rows(

@@ -19,7 +19,7 @@ from specc.compiler.spec import Spec
 from specc.runtime.bench import ceilings, step
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.environment import Environment, device_for, environment
-from specc.runtime.bench.groups import group_rows, labelled
+from specc.runtime.bench.groups import group_rows, require_place
 from specc.runtime.bench.kernels import Row, kernel_rows
 from specc.runtime.bench.operands import DTYPES, sizes_of
 from specc.runtime.bench.profile import generated_names
@@ -74,7 +74,7 @@ def bench(options: BenchOptions, say: Callable[[str], None]) -> Report:
     device = device_for(target)
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
     with tempfile.TemporaryDirectory(prefix="specc-bench-") as name:
-        _require_place(plan, options)
+        require_place(plan, options.parts, options.at)
         folder = Path(name)
         fused = instantiate(spec, target, folder / "fused", lock=options.lock)
         with Compiler(plan, fused.directory) as compiler:
@@ -117,19 +117,6 @@ def bench(options: BenchOptions, say: Callable[[str], None]) -> Report:
             compiler.seconds,
             time.perf_counter() - began,
         )
-
-
-def _require_place(plan: Plan, options: BenchOptions) -> None:
-    """Raises RunFailure, before anything is measured, where only kernels and groups are wanted and none is there."""
-    places = {
-        "kernels": {choice.site.label for choice in plan.choices},
-        "groups": {place for _, place in labelled(plan.programs)},
-    }
-    if not options.at or not options.parts or not places.keys() >= set(options.parts):
-        return
-    known = sorted(set().union(*(places[part] for part in options.parts)))
-    if not any(options.at in place for place in known):
-        raise RunFailure(f"no kernel and no group is at {options.at}", f"there are: {', '.join(known) or 'none'}")
 
 
 def _told(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
