@@ -35,7 +35,12 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
     metavar="RUN|ARTIFACT",
     help="What `decode` decodes with; where unset, weights as training starts, which seldom end a line.",
 )
-@click.option("--picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Write a roofline picture.")
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE.png",
+    help="Write a roofline picture.",
+)
 @json_option
 @format_option
 @formatted

@@ -1,4 +1,5 @@
-"""The one judge of kernels: float64 on random inputs, and plain Torch in the kernel's dtype for what rounding costs."""
+"""The judge of kernels, for verify and tune: float64 on random inputs, and plain Torch in the kernel's dtype for what
+rounding costs. A bench, on inputs too large for it, asks less of them in bench/accuracy.py."""
 
 import math
 import warnings
@@ -13,7 +14,8 @@ from torch import Tensor
 from specc.compiler import reference
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.linear import Product
-from specc.runtime.bench.operands import DTYPES
+from specc.runtime.bench.operands import random_tensor
+from specc.runtime.dtypes import DTYPES
 
 RMS, PEAK = 1.005, 2.0  # what a kernel's errors may be, as multiples of those of the eager chain
 ROUNDINGS = 4  # of f32: what a sum in another order may cost
@@ -145,29 +147,25 @@ def multiprocessors(device: torch.device | str) -> int | None:
 
 
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:
-    """Random inputs where symbols have `sizes`: normal numbers, weights scaled so that products are about 1, whole
-    numbers that the op can take, and what belongs together where an input follows from others. Where operands have a
-    domain, as sqrt(y) has, they are made positive."""
-    made = _random(site, sizes, device, seed)
-    if not any(value.isnan().any() for value in reference.node_value(site.node, _random(site, TINY, device, seed))):
-        return list(site.node.op.belonging(made))
+    """Random inputs where symbols have `sizes`: what `random_tensor` makes, whole numbers that the op can take, and
+    what belongs together where an input follows from others. Where operands have a domain, as sqrt(y) has, they are
+    made positive."""
+    return on_domain(site, _random(site, sizes, device, seed), _random(site, TINY, device, seed))
+
+
+def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
+    """The values of a node's inputs with all operands made positive where its value on `sample` is no number, and such
+    that they belong together."""
     arity = site.node.op.arity
-    return [*made[:arity], *(operand.abs() for operand in made[arity:])]
+    if any(bool(value.isnan().any()) for value in reference.node_value(site.node, list(sample))):
+        values = [*values[:arity], *map(abs, values[arity:])]
+    return list(site.node.op.belonging(values))
 
 
 def _random(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
-    made: list[Tensor] = []
-    for type in site.inputs:
-        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in type.shape]
-        dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
-        if not dtype.is_floating_point:
-            end = site.node.op.ids_below(site.inputs)
-            made.append(torch.randint(end, shape, generator=generator, device=device).to(dtype))
-            continue
-        values = torch.randn(shape, generator=generator, device=device)
-        made.append((values.mul_(shape[-1] ** -0.5) if known and len(shape) > 1 else values).to(dtype))
-    return made
+    below = lambda dtype: site.node.op.ids_below(site.inputs)  # noqa: E731
+    return [random_tensor(type, sizes, generator, below) for type in site.inputs]
 
 
 def upcast(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:

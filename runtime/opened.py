@@ -28,6 +28,7 @@ from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import Spec
 from specc.runtime import checkpoint, committed
 from specc.runtime.data import CharTokenizer, Tokenizer
+from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import read_artifact
 from specc.runtime.load import Loaded, assign, choose_target, device_of, instantiate
@@ -38,7 +39,6 @@ from specc.runtime.run import Run, RunDirectoryError
 from specc.runtime.sources.tokens import characters_of, tokenizer_of
 
 ARTIFACT = "model.specc"
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 Say = Callable[[str], None]
 Cache = list[tuple[Tensor, ...]]
 Prepare = Callable[[Spec], Spec]

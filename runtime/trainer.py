@@ -19,6 +19,7 @@ from specc.runtime.checkpoint import Snapshot, require_match
 from specc.runtime.clock import Clock
 from specc.runtime.data.bits import Sums
 from specc.runtime.distributed import World
+from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.feed import Batch, Feed, Windows
 from specc.runtime.log import Step
@@ -31,7 +32,6 @@ from specc.runtime.optim.reduce import sum_up
 from specc.runtime.phases import Function, Resting, Stretch, compiled_functions, current, stretches
 from specc.runtime.validation import Measured, Scorer, Validates
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 WARM_UP_STEPS = 3
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
 

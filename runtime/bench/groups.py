@@ -21,6 +21,7 @@ from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
+from specc.runtime.errors import RunFailure
 from specc.runtime.judge import poisoned, upcast
 from specc.runtime.load import replace_fuse
 
@@ -69,6 +70,20 @@ def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
         yield group, place if places.count(place) == 1 else f"{place} in {', '.join(hosts(programs, group))}"
 
 
+def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
+    """Raises RunFailure, before anything is measured, where `parts` are kernels or groups alone and none of them has a
+    path that contains `at`."""
+    places = {
+        "kernels": {choice.site.label for choice in plan.choices},
+        "groups": {place for _, place in labelled(plan.programs)},
+    }
+    if not at or not parts or not places.keys() >= set(parts):
+        return
+    known = sorted(set().union(*(places[part] for part in parts)))
+    if not any(at in place for place in known):
+        raise RunFailure(f"no kernel and no group is at {at}", f"there are: {', '.join(known) or 'none'}")
+
+
 def group_rows(
     spec: Spec,
     plan: Plan,
@@ -111,16 +126,22 @@ def _rows(
     passes = {name: one for name, one in passes.items() if name not in failed}
     accuracy = _accuracy(where, members, passes, Pass(own, inputs, leaves, gradient))
     forward, backward = (
-        (sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes))
+        (sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes), _written(graph, sizes))
         for graph in (group.forward, group.backward)
     )
     order = (GENERATED, *(name for name in passes if name != GENERATED))
     times = alternate({name: passes[name].forward for name in order}, device, forward[1])
     yield Row(f"{where}, {FORWARD}", group.name, *forward, times, accuracy=accuracy, failed=failed)
     if leaves:
-        flops, moved = forward[0] + backward[0], forward[1] + backward[1]
+        flops, moved, written = (a + b for a, b in zip(forward, backward, strict=True))
         times = alternate({name: passes[name].both for name in order}, device, moved)
-        yield Row(f"{where}, {BOTH}", group.name, flops, moved, times, accuracy=accuracy, failed=failed)
+        yield Row(f"{where}, {BOTH}", group.name, flops, moved, written, times, accuracy=accuracy, failed=failed)
+
+
+def _written(graph: Graph, sizes: Mapping[str, int]) -> int:
+    """Bytes of the outputs of a graph, each once."""
+    read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
+    return sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs} - read)
 
 
 def _leaf(value: Value) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specc.compiler import reference
 from specc.compiler.cost import NodeCost
+from specc.compiler.kernels.kernel import Site
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
 from specc.runtime.bench.accuracy import Accuracy, compare
@@ -17,7 +18,7 @@ from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import bare_product, plain_site
 from specc.runtime.bench.timing import Measured, alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, LIBRARY, baselines, failures
-from specc.runtime.judge import many, poisoned, upcast
+from specc.runtime.judge import many, on_domain, poisoned, upcast
 
 Ready = Callable[[Choice], object]
 
@@ -26,15 +27,16 @@ Ready = Callable[[Choice], object]
 class Row:
     """One line of a table: what was timed, its cost, and a time for each variant that there is.
 
-    `flops` and `moved` (bytes) are those of one call by the compiler; `accuracy` is None where the library computes
-    the node, and `language` and `tile` are empty for a group. `failed` are the variants that torch.compile could not
-    make, each with the reason.
+    `flops` and `moved` (bytes, of which `written` are outputs) are those of one call by the compiler; `accuracy` is
+    None where the library computes the node, and `language` and `tile` are empty for a group. `failed` are the variants
+    that torch.compile could not make, each with the reason.
     """
 
     name: str
     kernel: str
     flops: int
     moved: int
+    written: int
     times: Mapping[str, Measured]
     language: str = ""
     tile: str = ""
@@ -89,7 +91,7 @@ def _row(spec: Spec, plan: Plan, module: ModuleType, device: torch.device, choic
     if not rendered.function:  # the library computes the node as it is
         library = bare or plain_site(site)
         times = alternate({LIBRARY: lambda: library(*inputs)}, device, cost.bytes)
-        return Row(site.label, "library", cost.flops, cost.bytes, times, "torch")
+        return Row(site.label, "library", cost.flops, cost.bytes, written_by(site, sizes_of(spec)), times, "torch")
     others = baselines(plain_site(site), device)
     if bare is not None:
         others[LIBRARY] = bare
@@ -105,6 +107,7 @@ def _row(spec: Spec, plan: Plan, module: ModuleType, device: torch.device, choic
         rendered.module,
         cost.flops,
         cost.bytes,
+        written_by(site, sizes_of(spec)),
         times,
         choice.kernel.language,
         rendered.tile,
@@ -125,15 +128,15 @@ def cost_of(choice: Choice, sizes: Mapping[str, int]) -> NodeCost:
     return NodeCost(node.name, node.op.name, flops, moved, node.op.matrix)
 
 
+def written_by(site: Site, sizes: Mapping[str, int]) -> int:
+    """Bytes of a node's outputs."""
+    return sum(type.bytes(sizes) for type in site.node.types)
+
+
 def _inputs(spec: Spec, device: torch.device, choice: Choice) -> list[Value]:
-    """Random inputs of the node on which its value is a number: an operand that a forward saved may have a domain, as
-    sqrt(y) has."""
-    site, arity = choice.site, choice.site.node.op.arity
-    inputs = Operands(spec, device).of(site.node.inputs, site.inputs)
-    if any(bool(value.isnan().any()) for value in reference.node_value(site.node, inputs)):  # type: ignore[arg-type]
-        operands = [value.abs() if isinstance(value, Tensor) else abs(value) for value in inputs[arity:]]
-        inputs = [*inputs[:arity], *operands]
-    return list(site.node.op.belonging(inputs))  # type: ignore[arg-type]
+    """Random inputs of the node on which its value is a number."""
+    inputs = Operands(spec, device).of(choice.site.node.inputs, choice.site.inputs)
+    return list(on_domain(choice.site, inputs, inputs))  # type: ignore[arg-type]
 
 
 def _accuracy(

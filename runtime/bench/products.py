@@ -17,10 +17,10 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.plan import Choice, Plan
 from specc.runtime.bench.kernels import Ready
-from specc.runtime.bench.operands import DTYPES
 from specc.runtime.bench.plain import executed
 from specc.runtime.bench.timing import Call, Measured, alternate
 from specc.runtime.bench.variants import as_trained
+from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import RunFailure
 
 ROWS = (1, 16, 32, 128, 768, 4096, 23040)  # M: one line, steps of decoders, whole batches of 768 lines of 30 tokens

@@ -59,7 +59,8 @@ def _head(report: Report) -> list[str]:
         f"{report.options.spec.name} for {report.options.target}: a micro-batch of {sizes['B']} x {sizes['T']} = "
         f"{rows:,} rows, {found.dtype} · {report.seconds:.0f} s in all{nvcc}",
         f"ceilings: GEMM of {found.size}^3 {found.flops_per_second / 1e12:,.4g} TFLOP/s "
-        f"(±{found.gemm.spread:.1%}) · copy {found.bytes_per_second / 1e9:,.4g} GB/s (±{found.copy.spread:.1%})",
+        f"(±{found.gemm.spread:.1%}) · copy {found.bytes_per_second / 1e9:,.4g} GB/s (±{found.copy.spread:.1%}) "
+        f"· read {found.read_per_second / 1e9:,.4g} GB/s (±{found.read.spread:.1%})",
     ]
 
 
@@ -71,7 +72,7 @@ def _rows(report: Report, title: str, rows: Sequence[Row], with_library: bool) -
         f"{title:<{NAME}}" + "".join(f"{head:>8}" for head in heads) + f"{'floor':>8}{'of it':>7}{'±':>6}",
     ]
     for row in rows:
-        floor = report.ceilings.floor_ms(row.flops, row.moved)
+        floor = report.ceilings.floor_ms(row.flops, row.moved, row.written)
         ratios = [row.ratio(name) for name in AGAINST]
         times = [row.times.get(name) for name in (GENERATED, *AGAINST, *((LIBRARY,) if with_library else ()))]
         cells = [NONE if ratio is None else f"{ratio:.3f}" for ratio in ratios]
@@ -100,7 +101,7 @@ def _joined(words: Sequence[str]) -> list[str]:
 def _details(report: Report, row: Row) -> list[str]:
     words = [f"{row.kernel} ({row.language})" if row.language else row.kernel]
     words += [row.tile] if row.tile else []
-    bound = report.ceilings.bound(row.flops, row.moved)
+    bound = report.ceilings.bound(row.flops, row.moved, row.written)
     words.append(f"{row.flops / 1e9:,.4g} GFLOP, {row.moved / 1e6:,.4g} MB, {bound} bind")
     if row.accuracy is not None:
         words.append(f"error {row.accuracy.generated:.1e}, eager {row.accuracy.eager:.1e}")
@@ -111,7 +112,8 @@ def _details(report: Report, row: Row) -> list[str]:
 def _legend(report: Report) -> list[str]:
     mode = MODES[MAX_AUTOTUNE]
     return [
-        "Medians. floor: bytes or operations at the ceilings above; of it: the floor's share of our time.",
+        "Medians. floor: bytes or operations at the ceilings above; of it: the floor's share of our time. Bytes are",
+        "held to the copy, and to reading alone where at most one in sixteen is written.",
         f"±: how far two passes lie apart, the worst of the row. max-at: torch.compile, {mode}.",
         f"{library_name(report)}: the bare products. error: |found - exact| / |exact| of the worst output, by float64.",
     ]
@@ -200,6 +202,8 @@ def data(report: Report) -> dict[str, Any]:
             "copy_bytes": report.ceilings.copied,
             "copy": _measured(report.ceilings.copy),
             "bytes_per_second": report.ceilings.bytes_per_second,
+            "read": _measured(report.ceilings.read),
+            "read_bytes_per_second": report.ceilings.read_per_second,
         },
         "kernels": [_row_data(report, row) for row in report.kernels],
         "groups": [_row_data(report, row) for row in report.groups],
@@ -216,7 +220,7 @@ def _measured(one: Measured) -> dict[str, float]:
 
 
 def _row_data(report: Report, row: Row) -> dict[str, Any]:
-    floor = report.ceilings.floor_ms(row.flops, row.moved)
+    floor = report.ceilings.floor_ms(row.flops, row.moved, row.written)
     return {
         "name": row.name,
         "kernel": row.kernel,
@@ -224,8 +228,9 @@ def _row_data(report: Report, row: Row) -> dict[str, Any]:
         "tile": row.tile or None,
         "flops": row.flops,
         "bytes": row.moved,
+        "bytes_written": row.written,
         "floor_ms": floor,
-        "bound": report.ceilings.bound(row.flops, row.moved),
+        "bound": report.ceilings.bound(row.flops, row.moved, row.written),
         "share_of_floor": floor / row.own.ms,
         "ratio": {name: row.ratio(name) for name in AGAINST},
         "times": {name: _measured(one) for name, one in row.times.items()},

@@ -128,7 +128,7 @@ def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Ceilings) -> None:
 
 def _words(row: Row, ceilings: Ceilings) -> str:
     """What a label says: name, time, share of the floor, and of the best that torch.compile does."""
-    share = ceilings.floor_ms(row.flops, row.moved) / row.own.ms
+    share = ceilings.floor_ms(row.flops, row.moved, row.written) / row.own.ms
     words = f"{row.name}\n{row.own.ms:.3g} ms, {share:.0%} of the roof"
     best = next((name for name in (MAX_AUTOTUNE, COMPILE) if row.ratio(name) is not None), None)
     return words if best is None else f"{words}, {row.ratio(best):.2f}x {best.replace('_', '-')}'s time"

@@ -18,7 +18,7 @@ from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.decode import Decoding
 from specc.runtime.bench.environment import Environment, device_for, environment
-from specc.runtime.bench.groups import group_rows
+from specc.runtime.bench.groups import group_rows, require_place
 from specc.runtime.bench.kernels import Row, kernel_rows
 from specc.runtime.bench.operands import DTYPES, sizes_of
 from specc.runtime.bench.products import ProductRow, product_rows
@@ -113,6 +113,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
     rates: Table | None = None
     decoding: Decoding | None = None
     with tempfile.TemporaryDirectory(prefix="specc-bench-") as name:
+        require_place(plan, options.parts, options.at)
         folder = Path(name)
         try:
             say("ceilings")

@@ -33,6 +33,7 @@ from specc.runtime.data.loader import Loader
 from specc.runtime.data.stream import TokenStream, open_stream
 from specc.runtime.data.tokenizer import PieceBytes
 from specc.runtime.distributed import World, joined
+from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 from specc.runtime.export.artifact import read_artifact, write_artifact
 from specc.runtime.export.codecs import Codec
@@ -45,7 +46,7 @@ from specc.runtime.quantize.tensors import QuantizedModel, dequantized, layout
 from specc.runtime.submission import plan
 from specc.runtime.submission.known import canonical, resolved
 from specc.runtime.submission.names import WEIGHTS
-from specc.runtime.trainer import DTYPES, Trainer
+from specc.runtime.trainer import Trainer
 from specc.runtime.validation import Validation
 
 DATA = "data/datasets/fineweb10B_sp1024"  # the challenge's

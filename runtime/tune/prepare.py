@@ -82,12 +82,11 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
     try:
         told: tuple[str, str] = here.recv()
     except EOFError:
-        process.join()
-        return "died", f"its process ended with {process.exitcode} while it was compiled or called"
+        told = "died", ""
     process.join(ENDING)
     if process.is_alive():
         _end(process)
-    return told
+    return told if told[0] != "died" or told[1] else ("died", f"its process ended with {process.exitcode} too early")
 
 
 def _end(process: BaseProcess) -> None:

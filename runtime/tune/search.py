@@ -18,8 +18,9 @@ from specc.compiler.spec import Spec
 from specc.runtime.bench import ceilings
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.environment import device_for, environment
-from specc.runtime.bench.kernels import cost_of
-from specc.runtime.bench.operands import DTYPES, sizes_of
+from specc.runtime.bench.kernels import cost_of, written_by
+from specc.runtime.bench.operands import sizes_of
+from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate, all_choices, candidates, tuned_choices
@@ -187,7 +188,7 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
         measurement = Measurement(choice, sizes_of(spec), cost.bytes, Path(folder), device_for(plan.target.name))
         for candidate, failed in list(measurement.prepared(new)):  # all, before the first is timed
             best = min((ms for ms in results.values() if isinstance(ms, float)), default=float("inf"))
-            whole = ceiling.floor_ms(int(cost.flops * candidate.kernel.padding(site, rows)), 0) / SLACK
+            whole = ceiling.floor_ms(int(cost.flops * candidate.kernel.padding(site, rows)), 0, 0) / SLACK
             if failed is not None:
                 results[candidate] = failed.reason or ""
                 if failed.lasting:
@@ -202,7 +203,7 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
         Outcome(candidate, None, reason) for candidate in every if isinstance(reason := results[candidate], str)
     ]
     known = [*_by_time(again), *_by_time(timed)]  # the finalists first: these still run, and were timed together
-    floor = ceiling.floor_ms(cost.flops, cost.bytes)
+    floor = ceiling.floor_ms(cost.flops, cost.bytes, written_by(site, sizes_of(spec)))
     return Found(site.label, symbol(site)[1], rows, floor, (*known, *rejected))
 
 

@@ -47,7 +47,7 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 
 def test_a_part_of_the_model_alone_and_figures_as_they_come(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("specc.runtime.bench.variants.MODES", {})  # nothing that compiles
     command = ["bench", str(SPEC), "--target", "cpu", *SETS, "--only", "kernels", "--only", "groups", "--json"]
@@ -61,6 +61,13 @@ def test_a_part_of_the_model_alone_and_figures_as_they_come(
         assert f"  {row['name']}: {ours['ms']:.4g} ms" in told
     assert run([*command, "--at", "hed"]) == 4
     assert "no kernel and no group is at hed\n" in (said := capsys.readouterr().err) and "head.logits" in said
+    assert "ceilings" not in said, "a typo is found before anything is measured"
+    assert run([*command[:-5], "--only", "groups", "--at", "head.l"]) == 4
+    assert "there are: blocks.*" in capsys.readouterr().err
+    assert run([*command[:-5], "--set", "fuse=[]", "--only", "groups"]) == 0, "nothing was asked for by name"
+    capsys.readouterr()
+    assert run([*command, "--at", "head.l", "--picture", str(tmp_path)]) == 2
+    assert "is a directory" in (said := capsys.readouterr().err) and "ceilings" not in said
 
 
 def test_the_parts_are_those_of_the_suite() -> None:
@@ -73,7 +80,7 @@ def test_what_it_says_of_the_run(whole: tuple[dict[str, Any], Path]) -> None:
     assert data["machine"]["torch"] == torch.__version__ and data["machine"]["driver"] == "none"
     assert data["command"].startswith("specc bench ") and "--set model.dim=32" in data["command"]
     assert list(data["left_out"]) == ["max_autotune", "profile"]
-    for name in ("gemm", "copy"):
+    for name in ("gemm", "copy", "read"):
         assert data["ceilings"][name]["ms"] > 0 and data["ceilings"][name]["spread"] >= 0
 
 
@@ -92,6 +99,7 @@ def test_kernels_and_groups(whole: tuple[dict[str, Any], Path]) -> None:
     assert [row["flops"] for row in groups.values()] == [2 * up["flops"], 6 * up["flops"]]
     for row in (*rows.values(), *groups.values()):
         ceilings, times = data["ceilings"], {name: one["ms"] for name, one in row["times"].items()}
+        assert row["bytes_written"] > row["bytes"] / 16  # else it would be held to reading
         floors = row["flops"] / ceilings["flops_per_second"], row["bytes"] / ceilings["bytes_per_second"]
         assert row["floor_ms"] == pytest.approx(1e3 * max(floors))
         assert row["bound"] == ("FLOPs" if floors[0] > floors[1] else "bytes")
@@ -108,6 +116,14 @@ def test_a_loss_is_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     loss = rows["head.loss + softcap"]
     assert list(loss["times"]) == ["generated", "eager"] and loss["accuracy"]["generated"] < 1e-5
     assert loss["bytes"] == 4 * (2 * 64 * 320 + 1) + 8 * 64  # logits and their gradient, padded; loss; targets
+    floors = data["ceilings"]
+    for place, written in (("head.loss + softcap", 4 * (64 * 320 + 1)), ("head in score, forward", 4 * 64)):
+        row = next(row for row in (*data["kernels"], *data["groups"]) if row["name"] == place)
+        speed = floors["bytes_per_second" if written > 4 * 64 else "read_bytes_per_second"]
+        assert row["bytes_written"] == written
+        assert row["floor_ms"] == pytest.approx(
+            1e3 * max(row["bytes"] / speed, row["flops"] / floors["flops_per_second"])
+        )
     names = [row["name"] for row in data["groups"]]  # nobody takes the gradient of a score
     assert names == ["head in train, forward", "head in train, forward + backward", "head in score, forward"]
     assert data["step"] is None

@@ -1,5 +1,7 @@
 """What is done with times: two passes, floors, shares; and the ceilings they are held to."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,8 @@ from specc.runtime.bench.ceilings import Ceilings, measure
 from specc.runtime.bench.kernels import Row
 from specc.runtime.bench.timing import Measured, alternate
 
-CEILINGS = Ceilings("bfloat16", 1000, Measured(4.0, 0.01), 10**9, Measured(1.0, 0.02))  # 0.5 TFLOP/s, 2 TB/s
+# 0.5 TFLOP/s, 2 TB/s copied, 2.5 TB/s read
+CEILINGS = Ceilings("bfloat16", 1000, Measured(4.0, 0.01), 10**9, Measured(1.0, 0.02), Measured(0.4, 0.0))
 
 
 def test_the_median_of_all_and_the_spread_of_two_passes() -> None:
@@ -49,15 +52,24 @@ def test_small_calls_find_a_cold_cache() -> None:
 
 def test_floors_by_hand() -> None:
     assert CEILINGS.flops_per_second == pytest.approx(0.5e12) and CEILINGS.bytes_per_second == pytest.approx(2e12)
-    assert CEILINGS.floor_ms(10**9, 10**9) == pytest.approx(2.0)
-    assert CEILINGS.floor_ms(10**8, 10**9) == pytest.approx(0.5)
-    assert (CEILINGS.bound(10**9, 10**9), CEILINGS.bound(10**8, 10**9)) == ("FLOPs", "bytes")
+    assert CEILINGS.floor_ms(10**9, 10**9, 10**8) == pytest.approx(2.0)
+    assert CEILINGS.floor_ms(10**8, 10**9, 10**8) == pytest.approx(0.5)
+    assert [CEILINGS.bound(flops, 10**9, 10**8) for flops in (10**9, 10**8)] == ["FLOPs", "bytes"]
+
+
+def test_what_writes_next_to_nothing_is_held_to_reading() -> None:
+    assert CEILINGS.read_per_second == pytest.approx(2.5e12)
+    assert CEILINGS.floor_ms(1, 10**9, 0) == CEILINGS.floor_ms(1, 10**9, 10**9 // 16) == pytest.approx(0.4)
+    assert CEILINGS.floor_ms(1, 10**9, 10**9 // 16 + 1) == pytest.approx(0.5)
+    assert CEILINGS.bound(225 * 10**6, 10**9, 0) == "FLOPs" != CEILINGS.bound(225 * 10**6, 10**9, 10**8)
+    slow = replace(CEILINGS, read=Measured(9.0, 0.0))  # a sum that waits for its additions
+    assert slow.floor_ms(1, 10**9, 0) == pytest.approx(0.5)
 
 
 def test_ratios() -> None:
-    row = Row("up", "k", 1, 1, {"generated": Measured(3.0, 0.0), "eager": Measured(4.0, 0.0)})
+    row = Row("up", "k", 1, 1, 1, {"generated": Measured(3.0, 0.0), "eager": Measured(4.0, 0.0)})
     assert row.own.ms == 3.0 and row.ratio("eager") == 0.75 and row.ratio("compile") is None
-    library = Row("up", "library", 1, 1, {"library": Measured(3.0, 0.0)})
+    library = Row("up", "library", 1, 1, 1, {"library": Measured(3.0, 0.0)})
     assert library.own.ms == 3.0 and library.ratio("eager") is None
 
 

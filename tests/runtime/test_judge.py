@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from specc.compiler import reference
 from specc.compiler.build import compile_spec
 from specc.compiler.check import load
 from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.plan import Plan
 from specc.runtime import judge as judging
-from specc.runtime.judge import Judge, inputs_of, many_sizes
+from specc.runtime.bench.operands import Operands, sizes_of
+from specc.runtime.judge import Judge, inputs_of, many_sizes, on_domain
 from specc.runtime.load import Loaded, instantiate
 from specc.runtime.tune.candidates import all_choices, candidates
 from specc.runtime.tune.measure import refusal
@@ -162,3 +165,16 @@ def test_verify_goes_on_to_later_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "multiprocessors", lambda device: 2)
     (check,) = seen()
     assert check.ok is False and check.detail.startswith("rows [1, 7, 64, 129, ") and ", 1715]: " in check.detail
+
+
+def test_a_bench_takes_the_inputs_of_the_judge(site: Site) -> None:
+    """One routine makes the numbers of both, and one makes operands positive where else the value is no number."""
+    spec, _ = load(SPEC, ("train.micro_batch=2",))
+    tail = Pointwise(("x * sqrt(s)",), ("x", "s"))
+    node = replace(site.node, epilogue=tail, inputs=("x", "w", "s"), types=site.node.types[:1])
+    site = replace(site, node=node, inputs=(*site.inputs[:2], site.node.types[0]))
+    operands = Operands(spec, torch.device("cpu"), seed=3)
+    made = operands.of(site.node.inputs, site.inputs)
+    given = inputs_of(site, sizes_of(spec), "cpu", seed=3)
+    assert all(map(torch.equal, made[:2], given[:2])) and bool((made[2] < 0).any())
+    assert torch.equal(given[2], made[2].abs()) and torch.equal(on_domain(site, made, made)[2], given[2])

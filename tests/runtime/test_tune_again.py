@@ -6,9 +6,11 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tune_samples import MACHINE, fake_nvcc
 
 from specc.compiler.build import compile_spec
@@ -16,6 +18,7 @@ from specc.compiler.check import load
 from specc.compiler.kernels.gemm_evt import GEMM_EVT
 from specc.compiler.lock import NO_LOCK, Entry, Lock, read_lock, tile_data
 from specc.compiler.plan import Choice, Plan
+from specc.runtime import judge
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.environment import Environment
 from specc.runtime.bench.timing import Measured
@@ -23,6 +26,7 @@ from specc.runtime.tune import journal, search
 from specc.runtime.tune import prepare as preparing
 from specc.runtime.tune.candidates import Candidate, candidates
 from specc.runtime.tune.journal import Journal, key
+from specc.runtime.tune.measure import Measurement
 from specc.runtime.tune.merge import merged
 from specc.runtime.tune.prepare import Prepared, prepare
 from specc.runtime.tune.search import Found, TuneOptions, tune
@@ -84,7 +88,7 @@ def bench(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
     monkeypatch.setattr(search, "Measurement", made.made)
     monkeypatch.setattr(search, "device_for", lambda target: "cpu")
     monkeypatch.setattr(search, "environment", lambda device: Environment(MACHINE, "3.11", "today"))
-    monkeypatch.setattr(search.ceilings, "measure", lambda *given: Ceilings("bfloat16", 1 << 20, one, 1, one))
+    monkeypatch.setattr(search.ceilings, "measure", lambda *given: Ceilings("bfloat16", 1 << 20, one, 1, one, one))
     return made
 
 
@@ -172,6 +176,26 @@ def test_what_a_looser_judge_let_pass_is_measured_again(cache: Path, monkeypatch
     assert Journal(MACHINE, "site", 128).results == {"a": 0.25}
     monkeypatch.setattr(journal, "JUDGED", journal.JUDGED + 1)
     assert Journal(MACHINE, "site", 128).results == {}
+
+
+def test_a_candidate_is_compiled_judged_and_timed(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same steps as on a GPU, on the CPU's kernels; the judges are of few rows and of many."""
+    monkeypatch.setattr(judge, "multiprocessors", lambda device: 2)
+    small = ("model.dim=32", "model.context=32", "model.blocks.count=2", "train.micro_batch=2")
+    plan = compile_spec(SPEC, small, ("cpu",)).plans["cpu"]
+    choice = next(choice for choice in plan.choices if "dgrad" in choice.rendered.module)
+    (candidate,) = candidates(choice.site, plan.source)
+    ((name, text),) = candidate.files.items()
+    wrong, late = (
+        replace(candidate, files={name: text.replace("* slope", f"* slope * {by}")})
+        for by in ("1.01", "(1 + (slope.shape[0] > 3))")
+    )
+    measurement = Measurement(choice, {"B": 2, "T": 32, "S": 32}, 1 << 30, tmp_path, torch.device("cpu"))
+    assert len({one.digest for one in (candidate, wrong, late)}) == 3, "the text has what is replaced"
+    assert dict(measurement.prepared([candidate])) == {candidate: None}
+    assert isinstance(measurement.first_time(candidate), float)
+    assert "RMS error" in str(measurement.first_time(wrong))
+    assert "RMS error" in str(measurement.first_time(late)), "wrong in large batches only"
 
 
 # --- what does not end ---
