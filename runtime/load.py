@@ -4,6 +4,7 @@ parameters."""
 import hashlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ def replace_fuse(spec: Spec) -> Spec:
 
 def import_model(directory: Path) -> ModuleType:
     """Imports `model.py` of a generated folder. Raises RunFailure where there is none."""
+    # Each weight is a parameter of its own, and cuDNN copies those of an LSTM together at every call: a megabyte or so.
+    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
     return import_file(directory, "model")
 
 
