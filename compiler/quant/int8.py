@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized
-from specc.compiler.quant.scheme import SchemeError, Seen, Stored, check_arrays, check_finite, check_shape
+from specc.compiler.quant.scheme import Range, SchemeError, Seen, Stored, check_arrays, check_finite, check_shape
 from specc.compiler.strict import later
 
 if TYPE_CHECKING:
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from specc.compiler.quant.scheme import Array
 
 LARGEST_OFFSET = 2**30  # of a bias in whole numbers: with it no sum of int8 products leaves int32
-FAINTEST = 2.0**-12  # of a row's largest weight, as a share of the matrix's: a row below it keeps that row's step
+EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0 is one scale for all features
+QUIETEST = 2.0**-6  # of a feature's largest magnitude, as a share of all: what was hardly seen may come louder later
+# A row below this share of the largest weight keeps the step that such a row has.
+FAINTEST = 2.0**-12
 
 
 class Int8(PerRow):
@@ -25,7 +28,10 @@ class Int8(PerRow):
     quantized with one scale s_in, the largest magnitude that calibration saw divided by 127; the bias beside it is
     int32, round(b / (s_in * s_w)), and joins the int32 sums exactly. Symmetric throughout: there is no zero point.
 
-    `weights: per_tensor` gives all rows of a matrix one scale.
+    `weights: per_tensor` gives all rows of a matrix one scale. `activations: per_channel` gives each feature k of the
+    input a scale s_in r_k, r_k <= 1, and the weight that is rounded is W_nk r_k: the sums are the same, and what is
+    small beside the other features keeps more digits (SmoothQuant, Xiao et al. 2022, whose exponent is chosen here by
+    the error to expect, see `input_scale`).
     """
 
     integer: ClassVar[bool] = True
@@ -33,7 +39,7 @@ class Int8(PerRow):
     scheme: Literal["int8"] = "int8"
     bits: Literal[8] = 8
     weights: Literal["per_channel", "per_tensor"] = "per_channel"
-    activations: Literal["per_tensor"] = "per_tensor"
+    activations: Literal["per_tensor", "per_channel"] = "per_tensor"
     correction_rank: Annotated[int, Field(ge=0, le=0)] = later(
         0
     )  # a correction would be a product of floats beside that of whole numbers
@@ -44,7 +50,7 @@ class Int8(PerRow):
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         if len(shape) == 1:
             return (Stored("codes", "i32", shape), Stored("scale", "f32", shape))
-        return (*super().stored(shape), Stored("input_scale", "f32", (1,)))
+        return (*super().stored(shape), Stored("input_scale", "f32", (shape[1] if self._by_feature else 1,)))
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) not in (1, 2):
@@ -55,17 +61,46 @@ class Int8(PerRow):
         raise SchemeError("int8 needs the range of its product's input, and nothing was calibrated")
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """A weight wants `seen.peak`, a bias `seen.weight`. Raises SchemeError for what cannot be a whole number."""
+        """A weight wants `seen.input_scale`, a bias `seen.weight`. Raises SchemeError for what is no whole number."""
         shape = tuple(weight.shape)
         check_shape(self, shape)
         check_finite(weight)
         if len(shape) == 1:
             return self._bias(weight, seen.weight)
-        if seen.peak is None:
+        if seen.input_scale is None:
             return self.quantize(weight, None)
-        scale = self.scales(self.clip_without_data(weight.detach().double()))
-        codes = self.nearest(weight.detach(), scale)
-        return {**arrays_of(codes, scale, shape), "input_scale": input_scale(seen.peak)}
+        given = seen.input_scale.detach().cpu().float().numpy()
+        weight = weight.detach() * _shares(given).to(weight)
+        scale = self.scales(self.clip_without_data(weight.double()))
+        return {**arrays_of(self.nearest(weight, scale), scale, shape), "input_scale": given}
+
+    @property
+    def _by_feature(self) -> bool:
+        return self.activations == "per_channel"
+
+    def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor:
+        """The scale f32 [1] or [K] of an input that `weights`, [N, K] each, are multiplied by; 1 / 127 for one that is
+        always 0.
+
+        By feature it is s_k = top^(1 - a) * largest_k^a / 127, top the largest of all, with the exponent a of
+        EXPONENTS that makes the expected squared error of all sums least: s_k^2 / 12 * W_nk^2 of rounding the input,
+        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k.
+        """
+        top = float(seen.largest.max())
+        if not self._by_feature or not top:
+            size = len(seen.largest) if self._by_feature else 1
+            return seen.largest.new_full((size,), (top or 1.0) / 127).float()
+        largest = seen.largest.clamp(min=top * QUIETEST)
+        choices = [top ** (1 - a) * largest**a / 127 for a in EXPONENTS]
+
+        def error(scale: Tensor) -> float:
+            scaled = [weight.detach().double() * scale for weight in weights]
+            steps = [(one.abs().amax(1) / 127).square().sum() for one in scaled]
+            reading = seen.square / scale.square()
+            return float(sum(one.square().sum() for one in scaled) + reading.sum() * sum(steps))
+
+        chosen: Tensor = min(choices, key=error)
+        return chosen.float()
 
     def on_grid(self, weights: Tensor) -> Tensor:
         """Of biases, whose steps are those of their input and far below them, what they are."""
@@ -108,28 +143,30 @@ class Int8(PerRow):
                 raise SchemeError(f"a code is outside [-{LARGEST_OFFSET}, {LARGEST_OFFSET}]")
             return (codes.double() * scale.double()).float()
         _check_positive("a row scale", torch.from_numpy(arrays["scale"].copy()))
-        _check_positive("its input scale", torch.from_numpy(arrays["input_scale"].copy()))
+        shared = torch.from_numpy(arrays["input_scale"].copy())
+        _check_positive("its input scale", shared)
         codes = torch.from_numpy(arrays["codes"].copy())
         if bool((codes == -128).any()):
             raise SchemeError(f"a code is outside [-{self.top}, {self.top}]")
-        return dequantized(codes, torch.from_numpy(arrays["scale"].copy()))
+        return (dequantized(codes, torch.from_numpy(arrays["scale"].copy())) / _shares(arrays["input_scale"])).float()
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
         return super().estimate_bytes(shape) if len(shape) > 1 else self.stored(shape)[0].bytes * 2
-
-
-def input_scale(peak: float) -> Array:
-    """The scale f32 [1] of an input whose largest magnitude is `peak`; 1 / 127 for one that is always 0."""
-    import numpy as np
-
-    return np.array([(peak or 1.0) / 127], dtype=np.float32)
 
 
 def steps(weight: Mapping[str, Array]) -> Tensor:
     """s_in * s_w, f32 [N]: what one of the int32 sums is worth, for the stored arrays of a weight."""
     import torch
 
-    return torch.from_numpy(weight["input_scale"].copy()) * torch.from_numpy(weight["scale"].copy()).float()
+    return float(weight["input_scale"].max()) * torch.from_numpy(weight["scale"].copy()).float()
+
+
+def _shares(input_scale: Array) -> Tensor:
+    """r_k, f64 [1] or [K]: the scale of each feature of an input as a share of the largest, s_in."""
+    import torch
+
+    scale = torch.from_numpy(input_scale.copy()).double()
+    return scale / scale.max()
 
 
 def _check_positive(what: str, scale: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -55,12 +55,22 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """What calibration saw of a product's input [.., K], f64 [K] each: the `largest` magnitude of each feature, and its
+    mean `square`."""
+
+    largest: Tensor
+    square: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
-    """What calibration saw of the product that a parameter is the weight of: X^T X of its input as `hessian`, the
-    input's largest magnitude as `peak`. Of a bias, `weight` are the stored arrays of the weight beside it."""
+    """What calibration saw of the product that a parameter is the weight of: X^T X of its input as `hessian`; the scale
+    of its input, f32 [1] or [K], as its scheme chose it. Of a bias, `weight` are the stored arrays of the weight beside
+    it."""
 
     hessian: Tensor | None = None
-    peak: float | None = None
+    input_scale: Tensor | None = None
     weight: Mapping[str, Array] | None = None
 
 
@@ -96,6 +106,11 @@ class Scheme(StrictModel):
         ignore it. Raises SchemeError for a shape that `rejects` refuses, for NaN or infinity, and for values
         out of range.
         """
+
+    def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
+        """The scale f32 [1] or [K] of an input that `weights`, [N, K] each, are multiplied by, where the scheme rounds
+        inputs."""
+        return None
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """As `quantize`, for a scheme that may ask for more than a Hessian."""

@@ -26,7 +26,7 @@ from specc.runtime.bench.timing import Measured
 from specc.runtime.load import Loaded, initialize, instantiate
 from specc.runtime.opened import final_weights, read_verified, realize, realize_stored
 from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
-from specc.runtime.quantize.ranges import input_peaks
+from specc.runtime.quantize.ranges import input_ranges
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized
 from specc.runtime.run import Run
 from specc.runtime.sources.source import Opened, source_of
@@ -181,8 +181,8 @@ def _quantized(
         {name: ids.to(device) for name, ids in batch.items()}
         for batch in opened.calibration(wanted.sequences, wanted.batch)
     )
-    peaks = input_peaks(programs, sources, batches, placed)
-    stored = Quantizer(spec, placed, {}, {}, lambda *_: None, sources, peaks).model(schemes)
+    ranges = input_ranges(programs, sources, batches, placed)
+    stored = Quantizer(spec, placed, {}, {}, lambda *_: None, sources, ranges).model(schemes)
     return stored, resolved(spec, schemes)
 
 

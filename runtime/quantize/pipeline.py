@@ -22,6 +22,7 @@ from specc.compiler.build import canonical
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.passes.quantize_products import Source, integer_products
 from specc.compiler.pipeline import lower
+from specc.compiler.quant.scheme import Range
 from specc.compiler.spec import Spec
 from specc.runtime import committed
 from specc.runtime.data import open_stream
@@ -45,7 +46,7 @@ from specc.runtime.quantize.calibrate import calibration_windows, capture_gradie
 from specc.runtime.quantize.hessian import traces
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
-from specc.runtime.quantize.ranges import input_peaks
+from specc.runtime.quantize.ranges import input_ranges
 from specc.runtime.quantize.report import Row, report
 from specc.runtime.quantize.tensors import dequantized
 from specc.runtime.run import SPEC, Run, locked, readable
@@ -133,7 +134,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     base: Allocation = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
     hessians: Mapping[str, Tensor] = {}
     gradients: Mapping[str, Tensor] = {}
-    peaks: Mapping[str, float] = {}
+    ranges: Mapping[str, Range] = {}
     own: OwnText | None = None
     chooses = quant.promote is not None or quant.allocate is not None
     sees = chooses or any(scheme.needs_hessian for scheme in base.values())
@@ -148,11 +149,11 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     if sees:
         hessians, gradients = _calibrate(run, opened, options, weights, own, tell)
     if sources:
-        peaks = _peaks(run, opened, options, on_device, sources, own, tell)
+        ranges = _ranges(run, opened, options, on_device, sources, own, tell)
     calibration, seconds = (_facts(run, own) if sees or sources else None), time.monotonic() - began
     if calibration is not None:
         say(f"calibrated in {seconds:.1f} s")
-    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, peaks)
+    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges)
     base = quantizer.corrected(base)
     schemes = quantizer.chosen(base, say)
     model = quantizer.model(schemes)
@@ -218,7 +219,7 @@ def _calibrate(
             raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
 
 
-def _peaks(
+def _ranges(
     run: Run,
     opened: Opened,
     options: QuantizeOptions,
@@ -226,8 +227,8 @@ def _peaks(
     sources: Sequence[Source],
     own: OwnText | None,
     tell: Progress,
-) -> Mapping[str, float]:
-    """The largest magnitudes of the inputs of int8 products, by weight, on the model's own text or the training
+) -> Mapping[str, Range]:
+    """What the inputs of int8 products hold, by weight, on the model's own text or the training
     data."""
     assert run.spec.quant is not None
     wanted = run.spec.quant.calibrate
@@ -242,7 +243,7 @@ def _peaks(
             rows = data.calibration(wanted.sequences, wanted.batch)
         batches = ({name: ids.to(opened.device) for name, ids in batch.items()} for batch in rows)
         try:
-            return input_peaks(
+            return input_ranges(
                 programs, sources, batches, weights, lambda done: tell("calibrate", done, wanted.sequences)
             )
         except torch.OutOfMemoryError as error:

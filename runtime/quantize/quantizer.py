@@ -9,7 +9,7 @@ from specc.compiler.build import canonical
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.pattern import matches
 from specc.compiler.quant.rows import PerRow
-from specc.compiler.quant.scheme import Scheme, Seen
+from specc.compiler.quant.scheme import Range, Scheme, Seen
 from specc.compiler.spec import RULES, SCHEMES, Spec
 from specc.runtime.errors import QuantizeError
 from specc.runtime.export.artifact import measured_bytes
@@ -51,11 +51,12 @@ class Quantizer:
         gradients: Mapping[str, Tensor],
         tell: Progress,
         sources: Sequence[Source] = (),
-        peaks: Mapping[str, float] | None = None,
+        ranges: Mapping[str, Range] | None = None,
     ) -> None:
         self.spec, self.weights, self.hessians, self.gradients = spec, weights, hessians, gradients
         self._tell = tell
-        self._peaks = peaks or {}
+        self._ranges, self._input_scales = ranges or {}, dict[tuple[str, Scheme], Tensor | None]()
+        self._leader_of = {source.weight: source.leader for source in sources}
         self._weight_of = {source.bias: source.weight for source in sources if source.bias}
         self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
         self._sizes: dict[tuple[str, Scheme], int] = {}
@@ -76,11 +77,22 @@ class Quantizer:
         if (name, scheme) not in self._made:
             weight = self._weight_of.get(name)
             beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
-            seen = Seen(self.hessians.get(name) if scheme.needs_hessian else None, self._peaks.get(name), beside)
+            hessian = self.hessians.get(name) if scheme.needs_hessian else None
+            seen = Seen(hessian, self._input_scale(name, scheme), beside)
             one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
             self._made[name, scheme] = one
             self._sizes[name, scheme] = entropy_bytes(one)
         return self._made[name, scheme]
+
+    def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
+        """The scale of the input that a weight shares with its leader and the others that it leads."""
+        if name not in self._ranges:
+            return None
+        leader = self._leader_of[name]
+        if (leader, scheme) not in self._input_scales:
+            shared = [self.weights[weight] for weight, other in self._leader_of.items() if other == leader]
+            self._input_scales[leader, scheme] = scheme.input_scale(self._ranges[leader], shared)
+        return self._input_scales[leader, scheme]
 
     def corrected(self, schemes: Allocation) -> Allocation:
         """With the corrections of low rank that the spec asks for. Raises QuantizeError where fewer parameters can have

@@ -1,6 +1,5 @@
-"""Measures the inputs of products that will be computed in whole numbers: the largest magnitude of each."""
+"""Measures the inputs of products that will be computed in whole numbers, feature by feature."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -10,35 +9,37 @@ from specc.compiler import reference
 from specc.compiler.ir import Node
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.programs import Programs
+from specc.compiler.quant.scheme import Range
 from specc.runtime.errors import QuantizeError
 
 
-def input_peaks(
+def input_ranges(
     programs: Programs,
     sources: Sequence[Source],
     batches: Iterable[Mapping[str, Tensor]],
     weights: Mapping[str, Tensor],
     progress: Callable[[int], None] | None = None,
-) -> dict[str, float]:
-    """The largest |x| that each product of `sources` meets in the program `score`, by weight; those that share an input
-    have it in common.
+) -> dict[str, Range]:
+    """What each product of `sources` meets in the program `score`, by weight; those that share an input have it in
+    common. Where a node reads or makes several rows of features side by side, as two directions do, each counts.
 
     `programs` are those before any pass, `batches` the inputs of `score` by name, on the device of `weights` (by name,
     f32 or f64), in whose precision everything is computed, from the ops' references. After each batch `progress` is
     told the rows so far. Raises QuantizeError for a product that no batch reached, and for an input of NaN or infinity.
     """
     by_weight = {f"@{source.weight}": source for source in sources}
-    peaks: dict[str, float] = {}
+    met: dict[str, _Met] = {}
 
     def observe(node: Node, given: list[Tensor], made: tuple[Tensor, ...]) -> None:
         for source in [by_weight[ref] for ref in node.inputs if ref in by_weight]:
-            values = [given[i] for i in source.read] + [made[i] for i in source.made]
-            peak = max(float(value.detach().abs().max()) for value in values)
-            if not math.isfinite(peak):
-                raise QuantizeError(
-                    f"{source.node}: its input holds NaN or infinity", "calibrate from an earlier checkpoint"
-                )
-            peaks[source.leader] = max(peaks.get(source.leader, 0.0), peak)
+            features = weights[source.weight].shape[1]
+            for value in [given[i] for i in source.read] + [made[i] for i in source.made]:
+                rows = value.detach().double().reshape(-1, features)
+                if not bool(rows.isfinite().all()):
+                    raise QuantizeError(
+                        f"{source.node}: its input holds NaN or infinity", "calibrate from an earlier checkpoint"
+                    )
+                met.setdefault(source.leader, _Met(rows)).take(rows)
 
     done = 0
     with torch.no_grad():
@@ -47,6 +48,23 @@ def input_peaks(
             done += len(next(iter(batch.values())))
             if progress is not None:
                 progress(done)
-    if missing := [source.node for source in sources if source.leader not in peaks]:
+    if missing := [source.node for source in sources if source.leader not in met]:
         raise QuantizeError(f"{missing[0]}: calibration gave its input no rows")
-    return {source.weight: peaks[source.leader] for source in sources}
+    return {source.weight: met[source.leader].range for source in sources}
+
+
+class _Met:
+    """Rows of one input as they come."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._largest = rows.new_zeros(rows.shape[1])
+        self._squares, self._count = rows.new_zeros(rows.shape[1]), 0
+
+    def take(self, rows: Tensor) -> None:
+        self._largest = torch.maximum(self._largest, rows.abs().amax(0))
+        self._squares += rows.square().sum(0)
+        self._count += len(rows)
+
+    @property
+    def range(self) -> Range:
+        return Range(self._largest, self._squares / self._count)

@@ -13,7 +13,7 @@ from specc.compiler.passes.quantize_products import Source, integer_products
 from specc.compiler.spec import Spec
 from specc.runtime.opened import realize, realize_stored
 from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
-from specc.runtime.quantize.ranges import input_peaks
+from specc.runtime.quantize.ranges import input_ranges
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized
 
 CHARS = "(7-3*z)59s2n1x4c8+kojhy60ita"
@@ -119,18 +119,21 @@ def lines(seed: int, rows: int = 6, window: int = 30) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def made(spec: Spec, seed: int = 0) -> Made:
+def made(spec: Spec, seed: int = 0, uneven: float = 0.0) -> Made:
+    """With `uneven`, embedded features differ in size by e to the power of that many standard deviations."""
     programs = pipeline.lower(spec, "cpu")
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for param in programs.params:
         spread = 0.2 if len(param.shape) < 2 else 1.2 * param.shape[-1] ** -0.5
         weights[param.name] = torch.randn(param.shape, generator=generator) * spread
+        if uneven and param.name.endswith("embed.token"):
+            weights[param.name] *= torch.exp(uneven * torch.randn(param.shape[-1], generator=generator))
     schemes = {name: plain(scheme) for name, scheme in allocation(spec.quant, programs.params).items()}
     sources = integer_products(programs, schemes)
     batches = [dict(zip(("source", "target"), lines(100 + i), strict=True)) for i in range(8)]
-    peaks = input_peaks(programs, sources, batches, weights)
-    stored = Quantizer(spec, weights, {}, {}, lambda *_: None, sources, peaks).model(schemes)
+    ranges = input_ranges(programs, sources, batches, weights)
+    stored = Quantizer(spec, weights, {}, {}, lambda *_: None, sources, ranges).model(schemes)
     final = resolved(spec, schemes)
     return Made(
         final,

@@ -9,18 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from int8_models import CHARS, LSTM, MODELS, Made, data_of, lines, made
+from int8_models import CHARS, LSTM, MODELS, QUANT, Made, data_of, lines, made
 from tiny_models import spec_of
 
 from specc.compiler import pipeline
 from specc.compiler.build import canonical, compile_loaded
 from specc.compiler.passes.quantize_products import integer_products
+from specc.compiler.quant.int8 import Int8
+from specc.compiler.quant.scheme import Range
 from specc.runtime.data import CharTokenizer
 from specc.runtime.errors import IntegrityError, QuantizeError
 from specc.runtime.export.artifact import write_artifact
 from specc.runtime.opened import Deployment, open_model, read_verified
 from specc.runtime.quantize.constants import constants
-from specc.runtime.quantize.ranges import input_peaks
+from specc.runtime.quantize.ranges import input_ranges
+from specc.runtime.quantize.tensors import dequantized
 from specc.runtime.translate import translator
 
 
@@ -98,15 +101,59 @@ def test_ranges_are_those_of_the_inputs() -> None:
     assert np.array_equal(bias["codes"], np.round(exact).astype(np.int32))
 
 
+def by_feature(name: str, uneven: float = 1.5) -> Made:
+    quant = {**QUANT, "default": {"scheme": "int8", "activations": "per_channel"}}
+    return made(spec_of(data_of(MODELS[name], quant)), uneven=uneven)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_scale_for_each_feature_costs_less_where_features_differ(name: str) -> None:
+    shared, own = made(spec_of(data_of(MODELS[name])), uneven=1.5), by_feature(name)
+    source, target = lines(1, 64)
+    mask = target != 0
+    costs = []
+    for one in (shared, own):
+        with torch.no_grad():
+            exact, whole = (m.score(source, target) for m in (one.floats, one.whole))  # type: ignore[operator]
+        costs.append(float((whole - exact)[mask].square().mean()))
+    assert 0 < costs[1] < costs[0]
+    if name == "lstm":
+        assert own.stored.tensors["encoder.lstm.input"]["input_scale"].shape == (12,)
+        assert own.stored.tensors["encoder.lstm.back_hidden"]["input_scale"].shape == (8,)
+        assert len(np.unique(own.stored.tensors["encoder.lstm.input"]["input_scale"])) > 1
+
+
+def test_alike_features_have_one_scale() -> None:
+    """The exponent is chosen by the error to expect, of inputs and of weights: none where nothing is gained."""
+    seen = Range(torch.full((64,), 2.0).double(), torch.full((64,), 1.0).double())
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    scheme = Int8(activations="per_channel")
+    torch.testing.assert_close(scheme.input_scale(seen, [weight]), torch.full((64,), 2 / 127))
+    shared = Int8().input_scale(seen, [weight])
+    assert torch.equal(shared, torch.tensor([2 / 127]))
+    silent = Range(torch.zeros(64).double(), torch.zeros(64).double())
+    assert torch.equal(scheme.input_scale(silent, [weight]).unique(), torch.tensor([1 / 127]))
+
+
+def test_what_one_scale_a_feature_stands_for_is_the_weight() -> None:
+    one = by_feature("blocks")
+    for name, scheme in one.stored.schemes.items():
+        if scheme.integer and one.weights[name].dim() == 2:
+            found, wanted = dequantized(one.stored)[name], one.weights[name]
+            share = torch.from_numpy(one.stored.tensors[name]["input_scale"])
+            step = torch.from_numpy(one.stored.tensors[name]["scale"])[:, None] / (share / share.max())
+            assert bool(((found - wanted).abs() <= 0.5001 * step).all()), name
+
+
 def test_an_input_that_is_no_number_is_refused() -> None:
     one = model("blocks")
     programs = pipeline.lower(one.spec, "cpu")
     weights = {**one.weights, "encoder.blocks.1.mlp.norm_bias": torch.full((16,), float("nan"))}
     batch = dict(zip(("source", "target"), lines(3), strict=True))
     with pytest.raises(QuantizeError, match=r"encoder\.blocks\.1\.mlp\.up: its input holds NaN"):
-        input_peaks(programs, one.sources, [batch], weights)
+        input_ranges(programs, one.sources, [batch], weights)
     with pytest.raises(QuantizeError, match="gave its input no rows"):
-        input_peaks(programs, one.sources, [], one.weights)
+        input_ranges(programs, one.sources, [], one.weights)
 
 
 @pytest.mark.parametrize("name", MODELS)

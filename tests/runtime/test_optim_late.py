@@ -103,7 +103,7 @@ def test_int8_weights_are_those_of_their_products_and_biases_stay(weights: str) 
     masters = Masters(module, dict.fromkeys(module, torch.float32), copied=module.keys())
     masters.round_to(dict.fromkeys(module, scheme))
     for name in ("a", "b"):
-        arrays = scheme.quantize_seen(given[name], Seen(peak=3.0))
+        arrays = scheme.quantize_seen(given[name], Seen(input_scale=torch.tensor([3.0 / 127])))
         assert torch.equal(module[name].detach(), scheme.dequantize(arrays, (6, 10)))
         assert not torch.equal(module[name].detach(), given[name])
     assert torch.equal(module["bias"].detach(), given["bias"])
