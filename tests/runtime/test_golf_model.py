@@ -292,7 +292,8 @@ def test_its_first_loss_is_that_of_knowing_nothing(started: Any) -> None:
 
 
 def test_the_plan_says_why_attention_that_ends_at_documents_has_no_kernel_of_its_own() -> None:
-    page = compile_loaded(load(SPEC, ("model.blocks.layers.0.bos=1",))[0], None, ("sm90", "cpu")).files["PLAN.md"]
+    overrides = ("model.blocks.layers.0.bos=1", 'fuse=[{"blocks.*.mlp": [up, act, down]}]')
+    page = compile_loaded(load(SPEC, overrides)[0], None, ("sm90", "cpu")).files["PLAN.md"]
     reasons = [line for line in page.splitlines() if line.startswith("- blocks.*.attention.y: attention takes")]
     assert len(reasons) == 2 and all("take no mask of documents" in line for line in reasons)
     assert page.count("| blocks.*.attention.y | sdpa ") == 2

@@ -154,7 +154,7 @@ def test_two_processes_train_and_score_together(made: Made, tmp_path: Path) -> N
 
 def test_bits_are_allocated_within_what_the_code_leaves(made: Made, tmp_path: Path) -> None:
     """Corrections of low rank and bits under a budget, in which the code counts too."""
-    budget = 78_000
+    budget = 81_300
     wishes = (
         "quant.promote=null",
         "quant.allocate={bits: [4, 5, 6, 7, 8], match: blocks.*}",
@@ -234,7 +234,7 @@ def test_the_code_is_small_and_without_specc(made: Made) -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert {found.partition(".")[0] for found in names} <= known, name
-    assert (made.folder / CODE).stat().st_size < 60_000
+    assert (made.folder / CODE).stat().st_size < 64_000
     spec = made.run.spec
     text = bundle.train_gpt(spec, made.run.lock, ("cpu",), ByteTokenizer(), Codec.LZMA)
     assert text == (made.folder / CODE).read_text()
