@@ -181,7 +181,8 @@ def quantize(
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
     click.echo(f"artifact     {result.size.total:,} bytes{budget}: {result.artifact}")
-    click.echo(f"next: specc generate {result.artifact} --prompt TEXT")
+    wants = "--prompt TEXT" if result.spec.model.characters is None else "--lines FILE"
+    click.echo(f"next: specc generate {result.artifact} {wants}")
 
 
 class Stages:
@@ -306,11 +307,16 @@ def generate(
     if lines is not None:
         if samples > 1:
             raise click.UsageError("--samples is of texts; with --lines, each line gives one")
+        from specc.runtime.data.characters import lines_of
         from specc.runtime.opened import open_model
         from specc.runtime.translate import opened_translator
 
         opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
-        translated = opened_translator(opened, beam).translate(lines.read().splitlines())
+        try:
+            given = lines_of(lines.read())
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"{lines.name} is not valid UTF-8 at byte {error.start}") from None
+        translated = opened_translator(opened, beam).translate(given)
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
         return
     from specc.runtime.decoding import Sampling

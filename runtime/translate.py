@@ -45,7 +45,9 @@ class Translator:
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """The line for each line. Raises DataError for one that is too long or has a character that the vocabulary
-        lacks, RunFailure for logits that are no numbers."""
+        lacks, TypeError for a single text, RunFailure for logits that are no numbers."""
+        if isinstance(lines, str):
+            raise TypeError("translate takes a list of lines, not one text")
         order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # lines of a batch end at about the same step
         found = [""] * len(lines)
         for start in range(0, len(lines), self.batch):

@@ -18,6 +18,12 @@ SPECIAL = 3  # ids before the first character
 MAX_CHARACTERS = 256 - SPECIAL
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, which end at a newline, or a carriage return and one, and nowhere else."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 class CharTokenizer:
     """One token a character: 0 pad, 1 start, 2 stop, then the characters in the order of `chars`.
 
@@ -47,10 +53,14 @@ class CharTokenizer:
     def encode_rows(self, lines: Sequence[str], width: int) -> Tokens:
         """u8 [N, width]: characters, stop, pad. Raises DataError for a line that is too long, or holds a character
         that it does not have."""
+        if odd := next((line for line in lines if "\0" in line), None):
+            raise DataError(
+                f"{odd!r} holds {chr(0)!r}, which is not in the vocabulary", f"its characters are {self.chars}"
+            )
         return self.encode_codes(_codes(lines), width)
 
     def encode_codes(self, codes: Array, width: int) -> Tokens:
-        """As `encode_rows`, of code points [N, W] with zeros after the end of each line."""
+        """As `encode_rows`, of code points [N, W] with zeros after the end of each line, and none before."""
         filled = codes != 0
         known = self._ids[np.where(codes < len(self._ids), codes, 0)]
         unknown = filled & (known == 0)

@@ -274,7 +274,8 @@ def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
     forms = []
     for times, constant, leading, last in _FORM.findall(plain):
         forms.append((_factor(times if constant else last), int(constant or leading)))
-    forms = (forms * 2 if product[2] == "F**2" else forms) + [(1, 0)] * (2 - len(forms))
+    forms = forms * 2 if product[2] == "F**2" else forms
+    forms += [(1, 0)] * (2 - len(forms))
     outer = _factor(product[1])
     small = all(0 < abs(a) <= _LARGEST_A and abs(b) <= _LARGEST_B for a, b in forms)
     if not small or not 0 < abs(outer) <= _LARGEST_A**2 or (outer != 1 and all(b for _, b in forms)):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from specc.runtime.data.characters import lines_of
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.polynomial import BLOCK, Ints, Lines, draw, joined
 from specc.runtime.data.reading import READ_ERRORS, open_file
@@ -139,7 +140,7 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
     """
     try:
         with open_file(path) as file:
-            texts = file.read().decode("utf-8").splitlines()
+            texts = lines_of(file.read().decode("utf-8"))
     except READ_ERRORS as error:
         raise DataIntegrityError(f"{path}: damaged compressed file: {error}", "copy the file again") from None
     except UnicodeDecodeError as error:

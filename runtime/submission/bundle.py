@@ -40,6 +40,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
     ("specc.runtime.export.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
     ("specc.runtime.data.corpus", "find_corpus"): (_KNOWN, "find_corpus"),
+    ("specc.runtime.data.record", "read_record"): (_KNOWN, "read_record"),
 }
 LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 STUB = """\
@@ -113,6 +114,7 @@ def _plan(
         "WINDOW": spec.model.window,
         "TRAIN": spec.train,
         "EVAL": spec.eval,
+        "PHASES": first.phases,
         "QUANT": quant.model_copy(update={"rules": (), "default": plain(quant.default)}),
         "PARAMS": params,
         "INITS": inits,

@@ -41,6 +41,7 @@ from specc.runtime.launch import is_launched
 from specc.runtime.load import choose_target, device_of
 from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.calibrate import calibration_windows, capture_gradients, capture_hessians
+from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Quantizer
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, layout
 from specc.runtime.submission import plan
@@ -125,6 +126,7 @@ def _train(world: World, target: str, options: Any) -> None:
             plan.SPEC_DIGEST,
             world,
             grids=grids,
+            phases=plan.PHASES,
         )
         if compiled:
             compile_ahead(folder(target))
@@ -163,12 +165,22 @@ def quantize(weights: Mapping[str, Tensor], device: torch.device, target: str, s
         quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - Path(sys.argv[0]).stat().st_size})
 
     def windows() -> Iterator[tuple[Tensor, Tensor]]:
+        if own is not None:
+            return own.windows(quant.calibrate.batch)
         return calibration_windows(stream, quant.calibrate, plan.WINDOW, seed)
 
+    own: OwnText | None = None
     hessians: Mapping[str, Tensor] = {}
     gradients: Mapping[str, Tensor] = {}
     chooses = quant.promote is not None or quant.allocate is not None
     if chooses or any(scheme.needs_hessian for scheme in plan.BASE.values()):
+        if quant.calibrate.source == "self":
+            model: Any = filled(module(target), weights, device, target)
+            shape = SimpleNamespace(model=SimpleNamespace(window=plan.WINDOW))
+            opened: Any = SimpleNamespace(tokenizer=Pieces(), spec=shape, device=device, generated=model)
+            own = write_text(opened, quant.calibrate, seed)
+            print(f"wrote {own.tokens[:, 1:].numel():,} tokens to calibrate on in {own.seconds:.1f} s")
+            del model, opened
         unfused = filled(module(target, plain=True), weights, device, target)
         hessians = capture_hessians(unfused, windows(), device)
         if quant.allocate is not None:
@@ -176,14 +188,14 @@ def quantize(weights: Mapping[str, Tensor], device: torch.device, target: str, s
     spec: Any = SimpleNamespace(quant=quant)
     quantizer = Quantizer(spec, weights, hessians, gradients, lambda stage, done, total: None)
     schemes = quantizer.chosen(quantizer.corrected(plan.BASE), print)
-    model = quantizer.model(schemes)
+    stored = quantizer.model(schemes)
     size = write_artifact(
         out,
         spec=canonical(resolved(None, schemes)).encode(),
         interface=interface(schemes),
         code=plan.CODE,
-        layout=model.layout(),
-        tensors=model.tensors,
+        layout=stored.layout(),
+        tensors=stored.tensors,
         codec=Codec(plan.CODEC),
     )
     print(f"{out}: {size.total:,} bytes")

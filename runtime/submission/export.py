@@ -13,7 +13,7 @@ from specc.runtime.export.atomic import write_atomically
 from specc.runtime.export.codecs import Codec
 from specc.runtime.export.run import ExportError, newer_weights
 from specc.runtime.load import choose_target
-from specc.runtime.opened import Deployment, Say, quantized_artifact, read_verified
+from specc.runtime.opened import Deployment, Say, as_trained, quantized_artifact, read_verified
 from specc.runtime.run import Run
 from specc.runtime.sources.tokens import tokenizer_of
 from specc.runtime.submission.bundle import train_gpt
@@ -58,6 +58,8 @@ def export_submission(
         if file.exists() and not force:
             raise ExportError(f"{file} exists", "name another folder with --out, or replace it with --force")
     if _without_rules(canonical(found.spec)) != _without_rules(canonical(spec)):
+        if as_trained(run, lambda _: None)[0].spec != spec:
+            raise RunFailure(f"{path} ended before its last phase, which a submission trains", "train --resume auto")
         raise RunFailure(f"{source} was made of another spec than the run has now", f"specc quantize {path}")
     say = say or (lambda _: None)
     newer_weights(run, say)

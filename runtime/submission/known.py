@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specc.compiler.quant.scheme import Scheme
-from specc.runtime.data.errors import DataError
+from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.record import RECORD
 from specc.runtime.export import artifact
 from specc.runtime.export.codecs import Codec
 from specc.runtime.submission import plan
@@ -35,6 +36,13 @@ def measured_bytes(**words: Any) -> int:
 
 def find_corpus(source: object, split: str) -> NoReturn:
     raise DataError(f"{source} holds no token shards", "give a folder of NAME_train_*.bin and NAME_val_*.bin")
+
+
+def read_record(folder: Path) -> None:
+    """Takes shards as they are. Raises DataIntegrityError where a pack or fetch has not completed their folder."""
+    path = folder / RECORD
+    if path.is_file() and not path.stat().st_size:
+        raise DataIntegrityError(f"{folder}: was never completed ({RECORD} is empty)", "pack or fetch it again")
 
 
 def user_cache_dir(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from specc.compiler.programs import Parameter
+from specc.compiler.programs import Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import QuantSpec
 from specc.compiler.train_spec import BitsSpec, TrainSpec
@@ -15,6 +15,7 @@ TARGETS: tuple[str, ...]
 WINDOW: int
 TRAIN: TrainSpec
 EVAL: BitsSpec
+PHASES: tuple[Phase, ...]
 QUANT: QuantSpec  # without its rules
 PARAMS: Mapping[str, Sequence[Parameter]]  # by target
 INITS: Mapping[str, tuple[str, float]]  # a parameter's way to start, and the number that belongs to it

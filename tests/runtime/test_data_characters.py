@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specc.runtime.data import CharTokenizer, DataError
+from specc.runtime.data.characters import lines_of
 from specc.runtime.data.polynomial import SYMBOLS, draw
 
 
@@ -59,3 +60,13 @@ def test_what_does_not_fit_is_refused() -> None:
     for chars in ("", "a\0", "".join(map(chr, range(200, 454)))):
         with pytest.raises(DataError, match="1 to 253"):
             CharTokenizer(chars)
+
+
+def test_lines_end_at_newlines_alone() -> None:
+    assert lines_of("a\x0bb\u2028c\r\nd\n") == ["a\x0bb\u2028c", "d"]
+    assert lines_of("") == [] and lines_of("\n") == [""] and lines_of("a\n\nb") == ["a", "", "b"]
+
+
+def test_a_character_of_zero_is_no_end() -> None:
+    with pytest.raises(DataError, match="which is not in the vocabulary"):
+        CharTokenizer("ab").encode_rows(["ab", "a\0b"], 8)

@@ -23,6 +23,7 @@ from run_samples import make_run, one_thread, small_spec, write_text
 from specc.compiler import check
 from specc.compiler.cli import run as specc
 from specc.runtime.data import ByteTokenizer, ShardWriter
+from specc.runtime.data.pack import PackOptions, pack
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.evaluate import EvaluateOptions, evaluate
 from specc.runtime.export.codecs import Codec
@@ -125,6 +126,22 @@ def test_it_trains_quantizes_and_writes_what_specc_does(made: Made, tmp_path: Pa
         assert any(line.startswith(f"step {step['step']}: loss {step['loss']:.4f}") for line in lines)
     assert json.loads(facts) == evaluate(tmp_path / WEIGHTS, EvaluateOptions(str(made.shards))).facts()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [WEIGHTS, CODE]
+
+
+def test_phases_growing_rows_and_own_text_are_those_of_the_run(made: Made, tmp_path: Path) -> None:
+    """A loop that begins late, rows that grow, calibration on what the model writes, and shards that were packed."""
+    packed = tmp_path / "packed"
+    pack(PackOptions((str(write_text(tmp_path / "text")),), packed, "bytes"))
+    wishes = ("model.blocks.loop={first: 1, last: 1, passes: 2, after: 0.5}", "train.lengths=[[0, 16], [0.5, 32]]")
+    own = "quant.calibrate={sequences: 4, batch: 2, source: self, begin: uniform}"
+    result = train(TrainOptions(small_spec(*wishes, own), "cpu", str(packed), tmp_path / "run"), lambda _: None)
+    quantize(result.run, QuantizeOptions(max_tokens=100), lambda _: None)
+    export_submission(result.run, tmp_path / "out", codec=Codec.LZMA)
+    wanted = (tmp_path / "out" / WEIGHTS).read_bytes()
+    done = alone(made, tmp_path / "out", "--data", str(packed))
+    assert done.returncode == 0, done.stderr
+    assert "tokens to calibrate on" in done.stdout
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == wanted
 
 
 def test_two_processes_train_and_score_together(made: Made, tmp_path: Path) -> None:

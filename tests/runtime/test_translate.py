@@ -201,3 +201,8 @@ def test_what_is_fed_is_the_truth_or_the_models_own(loaded: Loaded) -> None:
     assert torch.equal(fed(model, source, target, torch.ones(14, dtype=torch.bool)), truth)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_one_text_is_no_list_of_lines(loaded: Loaded) -> None:
+    with pytest.raises(TypeError, match="a list of lines"):
+        translator(loaded.model, loaded.spec, TOKENIZER, torch.device("cpu")).translate("x+1")  # type: ignore[arg-type]
