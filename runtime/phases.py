@@ -61,8 +61,8 @@ def compiled_functions(model: nn.Module, run: Sequence[Stretch], compiled: bool)
 
 
 class Resting:
-    """Parameters that no program of a phase reads: an update must leave them, and what optimizers keep of them, as they
-    were, though their weight decays and their count of steps goes on."""
+    """Parameters that no program of a phase reads. An update would decay them and count a step of theirs; `undo` takes
+    that back."""
 
     def __init__(self, names: Sequence[str], masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         resting = set(names)
