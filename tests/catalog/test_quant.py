@@ -57,7 +57,7 @@ def example(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tens
 
 def quantized(scheme: Scheme, weight: torch.Tensor, hessian: torch.Tensor | None) -> dict[str, Any]:
     """The arrays of a parameter, with all that a scheme may ask of calibration; a vector is the bias of a weight."""
-    seen = Seen(hessian, 2.5)
+    seen = Seen(hessian, torch.tensor([2.5 / 127]))
     if scheme.integer and weight.dim() == 1:
         seen = Seen(weight=quantized(scheme, torch.eye(len(weight)), None))
     return scheme.quantize_seen(weight, seen)
