@@ -11,8 +11,6 @@ EXIT_OK = 0
 EXIT_FINDINGS = 1
 EXIT_USAGE = 2
 EXIT_ENVIRONMENT = 3
-EXIT_RUN_FAILED = 4
-EXIT_INTEGRITY = 5
 EXIT_BUG = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
@@ -58,18 +56,6 @@ class EnvironmentProblem(SpeccError):
     """This machine lacks something: a GPU, nvcc, a package, room on a disk."""
 
     exit_code = EXIT_ENVIRONMENT
-
-
-class RunFailed(SpeccError):
-    """A run ended without the result that was asked for."""
-
-    exit_code = EXIT_RUN_FAILED
-
-
-class IntegrityProblem(SpeccError):
-    """Bytes are not what they were when they were written, or do not belong together."""
-
-    exit_code = EXIT_INTEGRITY
 
 
 class SpecError(SpeccError):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from attention_sites import SHAPES, attention_site, by_formula, relative, several
 from kernel_sites import imported, written
-from tiny_models import ATTENTION, MLP, Pair, float64, pair, spec_data, spec_of, tiny
+from tiny_models import ATTENTION, MLP, tiny
 from torch import Tensor
 
 from specc.compiler import kernels, pipeline
@@ -30,11 +30,10 @@ from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.bench.plain import plain_site
 from specc.runtime.judge import Judge, inputs_of, sizes_of
-from specc.runtime.load import import_model, instantiate
+from specc.runtime.load import instantiate
 from specc.runtime.tune.candidates import candidates, tuned_choices
 from specc.runtime.tune.measure import refusal
 from specc.runtime.tune.prepare import prepare
-from specc.runtime.verify import verify
 
 ROOT = Path(__file__).parents[2]
 MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
@@ -347,65 +346,3 @@ def test_a_benchmark_sets_it_beside_what_torch_itself_would_take(tmp_path: Path)
         function(*inputs_of(attention_site(SHAPES["golf"]), {"B": 1, "T": 3}, "cpu"))
     y, _ = plain_site(attention_site(SHAPES["golf"], target="cpu", dtype="f32"))(*[torch.ones(1, 3, 8, 64)] * 3)
     torch.testing.assert_close(y, torch.ones_like(y))
-
-
-# --- models ---
-
-
-@pytest.fixture(scope="module")
-def fused(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    norm = {"blocks.*.attention": ["q.norm", "q.rope", "q.gain"]}
-    with float64():
-        return pair(spec(POINT, norm), tmp_path_factory.mktemp("attention"))
-
-
-def test_the_model_has_the_loss_and_gradients_of_its_reference(fused: Pair) -> None:
-    ids, targets = fused.batch()
-    with float64():
-        loss = fused.model(ids, targets)
-        loss.backward()
-        wanted = fused.reference("train", ids=ids, targets=targets)["loss"]
-        gradients = torch.autograd.grad(wanted, list(fused.params.values()))
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
-    found = dict(fused.model.named_parameters())
-    for name, want in zip(fused.params, gradients, strict=True):
-        torch.testing.assert_close(found[name].grad, want, rtol=1e-8, atol=1e-10)
-
-
-def test_nothing_before_a_changed_token_moves(fused: Pair) -> None:
-    ids, targets = fused.batch()
-    with float64(), torch.no_grad():
-        before = fused.model.score(ids, targets)
-        for j in range(ids.shape[1]):
-            changed = ids.clone()
-            changed[:, j] = (changed[:, j] + 1) % fused.spec.model.vocabulary
-            moved = (fused.model.score(changed, targets) != before).any(0)
-            assert not moved[:j].any() and moved[j:].all()
-
-
-def test_no_gradient_reaches_a_later_token(tmp_path: Path) -> None:
-    """Of what a token gives, in the gradients of q, k and v that the group's own backward makes."""
-    with float64():
-        loaded = pair(spec(), tmp_path)
-    function = vars(import_model(tmp_path / "fused/cpu"))["fused_attention"]
-    assert loaded.programs.groups
-    generator = torch.Generator().manual_seed(5)
-    q, k, v = (
-        torch.randn(2, 7, heads, 8, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)
-    )
-    for j in range(7):
-        y = function(q, k, v)
-        dq, dk, dv = torch.autograd.grad(y[:, j].square().sum(), (q, k, v))
-        assert not dq[:, :j].any() and not dq[:, j + 1 :].any()
-        assert not dk[:, j + 1 :].any() and not dv[:, j + 1 :].any() and dv[:, : j + 1].all()
-
-
-def test_verify_holds_it_to_its_witnesses() -> None:
-    checks = {check.name: check for check in verify(spec(), ("cpu",))}
-    assert all(check.ok for check in checks.values()), checks
-    assert {"kernel causal_attention__h4_g2_c8", "kernel causal_attention_grad__h4_g2_c8"} <= checks.keys()
-
-
-def test_a_spec_may_take_it_by_an_override() -> None:
-    data = spec_data(layers=(GROUPED, MLP), fuse=(), dim=32)
-    assert pipeline.run(spec_of({**data, "fuse": [POINT]}), "cpu").groups == pipeline.run(spec(), "cpu").groups

@@ -12,7 +12,7 @@ from tiny_models import spec_data
 
 from specc.compiler import cli
 from specc.compiler.check import load
-from specc.compiler.errors import EnvironmentProblem, IntegrityProblem, RunFailed, SpeccError
+from specc.compiler.errors import EnvironmentProblem, SpeccError
 
 ROOT = Path(__file__).parents[2]
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -109,8 +109,6 @@ class Broken(Exception):
     [
         (SpeccError("m", "h"), 2),
         (EnvironmentProblem("m", "h"), 3),
-        (RunFailed("m", "h"), 4),
-        (IntegrityProblem("m", "h"), 5),
         (KeyboardInterrupt(), 130),
         (Broken("boom"), 70),
         (AssertionError("boom"), 70),

@@ -322,11 +322,11 @@ def test_force_replaces_both_and_the_same_run_gives_the_same_bytes(made: Made, t
 def test_the_gpu_code_trains_and_scores_alone(tmp_path: Path) -> None:
     """Triton, CUTLASS through nvcc, CUDA graphs and torch.compile, with torch's and CUTLASS's packages alone; the score
     is that of `specc eval`."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the code is for sm_90a")
-    run = make_run(tmp_path / "run", small_spec("targets=[cpu, sm90]", "model.dim=128"), str(write_shards(tmp_path)))
+    target = "sm{}{}".format(*torch.cuda.get_device_capability())
+    spec = small_spec(f"targets=[cpu, {target}]", "model.dim=128")
+    run = make_run(tmp_path / "run", spec, str(write_shards(tmp_path)))
     quantize(run.directory, QuantizeOptions(target="cpu", max_tokens=50), lambda _: None)
-    export_submission(run.directory, tmp_path / "out", targets=("sm90",))
+    export_submission(run.directory, tmp_path / "out", targets=(target,))
     packages, only = Path(sysconfig.get_paths()["purelib"]), tmp_path / "alone"
     only.mkdir()
     more = (
@@ -346,5 +346,5 @@ def test_the_gpu_code_trains_and_scores_alone(tmp_path: Path) -> None:
     done = alone(made, made.folder, *command, absent="specc,pydantic,sentencepiece,click,platformdirs")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    found = evaluate(made.folder / WEIGHTS, EvaluateOptions(str(tmp_path)), target="sm90").facts()
+    found = evaluate(made.folder / WEIGHTS, EvaluateOptions(str(tmp_path)), target=target).facts()
     assert isinstance(found, dict) and facts["nats"] == pytest.approx(found["nats"], rel=1e-6)
