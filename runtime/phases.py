@@ -71,6 +71,12 @@ class Resting:
         self._kept = [tensor.clone() for tensor in self._tensors]
 
     @torch.no_grad()
+    def keep(self) -> None:
+        """Takes them as they are now for what they rest at."""
+        for tensor, kept in zip(self._tensors, self._kept, strict=True):
+            kept.copy_(tensor)
+
+    @torch.no_grad()
     def undo(self) -> None:
         """Takes an update back."""
         for tensor, kept in zip(self._tensors, self._kept, strict=True):

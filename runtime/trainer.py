@@ -102,9 +102,11 @@ class Trainer:
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, self.world)
         self.average = averaging(train.average, self.masters.tensors) if train.average else None
         self._norm = torch.zeros((), device=device)
-        self._resting: Resting | None = None
-        self._finish, self._move = self._replayed(self._clip, alone=True), self._replayed(self._apply, alone=True)
+        self._finish = self._replayed(self._clip, alone=True)
         self._run = stretches(phases, train.lengths or (), window)
+        state, rests = self.optimizers.state(), dict.fromkeys(one.phase.rests for one in self._run)
+        self._resting = {names: Resting(names, self.masters.tensors, state) for names in rests}
+        self._moves = self._updates()
         self._functions = compiled_functions(model, self._run, compiled)
         pool = torch.cuda.graph_pool_handle() if device.type == "cuda" and compiled and len(self._run) > 1 else None
         works = [partial(self._add, self._functions[one.phase.train], one.tokens) for one in self._run]
@@ -310,13 +312,15 @@ class Trainer:
         graphs = self.compiled and self.device.type == "cuda" and not (alone and self.world.size > 1)
         return Captured(work, pool) if graphs else work
 
+    def _updates(self) -> dict[tuple[str, ...], Callable[..., None]]:
+        """The update, by the parameters that rest in it."""
+        apply = self._apply
+        return {names: self._replayed(partial(apply, one), alone=True) for names, one in self._resting.items()}
+
     def _enter(self, number: int) -> None:
         """Begins a stretch of the run, or goes on in it."""
         self._number = number
-        rests, before = self._run[number].phase.rests, self._resting
-        self._resting = Resting(rests, self.masters.tensors, self.optimizers.state()) if rests else None
-        if self._resting is not before:
-            self._move = self._replayed(self._apply, alone=True)
+        self._resting[self._run[number].phase.rests].keep()
 
     def _round(self, moment: schedule.Moment) -> None:
         """Lets the model compute with rounded weights, once the spec says so."""
@@ -325,7 +329,7 @@ class Trainer:
 
     def _round_to(self, grids: Mapping[str, Scheme] | None) -> None:
         if self.masters.round_to(grids):
-            self._move = self._replayed(self._apply, alone=True)  # the graph still writes what was shown before
+            self._moves = self._updates()  # the graphs still write what was shown before
 
     def _sum_up(self) -> Tensor:
         """The means over all micro-batches of all processes, clipped; returns the norm before clipping, f32 []."""
@@ -339,14 +343,13 @@ class Trainer:
 
     def _update(self, moment: schedule.Moment) -> None:
         self.optimizers.set(moment.multiplier, self.step, moment.done)
-        self._move()
+        self._moves[self.stretch.phase.rests]()
         if self.average is not None:
             self.average.update(self.step + 1, moment)
 
-    def _apply(self) -> None:
+    def _apply(self, resting: Resting) -> None:
         self.optimizers.update()
-        if self._resting is not None:
-            self._resting.undo()
+        resting.undo()
         self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> None:
