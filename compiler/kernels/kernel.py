@@ -18,6 +18,7 @@ class Site:
     """A node that wants a kernel: its types, its target, and the words that generated files tell of it.
 
     `label` is the node's spec path as people write it, e.g. `blocks.*.mlp.up + act`; `module` the model's name.
+    A sequence has at most `context` tokens, where that is known.
     """
 
     node: Node
@@ -25,6 +26,7 @@ class Site:
     target: Target
     label: str
     module: str
+    context: int | None = None
 
     @property
     def epilogue(self) -> Pointwise | None:
