@@ -195,9 +195,7 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
         kv_heads=number_of(k.shape[-2]),
         channels=channels,
         settings=f"{', '.join(settings)} = {', '.join(map(str, settings.values()))}\nSCALE = C**-0.5",
-        kernel=listed(
-            f"def {function}_kernel(", [*parameters, *(f"{name}: tl.constexpr" for name in constants)], "):"
-        ),
+        kernel=listed(f"def {function}_kernel(", [*parameters, *(f"{name}: tl.constexpr" for name in constants)], "):"),
         queries=f"(t[:, None] < T){inside}" if inside else "t[:, None] < T",
         keys=f"(s[:, None] < S){inside}" if inside else "s[:, None] < S",
         causal=not isinstance(site.node.op, SeenOp),
@@ -235,6 +233,8 @@ def _how(site: Site, tile: PairTile, rows: int) -> str:
     """How the kernel goes about it, in prose."""
     pairs = "one head of keys of a sequence" if tile.pairs == 1 else f"{tile.pairs} heads of keys of sequences"
     words = f"Triton kernel for {site.target.name}: a program takes {pairs}, and the queries that read them. "
-    words += f"All {rows} x {rows} scores of a head are in registers at once; sums are fp32, weights are rounded before "
+    words += (
+        f"All {rows} x {rows} scores of a head are in registers at once; sums are fp32, weights are rounded before "
+    )
     words += "they are multiplied with. Called again, it gives the same bits."
     return flowed(words)

@@ -32,6 +32,8 @@ class PlainContext:
 class AttentionTorch(Kernel):
     """Takes any heads, on the CPU alone."""
 
+    portable: ClassVar[bool] = False
+
     def rejects(self, site: Site) -> str | None:
         if "gpu" in site.target.features:
             return f"is Torch's kernel for the CPU, and not for {site.target.name}"
@@ -52,7 +54,7 @@ class AttentionTorch(Kernel):
             listed(f"def {function}(", arguments, f") -> {annotation(site)}:"),
             promise(site),
             (HIDDEN, ROWS) if sees else (),
-            "attn_mask=hidden" if sees else "is_causal=True",
+            "is_causal=False, attn_mask=hidden" if sees else "is_causal=True",
         )
         template = f"torch/attention_cpu_{'backward' if backward else 'forward'}.py.jinja"
         return Rendered(function, module, {f"{module}.py": (template, context)}, "")

@@ -61,7 +61,8 @@ class Kernel:
     """One way to compute some nodes. Subclasses answer; one module-level value of each is what the catalogue finds.
 
     It is asked only for nodes whose op is one that it `computes`. A kernel with settings to measure has a field `tile`
-    of the dataclass `TILE`. One that is not `deterministic` may give other bits when it is called again.
+    of the dataclass `TILE`. One that is not `deterministic` may give other bits when it is called again. What a
+    `portable` one writes runs on other targets too.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Kernel:
     needs: frozenset[str]
     deterministic: bool = True
     generation: ClassVar[int] = 1
+    portable: ClassVar[bool] = True
     computes: ClassVar[type[Op]] = Product
     TILE: ClassVar[type | None] = None
 

@@ -1,6 +1,6 @@
 """Attention to what is seen of a sequence, and its gradient, as kernels compute them: with the log-sum-exp between."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,6 +9,8 @@ from specc.compiler.ops.attention import SdpaSeen, check_heads, heads_size, lse_
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+SCORES = 1 << 24  # of sequences that a reference takes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,13 @@ def _check(q: TensorType, k: TensorType, v: TensorType, seen: TensorType, at: in
     check_heads(q, k, v)
     if seen != TensorType(k.shape[:2], "bool"):
         raise TypeRuleError(f"sees {seen} of keys {k}", (at - 2, at))
+
+
+def _by_sequences(values: "Sequence[Tensor]", q: "Tensor", k: "Tensor") -> "Iterator[Sequence[Tensor]]":
+    """The values of as many sequences at a time as may have their scores in memory; at least once, of none."""
+    step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
+    for i in range(0, max(1, len(q)), step):
+        yield [value[i : i + step] for value in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +79,15 @@ class SeenAttention(SeenOp):
         return SdpaSeen().flops(inputs, outputs, sizes)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """A sequence at a time, as the scores of all would fill the memory. lse from scores in the precision of q."""
+        """Some sequences at a time. lse from scores in the precision of q."""
         import torch
 
         found = []
-        for i in range(len(inputs[0])):
-            q, k, v, seen = (value[i : i + 1] for value in inputs)
+        for q, k, v, seen in _by_sequences(inputs, inputs[0], inputs[1]):
             wide = torch.promote_types(q.dtype, torch.float32)
             lse = scores_of(q, k, seen[:, None, None]).to(wide).logsumexp(-1)
-            found.append((SdpaSeen().reference(q, k, v, seen), lse.masked_fill(~seen.any(), 0.0)))
+            lse = lse.masked_fill(~seen.any(-1)[:, None, None], 0.0)
+            found.append((SdpaSeen().reference(q, k, v, seen), lse))
         ys, lses = zip(*found, strict=True)
         return torch.cat(ys), torch.cat(lses)
 
@@ -131,13 +140,12 @@ class SeenAttentionGrad(SeenOp):
         return dy, q, k, v, y.to(q.dtype), lse, seen
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """By autograd, through the reference of SdpaSeen, a sequence at a time; y and lse are not read."""
+        """By autograd, through the reference of SdpaSeen, some sequences at a time; y and lse are not read."""
         import torch
 
         found = []
-        for i in range(len(inputs[0])):
-            dy, *leaves, seen = (inputs[j][i : i + 1].detach() for j in (0, 1, 2, 3, 6))
-            free = [leaf.requires_grad_() for leaf in leaves]
+        for dy, *leaves, seen in _by_sequences((*inputs[:4], inputs[6]), inputs[1], inputs[2]):
+            free = [leaf.detach().requires_grad_() for leaf in leaves]
             with torch.enable_grad():
                 y = SdpaSeen().reference(*free, seen)
             found.append(torch.autograd.grad(y, free, dy))

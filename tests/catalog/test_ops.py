@@ -15,6 +15,7 @@ from specc.compiler.catalog import classes
 from specc.compiler.ir import Builder, Op, TensorType, TypeRuleError
 from specc.compiler.ops.additive import Additive
 from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad
 from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.exclusive import Exclusive
@@ -164,6 +165,7 @@ SAMPLES = [
 REGIONS = {Call.name, Fused.name, Scan.name}  # they run other graphs and have no arithmetic of their own
 # only kernels compute them, in files of their own
 KERNELS = {op.name for op in (SoftmaxLoss, NormRope, NormRopeGrad, CausalAttention, CausalAttentionGrad, Int8Linear)}
+KERNELS |= {SeenAttention.name, SeenAttentionGrad.name}
 
 
 def named(sample: Sample) -> str:
@@ -358,6 +360,13 @@ ERRORS = [
     (Concat(), (X, "f32[B,S,8]"), "n puts f32[B,T,8] beside f32[B,S,8]"),
     (Sdpa(), (HEADS, "f32[B,T,3,6]", "f32[B,T,3,6]"), "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
     (Sdpa(), (HEADS, HEADS, "f32[B,T,4,7]"), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,4,7]"),
+    (SeenAttention(), (HEADS, HEADS, HEADS, SEEN), "n sees bool[B,S] of keys f32[B,T,4,6]"),
+    (SeenAttention(), (HEADS, HEADS, HEADS, "i64[B,T]"), "n sees i64[B,T] of keys f32[B,T,4,6]"),
+    (
+        SeenAttentionGrad(),
+        (HEADS, HEADS, HEADS, HEADS, HEADS, "f32[B,T,4]", "bool[B,T]"),
+        "n takes the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]",
+    ),
     (CausalAttention(), (HEADS, HEADS, X), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,8]"),
     (
         CausalAttentionGrad(),
