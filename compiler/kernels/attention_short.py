@@ -100,7 +100,8 @@ class ShortAttention(Kernel):
         if site.context > LONGEST:
             return f"takes at most {LONGEST} tokens; there may be {site.context:,}"
         rows, width = _rows(site), _block(number_of(q.width))
-        held = 2 * (4 * rows * width + rows * rows)  # of the gradient, which needs more
+        grouped = q.shape[-2] != inputs["k"].shape[-2]  # whose keys stay for the next head
+        held = 2 * ((4 + grouped) * rows * width + rows * rows)  # of the gradient, which needs more
         if backward and held > site.target.shared_memory:
             told = f"{held:,} bytes of shared memory; {site.target.name} has {site.target.shared_memory:,}"
             return f"needs for {rows} tokens of {width} channels {told}"
@@ -153,7 +154,9 @@ SHORT_SEEN_GRAD = ShortSeenGrad("short_seen_attention_grad", "triton", _NEEDS)
 def pair_tile(site: Site) -> PairTile:
     """The tile by rule: a pair a program, and as few warps as hold its scores and heads in their registers."""
     rows, width = _rows(site), _block(number_of(heads_of(site)[1]["q"].width))
-    return PairTile(1, max(1, width // 32) if rows <= 32 else 4 if rows <= 64 else 8, 1)
+    if rows <= 32:
+        return PairTile(1, max(1, width // 32), 1)
+    return PairTile(1, 4 if rows <= 64 and width <= 64 else 8, 1)
 
 
 def _rows(site: Site) -> int:

@@ -301,12 +301,7 @@ def test_everything_that_a_target_can_run_is_a_candidate() -> None:
         for choice in tuned_choices(plan())
     }
     assert found == {
-        "causal_attention__h4_g2_c64": {
-            "cudnn_attention",
-            "flash_attention",
-            "flash_attention_4",
-            "short_attention",
-        },
+        "causal_attention__h4_g2_c64": {"cudnn_attention", "flash_attention", "flash_attention_4", "short_attention"},
         "causal_attention_grad__h4_g2_c64": {
             "cudnn_attention_grad",
             "flash_attention_grad",
