@@ -71,7 +71,8 @@ class Programs:
     """All of a model. Functions are named `class.method`: `block.forward` is called where a block runs.
 
     `places` leads from the start of a node's name to the part of the spec that made it; `whole` names the programs that
-    see whole sequences at once; `phases`, in order, are those before the last, which is of `train` and `score`.
+    see whole sequences at once; `phases`, in order, are those before the last, which is of `train` and `score`. No
+    sequence has more than `context` tokens, where that is known.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Programs:
     whole: tuple[str, ...] = ()
     groups: tuple[Group, ...] = ()
     phases: tuple[Phase, ...] = ()
+    context: int | None = None
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

@@ -121,8 +121,16 @@ def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
     shortest that measures anything: the gradient of attention to oneself alone is exactly 0, and to two or three it is
     a difference of nearly equal numbers, which says more of the numbers than of a kernel."""
     if site.node.op.mixes_tokens:
-        return {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)}
+        return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
     return {"B": 1, "T": rows, "S": rows}
+
+
+def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
+    """Sizes with no longer sequences than the model has, or than measure anything, where tokens meet."""
+    if site.context is None or not site.node.op.mixes_tokens:
+        return sizes
+    most = max(site.context, SEQUENCE)
+    return {name: min(size, most) if name in ("T", "S") else size for name, size in sizes.items()}
 
 
 def many_sizes(site: Site, device: torch.device | str) -> Mapping[str, int] | None:
@@ -134,8 +142,9 @@ def many_sizes(site: Site, device: torch.device | str) -> Mapping[str, int] | No
     shapes = [[dim for dim in type.shape if isinstance(dim, int)] for type in (*site.node.types, site.inputs[0])]
     dims = next(dims for dims in shapes if dims)
     tile = SIDE * min(SIDE, dims[-1])
-    sequences = -(-TILES * count * tile // (math.prod(dims) * TOKENS))
-    return {"B": sequences | 1, "T": TOKENS, "S": TOKENS}
+    tokens = within(site, {"T": TOKENS, "S": TOKENS})
+    sequences = -(-TILES * count * tile // (math.prod(dims) * tokens["T"]))
+    return {"B": sequences | 1, **tokens}
 
 
 def multiprocessors(device: torch.device | str) -> int | None:

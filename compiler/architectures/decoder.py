@@ -175,7 +175,7 @@ class _Lowering:
         params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
         before = tuple(name for phase in phases for name in (phase.train, phase.score))
         whole = (*WHOLE, *(HALVES if halves else ()), *before)
-        made = Programs(self.name, params, functions, programs, places, whole)
+        made = Programs(self.name, params, functions, programs, places, whole, context=self.model.context)
         return replace(made, phases=tuple(replace(phase, rests=_unread(made, phase)) for phase in phases))
 
     def scored(self, name: str, reduction: Literal["mean", "none"], order: tuple[int, ...] | None = None) -> Graph:

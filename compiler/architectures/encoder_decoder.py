@@ -158,7 +158,8 @@ class _Lowering:
             raise LoweringError(tuple(Problem(("model",), "S221", text, hint) for text in refused.values()))
         params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
         places = tuple(self.places.items())
-        return Programs(self.name, params, functions, programs, places, whole=("train", "score"))
+        whole = ("train", "score")
+        return Programs(self.name, params, functions, programs, places, whole, context=self.model.context)
 
     def scored(self, name: Literal["train", "score"]) -> Graph:
         """source i64[B, S], target i64[B, T] -> cross-entropy in nats, f32, over the targets that are no pads.

@@ -1,22 +1,26 @@
-"""Causal attention as a choice of kernels: a forward that keeps its log-sum-exp, and a gradient that reads it."""
+"""Attention as a choice of kernels: a forward that keeps its log-sum-exp, and a gradient that reads it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specc.compiler.fusions.fusion import Fusion, Rewrite, node
 from specc.compiler.ir import Graph, Node
-from specc.compiler.ops.attention import CausalAttention, Sdpa
+from specc.compiler.ops.attention import CausalAttention, Sdpa, SdpaSeen
+from specc.compiler.ops.attention_seen import SeenAttention
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionFusion(Fusion):
-    """Takes attention over whole sequences, alone and without a window. Outside a group it is the library's own choice;
-    in one, the plan chooses a kernel for the forward and one for the gradient, each for itself."""
+    """Takes attention over whole sequences, alone and without a window: to all earlier tokens, or to what is seen of a
+    sequence, which may be another. Outside a group it is the library's own choice; in one, the plan chooses a kernel
+    for the forward and one for the gradient, each for itself."""
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        attention = next(member for member in members if isinstance(member.op, Sdpa))
+        attention = next(member for member in members if isinstance(member.op, Sdpa | SdpaSeen))
         if others := [member.name for member in members if member is not attention]:
             return f"takes attention alone; {others[0]} is a member too"
+        if isinstance(attention.op, SdpaSeen):
+            return None
         assert isinstance(attention.op, Sdpa)
         if attention.op.window is not None:
             return f"takes attention without a window; {attention.name} has one of {attention.op.window} tokens"
@@ -28,7 +32,8 @@ class AttentionFusion(Fusion):
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
         (attention,) = members
         read = [(ref, graph.types[ref]) for ref in attention.inputs]
-        return Rewrite((node(attention.name, CausalAttention(), read),))
+        op = SeenAttention() if isinstance(attention.op, SdpaSeen) else CausalAttention()
+        return Rewrite((node(attention.name, op, read),))
 
 
-ATTENTION = AttentionFusion("attention", frozenset({Sdpa.name}))
+ATTENTION = AttentionFusion("attention", frozenset({Sdpa.name, SdpaSeen.name}))

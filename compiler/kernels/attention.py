@@ -8,6 +8,7 @@ from specc.compiler.kernels.custom_op import DTYPES
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
+from specc.compiler.ops.attention_seen import SeenAttentionGrad, SeenOp
 
 FORWARD, BACKWARD = ("q", "k", "v"), ("dy", "q", "k", "v", "y", "lse")
 REPEATS = {
@@ -121,7 +122,7 @@ class FlashBackward(AttentionBackward):
     """The gradient by Torch's flash attention, which has not every width for GPUs of little shared memory."""
 
     def rejects(self, site: Site) -> str | None:
-        channels = _number(heads_of(site)[1]["q"].width)
+        channels = number_of(heads_of(site)[1]["q"].width)
         if channels in REFUSED and site.target.shared_memory < ROOM:
             told = f"heads of {REFUSED.start} to {REFUSED.stop - 1} channels; these have {channels}"
             return f"has no gradient on {site.target.title} of {told}"
@@ -150,8 +151,8 @@ FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HO
 
 def heads_of(site: Site) -> tuple[bool, dict[str, TensorType], dict[str, TensorType]]:
     """Whether a site is the gradient, and its inputs and outputs by the names that code calls them."""
-    backward = isinstance(site.node.op, CausalAttentionGrad)
-    names = BACKWARD if backward else FORWARD
+    backward = isinstance(site.node.op, CausalAttentionGrad | SeenAttentionGrad)
+    names = (*(BACKWARD if backward else FORWARD), *(("seen",) if isinstance(site.node.op, SeenOp) else ()))
     outputs = dict(zip(site.node.op.output_labels, site.node.types, strict=True))
     return backward, dict(zip(names, site.inputs, strict=True)), outputs
 
@@ -178,15 +179,17 @@ def promise(site: Site) -> str:
 def formulas(site: Site) -> tuple[str, ...]:
     """What is computed, a line a value, as lines of a docstring."""
     backward, inputs, _ = heads_of(site)
-    shared = _number(inputs["q"].shape[-2]) // _number(inputs["k"].shape[-2])
-    root = f"{_number(inputs['q'].width)} ** 0.5"
-    lines = [f"s = q k^T / {root} for the keys up to a query's own token"]
+    shared = number_of(inputs["q"].shape[-2]) // number_of(inputs["k"].shape[-2])
+    root = f"{number_of(inputs['q'].width)} ** 0.5"
+    keys = "that are seen" if isinstance(site.node.op, SeenOp) else "up to a query's own token"
+    lines = [f"s = q k^T / {root} for the keys {keys}"]
     if backward:
         lines += ["p = exp(s - lse), dv = p^T dy", "ds = p * (dy v^T - sum(dy * y))"]
         lines += [f"dq = ds k / {root}, dk = ds^T q / {root}"]
     else:
         lines += ["lse = log(sum(exp(s))), y = exp(s - lse) v"]
     lines += [f"{shared} heads of queries read one of keys and values"] if shared > 1 else []
+    lines += ["A query that sees no key gives 0"] if isinstance(site.node.op, SeenOp) and not backward else []
     return tuple(flowed(line, "    ", "    ") for line in lines)
 
 
@@ -195,7 +198,7 @@ def annotation(site: Site) -> str:
     return f"tuple[{', '.join('Tensor' for _ in site.node.types)}]"
 
 
-def _number(dim: object) -> int:
+def number_of(dim: object) -> int:
     assert isinstance(dim, int)
     return dim
 
@@ -203,9 +206,13 @@ def _number(dim: object) -> int:
 def _dims(name: str, q: TensorType, k: TensorType) -> tuple[str, ...]:
     """The dims of a tensor as a docstring tells them."""
     heads, kv_heads, channels = q.shape[-2], k.shape[-2], q.width
+    keys = "T" if q.shape[1] == k.shape[1] else "S"
     if name == "lse":
         return "B", str(heads), "T"
-    return "B", "T", str(kv_heads if name.lstrip("d") in ("k", "v") else heads), str(channels)
+    if name == "seen":
+        return "B", keys
+    own = name.lstrip("d") in ("k", "v")
+    return "B", keys if own else "T", str(kv_heads if own else heads), str(channels)
 
 
 def _context(site: Site, kernel: AttentionKernel) -> AttentionContext:
@@ -225,9 +232,9 @@ def _context(site: Site, kernel: AttentionKernel) -> AttentionContext:
         node=site.label,
         function=function,
         symbol=module,
-        heads=_number(q.shape[-2]),
-        kv_heads=_number(k.shape[-2]),
-        channels=_number(q.width),
+        heads=number_of(q.shape[-2]),
+        kv_heads=number_of(k.shape[-2]),
+        channels=number_of(q.width),
         signature=listed(f"def {function}(", arguments, f") -> {annotation(site)}:"),
         promise=promise(site),
         wanted=tuple(_wanted(name, type) for name, type in inputs.items()),

@@ -18,6 +18,7 @@ class Site:
     """A node that wants a kernel: its types, its target, and the words that generated files tell of it.
 
     `label` is the node's spec path as people write it, e.g. `blocks.*.mlp.up + act`; `module` the model's name.
+    A sequence has at most `context` tokens, where that is known.
     """
 
     node: Node
@@ -25,6 +26,7 @@ class Site:
     target: Target
     label: str
     module: str
+    context: int | None = None
 
     @property
     def epilogue(self) -> Pointwise | None:
@@ -59,7 +61,8 @@ class Kernel:
     """One way to compute some nodes. Subclasses answer; one module-level value of each is what the catalogue finds.
 
     It is asked only for nodes whose op is one that it `computes`. A kernel with settings to measure has a field `tile`
-    of the dataclass `TILE`. One that is not `deterministic` may give other bits when it is called again.
+    of the dataclass `TILE`. One that is not `deterministic` may give other bits when it is called again. What a
+    `portable` one writes runs on other targets too.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Kernel:
     needs: frozenset[str]
     deterministic: bool = True
     generation: ClassVar[int] = 1
+    portable: ClassVar[bool] = True
     computes: ClassVar[type[Op]] = Product
     TILE: ClassVar[type | None] = None
 

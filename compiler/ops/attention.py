@@ -10,22 +10,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _reference(q: "Tensor", k: "Tensor", v: "Tensor", allowed: "Tensor") -> "Tensor":
-    """Softmax attention in the precision of q, head by head; `allowed` is bool[T, S], or such with leading dims."""
+def attended_to(q: "Tensor", k: "Tensor", v: "Tensor", allowed: "Tensor") -> "Tensor":
+    """Softmax attention in the precision of q, head by head; `allowed` is bool[T, S], or such with leading dims. A
+    query that sees nothing is given 0, as Torch's own attention does."""
     v = v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2)
-    weights = _scores(q, k, allowed).softmax(-1)
+    blind = ~allowed.any(-1, keepdim=True)
+    weights = scores_of(q, k, allowed | blind).softmax(-1).masked_fill(blind, 0.0)
     attended: Tensor = weights @ v.transpose(1, 2)
     return attended.transpose(1, 2)
 
 
-def _scores(q: "Tensor", k: "Tensor", allowed: "Tensor") -> "Tensor":
+def scores_of(q: "Tensor", k: "Tensor", allowed: "Tensor") -> "Tensor":
     """q k^T / sqrt(C) as [B, H, T, S], minus infinity where nothing is seen."""
     k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
     scores: Tensor = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) / q.shape[-1] ** 0.5
     return scores.masked_fill(~allowed, float("-inf"))
 
 
-def _check(q: TensorType, k: TensorType, v: TensorType) -> None:
+def check_heads(q: TensorType, k: TensorType, v: TensorType) -> None:
     heads, kv_heads = q.shape[-2], k.shape[-2]
     assert isinstance(heads, int) and isinstance(kv_heads, int)
     if heads % kv_heads or k.shape != v.shape or q.width != k.width:
@@ -64,7 +66,7 @@ class Sdpa(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         q, k, v, *starts = inputs
-        _check(q, k, v)
+        check_heads(q, k, v)
         _check_starts(q, starts, 3)
         return (q,)
 
@@ -93,7 +95,7 @@ class Sdpa(Op):
         row, column = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
         row = row.unsqueeze(1)
         allowed = (column <= row) & (row - column < (self.window or q.shape[1]))
-        return _reference(q, k, v, _within(allowed, column, starts))
+        return attended_to(q, k, v, _within(allowed, column, starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,12 @@ class CausalAttention(Op):
         return "causal attention"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        return self.name, _size(inputs[0], inputs[1])
+        return self.name, heads_size(inputs[0], inputs[1])
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         q, k, v = inputs
-        _check(q, k, v)
-        return q, _lse_type(q)
+        check_heads(q, k, v)
+        return q, lse_type(q)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return Sdpa().flops(inputs, outputs, sizes)
@@ -145,9 +147,9 @@ class CausalAttention(Op):
         found = []
         for i in range(len(q)):
             one = q[i : i + 1], k[i : i + 1], v[i : i + 1]
-            scores = _scores(one[0], one[1], allowed)
+            scores = scores_of(one[0], one[1], allowed)
             wide = torch.promote_types(q.dtype, torch.float32)
-            found.append((_reference(*one, allowed), scores.to(wide).logsumexp(-1)))
+            found.append((attended_to(*one, allowed), scores.to(wide).logsumexp(-1)))
         ys, lses = zip(*found, strict=True)
         return torch.cat(ys), torch.cat(lses)
 
@@ -185,12 +187,12 @@ class CausalAttentionGrad(Op):
         return "gradient of causal attention"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        return self.name, _size(inputs[1], inputs[2])
+        return self.name, heads_size(inputs[1], inputs[2])
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         dy, q, k, v, y, lse = inputs
-        _check(q, k, v)
-        if (dy, y, lse) != (q, q, _lse_type(q)):
+        check_heads(q, k, v)
+        if (dy, y, lse) != (q, q, lse_type(q)):
             raise TypeRuleError(f"takes the gradient {dy} of {y} with {lse} for q {q}", (0, 4, 5))
         return q, k, v
 
@@ -218,12 +220,12 @@ class CausalAttentionGrad(Op):
         return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
-def _lse_type(q: TensorType) -> TensorType:
+def lse_type(q: TensorType) -> TensorType:
     rows, tokens, heads, _ = q.shape
     return TensorType((rows, heads, tokens), "f32")
 
 
-def _size(q: TensorType, k: TensorType) -> str:
+def heads_size(q: TensorType, k: TensorType) -> str:
     return f"h{q.shape[-2]}_g{k.shape[-2]}_c{q.width}"
 
 
@@ -278,7 +280,7 @@ class SdpaCached(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         q, k, v, _, *starts = inputs
-        _check(q, k, v)
+        check_heads(q, k, v)
         _check_starts(q, starts, 4)
         return (q,)
 
@@ -303,7 +305,7 @@ class SdpaCached(Op):
         q, k, v, positions, *starts = inputs
         row, column = positions.unsqueeze(1), torch.arange(k.shape[1], device=q.device)
         allowed = (column <= row) & (row - column < (self.window or k.shape[1]))
-        return _reference(q, k, v, _within(allowed, column, starts))
+        return attended_to(q, k, v, _within(allowed, column, starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +322,7 @@ class SdpaSeen(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         q, k, v, seen = inputs
-        _check(q, k, v)
+        check_heads(q, k, v)
         if seen.shape != k.shape[:2]:
             raise TypeRuleError(f"sees {seen} of keys {k}", (1, 3))
         return (q,)
@@ -337,4 +339,4 @@ class SdpaSeen(Op):
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         q, k, v, seen = inputs
-        return _reference(q, k, v, seen[:, None, None])
+        return attended_to(q, k, v, seen[:, None, None])

@@ -142,7 +142,7 @@ def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, tar
         prefix = group_pattern(programs, group, node.name)
         inputs = tuple(graph.types[ref] for ref in node.inputs)
     label = " + ".join((prefix, *(_tail(member, node.name.rpartition(".")[0]) for member in node.members[1:])))
-    return Site(node, inputs, target, label, programs.name)
+    return Site(node, inputs, target, label, programs.name, programs.context)
 
 
 def _rows(type: TensorType) -> TensorType:

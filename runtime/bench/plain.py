@@ -44,7 +44,7 @@ def plain_nodes(
 def plain_site(site: Site) -> Function:
     """The function of one node with its epilogue, from all of its inputs in order to all of its outputs: the call that
     Torch has for it on the site's target, else the kernel that a target without any has, else the op's reference."""
-    rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU))
+    rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is None:
         function: Function = site.node.op.reference
         return function
@@ -52,10 +52,11 @@ def plain_site(site: Site) -> Function:
     return executed(text, rendered.function, {})
 
 
-def _without_kernels(site: Site) -> Rendered | None:
-    """What plain Torch has for a node: the kernel of lowest rank in that language that is a function of its own."""
+def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
+    """What plain Torch has for a node: the kernel of lowest rank in that language that is a function of its own; with
+    `elsewhere`, one that runs on other targets too."""
     every = (kernel for kernel in catalog(kernels, Kernel).values() if kernel.language == "torch")
-    known = [kernel for kernel in every if isinstance(site.node.op, kernel.computes)]
+    known = [k for k in every if isinstance(site.node.op, k.computes) and (k.portable or not elsewhere)]
     taking = [kernel for kernel in known if missing(kernel, site.target) is None and kernel.rejects(site) is None]
     taking.sort(key=lambda kernel: (kernel.rank(site), kernel.name))
     return next((made for made in (kernel.render(site) for kernel in taking) if made.function), None)

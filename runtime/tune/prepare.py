@@ -117,11 +117,11 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
         if site is not None:
             import torch
 
-            from specc.runtime.judge import inputs_of, many_sizes
+            from specc.runtime.judge import inputs_of, many_sizes, within
             from specc.runtime.tune.measure import loaded
 
             call: Callable[..., Any] = loaded(folder, module, function)
-            call(*inputs_of(site, SIZES, device))
+            call(*inputs_of(site, within(site, SIZES), device))
             if (sizes := many_sizes(site, device)) is not None:
                 torch.cuda.synchronize()
                 with contextlib.suppress(torch.OutOfMemoryError):  # beside so many others; the search has more room

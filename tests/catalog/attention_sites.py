@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.compiler.ir import Node, TensorType
+from specc.compiler.ir import Node, Op, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
+from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad
 from specc.compiler.targets import TARGETS
 
 # heads of queries, heads of keys and values, channels of each
@@ -16,17 +17,27 @@ Shape = tuple[int, int, int]
 
 
 def attention_site(
-    shape: Shape = SHAPES["golf"], backward: bool = False, target: str = "sm90", dtype: str = "bf16"
+    shape: Shape = SHAPES["golf"],
+    backward: bool = False,
+    target: str = "sm90",
+    dtype: str = "bf16",
+    kind: str = "causal",
+    context: int | None = None,
 ) -> Site:
-    """A site of attention over heads of `shape`, or of its gradient."""
+    """A site of attention over heads of `shape`, or of its gradient: `causal`, to what is `seen` of the sequence
+    itself, or of another (`cross`)."""
     heads, groups, channels = shape
-    q, k = (TensorType(("B", "T", count, channels), dtype) for count in (heads, groups))
+    keys = "S" if kind == "cross" else "T"
+    q, k = (TensorType(("B", t, count, channels), dtype) for t, count in (("T", heads), (keys, groups)))
     lse = TensorType(("B", heads, "T"), "f32")
     inputs = (q, q, k, k, q, lse) if backward else (q, k, k)
-    op = CausalAttentionGrad() if backward else CausalAttention()
+    op: Op = CausalAttentionGrad() if backward else CausalAttention()
+    if kind != "causal":
+        inputs = (*inputs, TensorType(("B", keys), "bool"))
+        op = SeenAttentionGrad() if backward else SeenAttention()
     path = "attention.y.grad" if backward else "attention.y"
     node = Node(path, op, tuple(f"v{i}" for i in range(len(inputs))), op.infer(inputs))
-    return Site(node, inputs, TARGETS[target], f"blocks.*.{path}", "sample")
+    return Site(node, inputs, TARGETS[target], f"blocks.*.{path}", "sample", context)
 
 
 def several(value: Any) -> tuple[Tensor, ...]:

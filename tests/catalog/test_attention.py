@@ -176,7 +176,7 @@ def test_random_sites_render_as_clean_python(tmp_path: Path) -> None:
         groups = rng.choice((1, 2, 3, 4, 16))
         shape = (groups * rng.choice((1, 2, 7)), groups, 8 * rng.randint(1, 16))
         site = attention_site(
-            shape, rng.random() < 0.5, rng.choice(("sm80", "sm90", "sm120")), rng.choice(("bf16", "f16"))
+            shape, rng.random() < 0.5, rng.choice(("sm80", "sm90", "sm120")), rng.choice(("bf16", "f16")), context=64
         )
         for name, kernel in EVERY.items():
             if isinstance(site.node.op, kernel.computes):
@@ -300,12 +300,13 @@ def test_everything_that_a_target_can_run_is_a_candidate() -> None:
         for choice in tuned_choices(plan())
     }
     assert found == {
-        "causal_attention__h4_g2_c64": {"cudnn_attention", "flash_attention", "flash_attention_4"},
+        "causal_attention__h4_g2_c64": {"cudnn_attention", "flash_attention", "flash_attention_4", "short_attention"},
         "causal_attention_grad__h4_g2_c64": {
             "cudnn_attention_grad",
             "flash_attention_grad",
             "flash_attention_4_grad",
             "flash_attention_4_grad_ordered",
+            "short_attention_grad",
         },
     }
     digests = [c.digest for choice in tuned_choices(plan()) for c in candidates(choice.site, "")]

@@ -15,6 +15,7 @@ from specc.compiler.catalog import classes
 from specc.compiler.ir import Builder, Op, TensorType
 from specc.compiler.ops.additive import Additive
 from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaCached, SdpaSeen
+from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad
 from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.exclusive import Exclusive
@@ -157,6 +158,7 @@ SAMPLES = [
 REGIONS = {Call.name, Fused.name, Scan.name}  # they run other graphs and have no arithmetic of their own
 # only kernels compute them, in files of their own
 KERNELS = {op.name for op in (SoftmaxLoss, NormRope, NormRopeGrad, CausalAttention, CausalAttentionGrad, Int8Linear)}
+KERNELS |= {SeenAttention.name, SeenAttentionGrad.name}
 
 
 def named(sample: Sample) -> str:

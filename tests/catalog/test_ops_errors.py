@@ -6,6 +6,7 @@ from test_ops import HEADS, IDS, SEEN, WEIGHTS, Sample, X, graph_of
 from specc.compiler.ir import Op, TypeRuleError
 from specc.compiler.ops.additive import Additive
 from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaSeen
+from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad
 from specc.compiler.ops.exclusive import Exclusive
 from specc.compiler.ops.hash import BigramHash
 from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
@@ -48,6 +49,13 @@ ERRORS = [
     (Concat(), (X, "f32[B,S,8]"), "n puts f32[B,T,8] beside f32[B,S,8]"),
     (Sdpa(), (HEADS, "f32[B,T,3,6]", "f32[B,T,3,6]"), "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
     (Sdpa(), (HEADS, HEADS, "f32[B,T,4,7]"), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,4,7]"),
+    (SeenAttention(), (HEADS, HEADS, HEADS, SEEN), "n sees bool[B,S] of keys f32[B,T,4,6]"),
+    (SeenAttention(), (HEADS, HEADS, HEADS, "i64[B,T]"), "n sees i64[B,T] of keys f32[B,T,4,6]"),
+    (
+        SeenAttentionGrad(),
+        (HEADS, HEADS, HEADS, HEADS, HEADS, "f32[B,T,4]", "bool[B,T]"),
+        "n takes the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]",
+    ),
     (CausalAttention(), (HEADS, HEADS, X), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,8]"),
     (
         CausalAttentionGrad(),

@@ -9,6 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .causal_attention__h8_g8_c32 import causal_attention
+from .causal_attention_grad__h8_g8_c32 import causal_attention_grad
+from .cross_attention__h8_g8_c32 import cross_attention
+from .cross_attention_grad__h8_g8_c32 import cross_attention_grad
+from .dgrad_mul__n768_k256 import dgrad_mul
+from .linear_gelu__n768_k256 import linear_gelu
+from .seen_attention__h8_g8_c32 import seen_attention
+from .seen_attention_grad__h8_g8_c32 import seen_attention_grad
+
 
 def weights(**shapes: tuple[int, ...]) -> nn.Module:
     """A module that only holds parameters, so that their names are those of the spec."""
@@ -16,19 +25,6 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     for name, shape in shapes.items():
         holder.register_parameter(name, nn.Parameter(torch.empty(shape)))
     return holder
-
-
-def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] that are seen, bool[B, S]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=True)
-    return attended.transpose(1, 2)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
@@ -39,6 +35,101 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     q, k, v = q.unflatten(2, (groups, heads)).transpose(1, 2).flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return y.unflatten(2, (-1, heads)).transpose(1, 2).flatten(2, 3)
+
+
+def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] that are seen, bool[B, S]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=True)
+    return attended.transpose(1, 2)
+
+
+class FusedAttention(torch.autograd.Function):
+    """Fused group encoder.blocks.*.attention: y. Keeps y, lse for the backward."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        y, lse = seen_attention(q, k, v, seen)
+        ctx.save_for_backward(q, k, v, y, lse, seen)
+        return y
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, y, lse, seen = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
+        d_q, d_k, d_v = seen_attention_grad(d, q, k, v, y, lse, seen)
+        return d_q, d_k, d_v, None
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedAttention.apply(q, k, v, seen)
+
+
+class FusedAttentionY(torch.autograd.Function):
+    """Fused group decoder.blocks.*.attention: y. Keeps y, lse for the backward."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y, lse = causal_attention(q, k, v)
+        ctx.save_for_backward(q, k, v, y, lse)
+        return y
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, y, lse = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
+        d_q, d_k, d_v = causal_attention_grad(d, q, k, v, y, lse)
+        return d_q, d_k, d_v
+
+
+def fused_attention_y(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedAttentionY.apply(q, k, v)
+
+
+class FusedCross(torch.autograd.Function):
+    """Fused group decoder.blocks.*.cross: y. Keeps y, lse for the backward."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        y, lse = cross_attention(q, k, v, seen)
+        ctx.save_for_backward(q, k, v, y, lse, seen)
+        return y
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, y, lse, seen = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
+        d_q, d_k, d_v = cross_attention_grad(d, q, k, v, y, lse, seen)
+        return d_q, d_k, d_v, None
+
+
+def fused_cross(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """The group as a function."""
+    return FusedCross.apply(q, k, v, seen)
+
+
+class FusedMlp(torch.autograd.Function):
+    """Fused group *.blocks.*.mlp: up, act, down. Keeps act, slope for the backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        act, slope = linear_gelu(x, up)
+        ctx.save_for_backward(act, down, slope, x, up)
+        return F.linear(act, down)
+
+    @staticmethod
+    def backward(ctx, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        act, down, slope, x, up = ctx.saved_tensors
+        d = d.contiguous()  # kernels read rows
+        down_dgrad = dgrad_mul(d, down, slope)
+        return down_dgrad @ up, down_dgrad.T @ x, d.T @ act
+
+
+def fused_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The group over rows of any leading shape."""
+    return FusedMlp.apply(x.flatten(0, -2), up, down).unflatten(0, x.shape[:-1])
 
 
 class EncoderBlock(nn.Module):
@@ -61,10 +152,10 @@ class EncoderBlock(nn.Module):
         h = F.layer_norm(x, (256,), self.attention.norm_weight, self.attention.norm_bias, eps=1e-05)
         q = F.linear(h, self.attention.q).unflatten(-1, (8, 32))
         k = F.linear(h, self.attention.k).unflatten(-1, (8, 32))
-        y = attend_seen(q, k, F.linear(h, self.attention.v).unflatten(-1, (8, 32)), seen).flatten(-2)
+        y = fused_attention(q, k, F.linear(h, self.attention.v).unflatten(-1, (8, 32)), seen).flatten(-2)
         x = x + F.linear(y, self.attention.out)
         h = F.layer_norm(x, (256,), self.mlp.norm_weight, self.mlp.norm_bias, eps=1e-05)
-        return x + F.linear(F.gelu(F.linear(h, self.mlp.up)), self.mlp.down)
+        return x + fused_mlp(h, self.mlp.up, self.mlp.down)
 
 
 class DecoderBlock(nn.Module):
@@ -95,15 +186,15 @@ class DecoderBlock(nn.Module):
         h = F.layer_norm(x, (256,), self.attention.norm_weight, self.attention.norm_bias, eps=1e-05)
         q = F.linear(h, self.attention.q).unflatten(-1, (8, 32))
         k = F.linear(h, self.attention.k).unflatten(-1, (8, 32))
-        y = attend(q, k, F.linear(h, self.attention.v).unflatten(-1, (8, 32))).flatten(-2)
+        y = fused_attention_y(q, k, F.linear(h, self.attention.v).unflatten(-1, (8, 32))).flatten(-2)
         x = x + F.linear(y, self.attention.out)
         h = F.layer_norm(x, (256,), self.cross.norm_weight, self.cross.norm_bias, eps=1e-05)
         k = F.linear(memory, self.cross.k).unflatten(-1, (8, 32))
         v = F.linear(memory, self.cross.v).unflatten(-1, (8, 32))
-        y = attend_seen(F.linear(h, self.cross.q).unflatten(-1, (8, 32)), k, v, seen).flatten(-2)
+        y = fused_cross(F.linear(h, self.cross.q).unflatten(-1, (8, 32)), k, v, seen).flatten(-2)
         x = x + F.linear(y, self.cross.out)
         h = F.layer_norm(x, (256,), self.mlp.norm_weight, self.mlp.norm_bias, eps=1e-05)
-        return x + F.linear(F.gelu(F.linear(h, self.mlp.up)), self.mlp.down)
+        return x + fused_mlp(h, self.mlp.up, self.mlp.down)
 
     def begin(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """memory bf16[B,S,256] -> bf16[B,30,8,32], bf16[B,30,8,32], bf16[B,S,8,32], bf16[B,S,8,32]."""
