@@ -88,6 +88,8 @@ CODES: Mapping[str, str] = {
     "S260": "a setting of text that the model writes itself, where it is calibrated on other text",
     "S261": "a model that writes no text, to be calibrated on its own",
     "S262": "calibration windows longer than the context",
+    "S273": "inputs to be rounded from a share of the run on that no schedule by the clock has",
+    "S274": "inputs to be rounded in every step of a training loop that is no LSTM",
     "S301": "two parts of the model whose widths do not fit",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that covers only some of the blocks that share their code",

@@ -7,6 +7,7 @@ from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.optimizers import owners
 from specc.compiler.passes.quantize_products import quantize_products
+from specc.compiler.passes.round_inputs import round_inputs
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.uncached import uncached
 from specc.compiler.passes.verify import verify
@@ -20,6 +21,7 @@ Pass = Callable[[Programs, Spec], Programs]
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("assign_quant", lambda programs, spec: assign_quant(programs, spec.quant)),
+    ("round_inputs", lambda programs, spec: round_inputs(programs, spec.quant, spec.train)),
     ("fuse", lambda programs, spec: fuse(programs, spec.fuse)),
 )
 

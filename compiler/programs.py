@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from specc.compiler.blocks.init import Init
 from specc.compiler.expr import KEEPS, Keep
-from specc.compiler.ir import Graph, Node, TensorType, node_of
+from specc.compiler.ir import Graph, Named, Node, TensorType, node_of
 from specc.compiler.ops.region import Call, Fused
 from specc.compiler.strict import Path, Problem
 
@@ -58,12 +58,14 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """While less than the share `until` of a run is done, the model trains with the program `train`, and is scored with
-    `score`; `rests` are the parameters that neither reads."""
+    `score`; `rests` are the parameters that neither reads. With `rounds` that program rounds the inputs of products as
+    the deployed model will, and wants weights that are rounded too."""
 
     until: float
     train: str
     score: str
     rests: tuple[str, ...] = ()
+    rounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,9 @@ class Programs:
     """All of a model. Functions are named `class.method`: `block.forward` is called where a block runs.
 
     `places` leads from the start of a node's name to the part of the spec that made it; `whole` names the programs that
-    see whole sequences at once; `phases`, in order, are those before the last, which is of `train` and `score`. No
-    sequence has more than `context` tokens, where that is known.
+    see whole sequences at once; `phases`, in order, are those of a run, which goes on with `train` and `score` where
+    the last of them ends. No sequence has more than `context` tokens, where that is known. `buffers` are what programs
+    read besides parameters and no optimizer owns: the inverse scales of inputs that are rounded.
     """
 
     name: str
@@ -84,6 +87,7 @@ class Programs:
     groups: tuple[Group, ...] = ()
     phases: tuple[Phase, ...] = ()
     context: int | None = None
+    buffers: tuple[Named, ...] = ()
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -111,7 +115,7 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "")
     nodes: list[Node] = []
     renamed = _inline(programs, graph, at, at, {name: name for name, _ in graph.inputs}, nodes, groups)
     outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
-    params = tuple((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params)
+    params = (*((p.name, TensorType(p.shape, p.dtype, p.storage)) for p in programs.params), *programs.buffers)
     scalars = tuple(dict.fromkeys(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("$")))
     return Graph(graph.name, graph.inputs, params, tuple(nodes), outputs, scalars)
 

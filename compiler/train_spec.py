@@ -87,7 +87,11 @@ AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
 
 class QatSpec(StrictModel):
     """Quantization-aware training: once the warm-down has taken the multiplier below `below`, the model computes with
-    weights rounded as `quant` will store them, before any promotion; gradients pass as if they were not."""
+    weights rounded as `quant` will store them, before any promotion; gradients pass as if they were not.
+
+    Where `quant` has products in int8, their inputs are rounded too, as the deployed model will: by scales that are
+    measured at that moment and kept for the artifact. Steps are slower then, as recurrences go step by step.
+    """
 
     below: Annotated[float, Field(gt=0, le=1)] = 0.15
 

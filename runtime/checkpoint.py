@@ -7,7 +7,7 @@ rng.safetensors, ema.safetensors where the run averages, state.json and COMMIT. 
 import platform
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -47,6 +47,15 @@ class Snapshot:
     spec_digest: str
     done: float = 1.0
 
+    def copied(self) -> "Snapshot":
+        """With tensors of its own."""
+
+        def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+        average = copy(self.average) if self.average is not None else None
+        return replace(self, weights=copy(self.weights), average=average, optimizer=copy(self.optimizer))
+
 
 class State(StrictModel):
     """state.json. `weights` names the file that the run would end with, were it to end here; `threads` are
@@ -70,7 +79,7 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     """
     if keep < 2:
         raise ValueError("the newest checkpoint may get damaged: keep at least 2")
-    path = folder / f"step_{snapshot.step:08d}"
+    path = path_of(folder, snapshot.step)
     try:
         if path.exists():
             if fault(path) is None:
@@ -84,6 +93,11 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
         hint = "older checkpoints are whole: free some space, then continue with --resume auto"
         raise RunFailure(f"cannot write the checkpoint {path}: {reason}", hint) from error
     return path
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step_{step:08d}"
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:

@@ -207,6 +207,8 @@ def realize(
     """
     target = choose_target(spec, target)
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
+    trained = spec.train.model_copy(update={"qat": None})  # nothing here runs what only training does
+    spec = spec.model_copy(update={"train": trained})
     try:
         loaded = instantiate(spec, target, directory, fuse, lock, constants is not None)
         assign(loaded, weights)

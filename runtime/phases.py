@@ -28,12 +28,12 @@ class Stretch:
 
 
 def stretches(phases: Sequence[Phase], lengths: Sequence[tuple[float, int]], window: int) -> tuple[Stretch, ...]:
-    """The stretches of a run, in order. `phases` are those before the last; `lengths` are (share done, tokens of a row
-    from there), in order and from 0; `window` tokens where there are none."""
+    """The stretches of a run, in order. Behind `phases` it goes on with LAST. `lengths` are (share done, tokens of a
+    row from there), in order and from 0; `window` tokens where there are none."""
     ends = (0.0, *(phase.until for phase in phases), 1.0)
     lengths = lengths or ((0.0, window),)
     found = []
-    for begins in sorted({*ends[:-1], *(when for when, _ in lengths)}):
+    for begins in sorted({*(end for end in ends if end < 1), *(when for when, _ in lengths)}):
         phase = next(one for one, (_, end) in zip((*phases, LAST), pairwise(ends), strict=True) if begins < end)
         found.append(Stretch(begins, phase, next(tokens for when, tokens in reversed(lengths) if when <= begins)))
     return tuple(found)

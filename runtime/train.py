@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -9,19 +10,23 @@ import torch
 from platformdirs import user_cache_path
 
 from specc.compiler.lock import NO_LOCK, Lock
-from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.passes.assign_quant import Allocation, allocation
+from specc.compiler.passes.quantize_products import integer_products
+from specc.compiler.pipeline import lower
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime import checkpoint
 from specc.runtime.committed import sweep
 from specc.runtime.distributed import World
 from specc.runtime.errors import EnvironmentFailure
-from specc.runtime.load import device_of, initialize, instantiate
+from specc.runtime.load import Loaded, device_of, initialize, instantiate
 from specc.runtime.log import RunLog, Say, Silence, open_progress
 from specc.runtime.loop import Limits, Loop, TrainResult
 from specc.runtime.native import compile_ahead
+from specc.runtime.quantize.inputs import input_scales
+from specc.runtime.rounding import InputScales
 from specc.runtime.run import Run, default_run, is_run, locked, newest_run, require_free
-from specc.runtime.sources.source import Ready, source_of
+from specc.runtime.sources.source import Opened, Ready, source_of
 from specc.runtime.trainer import Trainer
 from specc.runtime.validation import Validates
 
@@ -133,6 +138,8 @@ def _prepare(
     takes = tuple(name for name, _ in next(one for one in loaded.programs.programs if one.name == "train").inputs)
     if takes != supply.feed.names:
         raise TypeError(f"the program train takes {takes}, and {spec.train.data.kind} gives {supply.feed.names}")
+    schemes = allocation(spec.quant, params) if spec.train.qat is not None else None
+    loaded.model.to(device)
     trainer = Trainer(
         loaded.model,
         params,
@@ -144,10 +151,21 @@ def _prepare(
         run.spec_digest,
         world,
         supply.feed,
-        allocation(spec.quant, params) if spec.train.qat is not None else None,
+        schemes,
         loaded.programs.phases,
+        _inputs(run, loaded, opened, schemes, world) if schemes is not None and loaded.programs.buffers else None,
     )
     return trainer, supply.validation
+
+
+def _inputs(run: Run, loaded: Loaded, opened: Opened, schemes: Allocation, world: World) -> InputScales:
+    """The scales of what the run's programs round, measured on the data that `specc quantize` calibrates with."""
+    assert run.spec.quant is not None
+    wanted, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
+    sources = integer_products(programs, schemes)
+    rows = partial(opened.calibration, wanted.sequences, wanted.batch)
+    leaders = {source.weight: source.leader for source in sources}
+    return InputScales(loaded.model, leaders, partial(input_scales, programs, sources, schemes, rows), world)
 
 
 def _resume(run: Run, trainer: Trainer, say: Say) -> None:

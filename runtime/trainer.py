@@ -4,9 +4,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.reduce import sum_up
 from specc.runtime.phases import Function, Resting, Stretch, compiled_functions, current, stretches
 from specc.runtime.validation import Measured, Scorer, Validates
+
+if TYPE_CHECKING:
+    from specc.runtime.rounding import InputScales
 
 WARM_UP_STEPS = 3
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
@@ -67,8 +70,8 @@ class Trainer:
 
     In a `world` of several processes each has a trainer, all make the same calls, and `loader` gives each its
     part of a step's rows. Gradients and losses are summed once a step; of Muon's matrices each rank orthogonalizes
-    some, and all else it computes for itself. `grids` says how each parameter will be stored, for `train.qat`;
-    `phases` are those of the run before its last.
+    some, and all else it computes for itself. `grids` says how each parameter will be stored, for `train.qat`, and
+    `inputs` how the phases that round read the inputs of products; `phases` are as of `Programs`.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Trainer:
         feed: Feed | None = None,
         grids: Mapping[str, Scheme] | None = None,
         phases: Sequence[Phase] = (),
+        inputs: "InputScales | None" = None,
     ) -> None:
         self.train, self.loader, self.window = train, loader, window
         self.device, self.compiled = device, compiled
@@ -96,7 +100,7 @@ class Trainer:
         shapes = {param.name: param.shape for param in parameters}
         apart = shared_out(shapes, train.optimizers) if self.world.size > 1 else frozenset[str]()
         dtypes = {param.name: DTYPES[param.dtype] for param in parameters}
-        self._grids = grids if train.qat is not None else None
+        self._grids, self._inputs = grids if train.qat is not None else None, inputs
         rounded = [name for name, scheme in (self._grids or {}).items() if scheme.has_grid]
         self.masters = Masters(model, dtypes, apart, rounded)
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, self.world)
@@ -143,8 +147,9 @@ class Trainer:
         then those from before the step.
         """
         moment = schedule.moment(self.train, self.step, self.clock.common)
-        self._round(moment)
-        if (number := current(self._run, moment.done)) != self._number:
+        number = current(self._run, moment.done)
+        self._round(moment, number)
+        if number != self._number:
             self._enter(number)
         self._begun = moment.done
         self._gradients(self._arguments(self.loader.next() for _ in range(self.micro_batches)))
@@ -172,7 +177,7 @@ class Trainer:
     def warm_up(self, vocabulary: int) -> None:
         """Compiles everything that a step runs, in this phase of the run and in those to come, by steps on made-up
         tokens; then all is as it was."""
-        before = _copied(self.snapshot())
+        before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
         shape = (self.train.at_once(self.world.size), self.window)
         for number in [number for number in range(self._number, len(self._run)) for _ in range(WARM_UP_STEPS)]:
@@ -250,7 +255,7 @@ class Trainer:
             self.clock.seconds,
             self.masters.tensors,
             self.average.tensors if self.average is not None else None,
-            {**self.optimizers.state(), **(self.average.state() if self.average is not None else {})},
+            {k: t for one in (self.optimizers, self.average, self._inputs) if one for k, t in one.state().items()},
             rng,
             self.loader.state(),
             self._spec_digest,
@@ -270,6 +275,8 @@ class Trainer:
         self._round_to(None)
         self.masters.restore(snapshot.weights)
         self.optimizers.restore(snapshot.optimizer)
+        if self._inputs is not None:
+            self._inputs.restore(snapshot.optimizer)
         if self.average is not None and snapshot.average is not None:
             self.average.restore(snapshot.average, snapshot.optimizer)
         torch.set_rng_state(snapshot.rng["cpu"])
@@ -280,7 +287,7 @@ class Trainer:
         self.step = snapshot.step
         self.clock.set(snapshot.seconds)
         if self.step:
-            self._round(schedule.moment(self.train, self.step - 1, self.clock.common))
+            self._round(schedule.moment(self.train, self.step - 1, self.clock.common), self._number)
         self._last_seconds = snapshot.seconds
         samples, self._last_tokens = self.feed.counted()
         self._last_samples = samples or 0
@@ -322,13 +329,19 @@ class Trainer:
         self._number = number
         self._resting[self._run[number].phase.rests].keep()
 
-    def _round(self, moment: schedule.Moment) -> None:
-        """Lets the model compute with rounded weights, once the spec says so."""
-        if self._grids is not None and self.train.qat is not None and moment.warm_down < self.train.qat.below:
+    def _round(self, moment: schedule.Moment, number: int) -> None:
+        """Lets the model compute with rounded weights, once the spec says so; `number` is of the coming stretch."""
+        if self._inputs is not None:
+            begins = self._run[number].phase.rounds
+            if begins and not (self.step and self.stretch.phase.rounds):
+                self._inputs.measure(self.masters.tensors)
+        else:
+            begins = self.train.qat is not None and moment.warm_down < self.train.qat.below
+        if begins and self._grids is not None:
             self._round_to(self._grids)
 
     def _round_to(self, grids: Mapping[str, Scheme] | None) -> None:
-        if self.masters.round_to(grids):
+        if self.masters.round_to(grids, self._inputs.shares() if self._inputs is not None else None):
             self._moves = self._updates()  # the graphs still write what was shown before
 
     def _sum_up(self) -> Tensor:
@@ -380,15 +393,3 @@ class Trainer:
             self._last_seconds, self._last_tokens, self._last_samples = seconds, tokens, samples or 0
             steps.append(Step(one.step, loss, one.multiplier, norm, rate, seconds, rows))
         return steps
-
-
-def _copied(snapshot: Snapshot) -> Snapshot:
-    def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    return replace(
-        snapshot,
-        weights=copy(snapshot.weights),
-        average=copy(snapshot.average) if snapshot.average is not None else None,
-        optimizer=copy(snapshot.optimizer),
-    )

@@ -45,8 +45,9 @@ class _Unmatched(Exception):
 
 
 def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Every graph that a whole-sequence program runs, with each place that it runs at."""
-    for name in programs.whole:
+    """Every graph that a whole-sequence program runs, with each place that it runs at; none of those that round."""
+    rounded = {phase.train for phase in programs.phases if phase.rounds}
+    for name in (name for name in programs.whole if name not in rounded):
         program = programs.program(name)
         yield program, ""
         for node in program.nodes:

@@ -39,7 +39,7 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
     calibrated. `programs` are those before any pass."""
     found: dict[str, Source] = {}
     leaders = _Leaders()
-    for graph, at in _sites(_deployed(programs)):
+    for graph, at in sites(_deployed(programs)):
         by_value: dict[str, str] = {}
         for node in graph.nodes:
             for factor in _factors(graph, node):
@@ -68,7 +68,7 @@ def quantize_products(programs: Programs, schemes: Allocation) -> Programs:
     sources = {source.weight: source for source in integer_products(programs, schemes)}
     deployed = _deployed(programs)
     places: dict[str, list[str]] = {}
-    for graph, at in _sites(deployed):
+    for graph, at in sites(deployed):
         places.setdefault(graph.name, []).append(at)
     problems: list[Problem] = []
     added: dict[str, Parameter] = {}
@@ -76,7 +76,7 @@ def quantize_products(programs: Programs, schemes: Allocation) -> Programs:
     made: dict[str, Graph] = {}
     for graph in deployed.graphs:
         try:
-            editor = _Editor(graph, tuple(places[graph.name]), schemes, sources, made)
+            editor = Editor(graph, tuple(places[graph.name]), schemes, sources, made)
             changed[graph.name] = editor.run()
         except TypeRuleError as error:
             problems.append(Problem(("quant",), "S312", error.message, HINT % "*"))
@@ -107,7 +107,7 @@ def _deployed(programs: Programs) -> Programs:
     return replace(programs, programs=kept, functions=functions, whole=whole, phases=())
 
 
-def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
+def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
     """Every graph with each prefix that its names have where it runs, once."""
     seen: set[tuple[str, str]] = set()
 
@@ -178,7 +178,7 @@ class _Leaders:
 
 
 @dataclass
-class _Editor:
+class Editor:
     """One graph while its products are replaced; see quant.int8_form.Editing."""
 
     graph: Graph
@@ -205,7 +205,7 @@ class _Editor:
                 raise TypeRuleError(f"{self.places[0]}{node.name} has int8 weights and others; it takes one sort")
             form = _form(node)
             assert form is not None
-            form.rewrite(self, node, factors)
+            self.take(form, node, factors)
         nodes: list[Node] = []
         for node in self.graph.nodes:
             nodes += self.new.get(node.name, [])
@@ -217,6 +217,10 @@ class _Editor:
         outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
         named = tuple(replace(node, inputs=tuple(map(self._name, node.inputs))) for node in nodes)
         return _requantized(replace(self.graph, nodes=named, params=params, outputs=outputs))
+
+    def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
+        """Replaces one node."""
+        form.rewrite(self, node, factors)
 
     def _name(self, ref: str) -> str:
         while ref in self.names:
@@ -242,17 +246,17 @@ class _Editor:
         return f"@{name}"
 
     def inverse(self, weight: str) -> str:
-        leader, width = self._leader(weight), self.types[weight].width
+        leader, width = self.leader(weight), self.types[weight].width
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 
-    def _leader(self, weight: str) -> str:
+    def leader(self, weight: str) -> str:
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
         if len(leaders) > 1:
             raise TypeRuleError(f"{self.places[0]}{weight[1:]} shares its input with other products elsewhere")
         return leaders.pop()
 
     def codes(self, ref: str, weight: str, before: Node) -> str:
-        leader = self._leader(weight)
+        leader = self.leader(weight)
         if (ref, leader) not in self.shared:
             width = self.types[ref].width
             assert isinstance(width, int)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from specc.compiler.ir import Graph, Node, TensorType
+from specc.compiler.ir import Dim, Graph, Node, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Call, Fused
 from specc.compiler.programs import Programs
@@ -14,15 +14,15 @@ class VerifyError(AssertionError):
 
 def verify(programs: Programs, after: str) -> None:
     """Raises VerifyError unless every graph is well formed and typed, and every call fits what it calls."""
-    table = {param.name: param for param in programs.params}
+    shapes = {param.name: param.shape for param in programs.params} | {name: t.shape for name, t in programs.buffers}
     inner = [graph for group in programs.groups for graph in (group.forward, group.backward)]
     graphs = (*inner, *programs.functions, *programs.programs)  # what is called before what calls it
     for graph in graphs:
-        for complaint in _complaints(programs, graph, {name: param.shape for name, param in table.items()}):
+        for complaint in _complaints(programs, graph, shapes):
             raise VerifyError(f"after {after}: {graph.name}: {complaint}")
 
 
-def _complaints(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+def _complaints(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim, ...]]) -> Iterator[str]:
     known = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     known |= {f"${name}" for name in graph.scalars}
     for name, type in graph.params if graph in programs.programs else ():

@@ -70,6 +70,11 @@ class Int8Form:
         """Replaces a node whose weights are all int8."""
         raise TypeError(f"{type(self).__name__} does not say what a node becomes")
 
+    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        """Replaces such a node in a program that trains, by floats that round where `rewrite` rounds: `edit.codes`
+        gives there the value as its codes stand for it."""
+        raise TypeError(f"{type(self).__name__} does not say how a node is trained for int8")
+
 
 def sums_of(edit: Editing, weight: str, bias: str) -> tuple[str, str, str]:
     """The stored codes [N, K], offset [N] and scale [N] of a weight, N and K as the product takes them."""

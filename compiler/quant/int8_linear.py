@@ -1,7 +1,7 @@
 """A linear layer in int8: the bias joins the sums, what follows joins the epilogue."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.expr import Binary, Expr, ExprError, Var, cuda_text, name_of, reread, substitute
@@ -60,6 +60,12 @@ class Int8LinearForm(Int8Form):
             assert isinstance(width, int)
             ref = edit.add_op(node.name, CropColumns(width), (ref,), last)
         edit.replace(last, ref)
+
+    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        (factor,) = factors
+        x, *weights = node.inputs
+        edit.add(replace(node, inputs=(edit.codes(x, factor.weight, node), *weights)), node)
+        edit.replace(node)
 
 
 def title_of(expr: Expr, type: TensorType) -> str:

@@ -1,7 +1,7 @@
 """A long short-term memory in int8: one product for the gates of all steps of x, and one a step for those of h, whose
 epilogue adds the two and applies the functions of the gates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
 from specc.compiler.ops.shape import Last
 from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of
+from specc.compiler.quant.rounded_lstm import rehearsed
 
 SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
 SUM = "x_ + p * scale"
@@ -20,6 +21,10 @@ SUM = "x_ + p * scale"
 GATES = Pointwise(
     (f"(1 + cell) * sigmoid((1 + cell) * ({SUM})) - cell",), ("p", "scale", "x_", "cell"), title="lstm_gates_f32"
 )
+
+
+# The nodes of one direction, by the name to give them: x, h and c, its factors, whether it goes backward in time.
+Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]
 
 
 def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
@@ -79,6 +84,9 @@ class Int8CellForm(Int8Form):
         made = edit.add_op(f"{scope}.update", LstmUpdate(), (done, c), node)
         edit.replace(node, made, f"{made}:1")
 
+    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        raise TypeRuleError(f"{node.name} is one step of a loop")
+
 
 @dataclass(frozen=True, slots=True)
 class Int8LstmForm(Int8Form):
@@ -91,17 +99,25 @@ class Int8LstmForm(Int8Form):
         return _factors(node, 3, node.op.biases, node.op.directions)
 
     def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        for d in range(0, len(factors), 2):
+            _check(edit, node, factors[d : d + 2])
+        self._replace(edit, node, factors, _direction)
+
+    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        self._replace(edit, node, factors, rehearsed)
+
+    def _replace(self, edit: Editing, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
+        """By what each direction becomes, side by side."""
         x, h, c, *_ = node.inputs
         directions, scope = len(factors) // 2, node.name.rpartition(".")[0]
         parts: list[tuple[str, str, str]] = []
         for d in range(directions):
             both, name = factors[2 * d : 2 * d + 2], f"{scope}.back" if d else f"{scope}.forward"
-            _check(edit, node, both)
             state = [
                 edit.add_op(f"{name}_{word}", Part(d, directions), (ref,), node) if directions > 1 else ref
                 for word, ref in (("h", h), ("c", c))
             ]
-            parts.append(_direction(edit, node, name, x, state, both, bool(d)))
+            parts.append(direction(edit, node, name, x, state, both, bool(d)))
         if directions == 1:
             edit.replace(node, *parts[0])
             return

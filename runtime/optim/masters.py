@@ -53,18 +53,18 @@ class Masters:
         self._lay_out(dtypes, apart)
 
     @torch.no_grad()
-    def round_to(self, schemes: Mapping[str, Scheme] | None) -> bool:
+    def round_to(self, schemes: Mapping[str, Scheme] | None, shares: Mapping[str, Tensor] | None = None) -> bool:
         """From now on the model computes with what `schemes` would store of each parameter without seeing data, and
         `refresh` keeps it so; with None again with the masters. Gradients are those at the rounded values and go to
         the masters as they are: the straight-through estimator (Bengio et al. 2013). To round as before costs nothing.
-        Returns whether `refresh` does something else from now on.
+        `shares` are those of `Rounded`. Returns whether `refresh` does something else from now on.
 
         Raises ValueError for a parameter that is its own master.
         """
         before = self._rounded.schemes if self._rounded is not None else None
         if schemes is not None and before == schemes:
             return False
-        self._rounded = Rounded(self.tensors, self.shown, schemes) if schemes is not None else None
+        self._rounded = Rounded(self.tensors, self.shown, schemes, shares) if schemes is not None else None
         rounded = self._rounded.names if self._rounded is not None else ()
         copied = [n for n in self.shown if self.tensors[n] is not self.shown[n] and n not in rounded]
         self._copies: list[Tensor] = [self.shown[name] for name in copied]

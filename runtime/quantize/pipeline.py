@@ -24,7 +24,7 @@ from specc.compiler.passes.quantize_products import Source, integer_products
 from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Range
 from specc.compiler.spec import Spec
-from specc.runtime import committed
+from specc.runtime import checkpoint, committed
 from specc.runtime.data import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.evaluate import METRICS, EvaluateOptions, Scored
@@ -44,6 +44,7 @@ from specc.runtime.opened import (
 from specc.runtime.quantize.budget import Allocation, promoted
 from specc.runtime.quantize.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.quantize.hessian import traces
+from specc.runtime.quantize.inputs import trained_scales
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_ranges
@@ -153,7 +154,12 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     calibration, seconds = (_facts(run, own) if sees or sources else None), time.monotonic() - began
     if calibration is not None:
         say(f"calibrated in {seconds:.1f} s")
-    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges)
+    trained: Mapping[str, Tensor] = {}
+    if sources and run.spec.train.qat is not None:
+        trained = trained_scales(checkpoint.load(checkpoint.path_of(run.checkpoints, step)).optimizer, sources)
+    if trained:
+        say("inputs keep the scales that the run trained with")
+    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained)
     base = quantizer.corrected(base)
     schemes = quantizer.chosen(base, say)
     model = quantizer.model(schemes)

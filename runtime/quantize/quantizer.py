@@ -52,10 +52,12 @@ class Quantizer:
         tell: Progress,
         sources: Sequence[Source] = (),
         ranges: Mapping[str, Range] | None = None,
+        trained: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.spec, self.weights, self.hessians, self.gradients = spec, weights, hessians, gradients
         self._tell = tell
-        self._ranges, self._input_scales = ranges or {}, dict[tuple[str, Scheme], Tensor | None]()
+        self._ranges, self._trained = ranges or {}, trained or {}
+        self._input_scales: dict[tuple[str, Scheme], Tensor | None] = {}
         self._leader_of = {source.weight: source.leader for source in sources}
         self._weight_of = {source.bias: source.weight for source in sources if source.bias}
         self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
@@ -85,13 +87,17 @@ class Quantizer:
         return self._made[name, scheme]
 
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
-        """The scale of the input that a weight shares with its leader and the others that it leads."""
+        """The scale of the input that a weight shares with its leader and the others that it leads: the one that the
+        run trained with, else the one that suits what calibration saw."""
         if name not in self._ranges:
             return None
         leader = self._leader_of[name]
         if (leader, scheme) not in self._input_scales:
             shared = [self.weights[weight] for weight, other in self._leader_of.items() if other == leader]
-            self._input_scales[leader, scheme] = scheme.input_scale(self._ranges[leader], shared)
+            chosen = scheme.input_scale(self._ranges[leader], shared)
+            if chosen is not None and leader in self._trained:
+                chosen = self._trained[leader][: len(chosen)]
+            self._input_scales[leader, scheme] = chosen
         return self._input_scales[leader, scheme]
 
     def corrected(self, schemes: Allocation) -> Allocation:

@@ -1,0 +1,86 @@
+"""What training computes in place of int8 products: inputs rounded as these will be, through which gradients pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from specc.compiler.ir import Op, TensorType, TypeRuleError
+from specc.compiler.ops.linear import rows
+from specc.compiler.ops.quantized import LARGEST
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRows(Op):
+    """x [..., K] as `QuantizeRows` would round it, and back: with f32 inverse [K], x * inverse rounded, halves to even,
+    within -127 and 127, over inverse. NaN stays NaN.
+
+    Its gradient is that of the same without the rounding: 1 within -127 and 127, and 0 beyond, where a larger x
+    changes nothing. The straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.
+    """
+
+    name: ClassVar[str] = "round_rows"
+    keeps_features: ClassVar[bool] = True
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        x, inverse = inputs
+        if not x.floating or inverse.dtype != "f32":
+            raise TypeRuleError(f"rounds floats by f32 numbers, not {x} by {inverse}", (0, 1))
+        if inverse.shape != (x.width,):
+            raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
+        return (x,)
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "round_rows"
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"round_rows({', '.join(args)})"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        x, inverse = inputs
+        steps = x * inverse
+        nearest = steps.detach().round().clamp(-LARGEST, LARGEST) / inverse
+        inside = steps.detach().abs() <= LARGEST
+        return torch.where(inside, x + (nearest - x.detach()), nearest)
+
+
+@dataclass(frozen=True, slots=True)
+class LstmGates(Op):
+    """The new h and c [B, H] of the sums of the gates [B, 4H], in the order i, f, g, o, and the old c."""
+
+    name: ClassVar[str] = "lstm_gates"
+
+    @property
+    def arity(self) -> int:
+        return 2
+
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return "h", "c"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        sums, c = inputs
+        if not isinstance(c.width, int) or sums.shape != (*rows(c), 4 * c.width):
+            raise TypeRuleError(f"updates {c} by four gates a feature, not {sums}", (0, 1))
+        return c, c
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return "lstm_gates"
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"lstm_gates({', '.join(args)})"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        sums, c = inputs
+        size = c.shape[-1]
+        i, f, g, o = (sums[..., n * size : (n + 1) * size] for n in range(4))
+        new = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * new.tanh(), new

@@ -1,0 +1,145 @@
+"""The end of training with int8 products ahead: programs that round the inputs of products as the deployed model
+will."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from specc.compiler.ir import Graph, Node, TensorType, TypeRuleError
+from specc.compiler.ops.region import Call, Scan
+from specc.compiler.ops.rounded import RoundRows
+from specc.compiler.passes.assign_quant import Allocation, allocation
+from specc.compiler.passes.quantize_products import Editor, Source, integer_products, sites
+from specc.compiler.programs import LoweringError, Phase, Programs
+from specc.compiler.quant.int8_form import Factor, Int8Form
+from specc.compiler.spec import QuantSpec
+from specc.compiler.strict import Problem
+from specc.compiler.train_spec import TrainSpec
+
+SUFFIX = "_rounded"
+
+
+def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
+    """With quantization-aware training and int8 products, the programs with one more for each phase that `train.qat`
+    reaches: its training program with each input of an int8 product rounded to the codes that the deployed model will
+    make of it, states of recurrences at every step. Their scales are `programs.buffers`.
+
+    Weights are the caller's to round. All other specs get back what they gave. Raises LoweringError for a loop over
+    time that is no LSTM, and for a beginning that no share of the run tells.
+    """
+    if quant is None or train.qat is None:
+        return programs
+    schemes = allocation(quant, programs.params)
+    if not any(scheme.integer for scheme in schemes.values()):
+        return programs
+    phases = tuple(_split((*programs.phases, Phase(1.0, "train", "score")), _begins(train)))
+    names = tuple(phase.train.removesuffix(SUFFIX) for phase in phases if phase.rounds)
+    return replace(rounded(programs, schemes, names), phases=phases) if names else programs
+
+
+def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Programs:
+    """With a copy of each of the programs `names`, NAME_rounded, that rounds the inputs of int8 products. Raises
+    LoweringError."""
+    sources = {source.weight: source for source in integer_products(programs, schemes)}
+    copied = _Copied(programs, schemes, sources)
+    for name in dict.fromkeys(names):
+        copied.program(programs.program(name))
+    return replace(
+        programs,
+        functions=(*programs.functions, *copied.made.values(), *copied.functions.values()),
+        programs=(*programs.programs, *copied.programs),
+        whole=(*programs.whole, *(graph.name for graph in copied.programs)),
+        buffers=tuple(copied.buffers.items()),
+    )
+
+
+def _begins(train: TrainSpec) -> float:
+    """The share of the run after which the warm-down is below what `qat` says."""
+    assert train.qat is not None
+    schedule = train.schedule
+    if train.steps is not None:
+        return 1 - train.qat.below * schedule.of(train.steps)[1] / train.steps
+    if schedule.warmdown_steps:
+        message = "train.qat rounds inputs from a share of the run on, and a warm-down in steps has none by the clock"
+        hint = "give the schedule warmdown_fraction in place of warmdown_steps"
+        raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
+    return 1 - train.qat.below * schedule.warmdown_fraction
+
+
+def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
+    """The phases of a run with what comes after `begins` rounded."""
+    start = 0.0
+    for phase in phases:
+        if start < min(begins, phase.until):
+            yield replace(phase, until=min(begins, phase.until))
+        if begins < phase.until:
+            yield replace(phase, train=f"{phase.train}{SUFFIX}", rounds=True)
+        start = phase.until
+
+
+class _Copied:
+    """Training programs as they are copied, with the functions that they call.
+
+    Attributes:
+        programs: the copies.
+        functions: copied functions, by the name of what they are of.
+        made: functions that the copies call besides.
+        buffers: the types of what the copies read besides parameters, by full name.
+    """
+
+    def __init__(self, programs: Programs, schemes: Allocation, sources: Mapping[str, Source]) -> None:
+        self._all, self._schemes, self._sources = programs, schemes, sources
+        self.programs: list[Graph] = []
+        self.functions: dict[str, Graph] = {}
+        self.made: dict[str, Graph] = {}
+        self.buffers: dict[str, TensorType] = {}
+
+    def program(self, program: Graph) -> None:
+        """Copies one program. Raises LoweringError."""
+        places: dict[str, list[str]] = {}
+        for graph, at in sites(replace(self._all, programs=(program,))):
+            places.setdefault(graph.name, []).append(at)
+        called = [graph for graph in self._all.functions if graph.name in places]
+        try:
+            for graph in (*called, program):
+                edited = self._edited(graph, tuple(places[graph.name]))
+                if graph is program:
+                    self.programs.append(edited)
+                elif edited != graph:
+                    self.functions.setdefault(graph.name, edited)
+        except TypeRuleError as error:
+            message = f"train.qat cannot round the inputs of int8 products in every step of training: {error.message}"
+            hint = "take qat out, or keep these weights by a rule of scheme none"
+            raise LoweringError((Problem(("train", "qat"), "S274", message, hint),)) from None
+
+    def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:
+        """A graph with its products' inputs rounded, under its new name; itself where there is nothing to do."""
+        editor = _Rounding(graph, places, self._schemes, self._sources, self.made)
+        edited = editor.run()
+        nodes = tuple(self._calling(node) for node in edited.nodes)
+        for at in places:
+            self.buffers |= {at + name: type for name, type in editor.added.items()}
+        if graph in self._all.functions and nodes == graph.nodes:
+            return graph
+        return replace(edited, name=f"{graph.name}{SUFFIX}", nodes=nodes)
+
+    def _calling(self, node: Node) -> Node:
+        """A node that calls the copy of what it called."""
+        if not isinstance(node.op, Call | Scan) or node.op.callee not in self.functions:
+            return node
+        if isinstance(node.op, Scan):
+            raise TypeRuleError(f"{node.name} is a loop over time with int8 products inside")
+        return replace(node, op=replace(node.op, callee=self.functions[node.op.callee].name))
+
+
+class _Rounding(Editor):
+    """A graph while the inputs of its products are rounded."""
+
+    def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
+        form.rehearse(self, node, factors)
+
+    def codes(self, ref: str, weight: str, before: Node) -> str:
+        leader = self.leader(weight)
+        if (ref, leader) not in self.shared:
+            inputs = (ref, self.inverse(weight))
+            self.shared[ref, leader] = self.add_op(f"{weight[1:]}_input", RoundRows(), inputs, before)
+        return self.shared[ref, leader]

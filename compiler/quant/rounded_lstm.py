@@ -1,0 +1,56 @@
+"""A long short-term memory as training rehearses it for int8: floats, rounded where the deployed one rounds."""
+
+from collections.abc import Sequence
+
+from specc.compiler.ir import Builder, Graph, Node, TensorType
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.region import Scan, returned
+from specc.compiler.ops.rounded import LstmGates, RoundRows
+from specc.compiler.ops.sequence import AsStep, Reversed
+from specc.compiler.ops.shape import Last
+from specc.compiler.quant.int8_form import Editing, Factor
+
+BIASED = Pointwise(("x + bias",), ("x", "bias"))
+SUM = Pointwise(("h + x",), ("h", "x"))
+
+
+def rehearsed(
+    edit: Editing, node: Node, name: str, x: str, state: Sequence[str], factors: Sequence[Factor], backward: bool
+) -> tuple[str, str, str]:
+    """Adds one direction; returns y [B, T, H], h and c: one product for the gates of all steps of x, with the biases,
+    and a loop over the steps of h, which is rounded at each."""
+    into, hidden = factors
+    gates = edit.add_op(f"{name}_x", Linear(), (edit.codes(x, into.weight, node), into.weight), node)
+    for i, bias in enumerate(factor.bias for factor in factors if factor.bias):
+        gates = edit.add_op(f"{name}_biased{i or ''}", BIASED, (gates, bias), node)
+    if backward:
+        gates = edit.add_op(f"{name}_reversed", Reversed(), (gates,), node)
+    inputs = (*state, gates, hidden.weight, edit.inverse(hidden.weight))
+    step = edit.function(_step([edit.type(ref) for ref in inputs]))
+    kept = [edit.type(ref) for ref in state]
+    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
+    word = name.rpartition(".")[2]
+    at = f"{name.rpartition('.')[0]}_{word}"
+    op = Scan(step, at, 2, 1, returned((*kept, y)), tuple(f"{word}_{w}" for w in "hcy"))
+    loop = edit.add(Node(f"{name}_loop", op, inputs, (*kept, y)), node)
+    out = f"{loop}:2"
+    if backward:
+        out = edit.add_op(f"{name}_y", Reversed(), (out,), node)
+    return out, loop, f"{loop}:1"
+
+
+def _step(types: Sequence[TensorType]) -> Graph:
+    """The function of one step: h, c, the gates of x at that step, then what all steps read."""
+    names = ("h", "c", "x", "weight", "inverse")
+    b = Builder(f"lstm_{types[0].width}_rounded.step")
+    h, c, x, weight, inverse = (
+        b.input(name, TensorType((type.shape[0], 1, type.width) if name == "x" else type.shape, type.dtype))
+        for name, type in zip(names, types, strict=True)
+    )
+    rounded = b.add("recurrent.h", RoundRows(), (h, inverse))
+    gates = b.add("recurrent.gates", Linear(), (rounded, weight))
+    sums = b.add("recurrent.sums", SUM, (gates, b.add("recurrent.x", Last(), (x,))))
+    update = b.add("recurrent.update", LstmGates(), (sums, c))
+    y = b.add("recurrent.y", AsStep(), (update,))
+    return b.build({"next_h": update, "next_c": f"{update}:1", "y": y})
