@@ -30,6 +30,7 @@ from specc.compiler.ops.quantized import CellMarks, CropColumns, Int8Linear, Lst
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.ops.rope import Positions, Rope, RopeAngles
+from specc.compiler.ops.rounded import LstmGates, RoundRows
 from specc.compiler.ops.sequence import AsStep, Concat, Copy, Moves, Repeat, Reversed, Seen, Shift, StateWrite, Zeros
 from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Halves, Last, MergeHeads, PadRows, SplitHeads
 from specc.compiler.ops.sinusoid import Sinusoid
@@ -152,6 +153,8 @@ SAMPLES = [
     Sample(Part(1, 2), (X,)),
     Sample(CellMarks(), ("i32[12]",)),
     Sample(LstmUpdate(), ("f32[B,12]", "f32[B,3]")),
+    Sample(RoundRows(), (X, "f32[8]")),
+    Sample(LstmGates(), ("f32[B,12]", "f32[B,3]")),
     Sample(SumTo((8,)), (X,), arithmetic=True),
     Sample(SumTo((4, 1)), (HEADS,), arithmetic=True),
 ]  # fmt: skip

@@ -27,6 +27,7 @@ SMALL = (
     "train.batch=32",
     "train.steps=8",
     "train.schedule={}",
+    "train.qat=null",
     "train.teacher_forcing=[[0, 1.0], [6, 0.5]]",
     "train.validate_every=0",
     "train.validate_tokens=300",

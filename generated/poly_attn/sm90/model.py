@@ -22,7 +22,7 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
 def round_rows(x: Tensor, inverse: Tensor) -> Tensor:
     """x [..., K] as int8 products read it: x * inverse [K] rounded, halves to even, within -127 and 127, and back.
     Gradients pass as if it were only cut off there: the straight-through estimator."""
-    steps = (x.float() * inverse).clamp(-127, 127)
+    steps = (x * inverse).clamp(-127, 127)
     return ((steps + (steps.round() - steps).detach()) / inverse).to(x.dtype)
 
 

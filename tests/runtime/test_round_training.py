@@ -1,0 +1,307 @@
+"""Training that rounds as int8 will: the values of the deployed model, gradients, causality, resuming, the artifact."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from int8_models import BLOCKS, LSTM, QUANT, Made, data_of, lines, made
+from run_samples import one_thread
+from tiny_models import spec_of
+from torch import Tensor
+
+from specc.compiler import pipeline, reference, witness
+from specc.compiler.build import canonical
+from specc.compiler.check import load
+from specc.compiler.cli import run as command
+from specc.compiler.ops.rounded import RoundRows
+from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.passes.quantize_products import integer_products
+from specc.compiler.passes.round_inputs import rounded
+from specc.compiler.programs import Programs
+from specc.runtime import checkpoint
+from specc.runtime.feed import shifted
+from specc.runtime.load import instantiate
+from specc.runtime.log import read_log
+from specc.runtime.loop import TrainResult
+from specc.runtime.opened import open_model, read_verified
+from specc.runtime.optim.masters import Masters
+from specc.runtime.quantize.inputs import trained_scales
+from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
+from specc.runtime.quantize.tensors import dequantized
+from specc.runtime.train import TrainOptions, train
+
+BY_FEATURE = {**QUANT, "default": {"scheme": "int8", "activations": "per_channel"}}
+TWO_BIASES = {
+    **LSTM,
+    "encoder": [LSTM["encoder"][0], {**LSTM["encoder"][1], "biases": 2}],
+    "decoder": [*LSTM["decoder"][:4], {"kind": "lstm", "hidden": 16, "biases": 2}],
+}
+BACKWARD = {
+    **LSTM,
+    "encoder": [LSTM["encoder"][0], {"kind": "lstm", "hidden": 16, "directions": "backward"}],
+    "bridge": {"kind": "linear"},
+}
+MODELS = {"lstm": LSTM, "two biases": TWO_BIASES, "backward": BACKWARD, "blocks": BLOCKS}
+QUANTS = {"one scale": QUANT, "by feature": BY_FEATURE}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@cache
+def model(name: str, quant: str) -> Made:
+    return made(spec_of(data_of(MODELS[name], QUANTS[quant])), uneven=1.0)
+
+
+def scales_of(one: Made) -> dict[str, Tensor]:
+    """By buffer."""
+    widths = {f"{s.leader}_inverse": one.stored.shapes[s.leader][1] for s in one.sources}
+    found = {f"{s.leader}_inverse": one.stored.tensors[s.leader]["input_scale"] for s in one.sources}
+    return {name: (1 / torch.from_numpy(scale.copy())).expand(widths[name]) for name, scale in found.items()}
+
+
+def rounds(one: Made, name: str) -> Programs:
+    """With a program NAME_rounded."""
+    programs = pipeline.lower(one.spec, "cpu")
+    return rounded(programs, allocation(one.spec.quant, programs.params), (name,))
+
+
+def exact(one: Made, masters: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Weights and buffers in float64."""
+    return {
+        name: tensor.double() for name, tensor in {**(masters or dequantized(one.stored)), **scales_of(one)}.items()
+    }
+
+
+def trained(one: Made, folder: Path) -> torch.nn.Module:
+    """The generated training module, with the values that the artifact's codes stand for."""
+    train = one.spec.train.model_copy(
+        update={"qat": spec_of({**data_of(LSTM), "train": {**data_of(LSTM)["train"], "qat": {}}}).train.qat}
+    )
+    schedule = train.schedule.model_copy(update={"warmdown_fraction": 1.0})
+    spec = one.spec.model_copy(update={"train": train.model_copy(update={"schedule": schedule, "steps": 10})})
+    loaded = instantiate(spec, "cpu", folder)
+    with torch.no_grad():
+        for name, tensor in {**dequantized(one.stored), **scales_of(one)}.items():
+            (loaded.model.get_parameter if name in one.weights else loaded.model.get_buffer)(name).copy_(tensor)
+    return loaded.model
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_computes_what_the_deployed_model_computes(name: str, quant: str, tmp_path: Path) -> None:
+    """Nats of every token: by the references in float64, whose rounding is far below that of codes, but where a value
+    lies between two codes. Without the rounding they are further off by orders."""
+    one = model(name, quant)
+    source, target = lines(1, 64)
+    real = target != 0
+    batch = {"source": source, "target": target}
+    with torch.no_grad():
+        wanted: Any = one.whole.score(source, target)  # type: ignore[operator]
+        found = reference.run(rounds(one, "score"), "score_rounded", batch, exact(one))["loss"]
+        plain = reference.run(rounds(one, "score"), "score", batch, exact(one))["loss"]
+        mean = trained(one, tmp_path).train_rounded(source, shifted(target), target)  # type: ignore[operator]
+    difference, without = ((other - wanted)[real].abs() for other in (found, plain))
+    print(
+        name,
+        quant,
+        difference.median(),
+        difference.mean(),
+        difference.max(),
+        without.median(),
+        without.mean(),
+        mean - wanted[real].mean(),
+    )
+    assert float(difference.median()) < 0.01 * float(without.median())
+    assert float(difference.mean()) < 0.05 * float(without.mean())
+    assert float((mean - wanted[real].mean()).abs()) < 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_the_rounding_it_is_the_plain_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and every gradient, in float64: the loops and products it is taken apart into are those of the model."""
+    one = model(name, "by feature")
+    monkeypatch.setattr(RoundRows, "reference", lambda self, x, inverse: x)
+    source, target = lines(3, 8)
+    batch = {"source": source, "inputs": shifted(target), "target": target}
+    found = []
+    for program in ("train", "train_rounded"):
+        weights = exact(one)
+        for key in one.weights:
+            weights[key].requires_grad_()
+        loss = reference.run(rounds(one, "train"), program, batch, weights)["loss"]
+        loss.backward()  # type: ignore[no-untyped-call]
+        found.append([loss.detach(), *(weights[key].grad for key in one.weights)])
+    for mine, yours in zip(*found, strict=True):
+        torch.testing.assert_close(mine, yours, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_the_straight_through_estimator(name: str, quant: str, tmp_path: Path) -> None:
+    """Every parameter has one, and it is that of the references in float64."""
+    one = model(name, quant)
+    source, target = lines(4, 16)
+    batch = {"source": source, "inputs": shifted(target), "target": target}
+    weights = exact(one)
+    for key in one.weights:
+        weights[key].requires_grad_()
+    reference.run(rounds(one, "train"), "train_rounded", batch, weights)["loss"].backward()  # type: ignore[no-untyped-call]
+    generated = trained(one, tmp_path).double()
+    generated.train_rounded(*batch.values()).backward()  # type: ignore[operator]
+    for key, parameter in generated.named_parameters():
+        assert parameter.grad is not None and float(parameter.grad.abs().max()) > 0, key
+        torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=1e-6, atol=1e-9)
+
+
+def test_beyond_the_largest_code_nothing_is_learned() -> None:
+    """It is cut off there; within, the gradient is that of x itself, and the value is on the grid."""
+    x = torch.tensor([[-300.0, -127.0, -3.5, -0.4, 0.5, 1.5, 126.6, 128.0]], requires_grad=True)
+    y = RoundRows().reference(x, torch.full((8,), 1.0))
+    assert isinstance(y, Tensor)
+    y.backward(torch.arange(1.0, 9.0)[None])
+    assert y.tolist() == [[-127.0, -127.0, -4.0, 0.0, 0.0, 2.0, 127.0, 127.0]]
+    assert x.grad is not None and x.grad.tolist() == [[0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["lstm", "blocks"])
+def test_a_token_learns_nothing_from_those_behind_it(name: str, tmp_path: Path) -> None:
+    """The loss of the first 5 targets does not read what the decoder is fed later; that of all does."""
+    module: Any = trained(model(name, "by feature"), tmp_path)
+    source, target = lines(5, 16)
+    inputs, other = shifted(target), shifted(target)
+    other[:, 5:] = torch.randint(3, 31, other[:, 5:].shape, generator=torch.Generator().manual_seed(1))
+    first = torch.where(torch.arange(30) < 5, target, 0)
+    with torch.no_grad():
+        assert torch.equal(module.train_rounded(source, inputs, first), module.train_rounded(source, other, first))
+        assert not torch.equal(
+            module.train_rounded(source, inputs, target), module.train_rounded(source, other, target)
+        )
+
+
+def test_the_generated_program_is_the_plan(tmp_path: Path) -> None:
+    one = model("lstm", "by feature")
+    module = trained(one, tmp_path)
+    graph = witness.trace(module, sys.modules[type(module).__module__], "train_rounded")
+    assert witness.round_trip(rounds(one, "train"), "train_rounded", graph) > 40
+
+
+def small(*overrides: str) -> Any:
+    data = data_of(LSTM, {**BY_FEATURE, "calibrate": {"sequences": 32, "batch": 16}})
+    data["train"] |= {
+        "data": {"kind": "polynomial", "lines": 200},
+        "steps": 12,
+        "batch": 8,
+        "schedule": {"warmdown_fraction": 1.0},
+        "qat": {"below": 0.5},
+        "optimizers": [{"match": "*", "kind": "adamw", "lr": 0.01}],
+    }
+    data["eval"] = {"metric": "exact_match", "lines": 20, "batch": 20}
+    return load(json.dumps(data), overrides)[0]
+
+
+def go(folder: Path, *overrides: str, **more: Any) -> TrainResult:
+    return train(TrainOptions(small(*overrides), "cpu", "polynomial", folder, **more), lambda line: None)
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_log(folder / "log.jsonl") if record["event"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    return go(tmp_path_factory.mktemp("rounds") / "run")
+
+
+def test_until_it_begins_a_run_is_the_one_without(run: TrainResult, tmp_path: Path) -> None:
+    """The multiplier is 0.5 before the seventh step."""
+    plain = losses(go(tmp_path / "run", "train.qat=null").run)
+    assert losses(run.run)[:6] == plain[:6] and losses(run.run)[6] != plain[6]
+
+
+@pytest.mark.parametrize("stop", [3, 6, 7, 10])
+def test_resuming_is_exact(run: TrainResult, tmp_path: Path, stop: int) -> None:
+    """Before it rounds, just before, just after, and later: the scales are measured once, and kept."""
+    go(tmp_path / "run", stop_after_steps=stop)
+    begun = checkpoint.load(checkpoint.path_of(tmp_path / "run" / "checkpoints", stop))
+    scales = [tensor for name, tensor in begun.optimizer.items() if "input_scale" in name]
+    assert len(scales) == 11 and all(bool((scale == 1).all()) == (stop <= 6) for scale in scales)
+    go(tmp_path / "run", resume="auto")
+    assert losses(tmp_path / "run") == losses(run.run)
+    mine, whole = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", run.run))
+    for ours, theirs in ((mine.weights, whole.weights), (mine.optimizer, whole.optimizer)):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_two_processes_are_as_one(run: TrainResult, tmp_path: Path) -> None:
+    """Rank 0 alone measures the scales, so ranks have the same; the weights that they fit differ by the order of
+    sums."""
+    (tmp_path / "tiny_int8.yaml").write_text(canonical(small()))
+    words = [
+        "train",
+        str(tmp_path / "tiny_int8.yaml"),
+        "--run",
+        str(tmp_path / "run"),
+        "--target",
+        "cpu",
+        "--gpus",
+        "2",
+    ]
+    assert command(words) == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(run.run), rel=2e-4)
+    mine, whole = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", run.run))
+    for name in (name for name in whole.optimizer if "input_scale" in name):
+        torch.testing.assert_close(mine.optimizer[name], whole.optimizer[name], rtol=1e-4, atol=0)
+
+
+def test_the_artifact_keeps_the_scales_that_the_run_trained_with(run: TrainResult) -> None:
+    """It reads back as the run's floats, without the program that rounds, too."""
+    said: list[str] = []
+    result = quantize(run.run, QuantizeOptions(), said.append)
+    assert "inputs keep the scales that the run trained with" in said
+    stored = read_verified(result.artifact).stored
+    snapshot = checkpoint.load(run.checkpoint)
+    spec = small()
+    programs = pipeline.lower(spec, "cpu")
+    schemes = allocation(spec.quant, programs.params)
+    scales = trained_scales(snapshot.optimizer, integer_products(programs, schemes))
+    for leader, scale in scales.items():
+        assert torch.equal(torch.from_numpy(stored.tensors[leader]["input_scale"].copy()), scale)
+    opened = open_model(run.run).model
+    assert all(torch.equal(found, snapshot.weights[name]) for name, found in opened.named_parameters())
+    assert not list(opened.buffers())
+
+
+def test_weights_are_rounded_as_the_artifact_stores_them() -> None:
+    """Times the shares of their inputs' scales."""
+    one = model("lstm", "by feature")
+    copies = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in one.weights.items()}
+    holder = torch.nn.Module()
+    for name, parameter in copies.items():
+        holder.register_parameter(name.replace(".", "_"), parameter)
+    schemes = {name.replace(".", "_"): scheme for name, scheme in one.stored.schemes.items()}
+    masters = Masters(holder, dict.fromkeys(schemes, torch.float32), copied=schemes.keys())
+    shares = {}
+    for source in one.sources:
+        scale = torch.from_numpy(one.stored.tensors[source.weight]["input_scale"].copy())
+        shares[source.weight.replace(".", "_")] = (scale.double() / scale.double().max()).float()
+    masters.round_to(schemes, shares)
+    for source in one.sources:
+        found, wanted = masters.shown[source.weight.replace(".", "_")].detach(), dequantized(one.stored)[source.weight]
+        step = torch.from_numpy(one.stored.tensors[source.weight]["scale"].copy()).float()[:, None]
+        steps = ((found - wanted) * shares[source.weight.replace(".", "_")] / step).abs()
+        assert float((steps > 1e-3).float().mean()) < 1e-3 and not torch.equal(found, one.weights[source.weight])
+
+
+def test_a_run_that_ended_before_it_rounds_is_calibrated(tmp_path: Path) -> None:
+    said: list[str] = []
+    quantize(go(tmp_path / "run", stop_after_steps=4).run, QuantizeOptions(), said.append)
+    assert not any("trained with" in line for line in said)
