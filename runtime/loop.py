@@ -219,5 +219,6 @@ class Loop:
             self._look()  # meets the others, who score their parts to the end; raises Stopped for all
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())
-        self._say(f"step {trainer.step:,}  validation, {which} weights: {result.line()}")
+        rounded = ", rounded, of inputs as they are" if trainer.stretch.phase.rounds and weights is None else ""
+        self._say(f"step {trainer.step:,}  validation, {which} weights{rounded}: {result.line()}")
         return result

@@ -34,6 +34,7 @@ class InputScales:
         buffers = dict(model.named_buffers())
         self._inverse = {leader: buffers[f"{leader}_inverse"] for leader in dict.fromkeys(self._leader.values())}
         self._scale = {leader: torch.ones_like(inverse) for leader, inverse in self._inverse.items()}
+        self._share: dict[str, Tensor] = {}
         self._write(self._scale)
 
     def measure(self, weights: Mapping[str, Tensor]) -> None:
@@ -56,11 +57,12 @@ class InputScales:
     def shares(self) -> dict[str, Tensor]:
         """Of each weight [N, K], the scales of its input as shares of the largest, f32 [K]: the deployed model rounds
         the weight times them."""
-        shares = {leader: scale.double() / scale.double().max() for leader, scale in self._scale.items()}
-        return {weight: shares[leader].float() for weight, leader in self._leader.items()}
+        return {weight: self._share[leader] for weight, leader in self._leader.items()}
 
     @torch.no_grad()
     def _write(self, scales: Mapping[str, Tensor]) -> None:
         for leader, inverse in self._inverse.items():
             self._scale[leader].copy_(scales[leader])
             inverse.copy_(1.0 / self._scale[leader])
+            exact = self._scale[leader].double()
+            self._share[leader] = (exact / exact.max()).float()

@@ -25,7 +25,7 @@ from specc.compiler.passes.round_inputs import rounded
 from specc.compiler.programs import Programs
 from specc.runtime import checkpoint
 from specc.runtime.feed import shifted
-from specc.runtime.load import instantiate
+from specc.runtime.load import choose_target, instantiate
 from specc.runtime.log import read_log
 from specc.runtime.loop import TrainResult
 from specc.runtime.opened import open_model, read_verified
@@ -305,3 +305,26 @@ def test_a_run_that_ended_before_it_rounds_is_calibrated(tmp_path: Path) -> None
     said: list[str] = []
     quantize(go(tmp_path / "run", stop_after_steps=4).run, QuantizeOptions(), said.append)
     assert not any("trained with" in line for line in said)
+
+
+def test_a_run_on_the_clock_rounds_too(tmp_path: Path) -> None:
+    """After its programs have run on made-up tokens, which leaves no trace."""
+    result = go(tmp_path / "run", "train.steps=null", "train.budget_seconds=2")
+    scales = [scale for name, scale in checkpoint.load(result.checkpoint).optimizer.items() if "input_scale" in name]
+    assert result.complete and scales and all(bool((scale < 1).all()) for scale in scales)
+
+
+@pytest.mark.gpu
+def test_captured_steps_are_the_eager_ones(tmp_path: Path) -> None:
+    """Across the beginning, and from a checkpoint behind it."""
+    spec = small("targets=[sm90, sm86]")
+    target = choose_target(spec, None)
+
+    def gone(name: str, **more: Any) -> list[float]:
+        train(TrainOptions(spec, target, "polynomial", tmp_path / name, **more), lambda line: None)
+        return losses(tmp_path / name)
+
+    whole = gone("captured")
+    assert gone("eager", compiled=False) == pytest.approx(whole, rel=2e-3)
+    gone("parts", stop_after_steps=9)
+    assert gone("parts", resume="auto") == pytest.approx(whole, rel=2e-3)
