@@ -157,6 +157,9 @@ class Spec(StrictModel):
         if self.train.teacher_forcing is not None and not pairs:
             message = "teacher forcing is for models that turn lines into lines"
             yield Problem(("train", "teacher_forcing"), "S227", message, "take it out")
+        if self.train.tf32 and self.model.computes_in != "f32":
+            message = "train.tf32 is for products of f32 numbers, and the model computes in bf16 on a GPU"
+            yield Problem(("train", "tf32"), "S277", message, "take it out, or give a model that can `dtype: f32`")
         if self.train.qat is not None and self.quant is None:
             message = "train.qat rounds weights as quant will store them, and there is no quant"
             yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")

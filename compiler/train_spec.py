@@ -116,6 +116,9 @@ class TrainSpec(StrictModel):
     `lengths` are [share of the run, tokens]: from where so much of it is done, by steps or by the clock, windows are
     cut into rows of so many tokens, which see nothing of each other. Steps keep their tokens and their order. Scores
     are always of the whole context.
+
+    With `tf32` the products of f32 numbers in a training step read their factors as TF32, with 10 bits of mantissa, on
+    a GPU, where strict f32 has no tensor cores; scores stay strict.
     """
 
     data: AnyData = TextData()
@@ -129,6 +132,7 @@ class TrainSpec(StrictModel):
     optimizers: Annotated[tuple[OptimizerSpec, ...], Field(min_length=1)]
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
+    tf32: bool = later(False)
     average: AverageSpec | None = None
     qat: QatSpec | None = later(None)
     lengths: Lengths | None = later(None)
