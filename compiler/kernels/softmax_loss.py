@@ -226,7 +226,9 @@ def header_of(site: Site) -> str:
     logits, targets = (
         unbroken(f"{name} {type}") for name, type in zip(("logits", "targets"), site.inputs, strict=True)
     )
-    results = (unbroken(f"{name} {type}") for name, type in zip(results_of(loss_of(site)), site.node.types, strict=True))
+    results = (
+        unbroken(f"{name} {type}") for name, type in zip(results_of(loss_of(site)), site.node.types, strict=True)
+    )
     return flowed(f"{unbroken(f'{site.label}    ')}{logits}, {targets} -> {', '.join(results)}", "# ", "    ", 88)
 
 
