@@ -88,6 +88,8 @@ CODES: Mapping[str, str] = {
     "S260": "a setting of text that the model writes itself, where it is calibrated on other text",
     "S261": "a model that writes no text, to be calibrated on its own",
     "S262": "calibration windows longer than the context",
+    "S268": "bits to allocate among one width",
+    "S269": "what begins late in the warm-down, with a schedule that never goes so far down",
     "S277": "TF32 for a model whose products are not of f32 numbers",
     "S301": "two parts of the model whose widths do not fit",
     "S302": "a fusion point that matches nothing",

@@ -197,8 +197,9 @@ def build(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: 
 
 @cli.command()
 @click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@set_option
 @format_option
-def validate(specs: tuple[Path, ...], form: str) -> int:
+def validate(specs: tuple[Path, ...], overrides: tuple[str, ...], form: str) -> int:
     """Check specs as far as a build does, and show all errors at once."""
     from specc.compiler.build import validate as check_spec
     from specc.compiler.errors import SpeccError, SpecError
@@ -206,7 +207,7 @@ def validate(specs: tuple[Path, ...], form: str) -> int:
     errors: list[SpeccError] = []
     for path in specs:
         try:
-            check_spec(path)
+            check_spec(path, overrides)
         except SpeccError as error:
             errors.append(error)
         else:

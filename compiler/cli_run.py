@@ -150,6 +150,17 @@ def joined_world() -> Any:
 @run_argument
 @click.option("--data", help="Calibrate and measure on this; the run's own data where unset.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Measure the loss on so many tokens only.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="quant.PATH=VALUE", help="Quantize otherwise than the run's spec says."
+)
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(["artifact", "submission"]),
+    default="artifact",
+    show_default=True,
+    help="What shall fit quant.budget_bytes: the artifact alone, or as a submission with its train_gpt.py.",
+)
 @target_option
 @tokenizers_option
 @json_option
@@ -159,6 +170,8 @@ def quantize(
     run: Path,
     data: str | None,
     max_tokens: int | None,
+    overrides: tuple[str, ...],
+    purpose: str,
     target: str | None,
     tokenizers: tuple[Path, ...],
     as_json: bool,
@@ -167,7 +180,12 @@ def quantize(
     from specc.runtime.quantize.pipeline import QuantizeOptions
     from specc.runtime.quantize.pipeline import quantize as run_quantize
 
-    options = QuantizeOptions(data, max_tokens, target, None, with_data(tokenizers, data))
+    places, code = with_data(tokenizers, data), 0
+    if purpose == "submission":
+        from specc.runtime.submission.export import code_bytes
+
+        code = code_bytes(run, overrides, places)
+    options = QuantizeOptions(data, max_tokens, target, None, places, overrides=overrides, reserved=code)
     result = run_quantize(run, options, say, Stages())
     if as_json:
         click.echo((result.artifact.parent / "report.json").read_text(encoding="utf-8"), nl=False)
@@ -180,7 +198,8 @@ def quantize(
         click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
-    click.echo(f"artifact     {result.size.total:,} bytes{budget}: {result.artifact}")
+    beside = f" and {code:,} of code" if code else ""
+    click.echo(f"artifact     {result.size.total:,} bytes{beside}{budget}: {result.artifact}")
     wants = "--prompt TEXT" if result.spec.model.characters is None else "--lines FILE"
     click.echo(f"next: specc generate {result.artifact} {wants}")
 

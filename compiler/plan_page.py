@@ -48,7 +48,11 @@ def promotion(spec: Spec) -> str:
     """What quantization will choose, in words; empty where there is nothing to choose."""
     if spec.quant is not None and spec.quant.allocate is not None:
         wish, widths = spec.quant.allocate, ", ".join(map(str, sorted(set(spec.quant.allocate.bits))))
-        return f"then each of `{wish.match}` at {widths} bits, chosen together within {spec.quant.budget_bytes:,} bytes"
+        clips = f" and clips of {', '.join(f'{c:g}' for c in sorted(set(wish.clip_stds)))} deviations" * bool(
+            wish.clip_stds
+        )
+        within = f"chosen together within {spec.quant.budget_bytes:,} bytes"
+        return f"then each of `{wish.match}` at {widths} bits{clips}, {within}"
     rule = spec.quant.promote if spec.quant is not None else None
     if rule is None or spec.quant is None:
         return ""
@@ -77,7 +81,7 @@ def plan_page(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan
         "",
         f"{spec.model.title} · {count:,} parameters · {quantity(flops)}FLOP a token forward and backward",
         "",
-        "| stored as | tensors | parameters | bytes, estimated | rule |",
+        "| stored as | tensors | parameters | bytes, at most about | rule |",
         "|---|---|---|---|---|",
     ]
     rows = list(quant_rows(spec, schemes, programs))
@@ -240,7 +244,9 @@ def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
     total = sum(size for _, _, _, size, _ in rows)
     budget = spec.quant.budget_bytes if spec.quant is not None else None
     against = f" of {budget:,} ({100 * total / budget:.1f} %)" if budget else ""
-    lines.append(f"artifact     about {total:,} bytes{against}")
+    lines.append(f"artifact     at most about {total:,} bytes{against}, compressed; by the entropy of normal rows")
+    if budget and total > budget and spec.quant is not None and spec.quant.allocate is None:
+        lines.append("  may not fit: `quant.allocate` chooses among widths, fewer bits too, so that it does")
     for label, n, numbers, size, _ in rows[:6]:
         lines.append(f"  {label:<22} {n:>4} tensors {numbers:>12,} parameters {size:>12,} bytes")
     if words := promotion(spec):

@@ -95,6 +95,8 @@ class QuantizeOptions:
         target, device: where to compute.
         search: more folders to look for the tokenizer in.
         cache: where tokenized text is kept.
+        overrides: `--set` texts about the spec's `quant`, for a run that was trained with another one.
+        reserved: bytes of the spec's budget that are left to what ships beside the artifact.
     """
 
     data: str | None = None
@@ -103,6 +105,8 @@ class QuantizeOptions:
     device: str | None = None
     search: tuple[Path, ...] = ()
     cache: Path | None = None
+    overrides: tuple[str, ...] = ()
+    reserved: int = 0
 
 
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
@@ -114,10 +118,17 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
 
     Raises QuantizeError when the spec quantizes nothing, a parameter cannot be quantized as asked, or the
     budget cannot be met (nothing is written then); RunDirectoryError, RunFailure, IntegrityError and
-    DataError for the run and the data.
+    DataError for the run and the data; SpecError for overrides. What the run was trained to stays as it was.
     """
+    try:
+        return _quantize(Run.open(path).requantized(options.overrides), options, say, progress)
+    except QuantizeError as error:
+        kept = f"the trained weights are kept; go on with: specc quantize {path} --set quant.KEY=VALUE"
+        raise QuantizeError(error.message, f"{error.hint}\n{kept}" if error.hint else kept) from error
+
+
+def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress | None) -> QuantizeResult:
     tell = progress or (lambda stage, done, total: None)
-    run = Run.open(path)
     quant = run.spec.quant
     if quant is None:
         raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
@@ -155,7 +166,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         say(f"calibrated in {seconds:.1f} s")
     quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges)
     base = quantizer.corrected(base)
-    schemes = quantizer.chosen(base, say)
+    schemes = quantizer.chosen(base, say, options.reserved)
     model = quantizer.model(schemes)
 
     if sources:
@@ -167,7 +178,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         assign(opened.loaded, dequantized(model))
         after = measure(opened)
     say(f"after: {after.report()[0]}")
-    result = _write(run, step, quantizer, schemes, base, (before, after), calibration, seconds)
+    result = _write(run, options, step, quantizer, schemes, base, (before, after), calibration, seconds)
     say(f"{result.artifact}: {result.size.total:,} bytes")
     return result
 
@@ -252,6 +263,7 @@ def _ranges(
 
 def _write(
     run: Run,
+    options: QuantizeOptions,
     step: int,
     quantizer: Quantizer,
     schemes: Allocation,
@@ -284,7 +296,7 @@ def _write(
             result = QuantizeResult(artifact, spec, step, size, budget, rows, more, *losses, calibration, seconds)
             files = (
                 (SPEC, readable(spec).encode()),
-                (REPORT, report_json(result, sensitivity).encode()),
+                (REPORT, report_json(result, sensitivity, options).encode()),
                 (ARTIFACT, (staging / ARTIFACT).read_bytes()),
             )
             committed.write(run.staged, files)
@@ -305,7 +317,7 @@ def _clear(staging: Path) -> None:
             entry.unlink()
 
 
-def report_json(result: QuantizeResult, sensitivity: Mapping[str, float]) -> str:
+def report_json(result: QuantizeResult, sensitivity: Mapping[str, float], options: QuantizeOptions) -> str:
     """What report.json says: sizes, the loss before and after, and a row a parameter.
 
     `output_error` is null where there was no Hessian or no output to compare with; `trace` is null without
@@ -320,6 +332,8 @@ def report_json(result: QuantizeResult, sensitivity: Mapping[str, float]) -> str
         "step": result.step,
         "artifact_bytes": result.size.total,
         "budget_bytes": result.budget,
+        "reserved_bytes": options.reserved,
+        "overrides": list(options.overrides),
         "promoted": list(result.promoted),
         "calibration": result.calibration,
         "before": result.before.facts(),

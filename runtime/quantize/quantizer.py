@@ -112,10 +112,13 @@ class Quantizer:
         taken = largest_errors(list(able), lambda name: self.error(name, able[name]), wish.count)
         return {n: able[n].with_correction(wish.rank) if n in taken else s for n, s in schemes.items()}
 
-    def chosen(self, base: Allocation, say: Say) -> Allocation:
-        """`base` with the bits that the spec leaves to choose. Raises QuantizeError as `solve_bits` and `choose` do."""
+    def chosen(self, base: Allocation, say: Say, reserved: int = 0) -> Allocation:
+        """`base` with the bits that the spec leaves to choose, within its budget less the `reserved` bytes. Raises
+        QuantizeError as `solve_bits` and `choose` do."""
         quant = self.spec.quant
         assert quant is not None
+        if quant.budget_bytes is not None:
+            quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
         if quant.allocate is None or quant.budget_bytes is None:
             return choose(quant, base, traces(self.hessians), self.estimate, self.exact, say)
 
