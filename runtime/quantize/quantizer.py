@@ -145,4 +145,5 @@ class Quantizer:
         """The bytes of the artifact."""
         model = self.model(schemes)
         text = canonical(resolved(self.spec, schemes)).encode()
-        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors)
+        described = any(scheme.integer for scheme in schemes.values())
+        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, described=described)
