@@ -33,8 +33,8 @@ def require_product(source: Source, table: Table, extent: tuple[int, int]) -> No
     if codes.shape != (n, k):
         transposed = ": it is stored transposed" if codes.shape == (k, n) else ""
         if len(codes.shape) != 2 or codes.shape[1] != k:
-            found = codes.shape[1] if len(codes.shape) == 2 else list(codes.shape)
-            message = f"{node}: K is {found} in the weight but its input has {k} features ({source.maker}){transposed}"
+            wide = codes.shape[1] if len(codes.shape) == 2 else list(codes.shape)
+            message = f"{node}: K is {wide} in the weight but its input has {k} features ({source.maker}){transposed}"
             raise IntegrityError(message, AGAIN)
         raise IntegrityError(f"{node}: N is {codes.shape[0]} in the weight, and the model has {n}", AGAIN)
     if codes.order != ROWS:
