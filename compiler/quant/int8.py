@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from specc.compiler.ops.quantized import LARGEST_K
+from specc.compiler.quant.gptq_solver import factorize, solve, weighted_error
 from specc.compiler.quant.rows import LARGEST_SCALE, SMALLEST_SCALE, PerRow, arrays_of, dequantized
 from specc.compiler.quant.scheme import Range, SchemeError, Seen, Stored, check_arrays, check_finite, check_shape
 from specc.compiler.strict import later
@@ -21,6 +22,7 @@ LARGEST_OFFSET = 2**30  # of a bias in whole numbers: with it no sum of int8 pro
 SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # of an input's scale: within, no code, step or output leaves f32
 EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0 is one scale for all features
 QUIETEST = 2.0**-6  # of a feature's largest magnitude, as a share of all: what was hardly seen may come louder later
+LEAST_DAMPING, BLOCK = 1e-9, 128  # of GPTQ's solver
 # A row below this share of the largest weight keeps the step that such a row has.
 FAINTEST = 2.0**-12
 
@@ -77,7 +79,26 @@ class Int8(PerRow):
         _check_scales("the scale of its input", given, SMALLEST_INPUT, LARGEST_INPUT)
         weight = weight.detach() * _shares(given).to(weight)
         scale = self.scales(self.clip_without_data(weight.double()))
-        return {**arrays_of(self.nearest(weight, scale), scale, shape), "input_scale": given}
+        codes = self.nearest(weight, scale)
+        if seen.hessian is not None:
+            codes = self._solved(weight.double(), scale, codes, seen.hessian.to(weight.device).double(), given)
+        return {**arrays_of(codes, scale, shape), "input_scale": given}
+
+    def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, hessian: Tensor, given: Array) -> Tensor:
+        """The codes of GPTQ, or of a row whose sums they make no better the `nearest`. `hessian` is the mean of x^T x
+        for inputs x. What is multiplied is x_k / r_k, rounded: its second moments, with the rounding's own variance,
+        which is all the damping that there is."""
+        import torch
+
+        share = _shares(given).to(weight)
+        moments = hessian / share[:, None] / share if len(share) > 1 else hessian.clone()
+        moments.diagonal().add_(float(given.max()) ** 2 / 12)
+        factor = factorize(moments, LEAST_DAMPING, "descending")
+        solved = solve(weight, scale.double(), factor, self.top, BLOCK)
+        wrong, still = (
+            weighted_error(weight - codes * scale.double()[:, None], factor.hessian) for codes in (nearest, solved)
+        )
+        return torch.where((still < wrong)[:, None], solved, nearest)
 
     @property
     def _by_feature(self) -> bool:

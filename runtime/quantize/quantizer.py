@@ -78,6 +78,8 @@ class Quantizer:
             weight = self._weight_of.get(name)
             beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
             hessian = self.hessians.get(name) if scheme.needs_hessian else None
+            if scheme.integer and name in self._ranges:
+                hessian = self._ranges[name].products
             seen = Seen(hessian, self._input_scale(name, scheme), beside)
             one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
             self._made[name, scheme] = one
