@@ -286,6 +286,18 @@ def evaluate(
     return 0
 
 
+OF_TEXTS = ("prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples")
+OF_LINES = ("beam",)
+
+
+def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
+    """Raises UsageError for an option among these that was given: it would have no effect."""
+    given = click.get_current_context().get_parameter_source
+    odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not click.core.ParameterSource.DEFAULT]
+    if odd:
+        raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect beside {beside}")
+
+
 @cli.command()
 @model_argument
 @click.option("--prompt", default="", help="The start of a document.")
@@ -323,10 +335,10 @@ def generate(
 ) -> None:
     """Continue a text with a run or an artifact; or with --lines, print the line that a model of lines makes of
     each."""
+    _refuse_options("--lines" if lines is not None else "a prompt", OF_TEXTS if lines is not None else OF_LINES)
     if lines is not None:
-        if samples > 1:
-            raise click.UsageError("--samples is of texts; with --lines, each line gives one")
         from specc.runtime.data.characters import lines_of
+        from specc.runtime.data.errors import LineError
         from specc.runtime.opened import open_model
         from specc.runtime.translate import opened_translator
 
@@ -335,7 +347,10 @@ def generate(
             given = lines_of(lines.read())
         except UnicodeDecodeError as error:
             raise click.UsageError(f"{lines.name} is not valid UTF-8 at byte {error.start}") from None
-        translated = opened_translator(opened, beam).translate(given)
+        try:
+            translated = opened_translator(opened, beam).translate(given)
+        except LineError as error:
+            raise LineError(error.row, f"{lines.name}:{error.row + 1}: {error.message}", error.hint) from error
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
         return
     from specc.runtime.decoding import Sampling

@@ -14,6 +14,7 @@ from specc.compiler.passes.assign_quant import Allocation, allocation
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan import Alternatives, Choice, Plan, place_pattern
+from specc.compiler.plan_products import product_lines, products
 from specc.compiler.programs import Group, Programs
 from specc.compiler.spec import Spec
 
@@ -232,8 +233,8 @@ def _types(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
     return " x ".join(map(str, inputs)) + " -> " + ", ".join(map(str, outputs))
 
 
-def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
-    """The lines of `specc plan`: at most 25."""
+def summary(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] | None = None) -> tuple[str, ...]:
+    """The lines of `specc plan`: at most 25. `deployed` are as `plan_page` has them."""
     programs = first_programs(plans)
     schemes = allocation(spec.quant, programs.params)
     count = sum(param.count for param in programs.params)
@@ -255,10 +256,13 @@ def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
         own = [c for c in plan.choices if c.rendered.files]
         names = ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own)) or "none of its own"
         lines.append(f"{target:<12} {names}")
-    return tuple(lines[:25])
+    lines += product_lines(deployed or {})
+    if len(lines) > 25:
+        lines[24:] = [f"  and {len(lines) - 24} more, which PLAN.md lists"]
+    return tuple(lines)
 
 
-def summary_data(spec: Spec, plans: Mapping[str, Plan]) -> dict[str, Any]:
+def summary_data(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] | None = None) -> dict[str, Any]:
     """What `summary` tells, as data."""
     programs = first_programs(plans)
     forward = forward_flops(spec, plans)
@@ -276,6 +280,7 @@ def summary_data(spec: Spec, plans: Mapping[str, Plan]) -> dict[str, Any]:
         "stored": stored,
         "promotion": promotion(spec),
         "kernels": {name: _kernel_data(plan) for name, plan in plans.items()},
+        "deployed": {name: [row.data() for row in products(plan)] for name, plan in (deployed or {}).items()},
     }
 
 

@@ -44,18 +44,18 @@ class Translator:
     beam: int = 1
 
     def translate(self, lines: Sequence[str]) -> list[str]:
-        """The line for each line. Raises DataError for one that is too long or has a character that the vocabulary
-        lacks, TypeError for a single text, RunFailure for logits that are no numbers."""
+        """The line for each line. Raises LineError, before any is decoded, for the first that is too long or has a
+        character that the vocabulary lacks, TypeError for a single text, RunFailure for logits that are no numbers."""
         if isinstance(lines, str):
             raise TypeError("translate takes a list of lines, not one text")
+        encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
         order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # lines of a batch end at about the same step
         found = [""] * len(lines)
         for start in range(0, len(lines), self.batch):
             rows = order[start : start + self.batch]
             chosen = [lines[i] for i in rows]
-            longest = self.window if self.fixed else max(map(len, chosen)) + 1
-            width = min(longest, self.window)  # the tokenizer says which line is too long
-            ids = torch.from_numpy(self.tokenizer.encode_rows(chosen, width)).to(self.device, torch.int64)
+            width = self.window if self.fixed else max(map(len, chosen)) + 1
+            ids = encoded[rows, :width].to(self.device, torch.int64)
             texts = self.tokenizer.decode_rows(self.tokens(ids).cpu().numpy())
             for i, text in zip(rows, texts, strict=True):
                 found[i] = text

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 LARGEST = 127  # of a code; -128 is none, so that codes are symmetric
 ALIGNMENT = 16  # codes that one load takes: K and N of an int8 product are multiples of it
+LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT  # so many products and a bias below 2^30 stay within int32
 
 
 def padded(extent: int) -> int:
@@ -103,6 +104,8 @@ class Int8Linear(Op):
         n, k = self.extent(weight)
         if x.width != k:
             raise TypeRuleError(f"K is {k} in the weight but its input has {x.width} features ({{input}})", (0, 1))
+        if k > LARGEST_K:
+            raise TypeRuleError(f"sums at most {LARGEST_K:,} products in int32, and K is {k:,}", (1,))
         if offset.shape != (n,):
             raise TypeRuleError(f"N is {n} in the weight but the bias is {offset}", (2,))
         if n % ALIGNMENT or k % ALIGNMENT:

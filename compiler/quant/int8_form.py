@@ -11,12 +11,15 @@ from specc.compiler.ops.quantized import padded
 @dataclass(frozen=True, slots=True)
 class Factor:
     """A product inside a node. `weight` [N, K] and `bias` [N], empty where there is none, are values of the graph; the
-    values multiplied with the weight are the node's inputs `read` and its own outputs `made`, by position."""
+    values multiplied with the weight are the node's inputs `read` and its own outputs `made`, by position, of each the
+    `part`-th of `parts` equal parts of its features."""
 
     weight: str
     bias: str
     read: tuple[int, ...]
     made: tuple[int, ...] = ()
+    part: int = 0
+    parts: int = 1
 
 
 class Editing(Protocol):

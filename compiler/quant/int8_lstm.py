@@ -28,7 +28,7 @@ def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Fact
     for d in range(directions):
         into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
         found.append(Factor(into, vectors[0] if biases == 2 else "", (0,)))
-        found.append(Factor(hidden, vectors[-1], (1,), (0,)))
+        found.append(Factor(hidden, vectors[-1], (1,), (0,), d, directions))
     return tuple(found)
 
 

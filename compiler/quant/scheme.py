@@ -56,11 +56,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What calibration saw of a product's input [.., K], f64 [K] each: the `largest` magnitude of each feature, and its
-    mean `square`."""
+    """What calibration saw of a product's input x [.., K], in f64: the `largest` magnitude of each feature [K], and the
+    mean of x^T x as `products` [K, K]."""
 
     largest: Tensor
-    square: Tensor
+    products: Tensor
+
+    @property
+    def square(self) -> Tensor:
+        """The mean square of each feature [K]."""
+        return self.products.diagonal()
 
 
 @dataclass(frozen=True, slots=True)

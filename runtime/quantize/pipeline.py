@@ -291,6 +291,7 @@ def _write(
                 code=deployment.code,
                 layout=deployment.layout,
                 tensors=model.tensors,
+                described=deployment.integer,
             )
             artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
             result = QuantizeResult(artifact, spec, step, size, budget, rows, more, *losses, calibration, seconds)

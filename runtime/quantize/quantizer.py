@@ -78,6 +78,8 @@ class Quantizer:
             weight = self._weight_of.get(name)
             beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
             hessian = self.hessians.get(name) if scheme.needs_hessian else None
+            if scheme.integer and name in self._ranges:
+                hessian = self._ranges[name].products
             seen = Seen(hessian, self._input_scale(name, scheme), beside)
             one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
             self._made[name, scheme] = one
@@ -148,4 +150,5 @@ class Quantizer:
         """The bytes of the artifact."""
         model = self.model(schemes)
         text = canonical(resolved(self.spec, schemes)).encode()
-        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors)
+        described = any(scheme.integer for scheme in schemes.values())
+        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, described=described)

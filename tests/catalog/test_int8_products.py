@@ -19,6 +19,8 @@ from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, padded
 from specc.compiler.quant.int8_lstm import GATES
 from specc.compiler.targets import TARGETS
 from specc.runtime.native import compile_only, flags
+from specc.runtime.quantize import sums
+from specc.runtime.quantize.sums import int8_sums
 
 KERNELS = [k for k in catalog(kernels, Kernel).values() if issubclass(Int8Linear, k.computes)]
 ROWS = (1, 6, 16, 33)  # torch._int_mm takes no 16 rows, nor fewer
@@ -37,6 +39,19 @@ def test_sums_are_exact(n: int, k: int, rows: int, tmp_path: Path) -> None:
     assert int(sums.abs().max()) == 2**30
     assert torch.equal(found, sums.float())
     assert torch.equal(sums.int(), Int8Linear().reference(x, w, offset))
+
+
+def test_a_cpu_whose_library_clips_sums_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, *_ = operands(int8_site("plain", 48, 1040), (3, 5), 1)
+    x[0], w[0] = 127, 127
+    found = int8_sums(x, w)
+    assert found.dtype == torch.int32 and int(found[0, 0, 0]) == 1040 * 127**2
+    assert int8_sums(x[:0], w).shape == (0, 5, 48)
+    monkeypatch.setattr(torch, "_int_mm", lambda x, w: (x.double() @ w.double()).clamp(-32768, 32767).to(torch.int32))
+    sums.exact.cache_clear()
+    assert not sums.exact() and torch.equal(int8_sums(x, w), found)
+    monkeypatch.undo()
+    sums.exact.cache_clear()
 
 
 @pytest.mark.parametrize("name", CASES)
