@@ -2,7 +2,7 @@
 # templates/torch/gemm_int8.py.jinja.
 # decoder.lstm.gates and decoder.lstm_forward.recurrent.gates    x i8[B,T,128], w
 #     int8:i8[512,128], scale int8:f32[512], x_ f32[B,T,512], cell f32[512] -> y
-#     f32[B,T,512]    plan 42bdda5b32bb
+#     f32[B,T,512]    plan 6a138b2e135e
 """decoder.lstm.gates and decoder.lstm_forward.recurrent.gates: int8 product and epilogue in plain Torch.
 
     p = x w^T + offset, in int32
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from specc.runtime.quantize.operands import check_operands
+from specc.runtime.quantize.sums import int8_sums
 
-NODE = 'decoder.lstm.gates and decoder.lstm_forward.recurrent.gates'
+NODES = ("decoder.lstm.gates", "decoder.lstm_forward.recurrent.gates")
 N, K = 512, 128
 
 
@@ -27,10 +28,9 @@ def int8_linear_lstm_gates_f32(
     ValueError says what does not fit.
     """
     check_operands(
-        NODE, x, w, offset, (N, K), columns={"scale": (scale, torch.float32), "cell": (cell, torch.float32)},
+        NODES, x, w, offset, (N, K), columns={"scale": (scale, torch.float32), "cell": (cell, torch.float32)},
         tiles={"x_": (x_, torch.float32)},
     )
-    sums = (x.double() @ w.double().T).to(torch.int32) + offset  # float64 holds them exactly
-    p = sums.float()
+    p = (int8_sums(x, w) + offset).float()
     y = (1.0 + cell) * torch.sigmoid((1.0 + cell) * (x_ + p * scale)) - cell
     return y

@@ -2,7 +2,7 @@
 // templates/cutlass/gemm_int8_sm80.cu.jinja.
 // decoder.lstm.gates and decoder.lstm_forward.recurrent.gates    x i8[B,T,128], w
 //     int8:i8[512,128], scale int8:f32[512], x_ f32[B,T,512], cell f32[512] -> y
-//     f32[B,T,512]    plan 4ca52d0d75d1
+//     f32[B,T,512]    plan f9ae8102040a
 //
 //     p = x w^T + offset, in int32
 //     y = (1 + cell) * sigmoid((1 + cell) * (x_ + p * scale)) - cell

@@ -2,7 +2,7 @@
 # templates/cutlass/gemm_int8.py.jinja.
 # decoder.lstm.gates and decoder.lstm_forward.recurrent.gates    x i8[B,T,128], w
 #     int8:i8[512,128], scale int8:f32[512], x_ f32[B,T,512], cell f32[512] -> y
-#     f32[B,T,512]    plan 08631c693c0f
+#     f32[B,T,512]    plan 051200437cba
 """decoder.lstm.gates and decoder.lstm_forward.recurrent.gates: int8 product and epilogue in one kernel.
 
     p = x w^T + offset, in int32
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from specc.runtime.native import library
-from specc.runtime.quantize.operands import check_operands
+from specc.runtime.quantize.operands import check_operands, named
 
 NAMESPACE = (__package__ or 'specc_poly_attn').replace(".", "_")  # each build is a package of its own
-NODE = 'decoder.lstm.gates and decoder.lstm_forward.recurrent.gates'
+NODES = ("decoder.lstm.gates", "decoder.lstm_forward.recurrent.gates")
 N, K = 512, 128
 
 
@@ -50,7 +50,7 @@ def launch(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, x_: Tensor, cell
     )
     if status:
         reason = code.int8_linear_lstm_gates_f32_status(status).decode()
-        raise RuntimeError(f"{NODE}: CUTLASS refuses {m} rows: {reason}")
+        raise RuntimeError(f"{named(NODES)}: CUTLASS refuses {m} rows: {reason}")
 
 
 @torch.library.custom_op(f"{NAMESPACE}::int8_linear_lstm_gates_f32__n512_k128", mutates_args=())
@@ -63,7 +63,7 @@ def int8_linear_lstm_gates_f32(
     All contiguous on one GPU, with any leading dims; ValueError says what is not.
     """
     check_operands(
-        NODE, x, w, offset, (N, K), columns={"scale": (scale, torch.float32), "cell": (cell, torch.float32)},
+        NODES, x, w, offset, (N, K), columns={"scale": (scale, torch.float32), "cell": (cell, torch.float32)},
         tiles={"x_": (x_, torch.float32)},
     )
     y = x.new_empty(*x.shape[:-1], N, dtype=torch.float32)
