@@ -85,12 +85,14 @@ def test_extents_are_padded_to_what_a_load_takes() -> None:
     assert [padded(n) for n in (1, 16, 17, 31, 32)] == [16, 16, 32, 32, 32]
 
 
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (512, 256), (512, 272)])
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_target_has_a_kernel_and_the_right_one(target: str) -> None:
-    site = int8_site("residual", 64, 64, target)
+def test_every_target_has_a_kernel_and_the_right_one(target: str, n: int, k: int) -> None:
+    site = int8_site("residual", n, k, target)
     taking = [k for k in KERNELS if missing(k, site.target) is None and k.rejects(site) is None]
     best = min(taking, key=lambda kernel: kernel.rank(site)).name
-    wanted = {"cpu": "gemm_int8_torch", "sm90": "gemm_int8_sm90"}.get(target, "gemm_int8_sm80")
+    large = "gemm_int8_sm90" if (n, k) == (512, 272) else "gemm_int8_sm80"
+    wanted = {"cpu": "gemm_int8_torch", "sm90": large}.get(target, "gemm_int8_sm80")
     assert best == wanted
 
 

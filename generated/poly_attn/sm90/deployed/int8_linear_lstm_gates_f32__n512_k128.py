@@ -2,7 +2,7 @@
 # templates/cutlass/gemm_int8.py.jinja.
 # decoder.lstm.gates and decoder.lstm_forward.recurrent.gates    x i8[B,T,128], w
 #     int8:i8[512,128], scale int8:f32[512], x_ f32[B,T,512], cell f32[512] -> y
-#     f32[B,T,512]    plan 051200437cba
+#     f32[B,T,512]    plan b745028f346d
 """decoder.lstm.gates and decoder.lstm_forward.recurrent.gates: int8 product and epilogue in one kernel.
 
     p = x w^T + offset, in int32
