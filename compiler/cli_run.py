@@ -3,6 +3,7 @@
 import json
 import sys
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -370,10 +371,12 @@ def verify(spec: Path, target: str | None, as_json: bool) -> int:
     built = compile_spec(spec, (), wanted)
     lock = read_lock(lock_path(spec, built.spec.name))
     from specc.runtime.verify import verify as checks
+    from specc.runtime.verify_deployed import verify_deployed
 
     found = []
     words = {True: "ok", False: "FAILED", None: "not here"}
-    for check in checks(built.spec, wanted or built.spec.targets, lock=lock):
+    targets = wanted or built.spec.targets
+    for check in chain(checks(built.spec, targets, lock=lock), verify_deployed(built.spec, targets)):
         found.append(check)
         if not as_json:
             click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")
