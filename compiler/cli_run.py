@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import rich_click as click
+from click import get_current_context
+from click.core import ParameterSource
 
 from specc.compiler.cli import (
     checked_targets,
@@ -274,8 +276,8 @@ OF_LINES = ("beam",)
 
 def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
     """Raises UsageError for an option among these that was given: it would have no effect."""
-    given = click.get_current_context().get_parameter_source
-    odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not click.core.ParameterSource.DEFAULT]
+    given = get_current_context().get_parameter_source
+    odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not ParameterSource.DEFAULT]
     if odd:
         raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect beside {beside}")
 

@@ -8,7 +8,7 @@ def int8_sums(x: Tensor, w: Tensor) -> Tensor:
     """x i8 [..., K] times w i8 [N, K], row by row: the sums i32 [..., N], exact. Of a K that int32 holds."""
     rows = x.reshape(-1, x.shape[-1])
     sums = torch._int_mm(rows, w.T) if EXACT and rows.numel() else (rows.double() @ w.double().T).to(torch.int32)
-    return sums.unflatten(0, x.shape[:-1])
+    return sums.reshape(*x.shape[:-1], len(w))
 
 
 def exact() -> bool:
