@@ -181,6 +181,10 @@ def quantize(
     if result.calibration is not None:
         told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
         click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
+    if result.inputs:
+        from specc.runtime.quantize.report import input_table
+
+        click.echo(input_table(result.inputs))
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
     click.echo(f"artifact     {result.size.total:,} bytes{budget}: {result.artifact}")

@@ -23,6 +23,7 @@ from specc.runtime.export.artifact import write_artifact
 from specc.runtime.opened import Deployment, open_model, read_verified
 from specc.runtime.quantize.constants import constants
 from specc.runtime.quantize.ranges import input_ranges
+from specc.runtime.quantize.report import input_report, input_table
 from specc.runtime.translate import translator
 
 HIDDEN = ("hidden", "back_hidden")
@@ -288,3 +289,26 @@ def test_the_message_names_node_expected_and_got() -> None:
         constants([source], replace(odd, shapes=shapes))
     wanted = "decoder.proj: K is 128 in the weight but its input has 64 features (encoder.embed)"
     assert raised.value.message == wanted
+
+
+def test_the_report_tells_of_every_input() -> None:
+    one = by_feature("lstm")
+    programs = pipeline.lower(one.spec, "cpu")
+    batch = dict(zip(("source", "target"), lines(100), strict=True))
+    seen = input_ranges(programs, one.sources, [batch], one.weights)
+    rows = {row.weights[0]: row for row in input_report(one.sources, seen, one.stored)}
+    assert len(rows) == len({source.leader for source in one.sources})
+    assert rows["decoder.attention.q"].weights == tuple(f"decoder.attention.{word}" for word in "qkv")
+    assert rows["decoder.lstm.hidden"].maker == "decoder.lstm.lstm" and rows["decoder.lstm.hidden"].peak <= 1
+    embed = rows["encoder.lstm.input"]
+    token = one.weights["encoder.embed.token"][batch["source"]]
+    assert embed.maker == "encoder.embed.token" and embed.features == 12
+    assert embed.peak == pytest.approx(float(token.abs().max())) and embed.spread > 1
+    assert embed.rms == pytest.approx(float(token.square().mean().sqrt()), rel=1e-5)
+    scale = torch.from_numpy(one.stored.tensors["encoder.lstm.input"]["input_scale"])
+    assert embed.scale == float(scale.max())
+    rounded = (token / scale).round() * scale - token
+    assert embed.error == pytest.approx(float(rounded.square().mean().sqrt()) / embed.rms, rel=0.15)
+    text = input_table(tuple(rows.values())).splitlines()
+    assert len(text) == len(rows) + 1 and text[0].split()[-5:] == ["peak", "rms", "scale", "spread", "error"]
+    assert input_table(()) == ""
