@@ -29,6 +29,7 @@ from specc.runtime.data import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.evaluate import METRICS, EvaluateOptions, Scored
 from specc.runtime.export.artifact import ArtifactSize, write_artifact
+from specc.runtime.export.table import described
 from specc.runtime.load import assign
 from specc.runtime.opened import (
     ARTIFACT,
@@ -282,7 +283,7 @@ def _write(
                 code=deployment.code,
                 layout=deployment.layout,
                 tensors=model.tensors,
-                described=deployment.integer,
+                table=described(schemes, model.tensors),
             )
             artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
             facts = (spec, step, size, budget, rows, inputs, more, *losses)

@@ -13,6 +13,7 @@ from specc.compiler.quant.scheme import Range, Scheme, Seen
 from specc.compiler.spec import RULES, SCHEMES, Spec
 from specc.runtime.errors import QuantizeError
 from specc.runtime.export.artifact import measured_bytes
+from specc.runtime.export.table import described
 from specc.runtime.log import Say
 from specc.runtime.quantize.budget import Allocation, choose
 from specc.runtime.quantize.hessian import traces
@@ -148,5 +149,5 @@ class Quantizer:
         """The bytes of the artifact."""
         model = self.model(schemes)
         text = canonical(resolved(self.spec, schemes)).encode()
-        described = any(scheme.integer for scheme in schemes.values())
-        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, described=described)
+        table = described(schemes, model.tensors)
+        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, table=table)

@@ -20,6 +20,7 @@ from specc.compiler.quant.scheme import Range, Seen
 from specc.runtime.data import CharTokenizer
 from specc.runtime.errors import IntegrityError, QuantizeError
 from specc.runtime.export.artifact import measured_bytes, write_artifact
+from specc.runtime.export.table import described
 from specc.runtime.opened import Deployment, open_model, read_verified
 from specc.runtime.quantize.constants import constants
 from specc.runtime.quantize.ranges import input_ranges
@@ -212,7 +213,7 @@ def test_an_artifact_is_the_model(name: str, tmp_path: Path) -> None:
         layout=deployment.layout,
         tensors=one.stored.tensors,
         quality=5,
-        described=True,
+        table=described(one.stored.schemes, one.stored.tensors),
     )
     found = read_verified(path)
     assert found.same_code and found.spec == one.spec
