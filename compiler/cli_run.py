@@ -3,10 +3,13 @@
 import json
 import sys
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
 import rich_click as click
+from click import get_current_context
+from click.core import ParameterSource
 
 from specc.compiler.cli import (
     checked_targets,
@@ -196,6 +199,10 @@ def quantize(
     if result.calibration is not None:
         told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
         click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
+    if result.inputs:
+        from specc.runtime.quantize.report import input_table
+
+        click.echo(input_table(result.inputs))
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
     beside = f" and {code:,} of code" if code else ""
@@ -292,8 +299,8 @@ OF_LINES = ("beam",)
 
 def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
     """Raises UsageError for an option among these that was given: it would have no effect."""
-    given = click.get_current_context().get_parameter_source
-    odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not click.core.ParameterSource.DEFAULT]
+    given = get_current_context().get_parameter_source
+    odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not ParameterSource.DEFAULT]
     if odd:
         raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect beside {beside}")
 
@@ -389,10 +396,12 @@ def verify(spec: Path, target: str | None, as_json: bool) -> int:
     built = compile_spec(spec, (), wanted)
     lock = read_lock(lock_path(spec, built.spec.name))
     from specc.runtime.verify import verify as checks
+    from specc.runtime.verify_deployed import verify_deployed
 
     found = []
     words = {True: "ok", False: "FAILED", None: "not here"}
-    for check in checks(built.spec, wanted or built.spec.targets, lock=lock):
+    targets = wanted or built.spec.targets
+    for check in chain(checks(built.spec, targets, lock=lock), verify_deployed(built.spec, targets)):
         found.append(check)
         if not as_json:
             click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")

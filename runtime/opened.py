@@ -30,7 +30,8 @@ from specc.runtime import checkpoint, committed
 from specc.runtime.data import CharTokenizer, Tokenizer
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
-from specc.runtime.export.artifact import Table, read_artifact
+from specc.runtime.export.artifact import read_artifact
+from specc.runtime.export.table import require_values, unpacked
 from specc.runtime.load import Loaded, assign, choose_target, device_of, instantiate
 from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.constants import constants, fill
@@ -338,15 +339,18 @@ def read_verified(path: Path) -> Verified:
         made.append(deployment_of(text))
         return made[0][1].interface, made[0][1].layout
 
-    def judge(table: Table | None) -> None:
+    def judge(text: bytes) -> None:
         spec, deployment = made[0]
-        sources = integer_products(lower(spec, spec.targets[0]), deployment.schemes) if deployment.integer else ()
-        require_products(sources, deployment.shapes, table)
+        if deployment.integer:
+            sources = integer_products(lower(spec, spec.targets[0]), deployment.schemes)
+            require_products(sources, deployment.shapes, deployment.layout, text)
 
     artifact = read_artifact(path, expected, judge=judge)
     spec, deployment = made[0]
     model = QuantizedModel(deployment.schemes, deployment.shapes, artifact.tensors)
     try:
+        if deployment.integer:
+            require_values(unpacked(artifact.table), artifact.tensors)
         weights = dequantized(model)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error

@@ -209,7 +209,8 @@ def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor) -> Te
     """What the decoder is fed where not every token is the truth: i64 [B, T].
 
     Position 0 is the start. Position t + 1 is the target's token t where `forcing`, bool [T] or [B, T], is true at
-    t + 1, else the most probable token after the positions up to t. `source` is i64 [B, S], `target` i64 [B, T].
+    t + 1, else what a decoder would write after the positions up to t: the most probable token but pad and start; where
+    it stopped it goes on, as the target does. `source` is i64 [B, S], `target` i64 [B, T].
     """
     pairs = cast(Pairs, model)
     forcing = forcing.expand(target.shape)
@@ -217,6 +218,6 @@ def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor) -> Te
     inputs = torch.full_like(target, START)
     for t in range(target.shape[1] - 1):
         start = torch.tensor(t, device=target.device)
-        own = pairs.extend(inputs[:, t : t + 1], start, state).argmax(-1)
+        own = pairs.extend(inputs[:, t : t + 1], start, state)[:, STOP:].argmax(-1) + STOP
         inputs[:, t + 1] = torch.where(forcing[:, t + 1], target[:, t], own)
     return inputs

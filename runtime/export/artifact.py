@@ -1,7 +1,7 @@
 """The `.specc` artifact: one file of the resolved spec and the arrays of every parameter, never code.
 
 Names and shapes follow from the spec, which the reader's own compiler lowers; where arrays are multiplied as they are
-stored, the file tells them too, and they have to agree.
+stored, the file tells them too (table.py), and they have to agree.
 Everything read is hashed before it is decompressed, and decompressed only up to what the header declares and
 the spec expects.
 """
@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
-from specc.runtime.export import table
 from specc.runtime.export.atomic import write_atomically
 from specc.runtime.export.codecs import Codec, compress
 from specc.runtime.export.sections import (
@@ -39,12 +38,10 @@ from specc.runtime.export.sections import (
     read_verified_bytes,
 )
 from specc.runtime.export.streams import Stream, choose, pack, raw_size, streams, unpack
-from specc.runtime.export.table import Entry
 
 Array = npt.NDArray[Any]
 Layout = Sequence[tuple[str, Stored]]
 Tensors = Mapping[str, Mapping[str, Array]]
-Table = Mapping[tuple[str, str], Entry]
 
 READ_LIMIT = 8 * 2**30
 REMEMBERED = 256  # sections, about 90 MB: while bits are allocated, most stay as they were
@@ -72,11 +69,13 @@ class ArtifactSize:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A verified artifact. Arrays are read-only, as `Stored` describes them, by parameter name and suffix."""
+    """A verified artifact. Arrays are read-only, as `Stored` describes them, by parameter name and suffix; `table` is
+    the text of the table of arrays, empty where there is none."""
 
     spec: bytes
     code: bytes
     tensors: Mapping[str, Mapping[str, Array]]
+    table: bytes
 
 
 def write_artifact(
@@ -89,16 +88,16 @@ def write_artifact(
     tensors: Tensors,
     quality: int = 11,
     codec: Codec = Codec.BROTLI,
-    described: bool = False,
+    table: bytes = b"",
 ) -> ArtifactSize:
     """Writes `path` atomically; it is read back and compared with `tensors` before it takes its place.
 
     `spec` is the resolved spec as canonical JSON; `interface` and `code` are 32-byte digests. The bytes are a
-    function of the arguments and the release of the codec. `quality` below 11 is for tests; `described` adds the table
-    of arrays. Raises RunFailure when `tensors` is not what `layout` says or the file cannot be written, IntegrityError
-    when it does not read back.
+    function of the arguments and the release of the codec. `quality` below 11 is for tests; `table` is a
+    section of its own. Raises RunFailure when `tensors` is not what `layout` says or the file cannot be written,
+    IntegrityError when it does not read back.
     """
-    header, bodies = _assemble(spec, interface, code, layout, tensors, quality, codec, described)
+    header, bodies = _assemble(spec, interface, code, layout, tensors, quality, codec, table)
 
     def check(temporary: Path) -> None:
         unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
@@ -110,7 +109,7 @@ def write_artifact(
             back.tensors[name][stored.suffix].tobytes() == tensors[name][stored.suffix].tobytes()
             for name, stored in layout
         )
-        if back.spec != spec or back.code != code or not same:
+        if back.spec != spec or back.code != code or back.table != table or not same:
             raise unreadable
 
     write_atomically(path, [header.pack(), *bodies], check)
@@ -124,13 +123,13 @@ def measured_bytes(
     tensors: Tensors,
     quality: int = 11,
     codec: Codec = Codec.BROTLI,
-    described: bool = False,
+    table: bytes = b"",
 ) -> int:
     """The exact size of the file that `write_artifact` would write with this `quality`, without writing it.
 
     While bits are allocated, `specc.runtime.quantize.tensors.entropy_bytes` is the quick estimate.
     """
-    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality, codec, described)[0].total
+    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality, codec, table)[0].total
 
 
 def read_artifact(
@@ -138,14 +137,14 @@ def read_artifact(
     layout_of: Callable[[bytes], tuple[bytes, Layout]],
     *,
     limit: int = READ_LIMIT,
-    judge: Callable[[Table | None], None] | None = None,
+    judge: Callable[[bytes], None] | None = None,
 ) -> Artifact:
     """The artifact at `path`, every byte verified.
 
     `layout_of(spec)` gives the interface digest and the layout that the local compiler makes of the spec; `judge` is
-    then shown the table of arrays, None where there is none, and may raise IntegrityError in words of its own.
-    Raises IntegrityError for any damage, when layout, digest or table differ from the file, or when the arrays would
-    take more than `limit` bytes.
+    then shown the text of the table of arrays, empty where there is none, and may raise IntegrityError in words of its
+    own. Raises IntegrityError for any damage, when layout or digest differ from the file, or when the arrays would take
+    more than `limit` bytes.
     """
     with _opened(path) as (file, size):
         header = read_header(file, size)
@@ -163,22 +162,17 @@ def read_artifact(
             )
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
             raise IntegrityError(f"its arrays take {needed:,} bytes, more than the limit of {limit:,}")
-        told = None
-        if header.texts > 1:
-            told = table.unpacked(read_section(file, header.sections[1], "the table of arrays", header.codec))
+        texts = [read_section(file, section, "the table of arrays", header.codec) for section in header.tables]
+        table = b"".join(texts)
         if judge is not None:
-            judge(told)
-        if told is not None:
-            table.require_layout(told, layout)
+            judge(table)
         plan = _planned(header, layout)
         raws = [
             read_section(file, section, f"section {i}", header.codec)
             for i, section in enumerate(header.data, header.texts)
         ]
         tensors = _unpacked_1(layout, header, raws) if header.version == 1 else _unpacked(layout, header, plan, raws)
-        if told is not None:
-            table.require_values(told, tensors)
-    return Artifact(spec, header.code, tensors)
+    return Artifact(spec, header.code, tensors, table)
 
 
 def require_layout(path: Path, layout: Layout) -> None:
@@ -230,7 +224,7 @@ def _assemble(
     tensors: Tensors,
     quality: int,
     codec: Codec,
-    described: bool,
+    table: bytes,
 ) -> tuple[Header, list[bytes]]:
     """The header and the compressed sections of an artifact."""
     if len(interface) != 32 or len(code) != 32:
@@ -239,8 +233,8 @@ def _assemble(
         raise RunFailure(f"the resolved spec has {len(spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
     _check(layout, tensors)
     parts: list[tuple[Stream | Kind, bytes]] = [(Kind.SPEC, spec)]
-    if described:
-        parts.append((Kind.TABLE, table.packed(table.entries(tensors).values())))
+    if table:
+        parts.append((Kind.TABLE, table))
     parts += _parts(layout, tensors)
     if len(parts) > MAX_SECTIONS:
         raise RunFailure(f"the parameters need {len(parts):,} sections; an artifact holds {MAX_SECTIONS:,}")

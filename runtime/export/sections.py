@@ -111,6 +111,11 @@ class Header:
         return sum(section.kind in TEXTS for section in self.sections)
 
     @property
+    def tables(self) -> tuple[Section, ...]:
+        """The section of the table of arrays, if there is one."""
+        return self.sections[1 : self.texts]
+
+    @property
     def data(self) -> tuple[Section, ...]:
         """The sections of arrays."""
         return self.sections[self.texts :]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specc.compiler.quant.scheme import NUMPY_TYPES, Stored
+from specc.compiler.quant.scheme import NUMPY_TYPES, Scheme, Stored
 from specc.runtime.errors import IntegrityError
 
 Array = npt.NDArray[Any]
@@ -52,6 +52,12 @@ def entries(tensors: Mapping[str, Mapping[str, Array]]) -> dict[tuple[str, str],
     """What these arrays are, by name and suffix."""
     found = (Entry.of(name, suffix, array) for name, arrays in tensors.items() for suffix, array in arrays.items())
     return {entry.key: entry for entry in found}
+
+
+def described(schemes: Mapping[str, Scheme], tensors: Mapping[str, Mapping[str, Array]]) -> bytes:
+    """The section of an artifact of these arrays; empty where none of them is multiplied as it is stored."""
+    integer = any(scheme.integer for scheme in schemes.values())
+    return packed(entries(tensors).values()) if integer else b""
 
 
 def packed(table: Iterable[Entry]) -> bytes:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 ALIGNMENT = 16  # bytes that one load takes
 Given = Mapping[str, tuple[Tensor, torch.dtype]]
@@ -52,7 +53,7 @@ def _refused(x: Tensor, w: Tensor, offset: Tensor, extent: tuple[int, int], colu
             return f"{name} {list(shape)} has strides {tensor.stride()}, {leading}; wants them contiguous"
         if tensor.device != x.device:
             return f"{name} is on {tensor.device}, and x on {x.device}"
-        if tensor.data_ptr() % ALIGNMENT:
+        if not isinstance(tensor, FakeTensor) and tensor.data_ptr() % ALIGNMENT:
             off = tensor.data_ptr() % ALIGNMENT
             return f"{name} starts {off} bytes behind a multiple of {ALIGNMENT}; wants it aligned"
     return None

@@ -29,6 +29,7 @@ from specc.runtime.data import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.evaluate import METRICS, EvaluateOptions, Scored
 from specc.runtime.export.artifact import ArtifactSize, write_artifact
+from specc.runtime.export.table import described
 from specc.runtime.load import assign
 from specc.runtime.opened import (
     ARTIFACT,
@@ -47,7 +48,7 @@ from specc.runtime.quantize.hessian import traces
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_ranges
-from specc.runtime.quantize.report import Row, report
+from specc.runtime.quantize.report import InputRow, Row, input_report, report
 from specc.runtime.quantize.tensors import dequantized
 from specc.runtime.run import SPEC, Run, locked, readable
 from specc.runtime.sources.source import source_of
@@ -65,6 +66,7 @@ class QuantizeResult:
         step: of the checkpoint that was quantized.
         size, budget: the bytes of the file, and how many it may have.
         rows: a row a parameter.
+        inputs: a row for each input of int8 products.
         promoted: the parameters that got more bits, by falling Hessian trace.
         before, after: the validation loss with the weights as trained, and as an artifact gives them.
         calibration: what was calibrated on, as report.json has it; None where nothing was.
@@ -77,6 +79,7 @@ class QuantizeResult:
     size: ArtifactSize
     budget: int | None
     rows: tuple[Row, ...]
+    inputs: tuple[InputRow, ...]
     promoted: tuple[str, ...]
     before: Scored
     after: Scored
@@ -277,6 +280,7 @@ def _write(
     model, deployment = quantizer.model(schemes), Deployment.of(spec)
     sensitivity = traces(quantizer.hessians)
     rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients)
+    inputs = input_report(quantizer.sources, quantizer.ranges, model)
     more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None
     staging = run.staged.parent
@@ -291,10 +295,11 @@ def _write(
                 code=deployment.code,
                 layout=deployment.layout,
                 tensors=model.tensors,
-                described=deployment.integer,
+                table=described(schemes, model.tensors),
             )
             artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
-            result = QuantizeResult(artifact, spec, step, size, budget, rows, more, *losses, calibration, seconds)
+            facts = (spec, step, size, budget, rows, inputs, more, *losses)
+            result = QuantizeResult(artifact, *facts, calibration, seconds)
             files = (
                 (SPEC, readable(spec).encode()),
                 (REPORT, report_json(result, sensitivity, options).encode()),
@@ -319,7 +324,7 @@ def _clear(staging: Path) -> None:
 
 
 def report_json(result: QuantizeResult, sensitivity: Mapping[str, float], options: QuantizeOptions) -> str:
-    """What report.json says: sizes, the loss before and after, and a row a parameter.
+    """What report.json says: sizes, the loss before and after, a row a parameter, and one an input of int8 products.
 
     `output_error` is null where there was no Hessian or no output to compare with; `trace` is null without
     a Hessian.
@@ -340,5 +345,6 @@ def report_json(result: QuantizeResult, sensitivity: Mapping[str, float], option
         "before": result.before.facts(),
         "after": result.after.facts(),
         "parameters": rows,
+        **({"inputs": [asdict(row) for row in result.inputs]} if result.inputs else {}),
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"

@@ -13,6 +13,7 @@ from specc.compiler.quant.scheme import Range, Scheme, Seen
 from specc.compiler.spec import RULES, SCHEMES, Spec
 from specc.runtime.errors import QuantizeError
 from specc.runtime.export.artifact import measured_bytes
+from specc.runtime.export.table import described
 from specc.runtime.log import Say
 from specc.runtime.quantize.budget import Allocation, choose
 from specc.runtime.quantize.hessian import traces
@@ -55,7 +56,8 @@ class Quantizer:
     ) -> None:
         self.spec, self.weights, self.hessians, self.gradients = spec, weights, hessians, gradients
         self._tell = tell
-        self._ranges, self._input_scales = ranges or {}, dict[tuple[str, Scheme], Tensor | None]()
+        self.sources, self.ranges = sources, ranges or {}
+        self._input_scales = dict[tuple[str, Scheme], Tensor | None]()
         self._leader_of = {source.weight: source.leader for source in sources}
         self._weight_of = {source.bias: source.weight for source in sources if source.bias}
         self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
@@ -78,8 +80,8 @@ class Quantizer:
             weight = self._weight_of.get(name)
             beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
             hessian = self.hessians.get(name) if scheme.needs_hessian else None
-            if scheme.integer and name in self._ranges:
-                hessian = self._ranges[name].products
+            if scheme.integer and name in self.ranges:
+                hessian = self.ranges[name].products
             seen = Seen(hessian, self._input_scale(name, scheme), beside)
             one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
             self._made[name, scheme] = one
@@ -88,12 +90,12 @@ class Quantizer:
 
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
         """The scale of the input that a weight shares with its leader and the others that it leads."""
-        if name not in self._ranges:
+        if name not in self.ranges:
             return None
         leader = self._leader_of[name]
         if (leader, scheme) not in self._input_scales:
             shared = [self.weights[weight] for weight, other in self._leader_of.items() if other == leader]
-            self._input_scales[leader, scheme] = scheme.input_scale(self._ranges[leader], shared)
+            self._input_scales[leader, scheme] = scheme.input_scale(self.ranges[leader], shared)
         return self._input_scales[leader, scheme]
 
     def corrected(self, schemes: Allocation) -> Allocation:
@@ -150,5 +152,5 @@ class Quantizer:
         """The bytes of the artifact."""
         model = self.model(schemes)
         text = canonical(resolved(self.spec, schemes)).encode()
-        described = any(scheme.integer for scheme in schemes.values())
-        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, described=described)
+        table = described(schemes, model.tensors)
+        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, table=table)

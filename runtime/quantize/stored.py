@@ -4,22 +4,25 @@ from collections.abc import Mapping, Sequence
 
 from specc.compiler.passes.quantize_products import Source
 from specc.runtime.errors import IntegrityError
-from specc.runtime.export.table import ROWS, Entry
+from specc.runtime.export.table import ROWS, Entry, require_layout, unpacked
+from specc.runtime.quantize.tensors import Layout
 
 Table = Mapping[tuple[str, str], Entry]
 AGAIN = "quantize the run again"
 
 
-def require_products(sources: Sequence[Source], shapes: Mapping[str, tuple[int, ...]], table: Table | None) -> None:
-    """Raises IntegrityError, naming node, expected and got, unless the file has a table and it fits every product;
-    `shapes` are those of the weights [N, K] by name."""
-    if not sources:
-        return
-    if table is None:
+def require_products(
+    sources: Sequence[Source], shapes: Mapping[str, tuple[int, ...]], layout: Layout, text: bytes
+) -> None:
+    """Raises IntegrityError, naming node, expected and got, unless a file's table of arrays is there and fits every
+    product, and then every array of `layout`; `shapes` are those of the weights [N, K] by name."""
+    if not text:
         raise IntegrityError("it does not say what the arrays of its int8 products are", AGAIN)
+    table = unpacked(text)
     for source in sources:
         n, k = shapes[source.weight]
         require_product(source, table, (n, k))
+    require_layout(table, layout)
 
 
 def require_product(source: Source, table: Table, extent: tuple[int, int]) -> None:
