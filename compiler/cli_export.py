@@ -89,14 +89,25 @@ def export(
 @cli.command()
 @model_argument
 @click.option("--budget", type=click.IntRange(min=1), help="Bytes it may take, decimal; the spec's where unset.")
+@click.option(
+    "--plain", is_flag=True, help="Compress the same arrays as parameter-golf PR 1105 does, too, and compare; minutes."
+)
 @json_option
 @format_option
 @formatted
-def size(model: Path, budget: int | None, as_json: bool) -> int:
+def size(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
     """Count the bytes that ship, exactly; exit 1 when they are over the budget. Of a submission's folder, those of its
     two files."""
     from specc.runtime.submission.count import is_submission, submission_size
 
+    if plain:
+        from specc.runtime.export.plain import plain_size
+
+        compared = plain_size(model)
+        facts = {"path": str(compared.path), "own": compared.own, "plain": compared.plain}
+        click.echo(json.dumps(facts, indent=2) if as_json else compared.report())
+        if as_json:
+            return 0
     if is_submission(model):
         counted = submission_size(model, budget)
         for line in [json.dumps(counted.facts(), indent=2)] if as_json else counted.report():

@@ -23,7 +23,7 @@ from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.passes.quantize_products import Source, integer_products
 from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Range
-from specc.compiler.spec import Spec
+from specc.compiler.spec import Calibrate, Spec
 from specc.runtime import committed
 from specc.runtime.data import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
@@ -230,7 +230,12 @@ def _calibrate(
                 return hessians, {}
             return hessians, capture_gradients(unfused.model, windows(), opened.device, telling("gradients"))
         except torch.OutOfMemoryError as error:
-            raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
+            raise _too_large(run, wanted) from error
+
+
+def _too_large(run: Run, wanted: Calibrate) -> RunFailure:
+    fewer = f"specc quantize {run.directory} --set quant.calibrate.batch={max(wanted.batch // 2, 1)}"
+    return RunFailure("out of GPU memory while calibrating", f"the trained weights are kept; go on with: {fewer}")
 
 
 def _ranges(
@@ -261,7 +266,7 @@ def _ranges(
                 programs, sources, batches, weights, lambda done: tell("calibrate", done, wanted.sequences)
             )
         except torch.OutOfMemoryError as error:
-            raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
+            raise _too_large(run, wanted) from error
 
 
 def _write(

@@ -148,7 +148,7 @@ def recalled(path: Path, device: torch.device) -> dict[str, Tensor]:
         raise RunFailure(f"there is no {path}", "nothing was trained here and left to be quantized") from None
     except Exception as error:
         raise RunFailure(f"{path} holds no trained weights: {error}", "train again") from error
-    if not isinstance(found, dict) or {name: tuple(tensor.shape) for name, tensor in found.items()} != SHAPES:
+    if not isinstance(found, dict) or {name: tuple(getattr(one, "shape", ())) for name, one in found.items()} != SHAPES:
         raise RunFailure(f"{path} holds the weights of another model", "train again")
     return found
 
