@@ -197,8 +197,9 @@ def build(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: 
 
 @cli.command()
 @click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@set_option
 @format_option
-def validate(specs: tuple[Path, ...], form: str) -> int:
+def validate(specs: tuple[Path, ...], overrides: tuple[str, ...], form: str) -> int:
     """Check specs as far as a build does, and show all errors at once."""
     from specc.compiler.build import validate as check_spec
     from specc.compiler.errors import SpeccError, SpecError
@@ -206,7 +207,7 @@ def validate(specs: tuple[Path, ...], form: str) -> int:
     errors: list[SpeccError] = []
     for path in specs:
         try:
-            check_spec(path)
+            check_spec(path, overrides)
         except SpeccError as error:
             errors.append(error)
         else:
@@ -260,11 +261,11 @@ def plan(spec: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         import json
 
-        data = {**summary_data(built.spec, built.plans), "idle_lock_entries": list(built.lock_use.idle)}
+        data = {**summary_data(built.spec, built.plans, built.deployed), "idle_lock_entries": list(built.lock_use.idle)}
         click.echo(json.dumps(data, indent=2))
     else:
         tell(built.lock_use.note(spec))
-        click.echo("\n".join(summary(built.spec, built.plans)))
+        click.echo("\n".join(summary(built.spec, built.plans, built.deployed)))
 
 
 @cli.command()
@@ -276,12 +277,13 @@ def plan(spec: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 @formatted
 def explain(spec: Path, node: str | None, target: str | None, as_json: bool) -> None:
     """Show the kernel of each node, or of one, and why each other kernel was not chosen."""
-    from specc.compiler.build import compile_spec
+    from specc.compiler.build import DEPLOYED, compile_spec
     from specc.compiler.explain import explain as explained
     from specc.compiler.explain import text_of
 
     built = compile_spec(spec, (), checked_targets(spec, target))
-    rows = [row for plan in built.plans.values() for row in explained(plan, node)]
+    plans = {**built.plans, **{f"{name}/{DEPLOYED}": plan for name, plan in built.deployed.items()}}
+    rows = [row for folder, plan in plans.items() for row in explained(plan, node, folder)]
     if not rows:
         raise click.UsageError(f"no node of {built.spec.name} is named {node}; `specc ir {spec}` lists them")
     if as_json:

@@ -1,4 +1,4 @@
-"""The commands that write what ships, and count its bytes."""
+"""The commands that quantize, write what ships, and count its bytes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,70 @@ from typing import Any, Protocol
 
 import rich_click as click
 
-from specc.compiler.cli import cli, format_option, formatted, json_option
-from specc.compiler.cli_run import folder, model_argument, run_argument, say, tokenizers_option
+from specc.compiler.cli import cli, format_option, formatted, json_option, target_option
+from specc.compiler.cli_run import Stages, folder, model_argument, run_argument, say, tokenizers_option, with_data
+
+
+@cli.command()
+@run_argument
+@click.option("--data", help="Calibrate and measure on this; the run's own data where unset.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Measure the loss on so many tokens only.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="quant.PATH=VALUE", help="Quantize otherwise than the run's spec says."
+)
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(["artifact", "submission"]),
+    default="artifact",
+    show_default=True,
+    help="What shall fit quant.budget_bytes: the artifact alone, or as a submission with its train_gpt.py.",
+)
+@target_option
+@tokenizers_option
+@json_option
+@format_option
+@formatted
+def quantize(
+    run: Path,
+    data: str | None,
+    max_tokens: int | None,
+    overrides: tuple[str, ...],
+    purpose: str,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Quantize the weights that a run ends with, as its spec says, into one artifact."""
+    from specc.runtime.quantize.pipeline import QuantizeOptions
+    from specc.runtime.quantize.pipeline import quantize as run_quantize
+
+    places, code = with_data(tokenizers, data), 0
+    if purpose == "submission":
+        from specc.runtime.submission.export import code_bytes
+
+        code = code_bytes(run, overrides, places)
+    options = QuantizeOptions(data, max_tokens, target, None, places, overrides=overrides, reserved=code)
+    result = run_quantize(run, options, say, Stages())
+    if as_json:
+        click.echo((result.artifact.parent / "report.json").read_text(encoding="utf-8"), nl=False)
+        return
+    for name, score in (("before", result.before), ("after", result.after)):
+        for line in score.report():
+            click.echo(f"{name:<12} {line}")
+    if result.calibration is not None:
+        told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
+        click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
+    if result.inputs:
+        from specc.runtime.quantize.report import input_table
+
+        click.echo(input_table(result.inputs))
+    click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
+    budget = f" of {result.budget:,}" if result.budget is not None else ""
+    beside = f" and {code:,} of code" if code else ""
+    click.echo(f"artifact     {result.size.total:,} bytes{beside}{budget}: {result.artifact}")
+    wants = "--prompt TEXT" if result.spec.model.characters is None else "--lines FILE"
+    click.echo(f"next: specc generate {result.artifact} {wants}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +151,25 @@ def export(
 @cli.command()
 @model_argument
 @click.option("--budget", type=click.IntRange(min=1), help="Bytes it may take, decimal; the spec's where unset.")
+@click.option(
+    "--plain", is_flag=True, help="Compress the same arrays as parameter-golf PR 1105 does, too, and compare; minutes."
+)
 @json_option
 @format_option
 @formatted
-def size(model: Path, budget: int | None, as_json: bool) -> int:
+def size(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
     """Count the bytes that ship, exactly; exit 1 when they are over the budget. Of a submission's folder, those of its
     two files."""
     from specc.runtime.submission.count import is_submission, submission_size
 
+    if plain:
+        from specc.runtime.export.plain import plain_size
+
+        compared = plain_size(model)
+        facts = {"path": str(compared.path), "own": compared.own, "plain": compared.plain}
+        click.echo(json.dumps(facts, indent=2) if as_json else compared.report())
+        if as_json:
+            return 0
     if is_submission(model):
         counted = submission_size(model, budget)
         for line in [json.dumps(counted.facts(), indent=2)] if as_json else counted.report():

@@ -3,10 +3,13 @@
 import json
 import sys
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
 import rich_click as click
+from click import get_current_context
+from click.core import ParameterSource
 
 from specc.compiler.cli import (
     checked_targets,
@@ -146,45 +149,6 @@ def joined_world() -> Any:
     return joined()
 
 
-@cli.command()
-@run_argument
-@click.option("--data", help="Calibrate and measure on this; the run's own data where unset.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Measure the loss on so many tokens only.")
-@target_option
-@tokenizers_option
-@json_option
-@format_option
-@formatted
-def quantize(
-    run: Path,
-    data: str | None,
-    max_tokens: int | None,
-    target: str | None,
-    tokenizers: tuple[Path, ...],
-    as_json: bool,
-) -> None:
-    """Quantize the weights that a run ends with, as its spec says, into one artifact."""
-    from specc.runtime.quantize.pipeline import QuantizeOptions
-    from specc.runtime.quantize.pipeline import quantize as run_quantize
-
-    options = QuantizeOptions(data, max_tokens, target, None, with_data(tokenizers, data))
-    result = run_quantize(run, options, say, Stages())
-    if as_json:
-        click.echo((result.artifact.parent / "report.json").read_text(encoding="utf-8"), nl=False)
-        return
-    for name, score in (("before", result.before), ("after", result.after)):
-        for line in score.report():
-            click.echo(f"{name:<12} {line}")
-    if result.calibration is not None:
-        told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
-        click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
-    click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
-    budget = f" of {result.budget:,}" if result.budget is not None else ""
-    click.echo(f"artifact     {result.size.total:,} bytes{budget}: {result.artifact}")
-    wants = "--prompt TEXT" if result.spec.model.characters is None else "--lines FILE"
-    click.echo(f"next: specc generate {result.artifact} {wants}")
-
-
 class Stages:
     """Shows how far long work has come: a bar on a terminal, a line a stage elsewhere."""
 
@@ -267,6 +231,18 @@ def evaluate(
     return 0
 
 
+OF_TEXTS = ("prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples")
+OF_LINES = ("beam",)
+
+
+def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
+    """Raises UsageError for an option among these that was given: it would have no effect."""
+    given = get_current_context().get_parameter_source
+    odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not ParameterSource.DEFAULT]
+    if odd:
+        raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect beside {beside}")
+
+
 @cli.command()
 @model_argument
 @click.option("--prompt", default="", help="The start of a document.")
@@ -304,10 +280,10 @@ def generate(
 ) -> None:
     """Continue a text with a run or an artifact; or with --lines, print the line that a model of lines makes of
     each."""
+    _refuse_options("--lines" if lines is not None else "a prompt", OF_TEXTS if lines is not None else OF_LINES)
     if lines is not None:
-        if samples > 1:
-            raise click.UsageError("--samples is of texts; with --lines, each line gives one")
         from specc.runtime.data.characters import lines_of
+        from specc.runtime.data.errors import LineError
         from specc.runtime.opened import open_model
         from specc.runtime.translate import opened_translator
 
@@ -316,7 +292,10 @@ def generate(
             given = lines_of(lines.read())
         except UnicodeDecodeError as error:
             raise click.UsageError(f"{lines.name} is not valid UTF-8 at byte {error.start}") from None
-        translated = opened_translator(opened, beam).translate(given)
+        try:
+            translated = opened_translator(opened, beam).translate(given)
+        except LineError as error:
+            raise LineError(error.row, f"{lines.name}:{error.row + 1}: {error.message}", error.hint) from error
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
         return
     from specc.runtime.decoding import Sampling
@@ -355,10 +334,12 @@ def verify(spec: Path, target: str | None, as_json: bool) -> int:
     built = compile_spec(spec, (), wanted)
     lock = read_lock(lock_path(spec, built.spec.name))
     from specc.runtime.verify import verify as checks
+    from specc.runtime.verify_deployed import verify_deployed
 
     found = []
     words = {True: "ok", False: "FAILED", None: "not here"}
-    for check in checks(built.spec, wanted or built.spec.targets, lock=lock):
+    targets = wanted or built.spec.targets
+    for check in chain(checks(built.spec, targets, lock=lock), verify_deployed(built.spec, targets)):
         found.append(check)
         if not as_json:
             click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")

@@ -14,7 +14,8 @@ from specc.compiler.programs import Programs
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One node on one target. `rejected` are the kernels not chosen, each with its reason."""
+    """One node on one target, or of what runs from an artifact there: `target` names the folder. `rejected` are the
+    kernels not chosen, each with its reason."""
 
     target: str
     node: str
@@ -32,20 +33,23 @@ class Explained:
         return {**plain, "files": list(self.files), "rejected": rejected}
 
 
-def explain(plan: Plan, node: str | None) -> Iterator[Explained]:
+def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explained]:
     """The nodes whose path `node` covers (it may be a pattern, or a path of one block), all products where it is
-    None."""
+    None. `folder` is that of the plan's files, the target's where it is empty."""
+    folder = folder or plan.target.name
     told: set[Explained] = set()
     for choice in plan.choices:
         path = choice.site.label.split(" ")[0]
-        members = [path, *(path.rpartition(".")[0] + "." + word for word in choice.site.label.split(" + ")[1:])]
+        members = [
+            path,
+            path.removesuffix(".padded"),
+            *(path.rpartition(".")[0] + "." + word for word in choice.site.label.split(" + ")[1:]),
+        ]
         if node is None or any(_covers(node, member) for member in members):
             files = tuple(choice.rendered.files)
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
-            row = Explained(
-                plan.target.name, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected
-            )
+            row = Explained(folder, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected)
             if row not in told:  # two groups may have the same product
                 told.add(row)
                 yield row
@@ -56,7 +60,7 @@ def explain(plan: Plan, node: str | None) -> Iterator[Explained]:
         if path not in seen and _covers(node, path):
             seen.add(path)
             rejected = (("every other", f"{reason}, and Torch and its compiler take it as it is"),)
-            yield Explained(plan.target.name, path, path, str(found), "torch (torch)", (), "", rejected)
+            yield Explained(folder, path, path, str(found), "torch (torch)", (), "", rejected)
 
 
 def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
@@ -64,7 +68,7 @@ def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
     programs = plan.programs
     for graph in programs.graphs:
         for node in graph.nodes:
-            if not isinstance(node.op, Call | Fused):
+            if not isinstance(node.op, Call | Fused) and plan.choice(graph, node) is None:
                 yield place_pattern(programs, (graph.name,), node.name), node, "the node is in no fused group"
     for group in programs.groups:
         for graph in (group.forward, group.backward):

@@ -14,6 +14,7 @@ from specc.compiler.passes.assign_quant import Allocation, allocation
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.compiler.plan import Alternatives, Choice, Plan, place_pattern
+from specc.compiler.plan_products import product_lines, products
 from specc.compiler.programs import Group, Programs
 from specc.compiler.spec import Spec
 
@@ -48,7 +49,11 @@ def promotion(spec: Spec) -> str:
     """What quantization will choose, in words; empty where there is nothing to choose."""
     if spec.quant is not None and spec.quant.allocate is not None:
         wish, widths = spec.quant.allocate, ", ".join(map(str, sorted(set(spec.quant.allocate.bits))))
-        return f"then each of `{wish.match}` at {widths} bits, chosen together within {spec.quant.budget_bytes:,} bytes"
+        clips = f" and clips of {', '.join(f'{c:g}' for c in sorted(set(wish.clip_stds)))} deviations" * bool(
+            wish.clip_stds
+        )
+        within = f"chosen together within {spec.quant.budget_bytes:,} bytes"
+        return f"then each of `{wish.match}` at {widths} bits{clips}, {within}"
     rule = spec.quant.promote if spec.quant is not None else None
     if rule is None or spec.quant is None:
         return ""
@@ -77,7 +82,7 @@ def plan_page(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan
         "",
         f"{spec.model.title} · {count:,} parameters · {quantity(flops)}FLOP a token forward and backward",
         "",
-        "| stored as | tensors | parameters | bytes, estimated | rule |",
+        "| stored as | tensors | parameters | bytes, at most about | rule |",
         "|---|---|---|---|---|",
     ]
     rows = list(quant_rows(spec, schemes, programs))
@@ -228,8 +233,8 @@ def _types(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
     return " x ".join(map(str, inputs)) + " -> " + ", ".join(map(str, outputs))
 
 
-def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
-    """The lines of `specc plan`: at most 25."""
+def summary(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] | None = None) -> tuple[str, ...]:
+    """The lines of `specc plan`: at most 25. `deployed` are as `plan_page` has them."""
     programs = first_programs(plans)
     schemes = allocation(spec.quant, programs.params)
     count = sum(param.count for param in programs.params)
@@ -240,7 +245,9 @@ def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
     total = sum(size for _, _, _, size, _ in rows)
     budget = spec.quant.budget_bytes if spec.quant is not None else None
     against = f" of {budget:,} ({100 * total / budget:.1f} %)" if budget else ""
-    lines.append(f"artifact     about {total:,} bytes{against}")
+    lines.append(f"artifact     at most about {total:,} bytes{against}, compressed; by the entropy of normal rows")
+    if budget and total > budget and spec.quant is not None and spec.quant.allocate is None:
+        lines.append("  may not fit: `quant.allocate` chooses among widths, fewer bits too, so that it does")
     for label, n, numbers, size, _ in rows[:6]:
         lines.append(f"  {label:<22} {n:>4} tensors {numbers:>12,} parameters {size:>12,} bytes")
     if words := promotion(spec):
@@ -249,10 +256,13 @@ def summary(spec: Spec, plans: Mapping[str, Plan]) -> tuple[str, ...]:
         own = [c for c in plan.choices if c.rendered.files]
         names = ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own)) or "none of its own"
         lines.append(f"{target:<12} {names}")
-    return tuple(lines[:25])
+    lines += product_lines(deployed or {})
+    if len(lines) > 25:
+        lines[24:] = [f"  and {len(lines) - 24} more, which PLAN.md lists"]
+    return tuple(lines)
 
 
-def summary_data(spec: Spec, plans: Mapping[str, Plan]) -> dict[str, Any]:
+def summary_data(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] | None = None) -> dict[str, Any]:
     """What `summary` tells, as data."""
     programs = first_programs(plans)
     forward = forward_flops(spec, plans)
@@ -270,6 +280,7 @@ def summary_data(spec: Spec, plans: Mapping[str, Plan]) -> dict[str, Any]:
         "stored": stored,
         "promotion": promotion(spec),
         "kernels": {name: _kernel_data(plan) for name, plan in plans.items()},
+        "deployed": {name: [row.data() for row in products(plan)] for name, plan in (deployed or {}).items()},
     }
 
 

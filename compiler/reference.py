@@ -94,10 +94,12 @@ def epilogue_value(node: Node, operands: tuple["Tensor", ...]) -> tuple["Tensor"
     """An epilogue over its accumulators and operands: further outputs first, which the value may read."""
     from specc.compiler.expr import reread, torch_value
     from specc.compiler.ops.pointwise import Pointwise
+    from specc.compiler.ops.quantized import rounded
 
     tail = node.epilogue
     assert isinstance(tail, Pointwise)
     values = dict(zip(tail.variables, operands, strict=True))
     labels = tail.labels or ("y",)
     saves = {label: torch_value(reread(text), values) for label, text in zip(labels[1:], tail.outputs[1:], strict=True)}
-    return (torch_value(reread(tail.outputs[0]), {**values, **saves}), *saves.values())
+    value = torch_value(reread(tail.outputs[0]), {**values, **saves})
+    return (rounded(value) if node.type.dtype == "i8" else value, *saves.values())

@@ -10,7 +10,7 @@ from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.catalog import models
 from specc.compiler.optimizer_spec import Pattern
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.strict import Name, NodeName, One, Positive, Problem, StrictModel, later
+from specc.compiler.strict import Name, NodeName, One, Positive, PositiveFloat, Problem, StrictModel, later
 from specc.compiler.targets import TARGETS
 from specc.compiler.train_spec import AnyEval, BitsSpec, TrainSpec
 
@@ -57,10 +57,22 @@ class Promote(StrictModel):
 
 class Allocate(StrictModel):
     """Bits for each tensor that `match` covers, chosen together: those that add the least to the loss within
-    `quant.budget_bytes`, by gradients and really measured sizes."""
+    `quant.budget_bytes`, by gradients and really measured sizes. Widths below that of the tensor's rule may be named
+    too: they are what a model is stored in that would not fit otherwise.
 
-    bits: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=2, max_length=7)] = (4, 5, 6, 7, 8)
+    With `clip_stds` every width is tried at each of these clips, in standard deviations of a row, where the scheme has
+    such: a wider clip makes coarser steps, which compress to fewer bytes.
+    """
+
+    bits: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1, max_length=7)] = (4, 5, 6, 7, 8)
+    clip_stds: Annotated[tuple[PositiveFloat, ...], Field(max_length=16)] = later(())
     match: Pattern = "*"
+
+    def problems(self) -> Iterator[Problem]:
+        """There is something to choose."""
+        if len(set(self.bits)) * max(len(set(self.clip_stds)), 1) < 2:
+            hint = "name several bits, or several clip_stds"
+            yield Problem(("bits",), "S268", "allocate has one width and nothing to choose", hint)
 
 
 class Correct(StrictModel):
@@ -157,6 +169,9 @@ class Spec(StrictModel):
         if self.train.teacher_forcing is not None and not pairs:
             message = "teacher forcing is for models that turn lines into lines"
             yield Problem(("train", "teacher_forcing"), "S227", message, "take it out")
+        if self.train.tf32 and self.model.computes_in != "f32":
+            message = "train.tf32 is for products of f32 numbers, and the model computes in bf16 on a GPU"
+            yield Problem(("train", "tf32"), "S277", message, "take it out, or give a model that can `dtype: f32`")
         if self.train.qat is not None and self.quant is None:
             message = "train.qat rounds weights as quant will store them, and there is no quant"
             yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")

@@ -22,7 +22,7 @@ class Target:
 
 _AMPERE = frozenset({"gpu", "mma", "cp_async", "int8_mma"})
 _HOPPER = _AMPERE | {"tma", "fp8_mma"}
-_GPU = ("torch", "triton", "cutlass")
+_GPU = ("torch", "triton", "cutlass", "cuda")
 
 CPU = Target("cpu", "any CPU", "f32", frozenset(), ("torch",))
 SM80 = Target("sm80", "A100", "bf16", _AMPERE, _GPU, 166_912, 80, "sm_80")

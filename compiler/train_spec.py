@@ -58,6 +58,14 @@ class ScheduleSpec(StrictModel):
         )
         return up, down
 
+    def lowest(self, steps: int | None, last: int = 1) -> float:
+        """How far the warm-down takes the multiplier in a run of `steps`, or where None of seconds: in the update that
+        has `last` steps left, itself among them."""
+        span = self.warmdown_fraction or self.warmdown_steps if steps is None else self.of(steps)[1]
+        if not span:
+            return 1.0
+        return max(self.floor, 0.0 if steps is None else min(1.0, last / span))
+
     def problems(self) -> Iterator[Problem]:
         """Each of the two is given once."""
         for name in ("warmup", "warmdown"):
@@ -120,6 +128,9 @@ class TrainSpec(StrictModel):
     `lengths` are [share of the run, tokens]: from where so much of it is done, by steps or by the clock, windows are
     cut into rows of so many tokens, which see nothing of each other. Steps keep their tokens and their order. Scores
     are always of the whole context.
+
+    With `tf32` the products of f32 numbers in a training step read their factors as TF32, with 10 bits of mantissa, on
+    a GPU, where strict f32 has no tensor cores; scores stay strict.
     """
 
     data: AnyData = TextData()
@@ -133,6 +144,7 @@ class TrainSpec(StrictModel):
     optimizers: Annotated[tuple[OptimizerSpec, ...], Field(min_length=1)]
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
+    tf32: bool = later(False)
     average: AverageSpec | None = None
     qat: QatSpec | None = later(None)
     lengths: Lengths | None = later(None)
@@ -225,6 +237,24 @@ class TrainSpec(StrictModel):
                 "shorten them or give the run more steps",
                 related=(("the run's length", ("steps",)),),
             )
+        yield from self._problems_of_beginning()
+
+    def _problems_of_beginning(self) -> Iterator[Problem]:
+        """What begins late in the warm-down begins at all."""
+        late = [("qat", self.qat.below, 1)] if self.qat is not None else []
+        if isinstance(self.average, SwaSpec):  # it takes every so many steps, and the last of these may be long before
+            every = self.average.every
+            if self.steps is not None and every > self.steps:
+                message = f"the average takes the weights every {every} steps, and the run has {self.steps}"
+                yield Problem(("average", "every"), "S269", message, f"use at most {self.steps}")
+                return
+            late.append(("average", self.average.below, (self.steps or 0) % every + 1))
+        for name, below, last in late:
+            if (lowest := self.schedule.lowest(self.steps, last)) >= below:
+                message = f"{name} waits for a multiplier below {below:g}, and the schedule goes down to {lowest:g}"
+                hint = "let the schedule go further down (warmdown_steps or warmdown_fraction, floor), or raise `below`"
+                related = (("the schedule", ("schedule",)),) if "schedule" in self.model_fields_set else ()
+                yield Problem((name, "below"), "S269", message, hint, related)
 
 
 class BitsSpec(StrictModel):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -81,21 +80,6 @@ def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read()
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, in order, without lines that a kill cut and without what a resume took back:
-    after a start at step n, earlier records of later steps do not count."""
-    records: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if record["event"] == "start":
-            records = [old for old in records if old.get("step", 0) <= record["step"]]
-        records.append(record)
-    return records
 
 
 class Lines:

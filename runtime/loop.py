@@ -176,7 +176,10 @@ class Loop:
         path = self._commit()
         complete = trainer.done >= 1
         raw = self._validate("raw", None)
-        averaged = self._validate("average", trainer.average.tensors) if trainer.average else None
+        begun = trainer.average is not None and trainer.average.begun
+        if trainer.average is not None and not begun:
+            self._say("the average never began: the run ends with the weights as they are")
+        averaged = self._validate("average", trainer.average.tensors) if trainer.average is not None and begun else None
         ends_with = "raw" if averaged is None else "average"
         totals = trainer.totals()
         self._log.write(

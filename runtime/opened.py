@@ -31,9 +31,11 @@ from specc.runtime.data import CharTokenizer, Tokenizer
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import read_artifact
+from specc.runtime.export.table import require_values, unpacked
 from specc.runtime.load import Loaded, assign, choose_target, device_of, instantiate
 from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.constants import constants, fill
+from specc.runtime.quantize.stored import require_products
 from specc.runtime.quantize.tensors import Layout, QuantizedModel, dequantized, layout
 from specc.runtime.run import Run, RunDirectoryError
 from specc.runtime.sources.tokens import characters_of, tokenizer_of
@@ -94,6 +96,11 @@ class Deployment:
     def layout(self) -> Layout:
         """The arrays of an artifact, in file order."""
         return layout(self.schemes, self.shapes)
+
+    @property
+    def integer(self) -> bool:
+        """Whether arrays are multiplied as they are stored, so that the file also says what they are."""
+        return any(scheme.integer for scheme in self.schemes.values())
 
 
 @dataclass(frozen=True)
@@ -334,10 +341,18 @@ def read_verified(path: Path) -> Verified:
         made.append(deployment_of(text))
         return made[0][1].interface, made[0][1].layout
 
-    artifact = read_artifact(path, expected)
+    def judge(text: bytes) -> None:
+        spec, deployment = made[0]
+        if deployment.integer:
+            sources = integer_products(lower(spec, spec.targets[0]), deployment.schemes)
+            require_products(sources, deployment.shapes, deployment.layout, text)
+
+    artifact = read_artifact(path, expected, judge=judge)
     spec, deployment = made[0]
     model = QuantizedModel(deployment.schemes, deployment.shapes, artifact.tensors)
     try:
+        if deployment.integer:
+            require_values(unpacked(artifact.table), artifact.tensors)
         weights = dequantized(model)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -128,6 +128,19 @@ class Run:
         except (OSError, ValidationError) as error:
             raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
         return cls(directory, spec, record.target, record.data, record.overrides, lock)
+
+    def requantized(self, overrides: Sequence[str]) -> "Run":
+        """The run with `--set` texts about its spec's `quant`, which nothing that is trained depends on but QAT.
+
+        Raises SpecError for what they make of the spec, RunDirectoryError where they touch more than `quant`.
+        """
+        if not overrides:
+            return self
+        spec, _ = check.load(self.directory / SPEC, tuple(overrides))
+        if spec.model_copy(update={"quant": self.spec.quant}) != self.spec:
+            message = f"{self.directory} is trained: of its spec only what is under `quant` can still be set"
+            raise RunDirectoryError(message, "take out the other --set")
+        return replace(self, spec=spec)
 
     def require_same(self, spec: Spec, target: str, data: str) -> None:
         """Raises RunDirectoryError, with what differs, unless the run was started with just these."""

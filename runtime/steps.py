@@ -1,6 +1,7 @@
 """Runs the programs of a model of pairs step by step: as they are, or on a GPU each step as one CUDA graph."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -68,7 +69,8 @@ class Eager:
 
 
 class Graphed:
-    """Replays a CUDA graph of `extend` for each number of rows: powers of two, and that of a whole batch.
+    """Replays CUDA graphs: of `extend` one for each number of rows, powers of two and that of a whole batch, and of
+    `encode` one for each shape of sources that comes again.
 
     The state of each size lies at fixed addresses. Weights are read where they are, so the graphs stay right while a
     model trains in place.
@@ -78,9 +80,19 @@ class Graphed:
         self._model = model
         self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
         self._graph: _Graph | None = None
+        self._encoders: dict[torch.Size, _Encoder | None] = {}  # None of a shape that came once
+        self._pool: Any = None
 
     def encode(self, source: Tensor) -> State:
-        return self._model.encode(source)
+        """As the protocol says; the state lasts until the next `encode`."""
+        if source.shape not in self._encoders:
+            self._encoders[source.shape] = None
+            return self._model.encode(source)
+        encoder = self._encoders[source.shape]
+        if encoder is None:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()  # one runs at a time: one memory serves
+            encoder = self._encoders[source.shape] = _Encoder(self._model, source, self._pool)
+        return encoder.replay(source)
 
     def begin(self, state: State, beam: int = 1) -> State:
         state = repeated(state, beam)
@@ -99,6 +111,36 @@ class Graphed:
         return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
 
 
+Result = TypeVar("Result")
+
+
+def captured(work: Callable[[], Result], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """A CUDA graph of `work`, which reads at fixed addresses, and what it returns, which each replay writes anew."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            work()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        made = work()
+    return graph, made
+
+
+class _Encoder:
+    """`encode` for sources of one shape, captured."""
+
+    def __init__(self, model: Pairs, source: Tensor, pool: Any) -> None:
+        self._source = source.clone()
+        self._graph, self._state = captured(lambda: model.encode(self._source), source.device, pool)
+
+    def replay(self, source: Tensor) -> State:
+        self._source.copy_(source)
+        self._graph.replay()
+        return self._state
+
+
 class _Graph:
     """`extend` for states of one shape, captured."""
 
@@ -107,15 +149,7 @@ class _Graph:
         first = next(iter(self.state.values()))[0]
         self._ids = torch.zeros(len(first), 1, dtype=torch.int64, device=first.device)
         self._start = torch.zeros((), dtype=torch.int64, device=first.device)
-        stream = torch.cuda.Stream(first.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(first.device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                model.extend(self._ids, self._start, self.state)
-        torch.cuda.current_stream(first.device).wait_stream(stream)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._logits = model.extend(self._ids, self._start, self.state)
+        self._graph, self._logits = captured(lambda: model.extend(self._ids, self._start, self.state), first.device)
 
     def filled(self, state: State) -> State:
         """The graph's own state, with the values of another."""

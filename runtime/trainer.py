@@ -30,6 +30,7 @@ from specc.runtime.optim.groups import Optimizers, shared_out
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.reduce import sum_up
 from specc.runtime.phases import Function, Resting, Stretch, compiled_functions, current, stretches
+from specc.runtime.precision import products_in_tf32
 from specc.runtime.validation import Measured, Scorer, Validates
 
 if TYPE_CHECKING:
@@ -301,8 +302,9 @@ class Trainer:
     def _gradients(self, parts: Iterable[Batch]) -> None:
         """Adds up gradients and losses of this process's micro-batches in the masters."""
         self.masters.clear()
-        for arguments in parts:
-            self._passes[self._number](*arguments)
+        with products_in_tf32(self.train.tf32 and self.device.type == "cuda"):
+            for arguments in parts:
+                self._passes[self._number](*arguments)
 
     def _add(self, train: Function, tokens: int, *arguments: Tensor) -> None:
         """Adds one micro-batch's gradients and loss to the masters. Captured as a CUDA graph: see there what it may

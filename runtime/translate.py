@@ -44,18 +44,18 @@ class Translator:
     beam: int = 1
 
     def translate(self, lines: Sequence[str]) -> list[str]:
-        """The line for each line. Raises DataError for one that is too long or has a character that the vocabulary
-        lacks, TypeError for a single text, RunFailure for logits that are no numbers."""
+        """The line for each line. Raises LineError, before any is decoded, for the first that is too long or has a
+        character that the vocabulary lacks, TypeError for a single text, RunFailure for logits that are no numbers."""
         if isinstance(lines, str):
             raise TypeError("translate takes a list of lines, not one text")
+        encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
         order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # lines of a batch end at about the same step
         found = [""] * len(lines)
         for start in range(0, len(lines), self.batch):
             rows = order[start : start + self.batch]
             chosen = [lines[i] for i in rows]
-            longest = self.window if self.fixed else max(map(len, chosen)) + 1
-            width = min(longest, self.window)  # the tokenizer says which line is too long
-            ids = torch.from_numpy(self.tokenizer.encode_rows(chosen, width)).to(self.device, torch.int64)
+            width = self.window if self.fixed else max(map(len, chosen)) + 1
+            ids = encoded[rows, :width].to(self.device, torch.int64)
             texts = self.tokenizer.decode_rows(self.tokens(ids).cpu().numpy())
             for i, text in zip(rows, texts, strict=True):
                 found[i] = text
@@ -209,7 +209,8 @@ def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor) -> Te
     """What the decoder is fed where not every token is the truth: i64 [B, T].
 
     Position 0 is the start. Position t + 1 is the target's token t where `forcing`, bool [T] or [B, T], is true at
-    t + 1, else the most probable token after the positions up to t. `source` is i64 [B, S], `target` i64 [B, T].
+    t + 1, else what a decoder would write after the positions up to t: the most probable token but pad and start; where
+    it stopped it goes on, as the target does. `source` is i64 [B, S], `target` i64 [B, T].
     """
     pairs = cast(Pairs, model)
     forcing = forcing.expand(target.shape)
@@ -217,6 +218,6 @@ def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor) -> Te
     inputs = torch.full_like(target, START)
     for t in range(target.shape[1] - 1):
         start = torch.tensor(t, device=target.device)
-        own = pairs.extend(inputs[:, t : t + 1], start, state).argmax(-1)
+        own = pairs.extend(inputs[:, t : t + 1], start, state)[:, STOP:].argmax(-1) + STOP
         inputs[:, t + 1] = torch.where(forcing[:, t + 1], target[:, t], own)
     return inputs

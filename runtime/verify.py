@@ -16,6 +16,7 @@ from specc.compiler import pipeline, reference, witness
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.ops.dropout import Dropout
+from specc.compiler.programs import Programs
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.compiler.torch_program import METHODS
@@ -41,7 +42,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
     """All checks of a spec's targets with the tiles of `lock`, in order; those that need another machine say so. Code
     of a package that is not installed fails on a machine that could run it, and is left out on another."""
     for target in targets:
-        reason = _not_here(target)
+        reason = not_here(target)
         with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder:
             plain = instantiate(spec, target, Path(folder) / "plain", fuse=False)
             try:
@@ -50,10 +51,10 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
                 if error.name is None or error.name.partition(".")[0] == __name__.partition(".")[0]:
                     raise
                 yield Check(target, "fx, values, kernels, causality, fused", None if reason else False, str(error))
-                yield from _traces(plain, "fuse: []")
+                yield from traces(plain, "fuse: []")
                 continue
-            yield from _traces(fused, "fused")
-            yield from _traces(plain, "fuse: []")
+            yield from traces(fused, "fused")
+            yield from traces(plain, "fuse: []")
             if reason:
                 yield Check(target, "values, kernels, causality", None, reason)
                 continue
@@ -65,7 +66,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
             yield from _cache(spec, fused)
 
 
-def _not_here(target: str) -> str | None:
+def not_here(target: str) -> str | None:
     """Why this machine cannot run a target's code; None where it can."""
     row = TARGETS[target]
     if not row.arch:
@@ -78,7 +79,7 @@ def _not_here(target: str) -> str | None:
     return None
 
 
-def _traces(loaded: Loaded, name: str) -> Iterator[Check]:
+def traces(loaded: Loaded, name: str) -> Iterator[Check]:
     """The fx round trip of every program that sees whole sequences."""
     model = copy.deepcopy(loaded.model).to(DTYPES[_dtype(loaded)])
     source = sys.modules[type(loaded.model).__module__]
@@ -115,10 +116,13 @@ def _dtype(loaded: Loaded) -> str:
 
 
 def _batch(loaded: Loaded, program: str, rows: int, tokens: int) -> dict[str, Tensor]:
+    return batch_of(loaded.spec, loaded.programs, program, rows, tokens, device_of(loaded.target))
+
+
+def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: int, device: str) -> dict[str, Tensor]:
     """Random ids for every input of a program, each `rows` x `tokens`."""
-    shape, device = (rows, tokens), device_of(loaded.target)
-    names = [name for name, _ in loaded.programs.program(program).inputs]
-    return {name: torch.randint(loaded.spec.model.vocabulary, shape, device=device) for name in names}
+    names = [name for name, _ in programs.program(program).inputs]
+    return {name: torch.randint(spec.model.vocabulary, (rows, tokens), device=device) for name in names}
 
 
 def _drops(loaded: Loaded) -> bool:

@@ -47,3 +47,8 @@ class Architecture(StrictModel):
     def characters(self) -> str | None:
         """The alphabet that the spec itself states; None where a tokenizer has it."""
         return None
+
+    @property
+    def computes_in(self) -> str | None:
+        """The dtype that the spec itself states; None where it is the target's."""
+        return None

@@ -57,6 +57,10 @@ class EncoderDecoder(Architecture):
     head: LogitHead = LogitHead()
 
     @property
+    def computes_in(self) -> str | None:
+        return self.dtype
+
+    @property
     def title(self) -> str:
         sides = (" + ".join(stage.title for stage in side) for side in (self.encoder, self.decoder))
         return f"encoder {next(sides)}, decoder {next(sides)}, {self.context} tokens, vocabulary {self.vocabulary}"

@@ -91,11 +91,12 @@ def int8_refusal(site: Site) -> str | None:
 class Int8Function:
     """The Python function of a kernel, as templates write it. Fields of code are whole lines.
 
-    `columns` and `tiles` are the operands of [N] and of [..., N], as the arguments of the check; `y` allocates.
+    `nodes` are all that run it, so that the check can name them; `dtype` is that of y.
     """
 
     header: str
     label: str
+    nodes: str
     namespace: str
     function: str
     symbol: str
@@ -117,13 +118,14 @@ def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
     shapes += [f"{v.name} [{'' if v.column else '..., '}{tail.n}] {v.type.dtype}" for v in tail.operands]
     promise = flowed(f'"""{", ".join(map(unbroken, shapes))} -> y [..., {tail.n}] {tail.y.type.dtype}.', "    ")
     columns, tiles = [v for v in tail.operands if v.column], [v for v in tail.operands if not v.column]
-    given = ["NODE", "x", "w", "offset", "(N, K)"]
+    given = ["NODES", "x", "w", "offset", "(N, K)"]
     for word, values in (("columns", columns), ("tiles", tiles)):
         pairs = ", ".join(f'"{v.name}": ({v.name}, {DTYPES[v.type.dtype]})' for v in values)
         given += [f"{word}={{{pairs}}}"] if values else []
     return Int8Function(
         header,
         label,
+        _nodes(site.label),
         f"specc_{site.module}",
         function,
         file,
@@ -135,6 +137,12 @@ def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
         listed("check_operands(", given, ")", 4),
         DTYPES[tail.y.type.dtype],
     )
+
+
+def _nodes(label: str) -> str:
+    """The tuple NODES of the paths in a label, without what joined each."""
+    paths = [f'"{one.partition(" ")[0]}"' for one in label.split(" and ")]
+    return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
 def _told(label: str) -> str:
@@ -157,7 +165,7 @@ class TorchContext:
 
 @dataclass(frozen=True, slots=True)
 class Int8Torch(Kernel):
-    """The product in float64, which holds every sum exactly, and the epilogue in f32."""
+    """The product in whole numbers, exact, and the epilogue in f32."""
 
     computes: ClassVar[type[Op]] = Int8Linear
 

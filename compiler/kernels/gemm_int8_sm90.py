@@ -12,6 +12,7 @@ from specc.compiler.ops.quantized import Int8Linear
 
 DEEP, SHALLOW = 128, 64  # codes of the sum at a time: one row of 128 bytes in shared memory, or half of one
 WIDE, NARROW = 128, 64
+SMALL = 512 * 256  # weights; up to here the kernel of the sm80 family, which starts sooner, was faster on an H200
 LEAF = {
     "evt": "Sm90EVT",
     "sum": "{{}, {static_cast<int32_t const*>(offset)}, {}}",
@@ -22,7 +23,9 @@ LEAF = {
 
 @dataclass(frozen=True, slots=True)
 class GemmInt8Sm90(Kernel):
-    """Any number of rows, one included: TMA fills what lies outside with zeros and does not store it."""
+    """Any number of rows, one included: TMA fills what lies outside with zeros and does not store it. First by rule
+    where the weight is large: what barriers and TMA need to start costs 1 to 3 us a call, more than a small product
+    takes."""
 
     computes: ClassVar[type[Op]] = Int8Linear
 
@@ -30,7 +33,10 @@ class GemmInt8Sm90(Kernel):
         return int8_refusal(site)
 
     def rank(self, site: Site) -> int:
-        return 0
+        op = site.node.op
+        assert isinstance(op, Int8Linear)
+        n, k = op.extent(site.inputs[1])
+        return 0 if n * k > SMALL else 2
 
     def render(self, site: Site) -> Rendered:
         op = site.node.op

@@ -10,7 +10,7 @@ from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.targets import Target
 
-Language = Literal["torch", "triton", "cutlass"]
+Language = Literal["torch", "triton", "cutlass", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)

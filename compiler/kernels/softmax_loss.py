@@ -113,25 +113,25 @@ class SoftmaxLossTriton(Kernel):
         if dtype not in ELEMENTS:
             return f"reads logits in bf16 or f32; in {dtype} the gradient of a mean is too small a number"
         try:
-            triton_text(reread(_op(site).f)), triton_text(derive(reread(_op(site).f), "z"))
+            triton_text(reread(loss_of(site).f)), triton_text(derive(reread(loss_of(site).f), "z"))
         except ExprError as error:
-            return f"cannot print {_op(site).f}: {error.message}"
-        if self.tile is not None and self.tile.rows > 1 and self.tile.columns < _width(site):
-            return f"takes several rows at a time only whole; of {_width(site)} columns {self.tile} does not hold all"
+            return f"cannot print {loss_of(site).f}: {error.message}"
+        if self.tile is not None and self.tile.rows > 1 and self.tile.columns < width_of(site):
+            return f"takes several rows at a time only whole; of {width_of(site)} columns {self.tile} does not hold all"
         return None
 
     def rank(self, site: Site) -> int:
         return 0
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
-        columns = 1 << (_width(site) - 1).bit_length()
+        columns = 1 << (width_of(site) - 1).bit_length()
         tiles = [RowTile(1, *tile) for tile in LONG]
         if columns <= WHOLE:
             tiles = [RowTile(max(1, size // columns), columns, warps) for size, warps in SHORT]
         return tuple(replace(self, tile=tile) for tile in dict.fromkeys(tiles))
 
     def render(self, site: Site) -> Rendered:
-        tile = self.tile or row_tile(_width(site))
+        tile = self.tile or row_tile(width_of(site))
         context = _context(site, tile)
         return Rendered(
             context.function, context.symbol, {f"{context.symbol}.py": (context.TEMPLATE, context)}, str(tile)
@@ -171,8 +171,8 @@ class SoftmaxLossTorch(Kernel):
 
     def render(self, site: Site) -> Rendered:
         function, module = symbol(site)
-        op = _op(site)
-        padding, cast = _width(site) - op.vocab, "" if site.inputs[0].dtype == "f32" else ".float()"
+        op = loss_of(site)
+        padding, cast = width_of(site) - op.vocab, "" if site.inputs[0].dtype == "f32" else ".float()"
         z = f"logits[..., :{op.vocab}]" if padding else "logits"
         lines = [f"z = {z}{cast}"] if op.f != "z" else []
         f = torch_text(reread(op.f)) if op.f != "z" else f"{z}{cast}"
@@ -181,15 +181,15 @@ class SoftmaxLossTorch(Kernel):
         returns = f"{nats}.squeeze(-1)"
         if op.reduction == "mean":
             lines.append("grad = log_p.exp().scatter_add_(-1, target, log_p.new_full(target.shape, -1.0))")
-            slope = _slope(op)
+            slope = slope_of(op)
             times = [_line("slope", torch_text(reread(slope)), 4)] if slope else []
             lines += [*times, f"grad = {'slope * ' if slope else ''}grad / targets.numel()"]
             lines += [f"grad = F.pad(grad, (0, {padding}))"] if padding else []
             returns = f"{nats}.mean(), grad{'.type_as(logits)' if cast else ''}"
-        signature = f"def {function}(logits: Tensor, targets: Tensor) -> {_annotation(op)}:"
+        signature = f"def {function}(logits: Tensor, targets: Tensor) -> {annotation_of(op)}:"
         uses_torch = any("torch." in line for line in lines)
         context = PlainContext(
-            _header(site), _formulas(op), signature, _promise(site), tuple(lines), returns, uses_torch
+            header_of(site), formulas_of(op), signature, promise_of(site), tuple(lines), returns, uses_torch
         )
         return Rendered(function, module, {f"{module}.py": (context.TEMPLATE, context)}, "")
 
@@ -197,64 +197,66 @@ class SoftmaxLossTorch(Kernel):
 SOFTMAX_LOSS_TORCH = SoftmaxLossTorch("softmax_loss_torch", "torch", frozenset())
 
 
-def _op(site: Site) -> SoftmaxLoss:
+def loss_of(site: Site) -> SoftmaxLoss:
     assert isinstance(site.node.op, SoftmaxLoss)
     return site.node.op
 
 
-def _width(site: Site) -> int:
+def width_of(site: Site) -> int:
     width = site.inputs[0].width
     assert isinstance(width, int)
     return width
 
 
-def _slope(op: SoftmaxLoss) -> str:
+def slope_of(op: SoftmaxLoss) -> str:
     """The derivative of f in z; empty where it is 1."""
     slope = derive(reread(op.f), "z")
     return "" if not variables(slope) and number(slope) == 1 else str(slope)
 
 
-def _results(op: SoftmaxLoss) -> tuple[str, ...]:
+def results_of(op: SoftmaxLoss) -> tuple[str, ...]:
     return op.output_labels or ("nats",)
 
 
-def _annotation(op: SoftmaxLoss) -> str:
+def annotation_of(op: SoftmaxLoss) -> str:
     return "tuple[Tensor, Tensor]" if op.reduction == "mean" else "Tensor"
 
 
-def _header(site: Site) -> str:
+def header_of(site: Site) -> str:
     logits, targets = (
         unbroken(f"{name} {type}") for name, type in zip(("logits", "targets"), site.inputs, strict=True)
     )
-    results = (unbroken(f"{name} {type}") for name, type in zip(_results(_op(site)), site.node.types, strict=True))
+    results = (
+        unbroken(f"{name} {type}") for name, type in zip(results_of(loss_of(site)), site.node.types, strict=True)
+    )
     return flowed(f"{unbroken(f'{site.label}    ')}{logits}, {targets} -> {', '.join(results)}", "# ", "    ", 88)
 
 
-def _formulas(op: SoftmaxLoss) -> tuple[str, ...]:
+def formulas_of(op: SoftmaxLoss) -> tuple[str, ...]:
     """What is computed, a line a value, as lines of a docstring."""
     f = "z" if op.f == "z" else "f"
     nats = f"log(sum(exp({f}))) - {f}[target]"
     lines = [f"nats = {nats}"]
     if op.reduction == "mean":
-        slope = _slope(op)
+        slope = slope_of(op)
         grad = f"(softmax({f}) - onehot(target)){f' * ({slope})' if slope else ''} / rows"
         lines = [f"loss = mean({nats})", f"grad = {grad}"]
     first = "z = logits" if op.f == "z" else f"f = {op.f} of z = logits"
     return tuple(flowed(line, "    ", "    ") for line in (first, *lines))
 
 
-def _promise(site: Site) -> str:
+def promise_of(site: Site) -> str:
     """The first line of the function's docstring."""
-    width, dtype, op = _width(site), site.inputs[0].dtype, _op(site)
+    width, dtype, op = width_of(site), site.inputs[0].dtype, loss_of(site)
     results = {"loss": "loss [] f32", "grad": f"grad [..., {width}] {dtype}", "nats": "nats [...] f32"}
     given = f"logits [..., {width}] {dtype}, targets [...] i64"
-    return flowed(f'"""{given} -> {", ".join(results[name] for name in _results(op))}.', "    ")
+    return flowed(f'"""{given} -> {", ".join(results[name] for name in results_of(op))}.', "    ")
 
 
 def _context(site: Site, tile: RowTile) -> LossContext:
-    op, width = _op(site), _width(site)
+    op, width = loss_of(site), width_of(site)
     function, module = symbol(site)
-    learns, whole, identity, slope = op.reduction == "mean", tile.columns >= width, op.f == "z", _slope(op)
+    learns, whole, identity, slope = op.reduction == "mean", tile.columns >= width, op.f == "z", slope_of(op)
     results = ("nats", "grad") if learns else ("nats",)
     tensors = ("logits", "targets", *results)
     sizes = {"V": True, "WIDTH": True, "ROWS": whole, "BLOCK": True}
@@ -267,9 +269,9 @@ def _context(site: Site, tile: RowTile) -> LossContext:
     functions = [("bounded", "What becomes of a logit before the softmax.", op.f)] if not identity else []
     functions += [("slope", "Its derivative.", slope)] if slope and learns else []
     return LossContext(
-        header=_header(site),
+        header=header_of(site),
         summary=f'"""{site.label}: cross-entropy{" and its gradient" if learns else ""} in one kernel.',
-        formulas=_formulas(op),
+        formulas=formulas_of(op),
         how=_how(site, tile, whole),
         namespace=f"specc_{site.module}",
         node=site.label,
@@ -298,8 +300,8 @@ def _context(site: Site, tile: RowTile) -> LossContext:
         launch_signature=f"def launch({', '.join(f'{name}: Tensor' for name in tensors)}) -> None:",
         grid="triton.cdiv(m, ROWS)" if whole else "m",
         arguments=", ".join((*tensors, *(["m"] if rows else []), *sized)),
-        annotation=_annotation(op),
-        promise=_promise(site),
+        annotation=annotation_of(op),
+        promise=promise_of(site),
         allocated=("grad = torch.empty_like(logits)",) if learns else (),
         tensors=", ".join(tensors),
         returns="nats.mean(), grad" if learns else "nats",
@@ -314,7 +316,7 @@ def _how(site: Site, tile: RowTile, whole: bool) -> str:
         words = f"Triton kernel for {site.target.name}: a program holds {rows} in registers and reads them once."
     else:
         words = f"Triton kernel for {site.target.name}: a program takes a row in chunks, with a running maximum"
-        words += ", and then once more for the gradient, from L2." if _op(site).reduction == "mean" else "."
+        words += ", and then once more for the gradient, from L2." if loss_of(site).reduction == "mean" else "."
     return flowed(f"{words} All of it in fp32, each result rounded once where it is stored.")
 
 

@@ -13,11 +13,19 @@ if TYPE_CHECKING:
 
 LARGEST = 127  # of a code; -128 is none, so that codes are symmetric
 ALIGNMENT = 16  # codes that one load takes: K and N of an int8 product are multiples of it
+LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT  # so many products and a bias below 2^30 stay within int32
 
 
 def padded(extent: int) -> int:
     """`extent` as an int8 product takes it."""
     return -(-extent // ALIGNMENT) * ALIGNMENT
+
+
+def rounded(values: "Tensor") -> "Tensor":
+    """The codes i8 nearest to `values`, halves to even; NaN becomes 0."""
+    import torch
+
+    return values.round().clamp(-LARGEST, LARGEST).nan_to_num(0.0).to(torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,7 @@ class QuantizeRows(Op):
         import torch
 
         x, inverse = inputs
-        codes = (x.float() * inverse).round().clamp(-LARGEST, LARGEST).nan_to_num(0.0).to(torch.int8)
+        codes = rounded(x.float() * inverse)
         return torch.cat((codes, codes.new_zeros(*codes.shape[:-1], self.columns - codes.shape[-1])), -1)
 
 
@@ -103,6 +111,8 @@ class Int8Linear(Op):
         n, k = self.extent(weight)
         if x.width != k:
             raise TypeRuleError(f"K is {k} in the weight but its input has {x.width} features ({{input}})", (0, 1))
+        if k > LARGEST_K:
+            raise TypeRuleError(f"sums at most {LARGEST_K:,} products in int32, and K is {k:,}", (1,))
         if offset.shape != (n,):
             raise TypeRuleError(f"N is {n} in the weight but the bias is {offset}", (2,))
         if n % ALIGNMENT or k % ALIGNMENT:
@@ -200,33 +210,6 @@ class Part(Moves):
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         width = inputs[0].shape[-1] // self.parts
         return inputs[0].narrow(-1, self.index * width, width)
-
-
-@dataclass(frozen=True, slots=True)
-class CellMarks(Op):
-    """Which columns of the gates [4H], of the offsets given, are the cell's: f32, 1 there and 0 elsewhere."""
-
-    name: ClassVar[str] = "cell_marks"
-    inline: ClassVar[bool] = False
-
-    @property
-    def arity(self) -> int:
-        return 1
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return (TensorType(inputs[0].shape, "f32"),)
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return "cell_marks"
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"cell_marks({args[0]})"
-
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        import torch
-
-        size = inputs[0].shape[0] // 4
-        return torch.tensor([float(i // size == 2) for i in range(4 * size)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ HINT = 'add a rule that keeps it, e.g. {match: "%s", scheme: none, dtype: f32}'
 @dataclass(frozen=True, slots=True)
 class Source:
     """One product of the model, by the full names of its node, weight and bias (empty for none). `read` and `made` are
-    the inputs and outputs of the node that the weight meets; `maker` is what made the first of them; all products with
-    one `leader`, a weight, share the scale of their input."""
+    the inputs and outputs of the node that the weight meets, of each the `part`-th of `parts` equal parts; `maker` is
+    what made the first of them; all products with one `leader`, a weight, share the scale of their input."""
 
     node: str
     weight: str
@@ -32,6 +32,8 @@ class Source:
     made: tuple[int, ...]
     maker: str
     leader: str
+    part: int = 0
+    parts: int = 1
 
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
@@ -49,7 +51,9 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
                 bias = at + factor.bias[1:] if factor.bias and schemes[at + factor.bias[1:]].integer else ""
                 first = node.inputs[factor.read[0]]
                 maker = at + node_of(first) if node_of(first) in graph.by_name else node_of(first)
-                source = Source(at + node.name, weight, bias, factor.read, factor.made, maker, weight)
+                source = Source(
+                    at + node.name, weight, bias, factor.read, factor.made, maker, weight, factor.part, factor.parts
+                )
                 found.setdefault(weight, source)
                 # what a loop gives itself is no value that others read
                 leaders.join(weight if factor.made else by_value.setdefault(first, weight), weight)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.gptq_solver import Factor, factorize, solve, weighted_error
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized, row_quantile
 from specc.compiler.quant.scheme import SchemeError, check_finite, check_shape
@@ -83,6 +84,12 @@ class Gptq(PerRow):
         parts = [self._rows(weight[start : start + step].detach().double(), factor) for start in starts]
         arrays = arrays_of(torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), shape)
         return self.mended(arrays, weight, factor.hessian)
+
+    def with_clip(self, deviations: float) -> Self:
+        return self.model_copy(update={"clip_stds": (deviations,)})
+
+    def normal_clip(self, columns: int) -> float:
+        return min(self.clip_stds) if self.clip_stds else normal_clip(columns, min(self.clip_quantiles))
 
     def clip_without_data(self, rows: Tensor) -> Tensor:
         if self.clip_stds:

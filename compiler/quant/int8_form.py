@@ -11,12 +11,15 @@ from specc.compiler.ops.quantized import padded
 @dataclass(frozen=True, slots=True)
 class Factor:
     """A product inside a node. `weight` [N, K] and `bias` [N], empty where there is none, are values of the graph; the
-    values multiplied with the weight are the node's inputs `read` and its own outputs `made`, by position."""
+    values multiplied with the weight are the node's inputs `read` and its own outputs `made`, by position, of each the
+    `part`-th of `parts` equal parts of its features."""
 
     weight: str
     bias: str
     read: tuple[int, ...]
     made: tuple[int, ...] = ()
+    part: int = 0
+    parts: int = 1
 
 
 class Editing(Protocol):
@@ -32,7 +35,7 @@ class Editing(Protocol):
         """Whether a value is a parameter that is stored for products in whole numbers."""
 
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:
-        """Declares a stored tensor of a weight: `codes`, `offset` or `scale`."""
+        """Declares a tensor that is kept beside a weight: `codes`, `offset`, `scale`, or `marks` of an LSTM's."""
 
     def codes(self, ref: str, weight: str, before: Node) -> str:
         """The value `ref` as codes for the product with `weight`, made ahead of a node; all products of one value share

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, TypeRuleError
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import CellMarks, Int8Linear, LstmUpdate, Part, QuantizeRows, TimeMajor, padded
+from specc.compiler.ops.quantized import Int8Linear, LstmUpdate, Part, QuantizeRows, TimeMajor, padded
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
@@ -33,7 +33,7 @@ def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Fact
     for d in range(directions):
         into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
         found.append(Factor(into, vectors[0] if biases == 2 else "", (0,)))
-        found.append(Factor(hidden, vectors[-1], (1,), (0,)))
+        found.append(Factor(hidden, vectors[-1], (1,), (0,), d, directions))
     return tuple(found)
 
 
@@ -58,6 +58,12 @@ def _gates_of(edit: Editing, node: Node, name: str, codes: str, factor: Factor) 
     return edit.add(Node(name, op, (codes, *held), (made,), SCALED, (name,)), node)
 
 
+def _marks(edit: Editing, hidden: Factor) -> str:
+    """The constant f32 [4H] that is 1 in the columns of the cell's gate, and 0 in those of the others."""
+    rows = edit.type(hidden.weight).shape[0]
+    return edit.constant(hidden.weight, "marks", TensorType((rows,), "f32"))
+
+
 @dataclass(frozen=True, slots=True)
 class Int8CellForm(Int8Form):
     """One step, in place."""
@@ -76,7 +82,7 @@ class Int8CellForm(Int8Form):
         gates = _gates_of(edit, node, f"{scope}.gates_x", codes, factors[0])
         step = edit.add_op(f"{scope}.gates_step", Last(), (gates,), node)
         held = (*sums_of(edit, factors[1].weight, factors[1].bias), edit.inverse(factors[1].weight))
-        marks = edit.add_op(f"{scope}.marks", CellMarks(), (held[1],), node)
+        marks = _marks(edit, factors[1])
         quantized = edit.add_op(f"{scope}.h_codes", QuantizeRows(_columns(edit, held)), (h, held[3]), node)
         type = edit.type(step)
         name = f"{scope}.gates"
@@ -137,8 +143,7 @@ def _direction(
     gates = _gates_of(edit, node, f"{name}_x", major, factors[0])
     steps = edit.add_op(f"{name}_steps", TimeMajor(back=True), (gates,), node)
     held = (*sums_of(edit, factors[1].weight, factors[1].bias), edit.inverse(factors[1].weight))
-    marks = edit.add_op(f"{name}_marks", CellMarks(), (held[1],), node)
-    inputs = (*state, steps, *held, marks)
+    inputs = (*state, steps, *held, _marks(edit, factors[1]))
     step = edit.function(_step([edit.type(ref) for ref in inputs], _columns(edit, held)))
     kept = [edit.type(ref) for ref in state]
     y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)

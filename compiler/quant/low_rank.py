@@ -76,7 +76,8 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     }
     rest = error - product(arrays).to(error)
     if float((rest @ metric * rest).sum()) >= float((error @ metric * error).sum()):
-        arrays["left"][:] = 0
+        arrays["left"][:] = arrays["right"][:] = 0  # and constant scales: what says nothing compresses to nothing
+        arrays["left_scale"][:] = arrays["right_scale"][:] = SMALLEST_SCALE
     return arrays
 
 

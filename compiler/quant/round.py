@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.rows import PerRow, arrays_of, row_quantile
 from specc.compiler.quant.scheme import check_finite, check_shape
 
@@ -33,6 +34,9 @@ class Round(PerRow):
         rows = weight.detach().double().reshape(shape[0], -1)
         scale = self.scales(self.clip_without_data(rows))
         return self.mended(arrays_of(self.nearest(rows, scale), scale, shape), weight, None)
+
+    def normal_clip(self, columns: int) -> float:
+        return normal_clip(columns, self.clip)
 
     def clip_without_data(self, rows: Tensor) -> Tensor:
         magnitude = rows.abs()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 from pydantic import Field, ValidationError
 
 from specc.compiler.quant import low_rank
+from specc.compiler.quant.entropy import normal_bits, normal_clip
 from specc.compiler.quant.scheme import Scheme, SchemeError, Stored, check_arrays
 from specc.compiler.strict import later
 
@@ -96,14 +97,12 @@ class PerRow(Scheme):
         return self.model_copy(update={"correction_rank": rank})
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """(bits - 1.35) / 8 bytes a value and 2 bytes a row.
-
-        Source: brotli-11 comes within 1 % of the order-0 entropy of the codes, which for trained matrices
-        with row clips near the maximum was 3.64 bits a value at int5 and 4.68 at int6 (heavy-tailed 1024 x
-        1024), and 3.65 for parameter-golf PR 1105 at nearly all int5. Entropy is linear in bits, one for one;
-        at int2, where most codes are 0, this is an upper bound.
-        """
-        codes = math.ceil(math.prod(shape) * (self.bits - 1.35) / 8) + 2 * shape[0]
+        """The entropy of the codes of normal rows (entropy.py), and 2 bytes a row: what a model takes that is hardly
+        trained. Trained matrices with clips near the maximum took 3.65 bits a value at int5, where normal rows of 512
+        take 4.28."""
+        columns = math.prod(shape[1:])
+        bits = normal_bits(self.normal_clip(columns), self.top)
+        codes = math.ceil(math.prod(shape) * bits / 8) + 2 * shape[0]
         return codes + math.ceil(low_rank.bits(shape[0], math.prod(shape[1:]), self.correction_rank) / 8)
 
     def with_bits(self, bits: int) -> Self:
@@ -132,6 +131,10 @@ class PerRow(Scheme):
         scale = _rounded_up(self._exact_scales(self.clip_without_data(flat)).clamp(max=LARGEST_SCALE)).float()[:, None]
         codes = (flat / scale).round_().clamp_(-self.top, self.top)
         return (codes * scale).reshape(weights.shape)
+
+    def normal_clip(self, columns: int) -> float:
+        """About the least clip, in deviations, that normal rows of so many columns get."""
+        return normal_clip(columns)
 
     @abstractmethod
     def clip_without_data(self, rows: Tensor) -> Tensor:

@@ -56,11 +56,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What calibration saw of a product's input [.., K], f64 [K] each: the `largest` magnitude of each feature, and its
-    mean `square`."""
+    """What calibration saw of a product's input x [.., K], in f64: the `largest` magnitude of each feature [K], and the
+    mean of x^T x as `products` [K, K]."""
 
     largest: Tensor
-    square: Tensor
+    products: Tensor
+
+    @property
+    def square(self) -> Tensor:
+        """The mean square of each feature [K]."""
+        return self.products.diagonal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +136,16 @@ class Scheme(StrictModel):
 
     @abstractmethod
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the parameter in an artifact, after compression, guessed before there are weights."""
+        """Bytes of the parameter in an artifact, after compression, at most about: told before there are weights, of
+        which trained ones take less."""
 
     def with_bits(self, bits: int) -> Self:
         """This scheme at another width. Raises SchemeError where it has none or cannot take `bits`."""
         raise SchemeError(f"{self.label()} has no width to change")
+
+    def with_clip(self, deviations: float) -> Self:
+        """This scheme with rows clipped at so many standard deviations. Raises SchemeError where it cannot be."""
+        raise SchemeError(f"{self.label()} has no clip in standard deviations")
 
 
 def check_shape(scheme: Scheme, shape: tuple[int, ...]) -> None:

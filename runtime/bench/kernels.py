@@ -71,7 +71,7 @@ def kernel_rows(
     kernel that gives wrong values.
     """
     seen: set[tuple[str, str]] = set()
-    for choice in sorted(plan.choices, key=lambda choice: choice.kernel.language == "cutlass"):
+    for choice in sorted(plan.choices, key=lambda choice: choice.kernel.language in ("cuda", "cutlass")):
         key = (choice.rendered.module, "" if choice.rendered.module else choice.site.label)
         if key in seen or at not in choice.site.label:
             continue

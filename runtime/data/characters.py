@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specc.runtime.data.errors import DataError
+from specc.runtime.data.errors import DataError, LineError
 
 Array = npt.NDArray[np.integer[Any]]
 Tokens = npt.NDArray[np.uint8]
@@ -16,6 +16,7 @@ Tokens = npt.NDArray[np.uint8]
 PAD, START, STOP = 0, 1, 2
 SPECIAL = 3  # ids before the first character
 MAX_CHARACTERS = 256 - SPECIAL
+_SHOWN = 60  # characters of a line in a message
 
 
 def lines_of(text: str) -> list[str]:
@@ -51,12 +52,13 @@ class CharTokenizer:
         return self.encode_rows([text], len(text) + 1)[0, :-1]
 
     def encode_rows(self, lines: Sequence[str], width: int) -> Tokens:
-        """u8 [N, width]: characters, stop, pad. Raises DataError for a line that is too long, or holds a character
+        """u8 [N, width]: characters, stop, pad. Raises LineError for a line that is too long, or holds a character
         that it does not have."""
-        if odd := next((line for line in lines if "\0" in line), None):
-            raise DataError(
-                f"{odd!r} holds {chr(0)!r}, which is not in the vocabulary", f"its characters are {self.chars}"
-            )
+        for row, line in enumerate(lines):
+            if "\0" in line:
+                raise self._unknown(row, line, "\0")
+            if len(line) >= width:  # before there is a table as wide
+                raise _too_long(row, line, width)
         return self.encode_codes(_codes(lines), width)
 
     def encode_codes(self, codes: Array, width: int) -> Tokens:
@@ -66,21 +68,20 @@ class CharTokenizer:
         unknown = filled & (known == 0)
         if unknown.any():
             row, column = (int(where[0]) for where in np.nonzero(unknown))
-            line = "".join(map(chr, codes[row][filled[row]]))
-            raise DataError(
-                f"{line!r} holds {chr(codes[row, column])!r}, which is not in the vocabulary",
-                f"its characters are {self.chars}",
-            )
+            raise self._unknown(row, "".join(map(chr, codes[row][filled[row]])), chr(codes[row, column]))
         lengths = filled.sum(axis=1)
         if lengths.size and lengths.max() >= width:
-            line = "".join(map(chr, codes[lengths.argmax()][filled[lengths.argmax()]]))
-            message = f"{line!r} has {lengths.max()} characters; {width} tokens hold at most {width - 1} and a stop"
-            raise DataError(message, "use a longer model.context")
+            row = int((lengths >= width).argmax())
+            raise _too_long(row, "".join(map(chr, codes[row][filled[row]])), width)
         tokens = np.full((len(codes), width), PAD, np.uint8)
         kept = min(width, codes.shape[1])
         tokens[:, :kept] = known[:, :kept]
         tokens[np.arange(len(codes)), lengths] = STOP
         return tokens
+
+    def _unknown(self, row: int, line: str, char: str) -> LineError:
+        message = f"{_shown(line)} holds {char!r}, which is not in the vocabulary"
+        return LineError(row, message, f"its characters are {self.chars}")
 
     def decode(self, ids: Sequence[int] | Array) -> str:
         """The text before the first stop; pad and start give nothing. Raises DataError for an id out of range."""
@@ -95,6 +96,15 @@ class CharTokenizer:
         text = self._codes[ids[alive].astype(np.int64) - SPECIAL].astype("<u4").tobytes().decode("utf-32-le")
         ends = alive.sum(axis=1).cumsum().tolist()
         return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _too_long(row: int, line: str, width: int) -> LineError:
+    message = f"{_shown(line)} has {len(line):,} characters; {width} tokens hold at most {width - 1} and a stop"
+    return LineError(row, message, "use a longer model.context")
+
+
+def _shown(line: str) -> str:
+    return repr(line) if len(line) <= _SHOWN else f"{line[:_SHOWN]!r}..."
 
 
 def _codes(lines: Sequence[str]) -> npt.NDArray[np.uint32]:

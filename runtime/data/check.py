@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.record import RECORD, ShardEntry, ShardRecord, read_record
+from specc.runtime.data.repeats import DIGEST_BYTES, Hashes, shared
 from specc.runtime.data.shards import Split, TokenShard, find_shards, header_of, shard_offset, split_of
 from specc.runtime.data.tokenizer import Tokenizer
 
@@ -42,6 +43,7 @@ class SplitFacts:
         highest: the highest token; -1 for none.
         lengths: documents by the number of bits of their length in tokens, BOS aside: k counts 2**(k-1) .. 2**k - 1.
             None where documents are not marked.
+        repeated: documents that are equal to an earlier one of the split; of very many about so many.
     """
 
     shards: int = 0
@@ -50,6 +52,7 @@ class SplitFacts:
     marks: int | None = None
     longest: int = 0
     lengths: npt.NDArray[np.int64] | None = None
+    repeated: int = 0
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """(shortest, longest, documents), without the empty ends."""
@@ -113,6 +116,7 @@ class Checked:
                 "bos": found.marks,
                 "longest": found.longest,
                 "lengths": [list(row) for row in found.histogram()],
+                "repeated": found.repeated,
             }
             for split, found in self.splits.items()
         }
@@ -131,7 +135,8 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
 
     Found wrong are: shards that are no whole ones, tokens that the tokenizer does not have, files that the record does
     not describe or that are missing, no shards for a split, no BOS at the start of val, two shards with equal tokens,
-    documents of train that are in val too. Without a record, `tokenizer` says what ids there are.
+    documents that are in a split more than once, documents of train that are in val too. Without a record, `tokenizer`
+    says what ids there are.
 
     Raises DataError where there is no such folder, no shard in it, or the record is of another tokenizer.
     """
@@ -158,8 +163,8 @@ class _Check:
         self._found, self._record, self._progress = found, record, progress
         self._marked = found.bos is not None and (record is None or record.marks == "document")
         self._hashes: dict[str, str] = {}  # of tokens -> the shard that has them
-        self._val: set[bytes] = set()
-        self._shared = self._done = 0
+        self._documents = {split: Hashes() for split in SPLITS}
+        self._done = 0
 
     def run(self) -> None:
         paths = {split: self._paths(split) for split in SPLITS}
@@ -169,9 +174,14 @@ class _Check:
         total = sum(path.stat().st_size // 2 for some in paths.values() for path in some if path.is_file())
         for split in SPLITS:
             self._split(split, paths[split], total)
-        if self._shared:
-            what = f"{self._shared:,} of its documents are in val too"
-            self._wrong("train", what)
+        for split, hashes in self._documents.items():
+            if repeated := hashes.repeated():
+                about = "about " * bool(hashes.level)
+                self._wrong(split, f"{about}{repeated:,} of its documents are equal to an earlier one of them")
+                self._found.splits[split].repeated = repeated
+        both, exact = shared(self._documents["train"], self._documents["val"])
+        if both:
+            self._wrong("train", f"{'' if exact else 'about '}{both:,} of its documents are in val too")
 
     def _wrong(self, where: str | Path, what: str, damage: bool = False) -> None:
         self._found.findings.append(Finding(str(where), what, damage))
@@ -212,7 +222,7 @@ class _Check:
         if facts.shards and not facts.tokens:
             self._wrong(split, "no tokens in its shards")
         if documents is not None:
-            self._take(split, documents.end())
+            self._documents[split].add(documents.end())
             facts.lengths, facts.longest = documents.lengths, documents.longest
             entry = self._record.splits.get(split) if self._record else None
             count = int(documents.lengths.sum())
@@ -248,7 +258,7 @@ class _Check:
                 if split == "val" and facts.tokens == 0 and start == 0 and tokens[0] != bos:
                     self._wrong(shard.path, f"begins with token {int(tokens[0])}, not BOS ({bos}): cannot be scored")
             if documents is not None:
-                self._take(split, documents.add(tokens))
+                self._documents[split].add(documents.add(tokens))
             self._done += len(tokens)
             if self._progress is not None:
                 self._progress(self._done, total)
@@ -262,12 +272,6 @@ class _Check:
         if first_of != shard.path.name:
             self._wrong(shard.path, f"holds the same tokens as {first_of}")
 
-    def _take(self, split: Split, digests: list[bytes]) -> None:
-        if split == "val":
-            self._val.update(digests)
-        else:
-            self._shared += sum(digest in self._val for digest in digests)
-
 
 class _Documents:
     """Cuts a stream of tokens at BOS: how long documents are, and a digest of each that is not empty.
@@ -279,7 +283,7 @@ class _Documents:
         self._bos = bos
         self._begun = False
         self._length = 0
-        self._hasher = hashlib.blake2b(digest_size=16)
+        self._hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
         self.lengths = np.zeros(65, np.int64)
         self.longest = 0
 
@@ -308,5 +312,5 @@ class _Documents:
         length, digest = self._length, self._hasher.digest()
         self.lengths[length.bit_length()] += 1
         self.longest = max(self.longest, length)
-        self._begun, self._length, self._hasher = False, 0, hashlib.blake2b(digest_size=16)
+        self._begun, self._length, self._hasher = False, 0, hashlib.blake2b(digest_size=DIGEST_BYTES)
         return [digest] if length else []

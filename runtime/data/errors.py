@@ -18,3 +18,11 @@ class DataIntegrityError(DataError):
     """Bytes on disk are not what they were written as: cut, damaged, or changed in use (exit code 5)."""
 
     exit_code = 5
+
+
+class LineError(DataError):
+    """One of several lines that cannot be read; `row` counts from 0."""
+
+    def __init__(self, row: int, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.row = row

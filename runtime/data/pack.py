@@ -112,16 +112,19 @@ def _copy(source: Path, target: Path) -> None:
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
     """An empty folder beside `out`, which becomes `out` in the end; locked, so that there is one of them."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out}: is there already", "name another --out, or remove it")
     staging = out.with_name(f".{out.name}.packing")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        left = f"; {staging}, which a killed one left, can be removed" * staging.is_dir()
+        raise DataError(f"{out}: is there already", f"name another --out, or remove it{left}")
+    if staging.exists() and not staging.is_dir():
+        raise DataError(f"{staging}: is in the way, and is no folder that was left by packing", "remove it")
     staging.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _lock(descriptor, staging, out)
-        for stray in staging.iterdir():
-            stray.unlink()
         try:
+            for stray in staging.iterdir():  # what a killed one left
+                shutil.rmtree(stray) if stray.is_dir() and not stray.is_symlink() else stray.unlink()
             begin_record(staging)
             yield staging
             os.rename(staging, out)
@@ -144,4 +147,5 @@ def _lock(descriptor: int, staging: Path, out: Path) -> None:
     except (BlockingIOError, FileNotFoundError):
         same = False
     if not same:
-        raise DataError(f"{out}: another process packs into it", "wait for that, or name another --out")
+        hint = f"wait for that, which makes {staging} into it, or name another --out"
+        raise DataError(f"{out}: another process packs into it", hint)

@@ -24,6 +24,8 @@ COMPRESSIONS = (".xz", ".gz")
 RUNNING_BYTES = 256 * 1024
 BLOCK_BYTES = 16 * 1024
 _LINE_BYTES = 1024 * 1024
+# A document is held whole, and as tokens in some of the tokenizers at thirty times its size.
+DOCUMENT_BYTES = 64 * 1024 * 1024
 READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 SUPPORTED = f"readable: {', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}; token shards end in .bin"
 
@@ -37,7 +39,8 @@ def kind_of(path: Path) -> str:
 def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
     """The documents of a file, empty ones too; they end where `bounds` says, or as usual for its kind.
 
-    Raises DataError for a file that cannot be read or a bad line of jsonl, DataIntegrityError for a damaged one.
+    Raises DataError for a file that cannot be read, a bad line of jsonl or a document of more than DOCUMENT_BYTES,
+    DataIntegrityError for a damaged one.
     """
     bounds = bounds or KINDS[kind_of(path)]
     try:
@@ -45,9 +48,9 @@ def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
             if bounds == "record":
                 yield from _json_lines(file, path)
             elif bounds == "file":
-                yield file.read()
+                yield _bounded(file.read(DOCUMENT_BYTES + 1), path)
             else:
-                yield from _separated(file, _is_separator if bounds == "endoftext" else _is_blank)
+                yield from _separated(file, path, _is_separator if bounds == "endoftext" else _is_blank)
     except READ_ERRORS as error:
         what = str(error) or type(error).__name__
         raise DataIntegrityError(f"{path}: damaged compressed file: {what}", "copy the file again") from None
@@ -72,7 +75,15 @@ def _is_blank(line: bytes) -> bool:
     return len(line) < _LINE_BYTES and not line.strip()
 
 
-def _separated(file: io.BufferedIOBase, ends: Callable[[bytes], bool]) -> Iterator[bytes]:
+def _bounded(document: bytes, where: str | Path) -> bytes:
+    """A document, or DataError where it is too large to be taken into memory."""
+    if len(document) > DOCUMENT_BYTES:
+        hint = "cut it into smaller ones, or let documents end elsewhere with `specc data pack --bounds`"
+        raise DataError(f"{where}: a document of more than {DOCUMENT_BYTES:,} bytes, which is held in memory", hint)
+    return document
+
+
+def _separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]) -> Iterator[bytes]:
     """Documents between separator lines. A document keeps its last line end; no separator is in one."""
     held: list[bytes] = []
     size = 0
@@ -86,6 +97,8 @@ def _separated(file: io.BufferedIOBase, ends: Callable[[bytes], bool]) -> Iterat
         else:
             held.append(line)
             size += len(line)
+            if size > DOCUMENT_BYTES:
+                _bounded(b"".join(held), path)
             running = running or (not separated and size >= RUNNING_BYTES)
             if running and size > 2 * BLOCK_BYTES:
                 *blocks, rest = _blocks(b"".join(held))
@@ -110,10 +123,12 @@ def _blocks(text: bytes) -> Iterator[bytes]:
 
 
 def _json_lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes]:
-    for number, line in enumerate(file, 1):
+    lines = iter(lambda: file.readline(DOCUMENT_BYTES + 1), b"")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
+        _bounded(line, where)
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:

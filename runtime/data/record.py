@@ -83,7 +83,9 @@ def read_record(folder: Path) -> ShardRecord | None:
     except OSError as error:
         raise DataIntegrityError(f"{path}: {error.strerror}", HINT) from None
     if not text:
-        raise DataIntegrityError(f"{folder}: was never completed ({RECORD} is empty)", HINT)
+        left = Path(folder).name.endswith(".packing")
+        hint = "pack again with the same --out, which begins anew in it; or remove it" if left else HINT
+        raise DataIntegrityError(f"{folder}: was never completed ({RECORD} is empty)", hint)
     try:
         return ShardRecord.model_validate_json(text)
     except ValidationError as error:

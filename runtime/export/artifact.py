@@ -1,6 +1,7 @@
 """The `.specc` artifact: one file of the resolved spec and the arrays of every parameter, never code.
 
-It carries no names and no shapes: they follow from the spec, which the reader's own compiler lowers.
+Names and shapes follow from the spec, which the reader's own compiler lowers; where arrays are multiplied as they are
+stored, the file tells them too (table.py), and they have to agree.
 Everything read is hashed before it is decompressed, and decompressed only up to what the header declares and
 the spec expects.
 """
@@ -68,11 +69,13 @@ class ArtifactSize:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A verified artifact. Arrays are read-only, as `Stored` describes them, by parameter name and suffix."""
+    """A verified artifact. Arrays are read-only, as `Stored` describes them, by parameter name and suffix; `table` is
+    the text of the table of arrays, empty where there is none."""
 
     spec: bytes
     code: bytes
     tensors: Mapping[str, Mapping[str, Array]]
+    table: bytes
 
 
 def write_artifact(
@@ -85,15 +88,16 @@ def write_artifact(
     tensors: Tensors,
     quality: int = 11,
     codec: Codec = Codec.BROTLI,
+    table: bytes = b"",
 ) -> ArtifactSize:
     """Writes `path` atomically; it is read back and compared with `tensors` before it takes its place.
 
     `spec` is the resolved spec as canonical JSON; `interface` and `code` are 32-byte digests. The bytes are a
-    function of the arguments and the release of the codec. `quality` below 11 is for tests. Raises RunFailure when
-    `tensors` is not what `layout` says or the file cannot be written, IntegrityError when it does not read
-    back.
+    function of the arguments and the release of the codec. `quality` below 11 is for tests; `table` is a
+    section of its own. Raises RunFailure when `tensors` is not what `layout` says or the file cannot be written,
+    IntegrityError when it does not read back.
     """
-    header, bodies = _assemble(spec, interface, code, layout, tensors, quality, codec)
+    header, bodies = _assemble(spec, interface, code, layout, tensors, quality, codec, table)
 
     def check(temporary: Path) -> None:
         unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
@@ -105,7 +109,7 @@ def write_artifact(
             back.tensors[name][stored.suffix].tobytes() == tensors[name][stored.suffix].tobytes()
             for name, stored in layout
         )
-        if back.spec != spec or back.code != code or not same:
+        if back.spec != spec or back.code != code or back.table != table or not same:
             raise unreadable
 
     write_atomically(path, [header.pack(), *bodies], check)
@@ -113,22 +117,33 @@ def write_artifact(
 
 
 def measured_bytes(
-    *, spec: bytes, layout: Layout, tensors: Tensors, quality: int = 11, codec: Codec = Codec.BROTLI
+    *,
+    spec: bytes,
+    layout: Layout,
+    tensors: Tensors,
+    quality: int = 11,
+    codec: Codec = Codec.BROTLI,
+    table: bytes = b"",
 ) -> int:
     """The exact size of the file that `write_artifact` would write with this `quality`, without writing it.
 
     While bits are allocated, `specc.runtime.quantize.tensors.entropy_bytes` is the quick estimate.
     """
-    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality, codec)[0].total
+    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality, codec, table)[0].total
 
 
 def read_artifact(
-    path: Path, layout_of: Callable[[bytes], tuple[bytes, Layout]], *, limit: int = READ_LIMIT
+    path: Path,
+    layout_of: Callable[[bytes], tuple[bytes, Layout]],
+    *,
+    limit: int = READ_LIMIT,
+    judge: Callable[[bytes], None] | None = None,
 ) -> Artifact:
     """The artifact at `path`, every byte verified.
 
-    `layout_of(spec)` gives the interface digest and the layout that the local compiler makes of the spec.
-    Raises IntegrityError for any damage, when either differs from the file, or when the arrays would take
+    `layout_of(spec)` gives the interface digest and the layout that the local compiler makes of the spec; `judge` is
+    then shown the text of the table of arrays, empty where there is none, and may raise IntegrityError in words of its
+    own. Raises IntegrityError for any damage, when layout or digest differ from the file, or when the arrays would take
     more than `limit` bytes.
     """
     with _opened(path) as (file, size):
@@ -147,13 +162,17 @@ def read_artifact(
             )
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
             raise IntegrityError(f"its arrays take {needed:,} bytes, more than the limit of {limit:,}")
+        texts = [read_section(file, section, "the table of arrays", header.codec) for section in header.tables]
+        table = b"".join(texts)
+        if judge is not None:
+            judge(table)
         plan = _planned(header, layout)
         raws = [
-            read_section(file, section, f"section {i + 1}", header.codec)
-            for i, section in enumerate(header.sections[1:])
+            read_section(file, section, f"section {i}", header.codec)
+            for i, section in enumerate(header.data, header.texts)
         ]
         tensors = _unpacked_1(layout, header, raws) if header.version == 1 else _unpacked(layout, header, plan, raws)
-    return Artifact(spec, header.code, tensors)
+    return Artifact(spec, header.code, tensors, table)
 
 
 def require_layout(path: Path, layout: Layout) -> None:
@@ -198,7 +217,14 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def _assemble(
-    spec: bytes, interface: bytes, code: bytes, layout: Layout, tensors: Tensors, quality: int, codec: Codec
+    spec: bytes,
+    interface: bytes,
+    code: bytes,
+    layout: Layout,
+    tensors: Tensors,
+    quality: int,
+    codec: Codec,
+    table: bytes,
 ) -> tuple[Header, list[bytes]]:
     """The header and the compressed sections of an artifact."""
     if len(interface) != 32 or len(code) != 32:
@@ -206,18 +232,22 @@ def _assemble(
     if len(spec) > MAX_SPEC_BYTES:
         raise RunFailure(f"the resolved spec has {len(spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
     _check(layout, tensors)
-    parts = [*_parts(layout, tensors)]
-    if len(parts) >= MAX_SECTIONS:
-        raise RunFailure(f"the parameters need {len(parts) + 1:,} sections; an artifact holds {MAX_SECTIONS:,}")
+    parts: list[tuple[Stream | Kind, bytes]] = [(Kind.SPEC, spec)]
+    if table:
+        parts.append((Kind.TABLE, table))
+    parts += _parts(layout, tensors)
+    if len(parts) > MAX_SECTIONS:
+        raise RunFailure(f"the parameters need {len(parts):,} sections; an artifact holds {MAX_SECTIONS:,}")
 
-    def section(item: tuple[Stream, bytes] | None) -> tuple[Section, bytes]:
-        if item is None:
-            body = compress(spec, quality, codec)
-            return Section(Kind.SPEC, len(body), len(spec), hashlib.sha256(body).digest()), body
-        return _section(*item, quality, codec)
+    def section(item: tuple[Stream | Kind, bytes]) -> tuple[Section, bytes]:
+        what, raw = item
+        if isinstance(what, Stream):
+            return _section(what, raw, quality, codec)
+        body = compress(raw, quality, codec)
+        return Section(what, len(body), len(raw), hashlib.sha256(body).digest()), body
 
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(parts) + 1)) as pool:
-        made = list(pool.map(section, [None, *parts]))
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(parts))) as pool:
+        made = list(pool.map(section, parts))
     return Header(interface, code, tuple(one for one, _ in made), codec), [body for _, body in made]
 
 
@@ -250,7 +280,7 @@ def _parts(layout: Layout, tensors: Tensors) -> Iterator[tuple[Stream, bytes]]:
 def _planned(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
     """The stream and the rows of every data section; none of version 1. Raises IntegrityError unless the sections are
     those of the layout."""
-    data = header.sections[1:]
+    data = header.data
     plan = [(stream, rows) for stream in streams(layout) for rows in stream.cuts()] if header.version > 1 else []
     if header.version == 1:
         wanted = raw_sizes(layout)
@@ -287,8 +317,9 @@ def _unpacked(
 ) -> dict[str, dict[str, Array]]:
     """The arrays of `layout`; the sections have exactly its sizes."""
     whole: dict[Stream, list[bytes]] = {}
-    for i, ((stream, rows), section) in enumerate(zip(plan, header.sections[1:], strict=True)):
-        whole.setdefault(stream, []).append(unpack(raws[i], stream, rows, section.transform, f"section {i + 1}"))
+    for i, ((stream, rows), section) in enumerate(zip(plan, header.data, strict=True)):
+        label = f"section {header.texts + i}"
+        whole.setdefault(stream, []).append(unpack(raws[i], stream, rows, section.transform, label))
         raws[i] = b""  # so that not all of them are held twice
     flat: dict[int, bytes | memoryview] = {}
     for stream, pieces in whole.items():
@@ -306,7 +337,7 @@ def _unpacked(
 def _unpacked_1(layout: Layout, header: Header, raws: list[bytes]) -> dict[str, dict[str, Array]]:
     """As `_unpacked`, of a file of version 1."""
     parts: dict[Kind, list[bytes]] = {}
-    for section, raw in zip(header.sections[1:], raws, strict=True):
+    for section, raw in zip(header.data, raws, strict=True):
         parts.setdefault(section.kind, []).append(raw)
     joined = {kind: _from_planes(b"".join(found), ITEM_BYTES[kind]) for kind, found in parts.items()}
     position = dict.fromkeys(Kind, 0)

@@ -14,9 +14,10 @@ Layout of version 2, little-endian:
     80+44n  32    SHA-256 of everything above
     then          the sections, in order, and nothing after them
 
-Sections come by kind: one of the spec, then the streams of streams.py, each cut between rows at no more than 512 KiB;
-each section has the transform that made it smallest. Names, dtypes and shapes are not stored. Cutting lets brotli adapt
-to each part and all cores compress, and bounds what any one section can expand to.
+Sections come by kind: one of the spec, where arrays are multiplied as they are stored one of table.py, then the
+streams of streams.py, each cut between rows at no more than 512 KiB; each section has the transform that made it
+smallest. Other names, dtypes and shapes are not stored. Cutting lets brotli adapt to each part and all cores compress,
+and bounds what any one section can expand to.
 
 Version 1, which is read but no longer written, has no codec and no transforms: the arrays of each kind are joined in
 layout order and cut every 512 KiB, those of kinds wider than a byte by byte planes (all low bytes first).
@@ -55,9 +56,20 @@ class Kind(IntEnum):
     BF16 = 4
     F32 = 5
     I32 = 6
+    TABLE = 7
 
 
-ITEM_BYTES = {Kind.SPEC: 1, Kind.CODES: 1, Kind.SCALES: 2, Kind.F16: 2, Kind.BF16: 2, Kind.F32: 4, Kind.I32: 4}
+ITEM_BYTES = {
+    Kind.SPEC: 1,
+    Kind.CODES: 1,
+    Kind.SCALES: 2,
+    Kind.F16: 2,
+    Kind.BF16: 2,
+    Kind.F32: 4,
+    Kind.I32: 4,
+    Kind.TABLE: 1,
+}
+TEXTS = (Kind.SPEC, Kind.TABLE)  # one section each, in front
 
 
 def kind_of(stored: Stored) -> Kind:
@@ -92,6 +104,21 @@ class Header:
     sections: tuple[Section, ...]
     codec: Codec = Codec.BROTLI
     version: int = VERSION
+
+    @property
+    def texts(self) -> int:
+        """How many sections stand in front of those of arrays."""
+        return sum(section.kind in TEXTS for section in self.sections)
+
+    @property
+    def tables(self) -> tuple[Section, ...]:
+        """The section of the table of arrays, if there is one."""
+        return self.sections[1 : self.texts]
+
+    @property
+    def data(self) -> tuple[Section, ...]:
+        """The sections of arrays."""
+        return self.sections[self.texts :]
 
     @property
     def size(self) -> int:
@@ -138,13 +165,15 @@ def read_header(file: BinaryIO, size: int) -> Header:
     for kind, transform, zero, compressed, raw, digest in _ENTRY.iter_unpack(table[:-_DIGEST_BYTES]):
         if kind not in ITEM_BYTES:
             raise IntegrityError(f"section {len(sections)} is of the unknown kind {kind}")
-        if zero or (transform and (version == 1 or kind == Kind.SPEC)):
+        if zero or (transform and (version == 1 or kind in TEXTS)):
             raise IntegrityError(f"section {len(sections)} sets bits that it does not have")
-        if raw > (MAX_SPEC_BYTES if kind == Kind.SPEC else CHUNK_BYTES + ORDER_BYTES):
+        if raw > (MAX_SPEC_BYTES if kind in TEXTS else CHUNK_BYTES + ORDER_BYTES):
             raise IntegrityError(f"section {len(sections)} declares {raw:,} bytes, more than one may hold")
         sections.append(Section(Kind(kind), compressed, raw, digest, transform))
     if [i for i, section in enumerate(sections) if section.kind == Kind.SPEC] != [0]:
         raise IntegrityError("its first section, and no other, must be the spec")
+    if [i for i, section in enumerate(sections) if section.kind == Kind.TABLE] not in ([], [1] if version > 1 else []):
+        raise IntegrityError("a table of arrays may only be its second section")
     header = Header(interface, code, tuple(sections), Codec(codec), version)
     if header.total != size:
         raise IntegrityError(f"its sections end at byte {header.total:,}, and the file at {size:,}")

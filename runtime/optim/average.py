@@ -22,6 +22,11 @@ class Average(ABC):
         """The mean so far, not copied."""
         return self._tensors
 
+    @property
+    def begun(self) -> bool:
+        """Whether it is a mean of anything yet."""
+        return True
+
     @abstractmethod
     def update(self, step: int, moment: Moment) -> None:
         """Takes note of the masters after `step` updates, the last of which was made at `moment`."""
@@ -64,9 +69,13 @@ class Uniform(Average):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        if not self._count:
+        if not self.begun:
             self._take(1.0)
         return self._tensors
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._count)
 
     def update(self, step: int, moment: Moment) -> None:
         if step % self._every == 0 and moment.warm_down < self._below:

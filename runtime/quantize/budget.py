@@ -46,7 +46,8 @@ def choose(
     if smallest > budget:
         raise QuantizeError(
             f"the artifact takes {smallest:,} bytes before any promotion, and the budget is {budget:,}",
-            "use fewer bits, a smaller model, or a larger quant.budget_bytes",
+            "`quant.allocate: {bits: [4, 5, 6]}` in place of quant.promote chooses among widths that fit; or raise "
+            "quant.budget_bytes",
         )
     if wish is None:
         return base

@@ -9,22 +9,26 @@ from specc.compiler.ops.quantized import padded
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.quant.int8 import steps
 from specc.runtime.errors import IntegrityError
+from specc.runtime.export.table import entries
 from specc.runtime.load import Loaded
-from specc.runtime.quantize.tensors import Array, QuantizedModel
+from specc.runtime.quantize.stored import require_product
+from specc.runtime.quantize.tensors import QuantizedModel
 
 
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
     """What the deployed programs keep beside their parameters, by name, on the CPU: of each product's weight [N, K] the
     `codes` i8, the `offset` i32 [N] (its bias, zeros without one) and the `scale` f32 [N] of the sums, N and K padded
-    with zeros as the product takes them; and, once an input, the `inverse` f32 [K] of its scale.
+    with zeros as the product takes them; once an input, the `inverse` f32 [K] of its scale; and of an LSTM's product
+    with h the `marks` f32 [N] of the cell's gate.
 
     Raises IntegrityError, naming the product, where arrays do not fit the product or each other.
     """
     made: dict[str, Tensor] = {}
+    table = entries(stored.tensors)
     for source in sources:
         n, k = stored.shapes[source.weight]
         weight = stored.tensors[source.weight]
-        _check_weight(source, weight, n, k)
+        require_product(source, table, (n, k))
         shared = stored.tensors[source.leader]["input_scale"]
         if weight["input_scale"].tobytes() != shared.tobytes():
             found = f"{weight['input_scale'][0]:.6g} and {shared[0]:.6g}"
@@ -37,12 +41,16 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
         offset = torch.zeros(padded(n), dtype=torch.int32)
         if source.bias:
             bias = stored.tensors[source.bias]
-            _check_bias(source, bias, scale)
+            if bias["scale"].tobytes() != scale.numpy().tobytes():
+                message = f"{source.node}: {source.bias} was made for other scales than those of {source.weight}"
+                raise IntegrityError(message, "quantize the run again")
             offset[:n] = torch.from_numpy(bias["codes"].copy())
         worth = torch.ones(padded(n))
         worth[:n] = scale
         made |= {f"{source.weight}_{name}": tensor for name, tensor in (("codes", codes), ("offset", offset))}
         made[f"{source.weight}_scale"] = worth
+        if source.made:  # a product that an LSTM makes the input of: its gates i, f, g, o
+            made[f"{source.weight}_marks"] = (torch.arange(n) // (n // 4) == 2).float()
         inverse = 1.0 / torch.from_numpy(shared.copy())
         made[f"{source.leader}_inverse"] = inverse.expand(stored.shapes[source.leader][1]).contiguous()
     return made
@@ -59,27 +67,3 @@ def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
             shown = f"{have.dtype} {list(have.shape)} in the file but {buffer.dtype} {list(buffer.shape)}"
             raise IntegrityError(f"{name} is {shown} in the model", "the file is of another spec")
         buffer.copy_(have)
-
-
-def _check_weight(source: Source, weight: Mapping[str, Array], n: int, k: int) -> None:
-    codes, scale, node = weight["codes"], weight["scale"], source.node
-    if codes.dtype != "int8":
-        raise IntegrityError(f"{node}: the weight is stored as {codes.dtype}, and its product reads int8")
-    if codes.ndim != 2 or codes.shape[1] != k:
-        shown = codes.shape[1] if codes.ndim == 2 else list(codes.shape)
-        raise IntegrityError(f"{node}: K is {shown} in the weight but its input has {k} features ({source.maker})")
-    if codes.shape[0] != n:
-        raise IntegrityError(f"{node}: N is {codes.shape[0]} in the weight, and the model has {n}")
-    if scale.shape != (n,):
-        raise IntegrityError(f"{node}: N is {n} in the weight, and its scales are {list(scale.shape)}")
-
-
-def _check_bias(source: Source, bias: Mapping[str, Array], scale: Tensor) -> None:
-    codes = bias["codes"]
-    if codes.dtype != "int32":
-        raise IntegrityError(f"{source.node}: the bias is stored as {codes.dtype}, and its sums are int32")
-    if codes.shape != tuple(scale.shape):
-        raise IntegrityError(f"{source.node}: N is {len(scale)} in the weight but its bias has {codes.size} numbers")
-    if bias["scale"].tobytes() != scale.numpy().tobytes():
-        message = f"{source.node}: {source.bias} was made for other scales than those of {source.weight}"
-        raise IntegrityError(message, "quantize the run again")

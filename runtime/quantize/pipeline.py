@@ -23,12 +23,13 @@ from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.passes.quantize_products import Source, integer_products
 from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Range
-from specc.compiler.spec import Spec
+from specc.compiler.spec import Calibrate, Spec
 from specc.runtime import checkpoint, committed
 from specc.runtime.data import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.evaluate import METRICS, EvaluateOptions, Scored
 from specc.runtime.export.artifact import ArtifactSize, write_artifact
+from specc.runtime.export.table import described
 from specc.runtime.load import assign
 from specc.runtime.opened import (
     ARTIFACT,
@@ -48,7 +49,7 @@ from specc.runtime.quantize.inputs import trained_scales
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_ranges
-from specc.runtime.quantize.report import Row, report
+from specc.runtime.quantize.report import InputRow, Row, input_report, report
 from specc.runtime.quantize.tensors import dequantized
 from specc.runtime.run import SPEC, Run, locked, readable
 from specc.runtime.sources.source import source_of
@@ -66,6 +67,7 @@ class QuantizeResult:
         step: of the checkpoint that was quantized.
         size, budget: the bytes of the file, and how many it may have.
         rows: a row a parameter.
+        inputs: a row for each input of int8 products.
         promoted: the parameters that got more bits, by falling Hessian trace.
         before, after: the validation loss with the weights as trained, and as an artifact gives them.
         calibration: what was calibrated on, as report.json has it; None where nothing was.
@@ -78,6 +80,7 @@ class QuantizeResult:
     size: ArtifactSize
     budget: int | None
     rows: tuple[Row, ...]
+    inputs: tuple[InputRow, ...]
     promoted: tuple[str, ...]
     before: Scored
     after: Scored
@@ -96,6 +99,8 @@ class QuantizeOptions:
         target, device: where to compute.
         search: more folders to look for the tokenizer in.
         cache: where tokenized text is kept.
+        overrides: `--set` texts about the spec's `quant`, for a run that was trained with another one.
+        reserved: bytes of the spec's budget that are left to what ships beside the artifact.
     """
 
     data: str | None = None
@@ -104,6 +109,8 @@ class QuantizeOptions:
     device: str | None = None
     search: tuple[Path, ...] = ()
     cache: Path | None = None
+    overrides: tuple[str, ...] = ()
+    reserved: int = 0
 
 
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
@@ -115,10 +122,17 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
 
     Raises QuantizeError when the spec quantizes nothing, a parameter cannot be quantized as asked, or the
     budget cannot be met (nothing is written then); RunDirectoryError, RunFailure, IntegrityError and
-    DataError for the run and the data.
+    DataError for the run and the data; SpecError for overrides. What the run was trained to stays as it was.
     """
+    try:
+        return _quantize(Run.open(path).requantized(options.overrides), options, say, progress)
+    except QuantizeError as error:
+        kept = f"the trained weights are kept; go on with: specc quantize {path} --set quant.KEY=VALUE"
+        raise QuantizeError(error.message, f"{error.hint}\n{kept}" if error.hint else kept) from error
+
+
+def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress | None) -> QuantizeResult:
     tell = progress or (lambda stage, done, total: None)
-    run = Run.open(path)
     quant = run.spec.quant
     if quant is None:
         raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
@@ -158,10 +172,10 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     if sources and run.spec.train.qat is not None:
         trained = trained_scales(checkpoint.load(checkpoint.path_of(run.checkpoints, step)).optimizer, sources)
     if trained:
-        say("inputs keep the scales that the run trained with")
+        say("inputs keep the scales that the run trained with, and weights are rounded as it rounded them")
     quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained)
     base = quantizer.corrected(base)
-    schemes = quantizer.chosen(base, say)
+    schemes = quantizer.chosen(base, say, options.reserved)
     model = quantizer.model(schemes)
 
     if sources:
@@ -173,7 +187,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
         assign(opened.loaded, dequantized(model))
         after = measure(opened)
     say(f"after: {after.report()[0]}")
-    result = _write(run, step, quantizer, schemes, base, (before, after), calibration, seconds)
+    result = _write(run, options, step, quantizer, schemes, base, (before, after), calibration, seconds)
     say(f"{result.artifact}: {result.size.total:,} bytes")
     return result
 
@@ -222,7 +236,12 @@ def _calibrate(
                 return hessians, {}
             return hessians, capture_gradients(unfused.model, windows(), opened.device, telling("gradients"))
         except torch.OutOfMemoryError as error:
-            raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
+            raise _too_large(run, wanted) from error
+
+
+def _too_large(run: Run, wanted: Calibrate) -> RunFailure:
+    fewer = f"specc quantize {run.directory} --set quant.calibrate.batch={max(wanted.batch // 2, 1)}"
+    return RunFailure("out of GPU memory while calibrating", f"the trained weights are kept; go on with: {fewer}")
 
 
 def _ranges(
@@ -253,11 +272,12 @@ def _ranges(
                 programs, sources, batches, weights, lambda done: tell("calibrate", done, wanted.sequences)
             )
         except torch.OutOfMemoryError as error:
-            raise RunFailure("out of GPU memory while calibrating", "lower quant.calibrate.batch") from error
+            raise _too_large(run, wanted) from error
 
 
 def _write(
     run: Run,
+    options: QuantizeOptions,
     step: int,
     quantizer: Quantizer,
     schemes: Allocation,
@@ -271,6 +291,7 @@ def _write(
     model, deployment = quantizer.model(schemes), Deployment.of(spec)
     sensitivity = traces(quantizer.hessians)
     rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients)
+    inputs = input_report(quantizer.sources, quantizer.ranges, model)
     more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None
     staging = run.staged.parent
@@ -285,12 +306,14 @@ def _write(
                 code=deployment.code,
                 layout=deployment.layout,
                 tensors=model.tensors,
+                table=described(schemes, model.tensors),
             )
             artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
-            result = QuantizeResult(artifact, spec, step, size, budget, rows, more, *losses, calibration, seconds)
+            facts = (spec, step, size, budget, rows, inputs, more, *losses)
+            result = QuantizeResult(artifact, *facts, calibration, seconds)
             files = (
                 (SPEC, readable(spec).encode()),
-                (REPORT, report_json(result, sensitivity).encode()),
+                (REPORT, report_json(result, sensitivity, options).encode()),
                 (ARTIFACT, (staging / ARTIFACT).read_bytes()),
             )
             committed.write(run.staged, files)
@@ -311,8 +334,8 @@ def _clear(staging: Path) -> None:
             entry.unlink()
 
 
-def report_json(result: QuantizeResult, sensitivity: Mapping[str, float]) -> str:
-    """What report.json says: sizes, the loss before and after, and a row a parameter.
+def report_json(result: QuantizeResult, sensitivity: Mapping[str, float], options: QuantizeOptions) -> str:
+    """What report.json says: sizes, the loss before and after, a row a parameter, and one an input of int8 products.
 
     `output_error` is null where there was no Hessian or no output to compare with; `trace` is null without
     a Hessian.
@@ -326,10 +349,13 @@ def report_json(result: QuantizeResult, sensitivity: Mapping[str, float]) -> str
         "step": result.step,
         "artifact_bytes": result.size.total,
         "budget_bytes": result.budget,
+        "reserved_bytes": options.reserved,
+        "overrides": list(options.overrides),
         "promoted": list(result.promoted),
         "calibration": result.calibration,
         "before": result.before.facts(),
         "after": result.after.facts(),
         "parameters": rows,
+        **({"inputs": [asdict(row) for row in result.inputs]} if result.inputs else {}),
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"

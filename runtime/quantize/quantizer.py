@@ -13,6 +13,7 @@ from specc.compiler.quant.scheme import Range, Scheme, Seen
 from specc.compiler.spec import RULES, SCHEMES, Spec
 from specc.runtime.errors import QuantizeError
 from specc.runtime.export.artifact import measured_bytes
+from specc.runtime.export.table import described
 from specc.runtime.log import Say
 from specc.runtime.quantize.budget import Allocation, choose
 from specc.runtime.quantize.hessian import traces
@@ -56,7 +57,7 @@ class Quantizer:
     ) -> None:
         self.spec, self.weights, self.hessians, self.gradients = spec, weights, hessians, gradients
         self._tell = tell
-        self._ranges, self._trained = ranges or {}, trained or {}
+        self.sources, self.ranges, self._trained = sources, ranges or {}, trained or {}
         self._input_scales: dict[tuple[str, Scheme], Tensor | None] = {}
         self._leader_of = {source.weight: source.leader for source in sources}
         self._weight_of = {source.bias: source.weight for source in sources if source.bias}
@@ -80,6 +81,8 @@ class Quantizer:
             weight = self._weight_of.get(name)
             beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
             hessian = self.hessians.get(name) if scheme.needs_hessian else None
+            if scheme.integer and name in self.ranges and self._trained_with(name, scheme) is None:
+                hessian = self.ranges[name].products
             seen = Seen(hessian, self._input_scale(name, scheme), beside)
             one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
             self._made[name, scheme] = one
@@ -89,16 +92,24 @@ class Quantizer:
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
         """The scale of the input that a weight shares with its leader and the others that it leads: the one that the
         run trained with, else the one that suits what calibration saw."""
-        if name not in self._ranges:
+        if name not in self.ranges:
             return None
         leader = self._leader_of[name]
         if (leader, scheme) not in self._input_scales:
             shared = [self.weights[weight] for weight, other in self._leader_of.items() if other == leader]
-            chosen = scheme.input_scale(self._ranges[leader], shared)
-            if chosen is not None and leader in self._trained:
-                chosen = self._trained[leader][: len(chosen)]
-            self._input_scales[leader, scheme] = chosen
+            kept = self._trained_with(leader, scheme)
+            scale = scheme.input_scale(self.ranges[leader], shared) if kept is None else kept
+            self._input_scales[leader, scheme] = scale
         return self._input_scales[leader, scheme]
+
+    def _trained_with(self, name: str, scheme: Scheme) -> Tensor | None:
+        """The scale by which the run rounded the input of a weight, which it rounded to nearest then; None where it did
+        not, or where the scheme is another now, which has no such scale."""
+        kept = self._trained.get(self._leader_of[name]) if name in self._leader_of else None
+        if kept is None or not scheme.integer:
+            return None
+        (size,) = next(s.shape for s in scheme.stored(tuple(self.weights[name].shape)) if s.suffix == "input_scale")
+        return kept[:size] if size == len(kept) or bool((kept == kept[0]).all()) else None
 
     def corrected(self, schemes: Allocation) -> Allocation:
         """With the corrections of low rank that the spec asks for. Raises QuantizeError where fewer parameters can have
@@ -118,10 +129,13 @@ class Quantizer:
         taken = largest_errors(list(able), lambda name: self.error(name, able[name]), wish.count)
         return {n: able[n].with_correction(wish.rank) if n in taken else s for n, s in schemes.items()}
 
-    def chosen(self, base: Allocation, say: Say) -> Allocation:
-        """`base` with the bits that the spec leaves to choose. Raises QuantizeError as `solve_bits` and `choose` do."""
+    def chosen(self, base: Allocation, say: Say, reserved: int = 0) -> Allocation:
+        """`base` with the bits that the spec leaves to choose, within its budget less the `reserved` bytes. Raises
+        QuantizeError as `solve_bits` and `choose` do."""
         quant = self.spec.quant
         assert quant is not None
+        if quant.budget_bytes is not None:
+            quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
         if quant.allocate is None or quant.budget_bytes is None:
             return choose(quant, base, traces(self.hessians), self.estimate, self.exact, say)
 
@@ -151,4 +165,5 @@ class Quantizer:
         """The bytes of the artifact."""
         model = self.model(schemes)
         text = canonical(resolved(self.spec, schemes)).encode()
-        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors)
+        table = described(schemes, model.tensors)
+        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, table=table)

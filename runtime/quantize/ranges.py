@@ -21,7 +21,8 @@ def input_ranges(
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Range]:
     """What each product of `sources` meets in the program `score`, by weight; those that share an input have it in
-    common. Where a node reads or makes several rows of features side by side, as two directions do, each counts.
+    common. Where a node reads or makes features of several products side by side, as two directions do, each has its
+    part.
 
     `programs` are those before any pass, `batches` the inputs of `score` by name, on the device of `weights` (by name,
     f32 or f64), in whose precision everything is computed, from the ops' references. After each batch `progress` is
@@ -32,9 +33,9 @@ def input_ranges(
 
     def observe(node: Node, given: list[Tensor], made: tuple[Tensor, ...]) -> None:
         for source in [by_weight[ref] for ref in node.inputs if ref in by_weight]:
-            features = weights[source.weight].shape[1]
             for value in [given[i] for i in source.read] + [made[i] for i in source.made]:
-                rows = value.detach().double().reshape(-1, features)
+                own = value.detach().chunk(source.parts, -1)[source.part]
+                rows = own.double().flatten(0, -2)
                 if not bool(rows.isfinite().all()):
                     raise QuantizeError(
                         f"{source.node}: its input holds NaN or infinity", "calibrate from an earlier checkpoint"
@@ -57,14 +58,15 @@ class _Met:
     """Rows of one input as they come."""
 
     def __init__(self, rows: Tensor) -> None:
-        self._largest = rows.new_zeros(rows.shape[1])
-        self._squares, self._count = rows.new_zeros(rows.shape[1]), 0
+        features = rows.shape[1]
+        self._largest = rows.new_zeros(features)
+        self._products, self._count = rows.new_zeros(features, features), 0
 
     def take(self, rows: Tensor) -> None:
         self._largest = torch.maximum(self._largest, rows.abs().amax(0))
-        self._squares += rows.square().sum(0)
+        self._products += rows.T @ rows
         self._count += len(rows)
 
     @property
     def range(self) -> Range:
-        return Range(self._largest, self._squares / self._count)
+        return Range(self._largest, self._products / self._count)

@@ -1,11 +1,14 @@
 """What quantization did to each parameter, as rows and as a table."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from specc.compiler.passes.quantize_products import Source
+from specc.compiler.quant.scheme import Range
 from specc.runtime.quantize.solve import added_nats
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes
 
@@ -28,6 +31,62 @@ class Row:
     bytes: int
     compressed: int
     added_nats: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class InputRow:
+    """One input of int8 products. `maker` is what made it, `weights` what it is multiplied by. `peak` is the largest
+    magnitude that calibration saw, `rms` the root mean square; `scale` the largest of its features', which differ by
+    the factor `spread`. `error` is what rounding to these scales costs by expectation, as a share of `rms`:
+    sqrt(sum_k scale_k^2 / 12) / sqrt(sum_k E[x_k^2]); what lies beyond `peak` is clipped.
+    """
+
+    maker: str
+    weights: tuple[str, ...]
+    features: int
+    peak: float
+    rms: float
+    scale: float
+    spread: float
+    error: float
+
+
+def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: QuantizedModel) -> tuple[InputRow, ...]:
+    """A row for each input of `sources`, in their order."""
+    shared: dict[str, list[Source]] = {}
+    for source in sources:
+        shared.setdefault(source.leader, []).append(source)
+    rows: list[InputRow] = []
+    for leader, members in shared.items():
+        seen, features = ranges[leader], model.shapes[leader][1]
+        scale = torch.from_numpy(model.tensors[leader]["input_scale"].copy()).double().expand(features)
+        square = float(seen.square.sum())
+        error = math.sqrt(float(scale.square().sum()) / 12 / square) if square else 0.0
+        rows.append(
+            InputRow(
+                members[0].node if members[0].made else members[0].maker,
+                tuple(member.weight for member in members),
+                features,
+                float(seen.largest.max()),
+                math.sqrt(square / features),
+                float(scale.max()),
+                float(scale.max() / scale.min()),
+                error,
+            )
+        )
+    return tuple(rows)
+
+
+def input_table(rows: Sequence[InputRow]) -> str:
+    """The rows as aligned text, with a header; empty without any."""
+    if not rows:
+        return ""
+    cells = [("input of", "made by", "peak", "rms", "scale", "spread", "error")]
+    for row in rows:
+        more = f" and {len(row.weights) - 1} more" if len(row.weights) > 1 else ""
+        numbers = (f"{row.peak:.4g}", f"{row.rms:.4g}", f"{row.scale:.4g}", f"{row.spread:.3g}", f"{row.error:.3%}")
+        cells.append((f"{row.weights[0]}{more}", row.maker, *numbers))
+    return _aligned(cells)
 
 
 def report(
@@ -84,7 +143,12 @@ def table(rows: tuple[Row, ...]) -> str:
         )
     totals = (f"{sum(row.compressed for row in rows):,}", f"{sum(row.bytes for row in rows):,}")
     cells.append(("total", "", "", "", "", *totals))
-    widths = [max(len(line[i]) for line in cells) for i in range(7)]
+    return _aligned(cells)
+
+
+def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
+    """Columns, the first two to the left, the others to the right."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = []
     for line in cells:
         left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]

@@ -5,7 +5,7 @@ token, by the second-order estimate below. To choose one width each is a multipl
 programming over bytes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from specc.runtime.quantize.allocate import Measure
 
 CELLS = 2**16  # bytes are counted in this many parts of the budget
 ROUNDS = 8  # exact sizes that are measured at most: each compresses everything
+ENOUGH = 0.0005  # of the budget left over, and no more is looked for
 
 Allocation = Mapping[str, Scheme]
 Option = tuple[int, float]  # bytes, cost
@@ -112,16 +113,25 @@ def solve_bits(
     if tried[smallest] > budget:
         raise QuantizeError(
             f"the artifact takes {tried[smallest]:,} bytes with the fewest bits, and the budget is {budget:,}",
-            "allow fewer bits, use a smaller model, or a larger quant.budget_bytes",
+            "allow fewer bits or wider clips under quant.allocate, or a larger quant.budget_bytes",
         )
-    picks: tuple[int, ...] = smallest
-    for _ in range(ROUNDS):  # the estimate is moved to be right for what was measured last
-        found = knapsack(sized, budget - (tried[picks] - estimated(picks)))
-        if found is None or found in tried:
+    low, high = estimated(smallest), None  # what may be taken by estimate: it fits, it does not
+    target = low + budget - tried[smallest]
+    for _ in range(4 * ROUNDS):
+        picks = knapsack(sized, target)
+        if picks is None or (picks not in tried and len(tried) > ROUNDS):
             break
-        picks = found
-        tried[picks] = exact(schemes(picks))
-        say(f"allocate: {tried[picks]:,} of {budget:,} bytes, {nats(picks):.5f} nats a token by estimate")
+        if picks not in tried:
+            tried[picks] = exact(schemes(picks))
+            say(f"allocate: {tried[picks]:,} of {budget:,} bytes, {nats(picks):.5f} nats a token by estimate")
+        left = budget - tried[picks]
+        if 0 <= left < budget * ENOUGH:
+            break
+        low, high = (max(low, target), high) if left >= 0 else (low, target)
+        wanted = estimated(picks) + left  # the estimate, moved to be right for what was measured last
+        if (high is None and wanted <= target) or (high is not None and high - low <= 1):
+            break
+        target = wanted if high is None or low < wanted < high else (low + high) // 2
     fitting = [one for one, size in tried.items() if size <= budget]
     return schemes(min(fitting, key=lambda one: (nats(one), tried[one])))
 
@@ -133,15 +143,25 @@ def _widths(
     if not matches(wish.match, name):
         return []
     found: list[tuple[Scheme, float]] = []
+    for other in dict.fromkeys(_others(scheme, wish)):
+        nats = cost(name, other)
+        if nats is not None:
+            found.append((other, nats))
+    return found
+
+
+def _others(scheme: Scheme, wish: Allocate) -> Iterator[Scheme]:
+    """The scheme at every width and clip that it can have, of few bits first."""
     for bits in sorted(set(wish.bits)):
         try:
             wider = scheme.with_bits(bits)
         except SchemeError:
             continue
-        nats = cost(name, wider)
-        if nats is not None:
-            found.append((wider, nats))
-    return found
+        for clip in sorted(set(wish.clip_stds), reverse=True) or (None,):
+            try:
+                yield wider if clip is None else wider.with_clip(clip)
+            except SchemeError:
+                yield wider
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:

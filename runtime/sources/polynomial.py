@@ -16,7 +16,7 @@ from specc.compiler.spec import Spec
 from specc.compiler.train_spec import ExactMatchSpec
 from specc.runtime.data import CharTokenizer, DataError
 from specc.runtime.data.corpus import is_val
-from specc.runtime.data.pairs import FixedSet, FreshSamples, PairLoader, Pairs
+from specc.runtime.data.pairs import FixedSet, FreshSamples, PairLoader, Pairs, lengths
 from specc.runtime.data.polynomial_sets import Fresh, held_out, read_lines, training_set
 from specc.runtime.distributed import World
 from specc.runtime.exact import PairValidation
@@ -85,11 +85,19 @@ class _Sets:
         return Supply(loader, feed, validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
+        """Lines of equal lengths together, without pads: a decoder that is done reads none, and no range is theirs.
+        Sources keep theirs where the model reads them."""
         count = min(rows, len(self.train))
-        for start in range(0, count, batch):
-            part = self.train[np.arange(start, min(start + batch, count)) * len(self.train) // count]
-            sides = {"source": part.source, "target": part.target}
-            yield {name: torch.from_numpy(side.astype(np.int64)) for name, side in sides.items()}
+        taken = self.train[np.arange(count) * len(self.train) // count]
+        sources, targets = lengths(taken.source), lengths(taken.target)
+        if self.spec.model.reads_pads:
+            sources[:] = taken.source.shape[1]
+        for source, target in np.unique(np.stack((sources, targets), 1), axis=0):
+            (alike,) = np.nonzero((sources == source) & (targets == target))
+            for start in range(0, len(alike), batch):
+                part = taken[alike[start : start + batch]]
+                sides = {"source": part.source[:, :source], "target": part.target[:, :target]}
+                yield {name: torch.from_numpy(side.astype(np.int64)) for name, side in sides.items()}
 
 
 def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Drill:

@@ -39,6 +39,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.compiler.build", "canonical"): (_KNOWN, "canonical"),
     ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
     ("specc.runtime.export.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
+    ("specc.runtime.export.table", "described"): (_KNOWN, "described"),
     ("specc.runtime.data.corpus", "find_corpus"): (_KNOWN, "find_corpus"),
     ("specc.runtime.data.record", "read_record"): (_KNOWN, "read_record"),
 }

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specc.runtime.errors import IntegrityError
+from specc.runtime.export.artifact import peek_spec
+from specc.runtime.opened import deployment_of
 from specc.runtime.submission.names import CODE, LIMIT, WEIGHTS
 
 
@@ -45,9 +47,10 @@ def is_submission(path: Path) -> bool:
 
 
 def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
-    """What the submission in the folder `path` takes, of `budget` bytes or the challenge's 16,000,000.
+    """What the submission in the folder `path` takes, of `budget` bytes; where unset, of the `quant.budget_bytes` of
+    the spec in its weights, or else of the challenge's 16,000,000.
 
-    Raises IntegrityError where one of its files is missing or not a regular file.
+    Raises IntegrityError where one of its files is missing or not a regular file, or the weights are none.
     """
     sizes = []
     for name in (CODE, WEIGHTS):
@@ -60,4 +63,7 @@ def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
             raise IntegrityError(f"{path / name} is not a regular file", "what a link leads to would not be counted")
         sizes.append(found.st_size)
     others = tuple(sorted(entry.name for entry in path.iterdir() if entry.name not in (CODE, WEIGHTS)))
-    return SubmissionSize(path, sizes[0], sizes[1], LIMIT if budget is None else budget, others)
+    if budget is None:
+        quant = deployment_of(peek_spec(path / WEIGHTS))[0].quant
+        budget = (quant.budget_bytes if quant is not None else None) or LIMIT
+    return SubmissionSize(path, sizes[0], sizes[1], budget, others)

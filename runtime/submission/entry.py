@@ -1,7 +1,8 @@
 """The program of a submission: trains, quantizes, writes the weights, scores them.
 
 `python train_gpt.py [train]` does all, `python train_gpt.py score WEIGHTS` the last; `torchrun` starts it on several
-GPUs. Data are token shards: `--data`, else DATA_PATH, is their folder.
+GPUs. What was trained to is kept until it is quantized: should that fail, `python train_gpt.py quantize WEIGHTS` goes
+on from there. Data are token shards: `--data`, else DATA_PATH, is their folder.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if device.type == "cuda" and not torch.cuda.is_available():
                 raise EnvironmentFailure(f"{target} needs an NVIDIA GPU, and torch finds none", "give another --target")
             world = world.on(device)
-            if options.command == "train":
-                _train(world, target, options)
+            if options.command != "score":
+                _make(world, target, options)
             found = score(world, target, options)
             if not world.rank:
                 print(json.dumps(found.facts()))
@@ -92,22 +93,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(prog="train_gpt.py", description=f"{plan.NAME}: train, quantize, score.")
-    parser.add_argument("command", nargs="?", choices=("train", "score"), default="train")
+    parser.add_argument("command", nargs="?", choices=("train", "quantize", "score"), default="train")
     parser.add_argument("weights", nargs="?", default=WEIGHTS, help=f"file to write or to score; {WEIGHTS} where unset")
     parser.add_argument("--data", default=os.environ.get("DATA_PATH", DATA), help="folder of token shards")
     parser.add_argument("--target", choices=plan.TARGETS, help="what to run on; what fits this machine where unset")
     parser.add_argument("--steps", type=int, help="end training after so many")
+    parser.add_argument("--budget", type=int, help="bytes of the code and the weights; the spec's where unset")
     parser.add_argument("--max-tokens", type=int, help="score so many only")
     return parser.parse_args(arguments)
 
 
-def _train(world: World, target: str, options: Any) -> None:
-    """Trains, quantizes on rank 0, and writes `options.weights`."""
+def _make(world: World, target: str, options: Any) -> None:
+    """Trains, unless that is done, quantizes on rank 0, and writes `options.weights`."""
     tokenizer: Any = Pieces()
-    train, window, out = plan.TRAIN, plan.WINDOW, Path(options.weights)
+    out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # now, not after all the training
         raise RunFailure(f"{out} is not a place for a file", "name a file in a folder that exists")
+    kept = out.with_name(f"{out.name}.trained")
     streams = [open_stream(options.data, split, tokenizer, Path()) for split in ("train", "val")]
+    if options.command == "quantize":
+        weights = recalled(kept, world.device)
+    else:
+        weights = trained(world, target, options, tokenizer, streams)
+        if not world.rank:
+            keep(weights, kept)
+    if not world.rank:
+        try:
+            quantize(weights, world.device, target, streams[0], out, options.budget)
+        except BaseException:
+            goes_on = f"python {sys.argv[0]} quantize {out} [--budget BYTES]"
+            print(f"the trained weights are kept in {kept}; go on with: {goes_on}", file=sys.stderr)
+            raise
+        kept.unlink()
+    world.wait()
+    for stream in streams:
+        stream.close()
+
+
+def keep(weights: Mapping[str, Tensor], path: Path) -> None:
+    """Writes the trained weights, whole or not at all."""
+    staged = path.with_name(f"{path.name}.tmp")
+    try:
+        torch.save({name: tensor.cpu() for name, tensor in weights.items()}, staged)
+        staged.replace(path)
+    except OSError as error:
+        raise RunFailure(f"cannot write {path}: {error.strerror}") from error
+
+
+def recalled(path: Path, device: torch.device) -> dict[str, Tensor]:
+    """What `keep` wrote. Raises RunFailure for any other file."""
+    try:
+        found = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise RunFailure(f"there is no {path}", "nothing was trained here and left to be quantized") from None
+    except Exception as error:
+        raise RunFailure(f"{path} holds no trained weights: {error}", "train again") from error
+    if not isinstance(found, dict) or {name: tuple(getattr(one, "shape", ())) for name, one in found.items()} != SHAPES:
+        raise RunFailure(f"{path} holds the weights of another model", "train again")
+    return found
+
+
+def trained(
+    world: World, target: str, options: Any, tokenizer: Any, streams: Sequence[TokenStream]
+) -> dict[str, Tensor]:
+    """The weights that the training ends with, f32; said is what they score."""
+    train, window = plan.TRAIN, plan.WINDOW
     torch.manual_seed(train.seed)
     model = module(target)
     initialize(model)
@@ -135,12 +185,7 @@ def _train(world: World, target: str, options: Any) -> None:
         weights = {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
         measured = trainer.evaluate(Validation(streams[1], tokenizer, plan.EVAL.batch, train.validate_tokens), weights)
         _say(world, f"step {trainer.step}: {measured.line()} before quantization")
-    del trainer, model
-    if not world.rank:
-        quantize(weights, world.device, target, streams[0], out)
-    world.wait()
-    for stream in streams:
-        stream.close()
+    return weights
 
 
 def run(trainer: Trainer, world: World, vocabulary: int, steps: int | None) -> None:
@@ -158,11 +203,14 @@ def run(trainer: Trainer, world: World, vocabulary: int, steps: int | None) -> N
     trainer.clock.stop()
 
 
-def quantize(weights: Mapping[str, Tensor], device: torch.device, target: str, stream: TokenStream, out: Path) -> None:
-    """Calibrates, chooses bits, and writes the weights file, which reads back before it counts."""
+def quantize(
+    weights: Mapping[str, Tensor], device: torch.device, target: str, stream: TokenStream, out: Path, budget: int | None
+) -> None:
+    """Calibrates, chooses bits within `budget` bytes, the spec's where it is None, and writes the weights file, which
+    reads back before it counts."""
     quant, seed = plan.QUANT, plan.TRAIN.seed
-    if quant.budget_bytes is not None:  # the code counts too
-        quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - Path(sys.argv[0]).stat().st_size})
+    if budget is not None:
+        quant = quant.model_copy(update={"budget_bytes": budget})
 
     def windows() -> Iterator[tuple[Tensor, Tensor]]:
         if own is not None:
@@ -187,7 +235,8 @@ def quantize(weights: Mapping[str, Tensor], device: torch.device, target: str, s
             gradients = capture_gradients(unfused, windows(), device)
     spec: Any = SimpleNamespace(quant=quant)
     quantizer = Quantizer(spec, weights, hessians, gradients, lambda stage, done, total: None)
-    schemes = quantizer.chosen(quantizer.corrected(plan.BASE), print)
+    code = Path(sys.argv[0]).stat().st_size  # it counts too
+    schemes = quantizer.chosen(quantizer.corrected(plan.BASE), print, code)
     stored = quantizer.model(schemes)
     size = write_artifact(
         out,

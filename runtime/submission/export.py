@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specc.compiler.build import canonical
 from specc.compiler.train_spec import BitsSpec
+from specc.runtime.committed import Committed
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.artifact import write_artifact
 from specc.runtime.export.atomic import write_atomically
@@ -14,6 +15,7 @@ from specc.runtime.export.codecs import Codec
 from specc.runtime.export.run import ExportError, newer_weights
 from specc.runtime.load import choose_target
 from specc.runtime.opened import Deployment, Say, as_trained, quantized_artifact, read_verified
+from specc.runtime.quantize.pipeline import REPORT
 from specc.runtime.run import Run
 from specc.runtime.sources.tokens import tokenizer_of
 from specc.runtime.submission.bundle import train_gpt
@@ -35,18 +37,17 @@ def export_submission(
     The weights are those of the run's artifact, compressed by `codec`; the code, for `targets` (all of the spec's where
     none is named), trains, quantizes and scores with torch and numpy alone, and brotli where that is the codec. The
     code is written last: a folder with it is whole. `say` is told of weights that are older than the run's, and of
-    files that are over the challenge's limit.
+    files that are over the spec's `quant.budget_bytes` (the challenge's limit where it has none), in which the code
+    counts.
 
     Raises ExportError (2) where one of the files exists, unless `force`, or the run is of a kind that no submission can
     be of; TargetError (2); DataError without the tokenizer; otherwise as `specc.runtime.export.run.export`.
     """
-    run = Run.open(path)
-    spec = run.spec
-    if spec.quant is None or not isinstance(spec.eval, BitsSpec) or spec.model.characters is not None:
-        raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
-    if spec.train.teacher_forcing is not None:
-        raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")
+    run = _of_text(Run.open(path))
     source = quantized_artifact(run)
+    run = run.requantized(json.loads(Committed.open(run.quantized).read(REPORT)).get("overrides", ()))
+    spec = run.spec
+    assert spec.quant is not None
     found = read_verified(source)
     if any(scheme.integer for scheme in found.stored.schemes.values()):
         raise ExportError(f"{spec.name} multiplies in whole numbers", "a submission takes round, gptq and none")
@@ -63,7 +64,7 @@ def export_submission(
         raise RunFailure(f"{source} was made of another spec than the run has now", f"specc quantize {path}")
     say = say or (lambda _: None)
     newer_weights(run, say)
-    text = train_gpt(spec, run.lock, targets, tokenizer_of(spec, [*search, *_places(run)]), codec)
+    text = _code(run, targets, search, codec)
     try:
         out.mkdir(parents=True, exist_ok=True)
         code.unlink(missing_ok=True)
@@ -88,9 +89,33 @@ def export_submission(
     python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
-    if (total := len(text.encode()) + weights.stat().st_size) > LIMIT:
-        say(f"{total:,} bytes are over the challenge's {LIMIT:,}")
+    limit = spec.quant.budget_bytes or LIMIT
+    if (total := len(text.encode()) + weights.stat().st_size) > limit:
+        say(f"{total:,} bytes, code included, are over the budget of {limit:,}")
+        fits = f"specc quantize {path} --for submission, then export again with --force"
+        say(f"what leaves room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
     return code, weights
+
+
+def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:
+    """The bytes of the train_gpt.py that `export_submission` would write of the run at `path`, for all targets of its
+    spec, and weights by brotli. Raises as that does."""
+    return len(_code(_of_text(Run.open(path).requantized(overrides)), (), search, Codec.BROTLI).encode())
+
+
+def _of_text(run: Run) -> Run:
+    """The run, if a submission can be of its kind. Raises ExportError."""
+    spec = run.spec
+    if spec.quant is None or not isinstance(spec.eval, BitsSpec) or spec.model.characters is not None:
+        raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
+    if spec.train.teacher_forcing is not None:
+        raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")
+    return run
+
+
+def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec) -> str:
+    tokenizer = tokenizer_of(run.spec, [*search, *_places(run)])
+    return train_gpt(run.spec, run.lock, targets or run.spec.targets, tokenizer, codec)
 
 
 def _without_rules(text: str) -> object:

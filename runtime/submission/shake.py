@@ -12,8 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-# Methods of settings that check them: what is exported was checked.
-_CHECKS = ("problems", "problems_with", "problems_of_a_step", "refusal")
+# Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.
+_CHECKS = (
+    *("problems", "problems_with", "problems_of_a_step", "_problems_of_beginning", "refusal"),
+    *("estimate_bytes", "normal_clip", "lowest"),
+)
 Symbol = tuple[str, str | None]  # a module and a name in it; None for the module itself
 
 

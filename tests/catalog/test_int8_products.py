@@ -19,6 +19,8 @@ from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, padded
 from specc.compiler.quant.int8_lstm import GATES
 from specc.compiler.targets import TARGETS
 from specc.runtime.native import compile_only, flags
+from specc.runtime.quantize import sums
+from specc.runtime.quantize.sums import int8_sums
 
 KERNELS = [k for k in catalog(kernels, Kernel).values() if issubclass(Int8Linear, k.computes)]
 ROWS = (1, 6, 16, 33)  # torch._int_mm takes no 16 rows, nor fewer
@@ -37,6 +39,18 @@ def test_sums_are_exact(n: int, k: int, rows: int, tmp_path: Path) -> None:
     assert int(sums.abs().max()) == 2**30
     assert torch.equal(found, sums.float())
     assert torch.equal(sums.int(), Int8Linear().reference(x, w, offset))
+
+
+def test_a_cpu_whose_library_clips_sums_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, *_ = operands(int8_site("plain", 48, 1040), (3, 5), 1)
+    x[0], w[0] = 127, 127
+    found = int8_sums(x, w)
+    assert found.dtype == torch.int32 and int(found[0, 0, 0]) == 1040 * 127**2
+    assert int8_sums(x[:0], w).shape == (0, 5, 48)
+    monkeypatch.setattr(torch, "_int_mm", lambda x, w: (x.double() @ w.double()).clamp(-32768, 32767).to(torch.int32))
+    assert not sums.exact()
+    monkeypatch.setattr(sums, "EXACT", False)
+    assert torch.equal(int8_sums(x, w), found)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,12 +84,14 @@ def test_extents_are_padded_to_what_a_load_takes() -> None:
     assert [padded(n) for n in (1, 16, 17, 31, 32)] == [16, 16, 32, 32, 32]
 
 
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (512, 256), (512, 272)])
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_target_has_a_kernel_and_the_right_one(target: str) -> None:
-    site = int8_site("residual", 64, 64, target)
+def test_every_target_has_a_kernel_and_the_right_one(target: str, n: int, k: int) -> None:
+    site = int8_site("residual", n, k, target)
     taking = [k for k in KERNELS if missing(k, site.target) is None and k.rejects(site) is None]
     best = min(taking, key=lambda kernel: kernel.rank(site)).name
-    wanted = {"cpu": "gemm_int8_torch", "sm90": "gemm_int8_sm90"}.get(target, "gemm_int8_sm80")
+    large = "gemm_int8_sm90" if (n, k) == (512, 272) else "gemm_int8_sm80"
+    wanted = {"cpu": "gemm_int8_torch", "sm90": large}.get(target, "gemm_int8_sm80")
     assert best == wanted
 
 

@@ -32,6 +32,7 @@ LAYERS = (
         "pipeline",
         "artifact",
         "plan_page",
+        "plan_products",
         "explain",
         "torch_code",
         "torch_loop",

@@ -119,7 +119,7 @@ def lines(seed: int, rows: int = 6, window: int = 30) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def made(spec: Spec, seed: int = 0, uneven: float = 0.0) -> Made:
+def made(spec: Spec, seed: int = 0, uneven: float = 0.0, target: str = "cpu") -> Made:
     """With `uneven`, embedded features differ in size by e to the power of that many standard deviations."""
     programs = pipeline.lower(spec, "cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -140,7 +140,7 @@ def made(spec: Spec, seed: int = 0, uneven: float = 0.0) -> Made:
         weights,
         sources,
         stored,
-        realize(final, "cpu", "cpu", weights).model,
-        realize(final, "cpu", "cpu", dequantized(stored)).model,
-        realize_stored(final, "cpu", "cpu", stored, dequantized(stored)).model,
+        realize(final, target, None, weights).model,
+        realize(final, target, None, dequantized(stored)).model,
+        realize_stored(final, target, None, stored, dequantized(stored)).model,
     )

@@ -19,6 +19,7 @@ from specc.runtime.data import ByteTokenizer, ShardWriter, TokenShard
 from specc.runtime.data import check as module
 from specc.runtime.data.check import check
 from specc.runtime.data.pack import PackOptions, pack
+from specc.runtime.data.repeats import DIGEST_BYTES, Hashes, shared
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +202,31 @@ def test_documents_that_are_in_both_splits_are_counted(tmp_path: Path, monkeypat
     for piece in (1, 2, 3, 10**6):
         monkeypatch.setattr(module, "PIECE", piece)
         found = check(folder, ByteTokenizer())
-        assert [str(finding) for finding in found.findings] == ["train: 4 of its documents are in val too"]
+        assert [str(finding) for finding in found.findings] == [
+            "train: 1 of its documents are equal to an earlier one of them",
+            "train: 4 of its documents are in val too",
+        ]
+        assert found.splits["train"].repeated == 1 and found.facts()["splits"]["val"]["repeated"] == 0  # type: ignore[index]
         assert found.exit_code == 1 and found.splits["train"].marks == 7
         assert found.splits["val"].histogram() == [(0, 0, 1), (1, 1, 1), (2, 3, 3)]
+
+
+def test_equal_documents_are_counted_in_bounded_memory() -> None:
+    """Exactly while all hashes are kept; beyond that a known share of them tells about how many."""
+    draw = np.random.default_rng(3)
+    documents = [draw.bytes(DIGEST_BYTES) for _ in range(30_000)]
+    copies = documents[:9_000]
+    for most, slack in ((2**16, 0), (2**11, 0.15)):
+        train, val = Hashes(most), Hashes(most)
+        for start in range(0, 30_000, 700):
+            train.add(documents[start : start + 700])
+        train.add(copies)
+        val.add([*documents[:6_000], *(draw.bytes(DIGEST_BYTES) for _ in range(100))])
+        assert len(train.at(train.level)) <= most and (train.level > 0) == (slack > 0)
+        assert train.repeated() == pytest.approx(9_000, rel=slack) and val.repeated() == 0
+        both, exact = shared(train, val)
+        assert both == pytest.approx(12_000, rel=slack) and exact == (slack == 0)
+    assert Hashes().repeated() == 0 and shared(Hashes(), Hashes()) == (0, True)
 
 
 def test_a_split_without_shards_and_folders_that_hold_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

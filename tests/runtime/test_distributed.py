@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import world_scenes
+from log_lines import read_log
 from run_samples import SPEC, one_thread, write_text
 from safetensors.torch import load_file
 
@@ -21,7 +22,6 @@ from specc.compiler.cli import run
 from specc.runtime import checkpoint, launch
 from specc.runtime.distributed import World
 from specc.runtime.errors import EnvironmentFailure
-from specc.runtime.log import read_log
 
 HERE = Path(__file__).parent
 MAIN = "from specc.compiler.cli import main; main()"

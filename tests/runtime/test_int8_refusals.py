@@ -8,6 +8,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +29,7 @@ from specc.runtime.quantize.operands import check_operands
 sys.path.insert(0, str(Path(__file__).parents[1] / "catalog"))
 from int8_sites import imported, int8_site, operands
 
+from specc.compiler.kernels.gemm_int8 import GEMM_INT8_TORCH
 from specc.compiler.kernels.gemm_int8_sm80 import GEMM_INT8_SM80
 
 N, K = 32, 128
@@ -48,7 +50,7 @@ def given(**changed: Any) -> dict[str, Any]:
 
 def check(tensors: dict[str, Tensor]) -> None:
     check_operands(
-        "decoder.proj",
+        ("decoder.proj",),
         tensors["x"],
         tensors["w"],
         tensors["offset"],
@@ -100,6 +102,19 @@ def test_a_launch_refuses_what_does_not_fit(changed: dict[str, Tensor], message:
         check(given(**changed))
 
 
+def test_a_kernel_of_several_nodes_names_them_all(tmp_path: Path) -> None:
+    """One file computes all products of a shape: whichever node called is in the message."""
+    labels = " and ".join((*(f"decoder.cross.{word} + {word}.biased" for word in "qkv"), "head.logits"))
+    site = replace(int8_site("plain", N, K), label=labels)
+    function = vars(imported(GEMM_INT8_TORCH, site, tmp_path))["int8_linear_f32"]
+    x, *others = operands(site, (6,), 0)
+    assert function(x, *others).shape == (6, N)
+    with pytest.raises(
+        ValueError, match=r"^one of decoder.cross.q, decoder.cross.k, decoder.cross.v, head.logits: K is"
+    ):
+        function(x[:, :64], *others)
+
+
 def test_a_status_is_never_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever can_implement, initialize or the launch answers reaches the caller, with the node's name."""
     site = int8_site("plain", N, K, "sm86")
@@ -122,7 +137,7 @@ def test_a_status_is_never_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(module, "native", Library)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream)
-    with pytest.raises(RuntimeError, match=r"^part.up \+ act: CUTLASS refuses 6 rows: status 7$"):
+    with pytest.raises(RuntimeError, match=r"^part.up: CUTLASS refuses 6 rows: status 7$"):
         module.launch(*operands(site, (6,), 0), torch.empty(6, N))
     assert calls == [6]
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from log_lines import read_log
 from run_samples import SPEC, one_thread, write_text
 
 from specc.compiler.cli import run as command
 from specc.runtime import checkpoint
 from specc.runtime.committed import Committed
-from specc.runtime.log import read_log
 from specc.runtime.opened import read_verified
 from specc.runtime.run import Run, is_run
 

@@ -87,6 +87,13 @@ def test_load_from_python_is_that_model(run: Run, artifact: Path) -> None:
             assert torch.equal(model(ids, targets), open_model(path).model(ids, targets))
             mean = float(model.score(ids, targets).mean())
             assert float(model(ids, targets)) == pytest.approx(mean, rel=1e-5)
+        for bad in (-1, 257):
+            odd = targets.clone()
+            odd[1, 3] = bad
+            with pytest.raises(ValueError, match=rf"targets\[1, 3\] is {bad}; the vocabulary has ids 0 to 256"):
+                model.score(ids, targets=odd)
+        with pytest.raises(ValueError, match=r"ids is torch\.float32"):
+            model.score(ids.float(), targets)
 
 
 def test_the_code_lies_where_only_the_user_can_write_and_goes_with_the_model(run: Run) -> None:

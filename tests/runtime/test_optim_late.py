@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from log_lines import read_log
+from run_samples import small_spec, write_text
 from test_train_steps import equal, steps, values
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +22,8 @@ from specc.runtime import checkpoint
 from specc.runtime.optim.average import Uniform
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.schedule import Moment
+from specc.runtime.train import TrainOptions
+from specc.runtime.train import train as whole_run
 
 SCHEMES: dict[str, Scheme] = {
     "embed": Round(bits=8, clip=0.9),
@@ -67,6 +71,19 @@ def test_a_run_with_swa_resumes_exactly(tmp_path: Path, stop: int) -> None:
     end = values(whole.snapshot())
     assert equal(second.snapshot(), end) and end["optimizer/swa.count"] == 3
     assert any(not torch.equal(end[f"average/{name}"], end[f"weights/{name}"]) for name in SHAPES)
+
+
+def test_a_mean_that_never_began_is_not_called_one(tmp_path: Path) -> None:
+    """A run that ends before its warm-down ends with the weights as they are, and says so."""
+    wishes = "train.average={kind: swa, every: 1, below: 0.8}", "train.schedule={warmdown_steps: 2}"
+    data, found = str(write_text(tmp_path / "data")), {}
+    for count in (1, 3):
+        said: list[str] = []
+        options = TrainOptions(small_spec(*wishes), "cpu", data, tmp_path / str(count), stop_after_steps=count)
+        result = whole_run(options, said.append)
+        end = [record for record in read_log(result.run / "log.jsonl") if record["event"] == "end"]
+        found[count] = (result.averaged is not None, end[-1]["weights"], any("never began" in line for line in said))
+    assert found == {1: (False, "raw", True), 3: (True, "average", False)}
 
 
 # Rounding

@@ -106,6 +106,22 @@ def test_the_best_of_a_rank_is_found() -> None:
     assert rests[0] < rests[1]
 
 
+def test_a_correction_that_does_not_help_leaves_nothing_to_store() -> None:
+    """An error that the inputs hardly see: rounding a correction of it would make what they do see."""
+    error = torch.randn(48, 130, generator=torch.Generator().manual_seed(7)).double()
+    error -= error.mean(1, keepdim=True)
+    seen = torch.ones(130, 130, dtype=torch.float64) + 1e-6 * torch.eye(130, dtype=torch.float64)
+    arrays = low_rank.correction(error, 3, seen)
+    assert {name: len(set(array.tobytes())) for name, array in arrays.items()} == {
+        "left": 1,
+        "left_scale": 2,
+        "right": 1,
+        "right_scale": 2,
+    }
+    assert not low_rank.product(arrays).any()
+    assert low_rank.correction(error, 3, None)["right"].any()
+
+
 def test_what_no_correction_can_have_written_is_refused() -> None:
     weight, hessian = example(8, 70)
     scheme = Gptq(bits=5, correction_rank=2)

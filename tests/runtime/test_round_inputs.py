@@ -69,7 +69,6 @@ def test_it_begins_when_the_warm_down_says() -> None:
     assert [phase.until for phase in clock] == [0.85, 1.0]
     (whole,) = lowered(LSTM, schedule={"warmdown_fraction": 1.0}, qat={"below": 1.0}).phases
     assert whole.train == "train_rounded"
-    assert lowered(LSTM, schedule={}).phases == ()
 
 
 def test_other_specs_are_as_they_were() -> None:

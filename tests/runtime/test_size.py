@@ -1,13 +1,19 @@
 """`size`: to the byte what the file system says, and where it goes."""
 
+import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import brotli
 import pytest
+import torch
 from run_samples import make_run, one_thread, random_weights, small_spec, write_text
 
+from specc.compiler.cli import run as specc
 from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.export.plain import plain_size
+from specc.runtime.opened import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.run import Run, RunDirectoryError
 from specc.runtime.size import size
@@ -52,6 +58,21 @@ def test_groups_are_the_parameters(run: Run) -> None:
     assert (groups["blocks.*.mlp.residual"].scheme, groups["blocks.*.mlp.residual"].stored) == ("f16", 128)
     blocks = [name.replace(".0.", ".*.").replace(".1.", ".*.") for name in weights]
     assert list(groups) == list(dict.fromkeys(blocks))
+
+
+def test_the_plain_scheme_takes_more_of_the_same_arrays(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plain_size(run.directory)
+    assert found == plain_size(run.quantized / "model.specc") and found.own == size(run.directory).total
+    arrays = read_verified(run.quantized / "model.specc").stored.tensors
+    saved = io.BytesIO()
+    flat = {f"{n}.{s}": torch.from_numpy(a.copy()) for n, own in arrays.items() for s, a in own.items()}
+    assert all(tensor.dtype == torch.int8 for name, tensor in flat.items() if name.endswith(".codes"))
+    torch.save(flat, saved)
+    assert found.plain == len(brotli.compress(saved.getvalue(), quality=11, lgwin=24))
+    assert specc(["size", str(run.directory), "--plain"]) == 0
+    told = capsys.readouterr().out
+    assert f"plain scheme {found.plain:,} bytes" in told and f"model.specc {found.own:,}: " in told
+    assert ("smaller" in told) == (found.own < found.plain) and f"{found.own:,} bytes of 24,000" in told
 
 
 def test_the_budget_is_decimal_bytes_and_may_be_met_exactly(run: Run) -> None:

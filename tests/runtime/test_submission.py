@@ -42,6 +42,7 @@ from specc.runtime.train import TrainOptions, train
 ALONE = ("torch", "torchgen", "functorch", "numpy", "numpy.libs", "typing_extensions.py", "sympy", "mpmath")
 ALONE += ("networkx", "filelock", "fsspec", "nvidia", "triton")
 ABSENT = ("specc", "pydantic", "jinja2", "sentencepiece", "tiktoken", "safetensors", "click", "platformdirs", "brotli")
+LATE = ("train.schedule={warmdown_steps: 3}", "train.qat={below: 0.7}")  # the second step and the third are rounded
 START = """
 import importlib.util, runpy, sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -87,7 +88,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     for name in ALONE:
         if (packages / name).exists():
             (alone / name).symlink_to(packages / name)
-    result = train(TrainOptions(small_spec("train.qat={}"), "cpu", str(shards), folder / "run"), lambda _: None)
+    result = train(TrainOptions(small_spec(*LATE), "cpu", str(shards), folder / "run"), lambda _: None)
     quantize(result.run, QuantizeOptions(max_tokens=100), lambda _: None)
     export_submission(result.run, folder / "out", codec=Codec.LZMA)
     return Made(Run.open(result.run), shards, folder / "out", alone)
@@ -188,6 +189,36 @@ def test_bits_are_allocated_within_what_the_code_leaves(made: Made, tmp_path: Pa
     facts = evaluate(tmp_path / "out" / WEIGHTS, EvaluateOptions(str(made.shards))).facts()
     assert json.loads(done.stdout.splitlines()[-1]) == facts
     assert "allocate: " in done.stdout
+
+
+def test_what_was_trained_outlives_a_quantization_that_fails(made: Made, tmp_path: Path) -> None:
+    """A budget that nothing meets ends it with an error; the weights are kept, and another budget goes on from them."""
+    code = (made.folder / CODE).stat().st_size
+    wishes = "quant.promote=null", "quant.allocate={bits: [4, 5], match: blocks.*}"
+    run = make_run(tmp_path / "run", small_spec(*wishes, f"quant.budget_bytes={code + 9000}"), str(made.shards))
+    quantize(run.directory, QuantizeOptions(max_tokens=50), lambda _: None)
+    folder = tmp_path / "out"
+    export_submission(run.directory, folder, codec=Codec.LZMA)
+    (folder / WEIGHTS).unlink()
+    data = ("--data", str(made.shards))
+    done = alone(made, folder, *data, "--steps", "2")
+    assert done.returncode == 4 and "bytes with the fewest bits" in done.stderr
+    kept = folder / f"{WEIGHTS}.trained"
+    goes_on = f"go on with: python {CODE} quantize {WEIGHTS} --budget BYTES"
+    assert goes_on in done.stderr.replace("[", "").replace("]", "") and kept.is_file()
+    assert not (folder / WEIGHTS).exists()
+    trained, budget = kept.read_bytes(), (folder / CODE).stat().st_size + 21_000
+    done = alone(made, folder, "quantize", *data)
+    assert done.returncode == 4 and kept.read_bytes() == trained
+    done = alone(made, folder, "quantize", *data, "--budget", str(budget))
+    assert done.returncode == 0, done.stderr
+    assert not submission_size(folder, budget).over and not kept.exists()
+    assert json.loads(done.stdout.splitlines()[-1])["tokens"] > 0
+    done = alone(made, folder, "quantize", *data)
+    assert done.returncode == 4 and "nothing was trained here" in done.stderr
+    kept.write_bytes(b"no weights")
+    done = alone(made, folder, "quantize", *data)
+    assert done.returncode == 4 and "holds no trained weights" in done.stderr
 
 
 def test_brotli_is_missed_with_words_and_never_replaced(made: Made, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from log_lines import read_log
 from toy import stream
 
 from specc.compiler import check
@@ -15,7 +16,6 @@ from specc.runtime import checkpoint
 from specc.runtime.data import DataError
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.load import instantiate
-from specc.runtime.log import read_log
 from specc.runtime.loop import TrainResult
 from specc.runtime.run import Run, RunDirectoryError, locked
 from specc.runtime.train import TrainOptions, train

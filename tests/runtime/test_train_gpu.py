@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from log_lines import read_log
 from test_optim_late import SCHEMES
 from toy import WINDOW, Toy, parameters, stream, train_spec, trainer
 
@@ -14,7 +15,6 @@ from specc.compiler.train_spec import TrainSpec
 from specc.runtime import capture, checkpoint
 from specc.runtime.data import ByteTokenizer, Loader
 from specc.runtime.errors import RunFailure
-from specc.runtime.log import read_log
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.muon import orthogonalize
 from specc.runtime.trainer import Trainer

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from log_lines import read_log
 from run_samples import one_thread
 
 from specc.compiler.check import load
@@ -16,7 +17,6 @@ from specc.runtime.data.polynomial_sets import training_set
 from specc.runtime.distributed import World
 from specc.runtime.evaluate import EvaluateError, EvaluateOptions, ExactMatches, evaluate
 from specc.runtime.exact import ExactMatch
-from specc.runtime.log import read_log
 from specc.runtime.loop import TrainResult
 from specc.runtime.train import TrainOptions, train
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from log_lines import read_log
 from test_train_run import spec
 from toy import Toy, stream, train_spec, trainer
 
@@ -21,7 +22,7 @@ from specc.compiler.train_spec import TrainSpec
 from specc.runtime import checkpoint
 from specc.runtime.data import ByteTokenizer, DataIntegrityError
 from specc.runtime.errors import RunFailure
-from specc.runtime.log import Lines, RunLog, Step, read_log
+from specc.runtime.log import Lines, RunLog, Step
 from specc.runtime.loop import Limits, Loop, TrainResult
 from specc.runtime.run import Run
 from specc.runtime.signals import Interrupted, Preempted

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from log_lines import read_log
 
 from specc.compiler import check
 from specc.compiler.spec import Spec
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.log import RunLog, Step, read_log
+from specc.runtime.log import RunLog, Step
 from specc.runtime.run import (
     Run,
     RunDirectoryError,

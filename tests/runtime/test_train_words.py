@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from log_lines import read_log
 from run_samples import SPEC, one_thread, write_text
 
 from specc.compiler import pipeline
@@ -12,7 +13,6 @@ from specc.compiler.check import load
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.spec import Spec
 from specc.runtime import checkpoint
-from specc.runtime.log import read_log
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.run import Run
 from specc.runtime.train import TrainOptions, train

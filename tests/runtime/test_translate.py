@@ -194,8 +194,9 @@ def test_what_is_fed_is_the_truth_or_the_models_own(loaded: Loaded) -> None:
     assert torch.equal(inputs[:, 1:][forcing[:, 1:]], truth[:, 1:][forcing[:, 1:]])
     with torch.no_grad():
         state = model.encode(source)
-        for t in range(target.shape[1] - 1):  # along what was fed, each own token is the most probable next one
-            own = model.extend(inputs[:, t : t + 1], torch.tensor(t), state).argmax(-1)
+        for t in range(target.shape[1] - 1):  # along what was fed, each own token is the one that would be written
+            logits = model.extend(inputs[:, t : t + 1], torch.tensor(t), state)
+            own = logits.index_fill(1, torch.tensor([PAD, START]), float("-inf")).argmax(-1)
             assert torch.equal(inputs[:, t + 1][~forcing[:, t + 1]], own[~forcing[:, t + 1]])
     assert not torch.equal(inputs, truth)
     assert torch.equal(fed(model, source, target, torch.ones(14, dtype=torch.bool)), truth)
@@ -206,3 +207,17 @@ def test_what_is_fed_is_the_truth_or_the_models_own(loaded: Loaded) -> None:
 def test_one_text_is_no_list_of_lines(loaded: Loaded) -> None:
     with pytest.raises(TypeError, match="a list of lines"):
         translator(loaded.model, loaded.spec, TOKENIZER, torch.device("cpu")).translate("x+1")  # type: ignore[arg-type]
+
+
+def test_what_is_fed_where_nothing_is_forced_is_what_is_decoded() -> None:
+    """Pads and starts are most probable here, and neither writes them."""
+    chain: Any = Chain(3)
+    chain.steps[:, PAD] = 60.0
+    chain.steps[:, START] = 50.0
+    source = torch.ones(9, 1, dtype=torch.int64)
+    written = Translator(Eager(chain), TOKENIZER, 8, True, torch.device("cpu")).tokens(source)
+    own = fed(chain, source, torch.zeros(9, 8, dtype=torch.int64), torch.zeros(8, dtype=torch.bool))
+    for row, line in zip(own[:, 1:].tolist(), written[:, :-1].tolist(), strict=True):
+        ended = line.index(STOP) + 1 if STOP in line else len(line)
+        assert row[:ended] == line[:ended]
+    assert not bool((own[:, 1:] < STOP).any())

@@ -53,10 +53,40 @@ def test_lines_come_out_in_order_from_run_and_file(
 def test_a_bad_line_is_an_error_and_gives_nothing(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "lines.txt").write_text("x**2\nx=2\n")
-    assert run(["generate", str(trained[1]), "--lines", str(tmp_path / "lines.txt")]) != 0
-    told = capsys.readouterr()
-    assert told.out == "" and "not in the vocabulary" in told.err
+    path = tmp_path / "lines.txt"
+    for text, message in (
+        ("x**2\nx=2\n", f"{path}:2: 'x=2' holds '=', which is not in the vocabulary"),
+        ("x\n\n(x-1)*(x-2)\nx\0\n", f"{path}:4: 'x\\x00' holds '\\x00', which is not"),
+        ("y\n" + "x" * 30 + "\nx=2\n", f"{path}:2: '{'x' * 30}' has 30 characters; 30 tokens hold at most 29"),
+        ("x" * 5_000_000 + "\n" + "x\n" * 2000, f"{path}:1: '{'x' * 60}'... has 5,000,000 characters"),
+    ):
+        path.write_text(text)
+        assert run(["generate", str(trained[1]), "--lines", str(path)]) != 0
+        told = capsys.readouterr()
+        assert told.out == "" and message in told.err.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--temperature", "0.5"], "--temperature has no effect beside --lines"),
+        (["--top-k", "5", "--seed", "0"], "--top-k, --seed have no effect beside --lines"),
+        (["--prompt", "", "--samples", "2"], "--prompt, --samples have no effect beside --lines"),
+        (["--top-p", "1.0"], "--top-p has no effect beside --lines"),
+        (["--max-tokens", "3"], "--max-tokens has no effect beside --lines"),
+    ],
+)
+def test_options_of_texts_are_refused_beside_lines(
+    trained: tuple[Path, Path], tmp_path: Path, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.txt").write_text("x**2\n")
+    assert run(["generate", str(trained[1]), "--lines", str(tmp_path / "lines.txt"), *given]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_beam_is_refused_beside_a_prompt(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", str(trained[1]), "--prompt", "x", "--beam", "2"]) == 2
+    assert "--beam has no effect beside a prompt" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_of_lines_continues_no_text(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

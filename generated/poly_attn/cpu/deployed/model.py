@@ -39,12 +39,6 @@ def lstm_update(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return (o * torch.tanh(new)).to(c.dtype), new.to(c.dtype)
 
 
-def cell_marks(offset: Tensor) -> Tensor:
-    """Which columns of the gates i, f, g, o are those of the cell g, for their offsets [4H]: 1 there, 0 elsewhere."""
-    size = offset.shape[0] // 4
-    return (torch.arange(4 * size, device=offset.device) // size == 2).float()
-
-
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of q [B, T, H, C] over k, v [B, T, G, C]."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -105,7 +99,7 @@ class Lstm64Steps(nn.Module):
         marks: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """h f32[B,64], c f32[B,64], x f32[B,1,256], codes int8:i8[256,64], offset int8:i32[256], scale
-        int8:f32[256], inverse int8:f32[64], marks f32[256] -> f32[B,64], f32[B,64], f32[B,1,64].
+        int8:f32[256], inverse int8:f32[64], marks int8:f32[256] -> f32[B,64], f32[B,64], f32[B,1,64].
         """
         h = quantize_rows(h, inverse)
         gates = int8_linear_lstm_gates_f32__n256_k64(h, codes, offset, scale, x[:, -1], marks)
@@ -150,7 +144,7 @@ class Lstm128Steps(nn.Module):
         marks: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """h f32[B,128], c f32[B,128], x f32[B,1,512], codes int8:i8[512,128], offset int8:i32[512], scale
-        int8:f32[512], inverse int8:f32[128], marks f32[512] -> f32[B,128], f32[B,128], f32[B,1,128].
+        int8:f32[512], inverse int8:f32[128], marks int8:f32[512] -> f32[B,128], f32[B,128], f32[B,1,128].
         """
         h = quantize_rows(h, inverse)
         gates = int8_linear_lstm_gates_f32__n512_k128(h, codes, offset, scale, x[:, -1], marks)
@@ -182,6 +176,7 @@ class Model(nn.Module):
         self.encoder.lstm.register_buffer("hidden_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("hidden_scale", torch.empty(256, dtype=torch.float32))
         self.encoder.lstm.register_buffer("hidden_inverse", torch.empty(64, dtype=torch.float32))
+        self.encoder.lstm.register_buffer("hidden_marks", torch.empty(256, dtype=torch.float32))
         self.encoder.lstm.register_buffer("back_input_codes", torch.empty(256, 64, dtype=torch.int8))
         self.encoder.lstm.register_buffer("back_input_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("back_input_scale", torch.empty(256, dtype=torch.float32))
@@ -189,6 +184,7 @@ class Model(nn.Module):
         self.encoder.lstm.register_buffer("back_hidden_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("back_hidden_scale", torch.empty(256, dtype=torch.float32))
         self.encoder.lstm.register_buffer("back_hidden_inverse", torch.empty(64, dtype=torch.float32))
+        self.encoder.lstm.register_buffer("back_hidden_marks", torch.empty(256, dtype=torch.float32))
         self.decoder.attention.register_buffer("q_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.attention.register_buffer("q_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("q_scale", torch.empty(128, dtype=torch.float32))
@@ -226,6 +222,7 @@ class Model(nn.Module):
         self.decoder.lstm.register_buffer("hidden_offset", torch.empty(512, dtype=torch.int32))
         self.decoder.lstm.register_buffer("hidden_scale", torch.empty(512, dtype=torch.float32))
         self.decoder.lstm.register_buffer("hidden_inverse", torch.empty(128, dtype=torch.float32))
+        self.decoder.lstm.register_buffer("hidden_marks", torch.empty(512, dtype=torch.float32))
         self.head.register_buffer("logits_codes", torch.empty(32, 128, dtype=torch.int8))
         self.head.register_buffer("logits_offset", torch.empty(32, dtype=torch.int32))
         self.head.register_buffer("logits_scale", torch.empty(32, dtype=torch.float32))
@@ -250,7 +247,6 @@ class Model(nn.Module):
             self.encoder.lstm.input_scale,
         )
         forward_steps = forward_x.transpose(0, 1)
-        forward_marks = cell_marks(self.encoder.lstm.hidden_offset)
         forward_h = h.chunk(2, -1)[0]
         forward_h, forward_c, forward_y = self.encoder.lstm_forward(
             forward_h,
@@ -260,7 +256,7 @@ class Model(nn.Module):
             self.encoder.lstm.hidden_offset,
             self.encoder.lstm.hidden_scale,
             self.encoder.lstm.hidden_inverse,
-            forward_marks,
+            self.encoder.lstm.hidden_marks,
         )
         back_c = c.chunk(2, -1)[1]
         back_codes = input_input.flip(1).transpose(0, 1).contiguous()
@@ -271,7 +267,6 @@ class Model(nn.Module):
             self.encoder.lstm.back_input_scale,
         )
         back_steps = back_x.transpose(0, 1)
-        back_marks = cell_marks(self.encoder.lstm.back_hidden_offset)
         back_h = h.chunk(2, -1)[1]
         back_h, back_c, back_y = self.encoder.lstm_back(
             back_h,
@@ -281,7 +276,7 @@ class Model(nn.Module):
             self.encoder.lstm.back_hidden_offset,
             self.encoder.lstm.back_hidden_scale,
             self.encoder.lstm.back_hidden_inverse,
-            back_marks,
+            self.encoder.lstm.back_hidden_marks,
         )
         both_c = torch.cat((forward_c, back_c), -1)
         inputs = F.pad(target[:, :-1], (1, 0), value=1)
@@ -341,7 +336,6 @@ class Model(nn.Module):
             self.decoder.lstm.input_scale,
         )
         forward_steps = forward_x.transpose(0, 1)
-        forward_marks = cell_marks(self.decoder.lstm.hidden_offset)
         both_h = torch.cat((forward_h, back_h), -1)
         _, _, forward_y = self.decoder.lstm_forward(
             both_h,
@@ -351,7 +345,7 @@ class Model(nn.Module):
             self.decoder.lstm.hidden_offset,
             self.decoder.lstm.hidden_scale,
             self.decoder.lstm.hidden_inverse,
-            forward_marks,
+            self.decoder.lstm.hidden_marks,
         )
         logits_input = quantize_rows(forward_y, self.head.logits_inverse)
         logits = int8_linear_f32__n32_k128(
@@ -375,7 +369,6 @@ class Model(nn.Module):
             self.encoder.lstm.input_scale,
         )
         forward_steps = forward_x.transpose(0, 1)
-        forward_marks = cell_marks(self.encoder.lstm.hidden_offset)
         forward_h = h.chunk(2, -1)[0]
         forward_h, forward_c, forward_y = self.encoder.lstm_forward(
             forward_h,
@@ -385,7 +378,7 @@ class Model(nn.Module):
             self.encoder.lstm.hidden_offset,
             self.encoder.lstm.hidden_scale,
             self.encoder.lstm.hidden_inverse,
-            forward_marks,
+            self.encoder.lstm.hidden_marks,
         )
         back_c = c.chunk(2, -1)[1]
         back_codes = input_input.flip(1).transpose(0, 1).contiguous()
@@ -396,7 +389,6 @@ class Model(nn.Module):
             self.encoder.lstm.back_input_scale,
         )
         back_steps = back_x.transpose(0, 1)
-        back_marks = cell_marks(self.encoder.lstm.back_hidden_offset)
         back_h = h.chunk(2, -1)[1]
         back_h, back_c, back_y = self.encoder.lstm_back(
             back_h,
@@ -406,7 +398,7 @@ class Model(nn.Module):
             self.encoder.lstm.back_hidden_offset,
             self.encoder.lstm.back_hidden_scale,
             self.encoder.lstm.back_hidden_inverse,
-            back_marks,
+            self.encoder.lstm.back_hidden_marks,
         )
         both_y = torch.cat((forward_y, back_y.flip(1)), -1)
         k = both_y.new_zeros(both_y.shape[0], 30, 4, 32)
@@ -487,7 +479,6 @@ class Model(nn.Module):
             self.decoder.lstm.input_offset,
             self.decoder.lstm.input_scale,
         )
-        marks = cell_marks(self.decoder.lstm.hidden_offset)
         h_codes = quantize_rows(h, self.decoder.lstm.hidden_inverse)
         gates_step = gates_x[:, -1]
         gates = int8_linear_lstm_gates_f32__n512_k128(
@@ -496,7 +487,7 @@ class Model(nn.Module):
             self.decoder.lstm.hidden_offset,
             self.decoder.lstm.hidden_scale,
             gates_step,
-            marks,
+            self.decoder.lstm.hidden_marks,
         )
         lstm_update_h, lstm_update_c = lstm_update(gates, c)
         h.copy_(lstm_update_h)

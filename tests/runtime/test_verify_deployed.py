@@ -1,0 +1,114 @@
+"""`specc verify` of what runs from an artifact: it finds nothing in sound code, and names what is wrong in other."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from int8_models import BLOCKS, LSTM, QUANT, data_of
+from tiny_models import ATTENTION, MLP, spec_data, spec_of
+
+from specc.compiler.spec import Spec
+from specc.runtime import verify_deployed as checks
+from specc.runtime.quantize import constants
+from specc.runtime.verify_deployed import verify_deployed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def text_spec() -> Spec:
+    data = spec_data((ATTENTION, {**MLP, "hidden": 16}), fuse=())
+    data["quant"] = {**QUANT, "rules": [{"match": "embed.token", "scheme": "none", "dtype": "f32"}]}
+    return spec_of(data)
+
+
+SPECS: dict[str, Any] = {
+    "lstm": lambda: spec_of(data_of(LSTM)),
+    "blocks": lambda: spec_of(data_of(BLOCKS)),
+    "text": text_spec,
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_sound_code_passes(name: str) -> None:
+    found = list(verify_deployed(SPECS[name](), ("cpu",)))
+    assert [check for check in found if not check.ok] == []
+    names = [check.name for check in found]
+    assert names[:3] == ["fx score, deployed", "score against float64, deployed", "cached equals uncached, deployed"]
+    assert sum(name.startswith("kernel int8_linear") for name in names) > 1
+
+
+def test_a_target_of_another_machine_is_traced() -> None:
+    found = list(verify_deployed(spec_of(data_of(LSTM, targets=["sm86"])), ("sm86",)))
+    assert found[0].ok is True and found[0].name == "fx score, deployed"
+    assert torch.cuda.is_available() or [check.ok for check in found[1:]] == [None]
+
+
+def test_a_model_that_deploys_what_it_trains_has_no_checks() -> None:
+    quant = {"default": {"scheme": "none", "dtype": "f32"}}
+    assert list(verify_deployed(spec_of(data_of(LSTM, quant)), ("cpu",))) == []
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> dict[str, bool | None]:
+    """What the checks say where one constant of the module, and not of its reference, is another."""
+    real = checks._values
+
+    def values(spec: Spec, loaded: Any, weights: Any) -> Iterator[Any]:
+        exact = checks.reference.run
+        buffer = dict(loaded.model.named_buffers())[name]
+        kept = buffer.clone()
+        change(buffer)
+
+        def run(programs: Any, program: str, given: Any, params: Any) -> Any:
+            whole = {**params, name: kept.double() if kept.is_floating_point() else kept} if name in params else params
+            return exact(programs, program, given, whole)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checks.reference, "run", run)
+            yield from real(spec, loaded, weights)
+
+    monkeypatch.setattr(checks, "_values", values)
+    return {check.name: check.ok for check in verify_deployed(spec_of(data_of(LSTM)), ("cpu",))}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("head.logits_offset", lambda buffer: buffer.add_(1000)),
+        ("decoder.lstm.hidden_marks", lambda buffer: buffer.copy_(buffer.roll(16))),
+        ("decoder.lstm.hidden_codes", lambda buffer: buffer.copy_(buffer.T.reshape(buffer.shape))),
+        ("encoder.lstm.back_input_scale", lambda buffer: buffer.mul_(1.5)),
+    ],
+)
+def test_what_is_wrong_is_found(name: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = broken(monkeypatch, name, change)
+    assert found["score against float64, deployed"] is False and found["cached equals uncached, deployed"] is False
+
+
+def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = checks.vars if hasattr(checks, "vars") else vars
+
+    def wrong(module: Any) -> dict[str, Any]:
+        own = dict(real(module))
+        for name, function in own.items():
+            if name.startswith("int8_linear") and callable(function):
+                own[name] = lambda *given, function=function: function(*given) * 1.01
+        return own
+
+    monkeypatch.setattr(checks, "vars", wrong, raising=False)
+    found = {check.name: check.ok for check in verify_deployed(spec_of(data_of(LSTM)), ("cpu",))}
+    assert any(ok is False for name, ok in found.items() if name.startswith("kernel "))
+
+
+def test_marks_are_those_of_the_cell() -> None:
+    weights, stored = checks._quantized(spec_of(data_of(LSTM)), "cpu")
+    sources = checks.integer_products(checks.pipeline.lower(spec_of(data_of(LSTM)), "cpu"), stored.schemes)
+    made = constants.constants(sources, stored)
+    assert made["decoder.lstm.hidden_marks"].tolist() == [0.0] * 32 + [1.0] * 16 + [0.0] * 16
+    assert "decoder.lstm.input_marks" not in made and weights
