@@ -282,7 +282,7 @@ def test_the_code_is_small_and_without_specc(made: Made) -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) and not node.level else []
             assert {found.partition(".")[0] for found in names} <= known, name
-    assert (made.folder / CODE).stat().st_size < 64_000
+    assert (made.folder / CODE).stat().st_size < 68_000
     spec = made.run.spec
     text = bundle.train_gpt(spec, made.run.lock, ("cpu",), ByteTokenizer(), Codec.LZMA)
     assert text == (made.folder / CODE).read_text()
