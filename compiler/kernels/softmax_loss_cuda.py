@@ -61,8 +61,8 @@ class StagedTile:
 
 # Threads, vectors, blocks a multiprocessor, persistent; the likeliest first. With each copy that the target has.
 CANDIDATES = (
-    (512, 2, 2, True), (512, 1, 2, True), (256, 2, 2, True), (256, 4, 2, True), (512, 4, 2, True), (512, 2, 2, False),
-    (512, 2, 1, True), (512, 4, 1, True), (128, 4, 2, True),
+    (512, 2, 2, False), (512, 1, 2, False), (256, 2, 2, False), (256, 4, 2, False), (512, 2, 2, True),
+    (512, 1, 2, True), (256, 4, 2, True), (512, 2, 1, True), (512, 4, 1, True),
 )  # fmt: skip
 
 
@@ -174,11 +174,12 @@ SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu
 
 
 def staged_tile(site: Site) -> StagedTile:
-    """By rule two blocks a multiprocessor where shared memory has room for two rows: one computes while the other
-    waits. TMA copies where there is one."""
+    """By rule a row a block and two blocks a multiprocessor, where shared memory has room for two rows: one computes
+    while the other waits. Else one block goes from row to row, and the next comes while it computes. TMA copies where
+    there is one."""
     copy: Literal["bulk", "async"] = "bulk" if "tma" in site.target.features else "async"
-    two = StagedTile(512, 2, 2, copy)
-    return two if shared_bytes(site, two) <= _room(site.target, 2) else replace(two, resident=1)
+    two = StagedTile(512, 2, 2, copy, False)
+    return two if shared_bytes(site, two) <= _room(site.target, 2) else replace(two, resident=1, persistent=True)
 
 
 def shared_bytes(site: Site, tile: StagedTile) -> int:

@@ -139,7 +139,7 @@ def test_tiles_have_bounds(numbers: tuple[object, ...], words: str) -> None:
 
 
 def test_the_rule_puts_two_rows_on_a_multiprocessor_where_both_fit() -> None:
-    assert staged_tile(loss_site(*GPT2)) == StagedTile(512, 2, 2, "bulk")
+    assert staged_tile(loss_site(*GPT2)) == StagedTile(512, 2, 2, "bulk", False)
     assert staged_tile(loss_site(*GPT2, dtype="f32")) == StagedTile(512, 2, 1, "bulk")
     assert staged_tile(loss_site(*GPT2, target="sm80")) == StagedTile(512, 2, 1, "async")
 
