@@ -247,9 +247,13 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
 @model_argument
 @click.option("--prompt", default="", help="The start of a document.")
 @click.option(
-    "--lines", type=click.File("r", encoding="utf-8"), help="A file of lines, or -; each is turned into another line."
+    "--lines",
+    type=click.File("r", encoding="utf-8-sig"),
+    help="A file of lines, or -; each is turned into another line.",
 )
-@click.option("--beam", type=click.IntRange(min=1), help="Of lines, so many are tried at once; the spec's where unset.")
+@click.option(
+    "--beam", type=click.IntRange(min=1, max=1024), help="Of lines, so many are tried at once; the spec's where unset."
+)
 @click.option("--max-tokens", type=click.IntRange(min=0), default=200, show_default=True)
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most probable token.")
 @click.option("--top-k", type=int, help="Keep so many of the most probable tokens.")
@@ -305,6 +309,8 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p)
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
+    if opened.spec.model.characters is not None:
+        raise click.UsageError(f"{opened.spec.name} turns lines into lines: give it --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)
         texts = generate_several(opened, prompt.encode(), max_tokens, sampling, seeds, say=say)

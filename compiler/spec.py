@@ -156,6 +156,11 @@ class Spec(StrictModel):
     train: TrainSpec
     eval: AnyEval = BitsSpec()
 
+    @property
+    def at_rest(self) -> "Spec":
+        """The spec of the model that is not training: without the rounding that only training does."""
+        return self.model_copy(update={"train": self.train.model_copy(update={"qat": None})})
+
     def problems(self) -> Iterator[Problem]:
         """Each target once; steps, windows and vocabulary that fit each other."""
         for i, target in enumerate(self.targets):

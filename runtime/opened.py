@@ -79,7 +79,7 @@ class Deployment:
     @classmethod
     def of(cls, spec: Spec) -> "Deployment":
         """Raises LoweringError when the spec makes no model."""
-        built = compile_loaded(spec, None)
+        built = compile_loaded(spec.at_rest, None)
         programs = next(iter(built.plans.values())).programs
         code = hashlib.sha256()
         for name, text in sorted(built.files.items()):
@@ -214,10 +214,8 @@ def realize(
     """
     target = choose_target(spec, target)
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
-    trained = spec.train.model_copy(update={"qat": None})  # nothing here runs what only training does
-    spec = spec.model_copy(update={"train": trained})
     try:
-        loaded = instantiate(spec, target, directory, fuse, lock, constants is not None)
+        loaded = instantiate(spec.at_rest, target, directory, fuse, lock, constants is not None)
         assign(loaded, weights)
         fill(loaded, constants or {})
         where = _device(loaded, device)

@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from specc.compiler import check
-from specc.compiler.build import canonical
+from specc.compiler.build import canonical, compile_loaded
 from specc.compiler.errors import SpecError
 from specc.compiler.lock import NO_LOCK, Lock, read_lock
 from specc.compiler.spec import Spec
@@ -132,14 +132,16 @@ class Run:
     def requantized(self, overrides: Sequence[str]) -> "Run":
         """The run with `--set` texts about its spec's `quant`, which nothing that is trained depends on but QAT.
 
-        Raises SpecError for what they make of the spec, RunDirectoryError where they touch more than `quant`.
+        Raises SpecError for what they make of the spec, as far as a build of the run's target would tell,
+        RunDirectoryError where they touch more than `quant`.
         """
         if not overrides:
             return self
-        spec, _ = check.load(self.directory / SPEC, tuple(overrides))
+        spec, source = check.load(self.directory / SPEC, tuple(overrides))
         if spec.model_copy(update={"quant": self.spec.quant}) != self.spec:
             message = f"{self.directory} is trained: of its spec only what is under `quant` can still be set"
             raise RunDirectoryError(message, "take out the other --set")
+        compile_loaded(spec.at_rest, source, (self.target,))
         return replace(self, spec=spec)
 
     def require_same(self, spec: Spec, target: str, data: str) -> None:

@@ -1,6 +1,6 @@
 """Turns lines into lines: encodes sources, and extends targets token by token, greedily or by beam search."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -43,11 +43,16 @@ class Translator:
     batch: int = BATCH
     beam: int = 1
 
-    def translate(self, lines: Sequence[str]) -> list[str]:
+    def translate(self, lines: Iterable[str]) -> list[str]:
         """The line for each line. Raises LineError, before any is decoded, for the first that is too long or has a
-        character that the vocabulary lacks, TypeError for a single text, RunFailure for logits that are no numbers."""
+        character that the vocabulary lacks, TypeError for what is no text, or a single one, RunFailure for logits
+        that are no numbers."""
         if isinstance(lines, str):
             raise TypeError("translate takes a list of lines, not one text")
+        lines = list(lines)
+        for i, line in enumerate(lines):
+            if not isinstance(line, str):
+                raise TypeError(f"line {i} is {type(line).__name__}, not text")
         encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
         order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # lines of a batch end at about the same step
         found = [""] * len(lines)
@@ -190,9 +195,10 @@ def translator(
 ) -> Translator:
     """Decodes with `model` as its weights are at each call, greedily where `beam` is None. On a GPU, `compiled` runs
     every step as a CUDA graph."""
-    steps = Graphed if compiled and device.type == "cuda" else Eager
+    steps, beam = Graphed if compiled and device.type == "cuda" else Eager, beam or 1
+    batch = max(1, batch // beam)  # each beam has a state of its own
     return Translator(
-        steps(cast(Pairs, model)), tokenizer, spec.model.window, spec.model.reads_pads, device, batch, beam or 1
+        steps(cast(Pairs, model)), tokenizer, spec.model.window, spec.model.reads_pads, device, batch, beam
     )
 
 

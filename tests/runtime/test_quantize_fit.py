@@ -130,6 +130,9 @@ def test_what_cannot_fit_leaves_the_run_and_says_how_to_go_on(
     with pytest.raises(RunDirectoryError, match="can still be set"):
         run.requantized(["quant.budget_bytes=1", "model.dim=64"])
     assert specc(["quantize", where, "--set", "quant.allocate.bits=[9]"]) == 2
+    capsys.readouterr()
+    assert specc(["quantize", where, "--set", "quant.rules=[]", "--set", "quant.default={scheme: gptq, bits: 4}"]) == 2
+    assert "S307" in (told := capsys.readouterr().err) and "add a rule" in told
 
 
 def submission_of(run: Run):  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ from specc.compiler.ops.rounded import RoundRows
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.passes.quantize_products import integer_products
 from specc.compiler.programs import LoweringError, Phase, Programs, flatten
+from specc.runtime.opened import Deployment
 
 HALF: dict[str, Any] = {"steps": 100, "schedule": {"warmdown_fraction": 0.6}, "qat": {"below": 0.5}}
 
@@ -112,6 +113,14 @@ def test_what_cannot_be_rounded_is_refused() -> None:
         lowered(ADDITIVE)
     (problem,) = error.value.problems
     assert problem.code == "S274" and "loop" in problem.message and problem.path == ("train", "qat")
+
+
+def test_what_ships_asks_for_no_training() -> None:
+    """A run whose inputs cannot be rounded in training can be quantized to int8 all the same."""
+    data = data_of(ADDITIVE, QUANT)
+    plain = Deployment.of(spec_of(data))
+    data["train"] |= HALF
+    assert Deployment.of(spec_of(data)) == plain
     with pytest.raises(LoweringError) as error:
         lowered(LSTM, steps=None, budget_seconds=50.0, schedule={"warmdown_steps": 40})
     (problem,) = error.value.problems

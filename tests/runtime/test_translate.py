@@ -206,7 +206,15 @@ def test_what_is_fed_is_the_truth_or_the_models_own(loaded: Loaded) -> None:
 
 def test_one_text_is_no_list_of_lines(loaded: Loaded) -> None:
     with pytest.raises(TypeError, match="a list of lines"):
-        translator(loaded.model, loaded.spec, TOKENIZER, torch.device("cpu")).translate("x+1")  # type: ignore[arg-type]
+        translator(loaded.model, loaded.spec, TOKENIZER, torch.device("cpu")).translate("x+1")
+    for odd in (None, 1, b"x"):
+        with pytest.raises(TypeError, match="line 1 is"):
+            of(loaded).translate(["x+1", odd])  # type: ignore[list-item]
+    assert of(loaded).translate(iter(LINES)) == of(loaded).translate(LINES)
+
+
+def test_a_batch_has_fewer_sources_where_each_has_beams(loaded: Loaded) -> None:
+    assert [of(loaded, batch=12, beam=beam).batch for beam in (1, 4, 5, 100)] == [12, 3, 2, 1]
 
 
 def test_what_is_fed_where_nothing_is_forced_is_what_is_decoded() -> None:

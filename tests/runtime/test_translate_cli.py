@@ -90,5 +90,17 @@ def test_a_beam_is_refused_beside_a_prompt(trained: tuple[Path, Path], capsys: p
 
 
 def test_a_model_of_lines_continues_no_text(trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", str(trained[1]), "--prompt", "x"]) != 0
-    assert "vocabulary of characters" in capsys.readouterr().err
+    assert run(["generate", str(trained[1]), "--prompt", "x"]) == 2
+    told = capsys.readouterr()
+    assert "turns lines into lines: give it --lines FILE" in told.err and not told.out
+
+
+def test_a_mark_of_byte_order_is_no_character(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lines.txt").write_text("x**2\n")
+    (tmp_path / "marked.txt").write_text("x**2\n", encoding="utf-8-sig")
+    for name in ("lines.txt", "marked.txt"):
+        assert run(["generate", str(trained[1]), "--lines", str(tmp_path / name)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
