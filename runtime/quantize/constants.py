@@ -12,7 +12,7 @@ from specc.runtime.errors import IntegrityError
 from specc.runtime.export.table import entries
 from specc.runtime.load import Loaded
 from specc.runtime.quantize.stored import require_product
-from specc.runtime.quantize.tensors import QuantizedModel
+from specc.runtime.quantize.tensors import Array, QuantizedModel
 
 
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
@@ -31,9 +31,9 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
         require_product(source, table, (n, k))
         shared = stored.tensors[source.leader]["input_scale"]
         if weight["input_scale"].tobytes() != shared.tobytes():
-            found = f"{weight['input_scale'][0]:.6g} and {shared[0]:.6g}"
             raise IntegrityError(
-                f"{source.node}: {source.weight} and {source.leader} share an input, but scale it by {found}"
+                f"{source.node}: {source.weight} and {source.leader} share an input, but scale "
+                f"{_first_difference(weight['input_scale'], shared)}"
             )
         scale = steps(weight)
         codes = torch.zeros(padded(n), padded(k), dtype=torch.int8)
@@ -54,6 +54,14 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
         inverse = 1.0 / torch.from_numpy(shared.copy())
         made[f"{source.leader}_inverse"] = inverse.expand(stored.shapes[source.leader][1]).contiguous()
     return made
+
+
+def _first_difference(mine: Array, leader: Array) -> str:
+    """Where the scales of one input differ."""
+    if mine.shape != leader.shape:
+        return f"it by {mine.size} and {leader.size} numbers"
+    at = int((mine != leader).argmax())
+    return f"it by {float(mine[at]):.9g} and {float(leader[at]):.9g}, at number {at}"
 
 
 def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
