@@ -233,10 +233,10 @@ class LstmUpdate(Op):
         return c, c
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        return "lstm_update"
+        return self.name
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"lstm_update({', '.join(args)})"
+        return f"{self.name}({', '.join(args)})"
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         gates, c = inputs

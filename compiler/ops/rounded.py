@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from specc.compiler.ir import Op, TensorType, TypeRuleError
-from specc.compiler.ops.linear import rows
-from specc.compiler.ops.quantized import LARGEST
+from specc.compiler.ops.quantized import LARGEST, LstmUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,34 +52,15 @@ class RoundRows(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class LstmGates(Op):
+class LstmGates(LstmUpdate):
     """The new h and c [B, H] of the sums of the gates [B, 4H], in the order i, f, g, o, and the old c."""
 
     name: ClassVar[str] = "lstm_gates"
 
-    @property
-    def arity(self) -> int:
-        return 2
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return "h", "c"
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        sums, c = inputs
-        if not isinstance(c.width, int) or sums.shape != (*rows(c), 4 * c.width):
-            raise TypeRuleError(f"updates {c} by four gates a feature, not {sums}", (0, 1))
-        return c, c
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return "lstm_gates"
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"lstm_gates({', '.join(args)})"
-
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
         sums, c = inputs
-        size = c.shape[-1]
-        i, f, g, o = (sums[..., n * size : (n + 1) * size] for n in range(4))
-        new = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        return o.sigmoid() * new.tanh(), new
+        i, f, g, o = sums.chunk(4, -1)
+        gates = torch.cat((i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()), -1)
+        return LstmUpdate.reference(self, gates, c)

@@ -171,8 +171,11 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
     trained: Mapping[str, Tensor] = {}
     if sources and run.spec.train.qat is not None:
         trained = trained_scales(checkpoint.load(checkpoint.path_of(run.checkpoints, step)).optimizer, sources)
-    if trained:
+    if trained and run.spec.quant == Run.open(run.directory).spec.quant:
         say("inputs keep the scales that the run trained with, and weights are rounded as it rounded them")
+    elif trained:
+        say("quant is not what the run trained with: its scales are calibrated anew")
+        trained = {}
     quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained)
     base = quantizer.corrected(base)
     schemes = quantizer.chosen(base, say, options.reserved)

@@ -104,12 +104,12 @@ class Quantizer:
 
     def _trained_with(self, name: str, scheme: Scheme) -> Tensor | None:
         """The scale by which the run rounded the input of a weight, which it rounded to nearest then; None where it did
-        not, or where the scheme is another now, which has no such scale."""
+        not. A run has one a feature, all the same where the scheme keeps one number."""
         kept = self._trained.get(self._leader_of[name]) if name in self._leader_of else None
         if kept is None or not scheme.integer:
             return None
         (size,) = next(s.shape for s in scheme.stored(tuple(self.weights[name].shape)) if s.suffix == "input_scale")
-        return kept[:size] if size == len(kept) or bool((kept == kept[0]).all()) else None
+        return kept[:size]
 
     def corrected(self, schemes: Allocation) -> Allocation:
         """With the corrections of low rank that the spec asks for. Raises QuantizeError where fewer parameters can have
