@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 
 from specc.compiler.adapt.adaptation import Adaptation
-from specc.compiler.build import canonical
 from specc.compiler.check import load
 from specc.compiler.spec import Spec
 from specc.compiler.train_spec import BitsSpec
@@ -21,6 +20,7 @@ from specc.runtime.data.bits import Account
 from specc.runtime.distributed import World
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.opened import Opened, token_cache
+from specc.runtime.run import readable
 
 
 class EvaluateError(RuntimeFailure):
@@ -128,7 +128,7 @@ def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
     if own is not None and own.kind == wanted:
         settings = own.model_dump_json()
     over = (f"eval.window={asked.window}", f"eval.stride={asked.stride}", f"eval.adapt={settings}")
-    return load(canonical(spec), over)[0]
+    return load(readable(spec), over)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,6 +240,16 @@ def test_a_spec_that_adapts_is_scored_as_it_is(run: Run, tmp_path: Path) -> None
     assert isinstance(fitted, Adapted) and fitted.facts()["adapted"]["settings"]["steps"] == 5  # type: ignore[index]
 
 
+def test_a_spec_with_a_rule_for_every_tensor_can_adapt() -> None:
+    """As that of a quantized model is, whose bits were allocated: far longer than a line of YAML may be."""
+    rules = ", ".join(f"{{match: never.{i}.there, scheme: round, bits: 8}}" for i in range(200))
+    spec = small_spec(f"quant.rules=[{rules}]")
+    from specc.runtime.evaluate_text import adapting
+
+    made = adapting(spec, EvaluateOptions(adapt="slot", stride=STRIDE))
+    assert made.quant == spec.quant and made.eval.adapt.kind == "slot"  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("count", [1, 20, 33])
 @pytest.mark.parametrize("kind", METHODS)
 def test_a_text_as_short_as_a_window_is_scored(opened: Opened, kind: str, count: int, tmp_path: Path) -> None:
