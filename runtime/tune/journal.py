@@ -50,7 +50,8 @@ class Journal:
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:
-        facts = json.dumps([machine.model_dump(), site, rows, JUDGED], sort_keys=True)
+        compilers = {"nvcc", "cutlass"}  # which are part of a candidate's key where it needs them
+        facts = json.dumps([machine.model_dump(exclude=compilers), site, rows, JUDGED], sort_keys=True)
         self._path = folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.jsonl"
         self.results: dict[str, float | str] = {}
         if self._path.is_file():

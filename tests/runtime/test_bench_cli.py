@@ -78,6 +78,7 @@ def test_what_it_says_of_the_run(whole: tuple[dict[str, Any], Path]) -> None:
     data = whole[0]
     assert (data["spec"], data["target"], data["sizes"]) == ("gpt_mini", "cpu", {"B": 2, "T": 32, "S": 32})
     assert data["machine"]["torch"] == torch.__version__ and data["machine"]["driver"] == "none"
+    assert data["machine"]["nvcc"] is data["machine"]["cutlass"] is None  # no kernel of a CPU's plan wants them
     assert data["command"].startswith("specc bench ") and "--set model.dim=32" in data["command"]
     assert list(data["left_out"]) == ["max_autotune", "profile"]
     for name in ("gemm", "copy", "read"):
