@@ -133,9 +133,9 @@ def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
     return {name: min(size, most) if name in ("T", "S") else size for name, size in sizes.items()}
 
 
-def many_sizes(site: Site, device: torch.device | str) -> Mapping[str, int] | None:
-    """What symbols stand for where tiles are many: each multiprocessor of `device` gets at least three, however large a
-    kernel's tile is. None on a device without multiprocessors."""
+def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Mapping[str, int] | None:
+    """What symbols stand for where tiles are many: each multiprocessor of `device` gets at least so many, however large
+    a kernel's tile is. None on a device without multiprocessors."""
     count = multiprocessors(device)
     if count is None:
         return None
@@ -143,7 +143,7 @@ def many_sizes(site: Site, device: torch.device | str) -> Mapping[str, int] | No
     dims = next(dims for dims in shapes if dims)
     tile = SIDE * min(SIDE, dims[-1])
     tokens = within(site, {"T": TOKENS, "S": TOKENS})
-    sequences = -(-TILES * count * tile // (math.prod(dims) * tokens["T"]))
+    sequences = -(-tiles * count * tile // (math.prod(dims) * tokens["T"]))
     return {"B": sequences | 1, **tokens}
 
 
