@@ -3,10 +3,10 @@ every multiprocessor goes from one tile to the next. Their values are held to th
 
 python tests/catalog/launch_kernels.py specs/gpt_mlp35.yaml sm90 --sanitize
 
-runs that below each tool of compute-sanitizer (of CUDA 12.3 or later) in turn, which look at the kernels of the plan and
-at no other, and sums up what they say: within cuBLAS, cuDNN and Torch they report what no code here can mend, and take
-hours. `--sanitize racecheck` runs one; `--without attention` launches no module of such a name; `--tiles` says how many
-of the largest tile a multiprocessor gets at least, 0 that there are few rows only. The exit code is 1 where a tool
+runs that below each tool of compute-sanitizer (of CUDA 12.3 or later) in turn, which look at the kernels of the plan
+and at no other, and sums up what they say: within cuBLAS, cuDNN and Torch they report what no code here can mend, and
+take hours. `--sanitize racecheck` runs one; `--without attention` launches no module of such a name; `--tiles` says how
+many of the largest tile a multiprocessor gets at least, 0 that there are few rows only. The exit code is 1 where a tool
 reports anything or does not come to an end.
 """
 
@@ -28,7 +28,7 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.lock import Lock, lock_path, read_lock
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
-from specc.runtime.judge import Judge, inputs_of, many_sizes, sizes_of
+from specc.runtime.judge import Judge, by_tiles, inputs_of, many_sizes, sizes_of
 from specc.runtime.load import device_of, instantiate
 from specc.runtime.tune.candidates import tuned_choices
 
@@ -67,7 +67,7 @@ def judges(site: Site, device: str, tiles: int) -> Iterator[Judge]:
     large = many_sizes(site, device, tiles) if tiles else None
     for sizes in (*few, *([large] if large is not None else ())):
         given: list[Tensor] = [value.to(device) for value in inputs_of(site, sizes, "cpu")]
-        yield Judge.of(site, given, sample=sizes is large)
+        yield Judge.of(site, given, sample=sizes is large and by_tiles(site))
 
 
 def command(tool: str, names: Sequence[str], arguments: Sequence[str]) -> list[str]:
