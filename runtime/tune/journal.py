@@ -13,7 +13,7 @@ from specc.compiler.lock import Machine
 from specc.runtime.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
 
-JUDGED = 2  # one more whenever candidates are judged more strictly: what passed before may not pass now
+JUDGED = 3  # one more whenever candidates are judged more strictly: what passed before may not pass now
 
 
 def folder() -> Path:
