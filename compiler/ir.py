@@ -105,6 +105,8 @@ class Op:
     listed: ClassVar[bool] = False
     # Tokens of a sequence meet in it, so rows of sequences cannot be taken as one dim.
     mixes_tokens: ClassVar[bool] = False
+    # Its rows, in however many dims they are, know nothing of each other; else only sequences do not.
+    rowwise: ClassVar[bool] = False
     # So many sums of it follow each other, each over what the one before has rounded.
     chained: ClassVar[int] = 1
 
@@ -164,6 +166,11 @@ class Op:
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         """The same in plain Torch, in whatever precision the inputs have; written apart from `torch`."""
         raise TypeRuleError(f"{self.name} has no reference")
+
+    def sampled(self, some: "Sequence[Tensor]", every: "Sequence[Tensor]") -> "Tensor | tuple[Tensor, ...]":
+        """The reference of some rows, where the op is `rowwise`, or else of some sequences. What is taken over every
+        row is that of `every`, in the precision of `some`."""
+        return self.reference(*some)
 
     def derivative(self, tape: "Tape") -> "Gradients | None":
         """Adds the nodes that compute the gradient of each input, None for one that has none; it is linear in the

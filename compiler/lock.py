@@ -53,13 +53,23 @@ class Kept(StrictModel):
 
 
 class Machine(StrictModel):
-    """Where an entry was measured."""
+    """Where an entry was measured. `nvcc` and `cutlass`, the headers, are what its CUTLASS kernels were compiled with;
+    None where there is neither, and in a lock written before they were noted: that is another machine to every one."""
 
     gpu: Word
     driver: Word
     torch: Word
     triton: Word
     cuda: Word
+    nvcc: Word | None = None
+    cutlass: Word | None = None
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """Each with its name, as people are told them."""
+        named = {"torch": self.torch, "triton": self.triton, "CUDA": self.cuda, "driver": self.driver}
+        named |= {name: value for name, value in (("nvcc", self.nvcc), ("CUTLASS", self.cutlass)) if value is not None}
+        return tuple(f"{name} {value}" for name, value in named.items())
 
 
 class Locked(StrictModel):
@@ -81,6 +91,11 @@ class Lock(StrictModel):
         locked = self.targets.get(target)
         found = locked.kernels.get(symbol(site)[1]) if locked else None
         return found if found is not None and found.site == site_digest(site) else None
+
+    def machine(self, target: str) -> Machine | None:
+        """Where the entries of a target were measured; None where there are none."""
+        locked = self.targets.get(target)
+        return locked.machine if locked else None
 
     def kept(self, target: str, name: str, digest: str) -> Kept | None:
         """What was found fastest to keep for this very group; None where nothing was."""
@@ -108,7 +123,8 @@ class Lock(StrictModel):
 
     def text(self) -> str:
         """The file's text: sorted, a value a line, so that a diff shows what changed."""
-        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=True) + "\n"
+        data = self.model_dump(mode="json", exclude_none=True)
+        return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
 
 
 NO_LOCK = Lock()

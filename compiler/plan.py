@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from specc.compiler.ir import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.lock import Entry, Kept
+from specc.compiler.lock import Entry, Kept, Machine
 from specc.compiler.ops.region import Call, Scan
 from specc.compiler.programs import Group, Programs
 from specc.compiler.targets import Target
@@ -53,7 +53,7 @@ class Alternatives:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that rendering needs. `source` is the spec's path as generated files name it; `alternatives` are the
-    groups for which there was more than one way."""
+    groups for which there was more than one way; `machine` is where the lock was measured."""
 
     name: str
     title: str
@@ -62,6 +62,7 @@ class Plan:
     programs: Programs
     choices: tuple[Choice, ...]
     alternatives: tuple[Alternatives, ...] = ()
+    machine: Machine | None = None
 
     def choice(self, graph: Graph, node: Node) -> Choice | None:
         """The kernel of a node; None for one that Torch runs as it is written."""

@@ -127,6 +127,8 @@ def _target(spec: Spec, plan: Plan) -> Iterator[str]:
         yield f"| {path} | {op} {types} | torch | | | |"
     yield ""
     yield f"GFLOP and MB are of one micro-batch of {tokens:,} tokens in one block. What no row names is Torch's own."
+    if plan.machine is not None and any(choice.measured for choice in plan.choices):
+        yield f"Measured on {plan.machine.gpu}: {', '.join(plan.machine.versions)}."
     if plan.alternatives:
         yield ""
         yield "Kept for the backward:"

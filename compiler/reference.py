@@ -1,7 +1,7 @@
 """The second witness: runs a program from its ops' plain Torch references, in float64, sharing no code with what is
 generated."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from specc.compiler.ir import Graph, Node
@@ -76,17 +76,18 @@ def _loop(
     return *carried, *(torch.cat(outputs, 1) for outputs in zip(*rows, strict=True))
 
 
-def node_value(node: Node, inputs: list["Tensor"]) -> tuple["Tensor", ...]:
-    """All outputs of one node, its epilogue included."""
+def node_value(node: Node, inputs: list["Tensor"], every: Sequence["Tensor"] | None = None) -> tuple["Tensor", ...]:
+    """All outputs of one node, its epilogue included; `inputs` may be a sample of `every`."""
     import torch
 
     def many(value: "Tensor | tuple[Tensor, ...]") -> tuple["Tensor", ...]:
         return (value,) if isinstance(value, torch.Tensor) else value
 
+    every = inputs if every is None else every
     if node.epilogue is None:
-        return many(node.op.reference(*inputs))
+        return many(node.op.sampled(inputs, every))
     arity = node.op.arity
-    products = many(node.op.reference(*inputs[:arity]))
+    products = many(node.op.sampled(inputs[:arity], every[:arity]))
     return epilogue_value(node, (*products, *inputs[arity:]))
 
 

@@ -1,5 +1,5 @@
-"""The judge of kernels, for verify and tune: float64 on random inputs, and plain Torch in the kernel's dtype for what
-rounding costs. A bench, on inputs too large for it, asks less of them in bench/accuracy.py."""
+"""The judge of kernels, for verify, tune and bench: float64 on random inputs, and plain Torch in the kernel's dtype for
+what rounding costs. What several kernels give together, which round what they keep for others, `Composed` judges."""
 
 import math
 import warnings
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler import reference
+from specc.compiler.ir import Dim, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.linear import Product
 from specc.runtime.bench.operands import random_tensor
@@ -26,6 +27,9 @@ TILES = 3  # for each multiprocessor: it goes from one to the next, and uses eac
 SIDE = 256  # rows and columns; no kernel's tile has more
 TOKENS = 343  # of a sequence where there are many: no tile divides their product
 EVERY = 7  # rows of a product one is judged where there are many: of each 8, which a tile's smallest part has, one
+LOOSER = 1.5  # what the error of several kernels together may be, as a multiple of that of the unfused chain
+FLOORS = {torch.float32: 1e-5}  # relative; what rounding may cost where that chain happens to be exact
+FLOOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,62 +43,104 @@ class Errors:
     def ok(self) -> bool:
         return self.rms <= RMS and self.peak <= PEAK
 
+    @property
+    def words(self) -> str:
+        """What an output has, for an error message."""
+        if math.isinf(self.rms):
+            return "has another shape, or holds NaN or infinity: it is not all written, or wrong"
+        return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest"
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """|found - exact| / |exact| in the Frobenius norm of the worst output, of what several kernels give together and of
+    the unfused chain; `exact` is the precision of the reference."""
+
+    generated: float
+    eager: float
+    exact: str = "float64"
+
+    def ok(self, dtype: torch.dtype, room: float = LOOSER) -> bool:
+        """Whether the kernels are no further off than the chain explains, or rounding to `dtype`; not with NaN."""
+        return self.generated <= max(room * self.eager, FLOORS.get(dtype, FLOOR))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some rows, or sequences, by number: of the values that have the `dims` in front, all of these as one."""
+
+    rows: Tensor
+    dims: tuple[Dim, ...]
+
+    @classmethod
+    def of(cls, site: Site, inputs: Sequence[Tensor]) -> "Sample":
+        """Every seventh of a node's rows where they know nothing of each other, else of its sequences; and the last."""
+        dims = site.inputs[0].shape[: -1 if site.node.op.rowwise else 1]
+        count = inputs[0].shape[: len(dims)].numel()
+        return cls(torch.tensor(sorted({*range(0, count, EVERY), count - 1}), device=inputs[0].device), dims)
+
+    def __call__(self, value: Tensor, type: TensorType) -> Tensor:
+        """What of a value of some type is compared."""
+        return value.flatten(0, len(self.dims) - 1)[self.rows] if self.has(type) else value
+
+    def has(self, type: TensorType) -> bool:
+        return type.shape[: len(self.dims)] == self.dims
+
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     """Holds kernels of one node to float64, on inputs that all of them share. `bars` are, an output, the RMS and the
     largest error of plain Torch in the kernel's dtype, op after op, or what rounding may cost where it is exact.
-    `rows` are those that it compares, by number, of whatever leading dims; all where None."""
+    `sample` is what it compares; everything where None."""
 
+    site: Site
     inputs: Sequence[Tensor]
     exact: Sequence[Tensor]
     bars: Sequence[tuple[float, float]]
-    rows: Tensor | None = None
+    sample: Sample | None = None
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
-        """For a node, on inputs that `inputs_of` made. With `sample` a product, whose rows know nothing of each other,
-        is compared with float64 on every seventh row and the last."""
-        rows, given = None, list(inputs)
-        if sample and isinstance(site.node.op, Product):
-            count = inputs[0].shape[:-1].numel()
-            rows = torch.tensor(sorted({*range(0, count, EVERY), count - 1}), device=inputs[0].device)
-            by_row = [type.shape[:-1] == site.inputs[0].shape[:-1] for type in site.inputs]
-            given = [_some(value, rows) if row else value for value, row in zip(inputs, by_row, strict=True)]
-        exact = reference.node_value(site.node, [upcast(value, torch.float64) for value in given])  # type: ignore[misc]
+        """For a node, on inputs that `inputs_of` made; of what a `sample` has of them where that is asked for."""
+        chosen, given = Sample.of(site, inputs) if sample else None, list(inputs)
+        if chosen is not None:
+            given = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
+        wide: Any = [upcast(value, torch.float64) for value in given]
+        exact = reference.node_value(site.node, wide, inputs if sample else wide)
         bars = []
-        for have, want in zip(reference.node_value(site.node, given), exact, strict=True):
+        for have, want in zip(reference.node_value(site.node, given, inputs), exact, strict=True):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
             # which of two chains in f32 is nearer is chance
             close = ROUNDINGS * site.node.op.chained * torch.finfo(torch.float32).eps
             close = close if have.dtype == torch.float32 else 0.0
-            rms = max(_rms(error), close * _rms(want), 1e-3 * floor, TINIEST)
+            rms = max(rms_of(error), close * rms_of(want), 1e-3 * floor, TINIEST)
             bars.append((rms, max(error.max().item(), close * largest, 0.5 * floor, TINIEST)))
-        return cls(inputs, exact, bars, rows)
+        return cls(site, inputs, exact, bars, chosen)
 
     @classmethod
     def many(cls, site: Site, device: torch.device | str, seed: int = 0) -> "Judge | None":
         """One on so many rows that every multiprocessor gets several tiles; None on a device that has none."""
         sizes = many_sizes(site, device)
-        return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), sample=True)
+        return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), by_tiles(site))
 
     def errors(self, found: Sequence[Tensor]) -> tuple[Errors, ...]:
-        """Of every output; infinite where one has another shape, or holds NaN because it was not all written."""
-        return tuple(map(self._errors, found, self.exact, self.bars))
+        """Of every output; infinite where one has another shape, or is not finite: what was not written is NaN."""
+        return tuple(map(self._errors, found, self.exact, self.bars, self.site.node.types))
 
-    def compared(self, value: Tensor) -> Tensor:
-        """What of an output has its like in `exact`."""
-        return value if self.rows is None else _some(value, self.rows)
+    def relative(self, errors: Sequence[Errors]) -> Composed:
+        """RMS errors as shares of the RMS of what is exact, of a kernel that has `errors` and of the bars."""
+        shares = [bar[0] / max(rms_of(want), TINIEST) for bar, want in zip(self.bars, self.exact, strict=True)]
+        return Composed(max(error.rms * share for error, share in zip(errors, shares, strict=True)), max(shares))
 
-    def _errors(self, value: Tensor, want: Tensor, bars: tuple[float, float]) -> Errors:
-        shape = want.shape if self.rows is None else (*self.inputs[0].shape[:-1], *want.shape[1:])
-        if value.shape != shape or bool(value.isnan().any()):
+    def _errors(self, value: Tensor, want: Tensor, bars: tuple[float, float], type: TensorType) -> Errors:
+        shape, sample = want.shape, self.sample
+        if sample is not None and sample.has(type):
+            shape = torch.Size((*self.inputs[0].shape[: len(sample.dims)], *want.shape[1:]))
+        if value.shape != shape or not bool(value.isfinite().all()):
             return Errors(float("inf"), float("inf"))
-        error = (self.compared(value).double() - want).abs()
-        if bool(error.isnan().any()):
-            return Errors(float("inf"), float("inf"))
-        return Errors(_rms(error) / bars[0], error.max().item() / bars[1])
+        error = ((sample(value, type) if sample is not None else value).double() - want).abs()
+        return Errors(rms_of(error) / bars[0], error.max().item() / bars[1])
 
     def call(self, kernel: Callable[..., Any]) -> tuple[Tensor, ...]:
         """The kernel's outputs on the inputs, in memory that was full of NaN."""
@@ -102,12 +148,28 @@ class Judge:
             return many(kernel(*self.inputs))
 
 
-def _some(value: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a value [..., N], as [R, N]."""
-    return value.reshape(-1, value.shape[-1])[rows]
+def composed(
+    found: Sequence[Tensor], chain: Sequence[Tensor], exact: Sequence[Tensor]
+) -> Iterator[tuple[Composed, bool]]:
+    """What there is to say of each output of several kernels together, and whether it is good: one of another shape, or
+    with NaN, is not."""
+    for have, other, want in zip(found, chain, exact, strict=True):
+        own = _norm_error(have, want) if have.shape == want.shape else math.inf
+        seen = Composed(own, _norm_error(other, want), str(want.dtype).removeprefix("torch."))
+        yield seen, seen.ok(have.dtype)
 
 
-def _rms(values: Tensor) -> float:
+def _norm_error(found: Tensor, exact: Tensor) -> float:
+    error: float = ((found.to(exact.dtype) - exact).norm() / exact.norm().clamp_min(TINIEST)).item()
+    return error
+
+
+def by_tiles(site: Site) -> bool:
+    """Whether every tile has rows of a sample, so that with tiles enough no more need be compared: a product's have."""
+    return isinstance(site.node.op, Product)
+
+
+def rms_of(values: Tensor) -> float:
     return values.square().mean().sqrt().item()
 
 
@@ -133,9 +195,9 @@ def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
     return {name: min(size, most) if name in ("T", "S") else size for name, size in sizes.items()}
 
 
-def many_sizes(site: Site, device: torch.device | str) -> Mapping[str, int] | None:
-    """What symbols stand for where tiles are many: each multiprocessor of `device` gets at least three, however large a
-    kernel's tile is. None on a device without multiprocessors."""
+def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Mapping[str, int] | None:
+    """What symbols stand for where tiles are many: each multiprocessor of `device` gets at least so many, however large
+    a kernel's tile is. None on a device without multiprocessors."""
     count = multiprocessors(device)
     if count is None:
         return None
@@ -143,7 +205,7 @@ def many_sizes(site: Site, device: torch.device | str) -> Mapping[str, int] | No
     dims = next(dims for dims in shapes if dims)
     tile = SIDE * min(SIDE, dims[-1])
     tokens = within(site, {"T": TOKENS, "S": TOKENS})
-    sequences = -(-TILES * count * tile // (math.prod(dims) * tokens["T"]))
+    sequences = -(-tiles * count * tile // (math.prod(dims) * tokens["T"]))
     return {"B": sequences | 1, **tokens}
 
 

@@ -40,6 +40,7 @@ FLAGS = (
 HEADERS = ("include", "tools/util/include")  # below the wheel's cutlass_library/source
 CUTLASS = "nvidia-cutlass"
 ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)  # how a source says for what it is; else sm_90a
+RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)")  # in what nvcc prints of itself
 LOG_LINES = 40
 
 
@@ -145,6 +146,13 @@ def nvcc_version(nvcc: str) -> str:
     if done.returncode:
         raise EnvironmentFailure(f"{nvcc} --version ends with {done.returncode}", done.stderr.strip()[:200])
     return done.stdout
+
+
+def nvcc_release(nvcc: str) -> str:
+    """Its version, e.g. `13.0.88`; the first line of what it prints where that has none. Raises EnvironmentFailure."""
+    said = nvcc_version(nvcc)
+    found = RELEASE.search(said)
+    return found[1] if found else said.strip().partition("\n")[0][:200] or "unknown"
 
 
 def find_cutlass() -> tuple[str, Path]:

@@ -23,7 +23,7 @@ from specc.compiler.torch_program import METHODS
 from specc.compiler.vocabulary import PAD
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.feed import shifted
-from specc.runtime.judge import Errors, Judge, inputs_of, sizes_of
+from specc.runtime.judge import LOOSER, Composed, Errors, Judge, inputs_of, sizes_of
 from specc.runtime.load import Loaded, device_of, instantiate, replace_fuse, runs_on
 
 
@@ -160,18 +160,18 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
         losses[name] = abs(found.item() - loss.item()) / abs(loss.item())
         loaded.model.zero_grad()
     target = fused.target.name
-    floor = 1e-5 if _dtype(fused) == "f32" else 1e-3
+    dtype = DTYPES[_dtype(fused)]
     seen = f"relative error {losses['fused']:.1e}; unfused {losses['plain']:.1e}"
-    yield Check(target, "loss against float64", losses["fused"] <= max(1.5 * losses["plain"], floor), seen)
+    yield Check(target, "loss against float64", Composed(losses["fused"], losses["plain"]).ok(dtype), seen)
     single = {path for path, value in exact.items() if value.numel() == 1}
-    groups = (("gradients", exact.keys() - single, 1.5), ("gradients of single numbers", single, 10.0))
+    groups = (("gradients", exact.keys() - single, LOOSER), ("gradients of single numbers", single, 10.0))
     for title, paths, room in groups:
         if not paths:
             continue
         worst, at = max((errors["fused"][path], path) for path in paths)
         plainly = max(errors["plain"][path] for path in paths)
         seen = f"worst {worst:.1e} at {at}; unfused {plainly:.1e}"
-        yield Check(target, f"{title} against float64", worst <= max(room * plainly, floor), seen)
+        yield Check(target, f"{title} against float64", Composed(worst, plainly).ok(dtype, room), seen)
 
 
 def _relative(found: Tensor, exact: Tensor, least: float) -> float:

@@ -178,10 +178,10 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
     held = {"ROWS": rows, "KEYS": rows, "WIDTH": width, "PAIRS": tile.pairs}
     settings = {**held, "WARPS": tile.warps, "STAGES": tile.stages}
     constants = ["H", "G", "C", "SCALE", *held]
-    tensors = [*inputs, *outputs]
+    tensors, read = [*inputs, *outputs], [name for name in inputs if name != "y"]  # which the weights give, unrounded
     strides = ["Q_STRIDE", "K_STRIDE", "V_STRIDE"]
-    parameters = [*(f"{name}_ptr" for name in tensors), "B", "T", "S", *strides]
-    whole = [f"{name}.contiguous()" if name in ("dy", "y", "lse", "seen") else name for name in inputs]
+    parameters = [*(f"{name}_ptr" for name in [*read, *outputs]), "B", "T", "S", *strides]
+    whole = [f"{name}.contiguous()" if name in ("dy", "lse", "seen") else name for name in read]
     given = [*whole, *outputs, "b", "t", "s", *(f"{name}.stride(0)" for name in "qkv"), *constants]
     inside = "" if width == channels else " & (c < C)"
     arguments = [f"{name}: Tensor" for name in inputs]

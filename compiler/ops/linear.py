@@ -23,6 +23,7 @@ class Product(Op):
 
     matrix: ClassVar[bool] = True
     planned: ClassVar[bool] = True
+    rowwise: ClassVar[bool] = True
     layout: ClassVar[Literal["nk", "kn"]]
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:

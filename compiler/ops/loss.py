@@ -10,6 +10,8 @@ from specc.compiler.ir import Gradients, Input, Op, Scaled, Sizes, Tape, TensorT
 if TYPE_CHECKING:
     from torch import Tensor
 
+ROWS = 1 << 11  # of logits that a reference takes at a time
+
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Op):
@@ -68,6 +70,7 @@ class SoftmaxLoss(Op):
 
     name: ClassVar[str] = "softmax_loss"
     planned: ClassVar[bool] = True
+    rowwise: ClassVar[bool] = True
     vocab: int
     reduction: Literal["mean", "none"]
     f: str = "z"
@@ -106,21 +109,28 @@ class SoftmaxLoss(Op):
         return (8 if self.reduction == "mean" else 4) * inputs[0].count(sizes)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return self.sampled(inputs, inputs)
+
+    def sampled(self, some: "Sequence[Tensor]", every: "Sequence[Tensor]") -> "Tensor | tuple[Tensor, ...]":
+        """The mean is that of every row, of which a gigabyte or so is computed at a time."""
         import torch
 
-        logits, targets = inputs
-
-        def nats(z: "Tensor") -> "Tensor":
-            wide = z[..., : self.vocab].to(torch.promote_types(z.dtype, torch.float32))
-            kept = torch_value(reread(self.f), {"z": wide})
-            return kept.logsumexp(-1) - kept.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
         if self.reduction == "none":
-            return nats(logits)
+            return self._nats(*some)
         with torch.enable_grad():
-            free = logits.detach().requires_grad_()
-            (grad,) = torch.autograd.grad(nats(free).mean(), free)
-        return nats(logits).mean(), grad
+            free = some[0].detach().requires_grad_()
+            share = self._nats(free, some[1]).sum() / every[1].numel()
+            (grad,) = torch.autograd.grad(share, free)
+        rows = (torch.split(value.flatten(0, every[1].dim() - 1), ROWS) for value in every)
+        nats = [self._nats(logits.to(grad.dtype), targets) for logits, targets in zip(*rows, strict=True)]
+        return torch.cat(nats).mean(), grad
+
+    def _nats(self, logits: "Tensor", targets: "Tensor") -> "Tensor":
+        import torch
+
+        wide = logits[..., : self.vocab].to(torch.promote_types(logits.dtype, torch.float32))
+        kept = torch_value(reread(self.f), {"z": wide})
+        return kept.logsumexp(-1) - kept.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
     def derivative(self, tape: Tape) -> Gradients | None:
         if self.reduction == "none":

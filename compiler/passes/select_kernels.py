@@ -50,7 +50,8 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
     problems += _clashes(programs, choices)
     if problems:
         raise LoweringError(tuple(problems))
-    return Plan(programs.name, title, source, target, programs, tuple(_told_together(choices)), tuple(alternatives))
+    told, machine = tuple(_told_together(choices)), lock.machine(target.name)
+    return Plan(programs.name, title, source, target, programs, told, tuple(alternatives), machine)
 
 
 def _way(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[Way, list[Problem]]:

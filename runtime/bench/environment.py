@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ from specc.compiler.lock import Machine
 from specc.compiler.targets import TARGETS
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.load import device_of, runs_on
+from specc.runtime.native import find_cutlass, find_nvcc, nvcc_release
 
 NONE = "none"
 
@@ -49,8 +51,17 @@ def environment(device: torch.device) -> Environment:
         torch=torch.__version__,
         triton=_version("triton"),
         cuda=torch.version.cuda or NONE if gpu else NONE,
+        nvcc=_found(lambda: nvcc_release(find_nvcc())) if gpu else None,
+        cutlass=_found(lambda: find_cutlass()[0]) if gpu else None,
     )
     return Environment(machine, platform.python_version(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+
+
+def _found(version: Callable[[], str]) -> str | None:
+    try:
+        return version()
+    except EnvironmentFailure:
+        return None
 
 
 def _version(package: str) -> str:

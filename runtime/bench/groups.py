@@ -15,14 +15,13 @@ from specc.compiler.ops.region import Fused
 from specc.compiler.plan import Plan, place_pattern
 from specc.compiler.programs import Group, Programs
 from specc.compiler.spec import Spec
-from specc.runtime.bench.accuracy import Accuracy, compare
-from specc.runtime.bench.kernels import Row
+from specc.runtime.bench.kernels import Row, wrong
 from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
 from specc.runtime.errors import RunFailure
-from specc.runtime.judge import poisoned, upcast
+from specc.runtime.judge import Composed, composed, poisoned, upcast
 from specc.runtime.load import replace_fuse
 
 FORWARD, BOTH = "forward", "forward + backward"
@@ -173,9 +172,10 @@ class Pass:
         return self.forward().detach(), *(self.both() if self.leaves else ())
 
 
-def _accuracy(where: str, members: Members, passes: Mapping[str, Pass], written: Pass) -> Accuracy:
+def _accuracy(where: str, members: Members, passes: Mapping[str, Pass], written: Pass) -> Composed:
     """Value and gradients of the generated group against those of the members' references, by autograd: as it is
-    `written`, on poisoned memory, and as it is timed."""
+    `written`, on poisoned memory, and as it is timed. References are in float64, or in float32 where the device's
+    memory does not hold that. Raises RunFailure where one is wrong; tells of the worst."""
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
         first = passes[EAGER]
@@ -187,9 +187,27 @@ def _accuracy(where: str, members: Members, passes: Mapping[str, Pass], written:
 
     with poisoned():
         found = written.results()
-    plain = passes[EAGER].results()
-    compare(f"group {where}", found, plain, exact)
-    return compare(f"group {where}, as it is timed", passes[GENERATED].results(), plain, exact)
+    plain, wanted = passes[EAGER].results(), _widest(exact)
+    _judged(f"group {where}", found, plain, wanted)
+    return _judged(f"group {where}, as it is timed", passes[GENERATED].results(), plain, wanted)
+
+
+def _widest(exact: Callable[[torch.dtype], Sequence[Tensor]]) -> Sequence[Tensor]:
+    try:
+        return exact(torch.float64)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+    return exact(torch.float32)
+
+
+def _judged(name: str, found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> Composed:
+    worst = []
+    for i, (seen, good) in enumerate(composed(found, plain, exact)):
+        if not good:
+            words = f"is off by {seen.generated:.1e} of its norm against {seen.exact}, plain Torch by {seen.eager:.1e}"
+            raise wrong(name, f"output {i} {words}")
+        worst.append(seen)
+    return max(worst, key=lambda seen: seen.generated)
 
 
 def _reference(members: Members, given: Sequence[Any]) -> Tensor:

@@ -6,19 +6,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from specc.compiler import reference
 from specc.compiler.cost import NodeCost
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
-from specc.runtime.bench.accuracy import Accuracy, compare
 from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import bare_product, plain_site
 from specc.runtime.bench.timing import Measured, alternate
-from specc.runtime.bench.variants import EAGER, GENERATED, LIBRARY, baselines, failures
-from specc.runtime.judge import many, on_domain, poisoned, upcast
+from specc.runtime.bench.variants import GENERATED, LIBRARY, baselines, failures
+from specc.runtime.errors import RunFailure
+from specc.runtime.judge import Composed, Judge, on_domain
 
 Ready = Callable[[Choice], object]
 
@@ -40,7 +38,7 @@ class Row:
     times: Mapping[str, Measured]
     language: str = ""
     tile: str = ""
-    accuracy: Accuracy | None = None
+    accuracy: Composed | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -99,7 +97,7 @@ def _row(spec: Spec, plan: Plan, module: ModuleType, device: torch.device, choic
     ready(choice)
     calls = {name: call for name, call in others.items() if name not in failed}
     calls = {GENERATED: vars(module)[plan.called(choice)], **calls}
-    accuracy = _accuracy(choice, inputs, calls[GENERATED], calls[EAGER])
+    accuracy = _accuracy(choice, inputs, calls[GENERATED])
     bound: dict[str, Callable[[], Any]] = {name: _bind(call, inputs) for name, call in calls.items()}
     times = alternate(bound, device, cost.bytes)
     return Row(
@@ -139,15 +137,16 @@ def _inputs(spec: Spec, device: torch.device, choice: Choice) -> list[Value]:
     return list(on_domain(choice.site, inputs, inputs))  # type: ignore[arg-type]
 
 
-def _accuracy(
-    choice: Choice, inputs: list[Value], generated: Callable[..., Any], eager: Callable[..., Any]
-) -> Accuracy:
-    """Compares one call on poisoned memory with the references. Raises RunFailure where it is wrong."""
+def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) -> Composed:
+    """What the judge says of a sample of one call. Raises RunFailure where it is wrong."""
+    judge = Judge.of(choice.site, inputs, sample=True)
+    errors = judge.errors(judge.call(generated))
+    for i, error in enumerate(errors):
+        if not error.ok:
+            raise wrong(f"{choice.rendered.module} ({choice.site.label})", f"output {i} {error.words}")
+    return judge.relative(errors)
 
-    def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        wide = [upcast(value, dtype) for value in inputs]
-        return reference.node_value(choice.site.node, wide)  # type: ignore[arg-type]
 
-    with poisoned():
-        found = many(generated(*inputs))
-    return compare(f"{choice.rendered.module} ({choice.site.label})", found, many(eager(*inputs)), exact)
+def wrong(name: str, words: str) -> RunFailure:
+    """What a kernel or a group is told that gets no time."""
+    return RunFailure(f"{name}: {words}", "what is wrong gets no time; `specc verify` tells more")

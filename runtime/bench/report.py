@@ -51,11 +51,10 @@ def text(report: Report) -> str:
 def _head(report: Report) -> list[str]:
     machine, found, sizes = report.environment.machine, report.ceilings, report.sizes
     rows = sizes["B"] * sizes["T"]
-    versions = f"torch {machine.torch} · triton {machine.triton} · CUDA {machine.cuda}"
     nvcc = f" · nvcc {report.nvcc:.0f} s" if report.nvcc else ""
     return [
         report.options.command,
-        f"{machine.gpu} · driver {machine.driver} · {versions} · {report.environment.date}",
+        " · ".join((machine.gpu, *machine.versions, report.environment.date)),
         f"{report.options.spec.name} for {report.options.target}: a micro-batch of {sizes['B']} x {sizes['T']} = "
         f"{rows:,} rows, {found.dtype} · {report.seconds:.0f} s in all{nvcc}",
         f"ceilings: GEMM of {found.size}^3 {found.flops_per_second / 1e12:,.4g} TFLOP/s "

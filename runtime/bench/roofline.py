@@ -43,8 +43,7 @@ def roofline(report: Report) -> bytes:
     machine = report.environment.machine
     name = f"{report.options.spec.name} for {report.options.target} on {machine.gpu}"
     figure.suptitle(name, fontsize=15, weight="bold")
-    versions = f"torch {machine.torch}, triton {machine.triton}, CUDA {machine.cuda}, driver {machine.driver}"
-    lines = (f"{report.environment.date} · {versions}", report.options.command)
+    lines = (f"{report.environment.date} · {', '.join(machine.versions)}", report.options.command)
     axes.set_title("\n".join(filter(None, lines)), fontsize=9, color=LINE)
     figure.draw_without_rendering()  # settles the layout, into which the labels go
     figure.set_layout_engine("none")

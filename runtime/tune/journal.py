@@ -13,7 +13,7 @@ from specc.compiler.lock import Machine
 from specc.runtime.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
 
-JUDGED = 2  # one more whenever candidates are judged more strictly: what passed before may not pass now
+JUDGED = 3  # one more whenever candidates are judged more strictly: what passed before may not pass now
 
 
 def folder() -> Path:
@@ -50,7 +50,8 @@ class Journal:
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:
-        facts = json.dumps([machine.model_dump(), site, rows, JUDGED], sort_keys=True)
+        compilers = {"nvcc", "cutlass"}  # which are part of a candidate's key where it needs them
+        facts = json.dumps([machine.model_dump(exclude=compilers), site, rows, JUDGED], sort_keys=True)
         self._path = folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.jsonl"
         self.results: dict[str, float | str] = {}
         if self._path.is_file():

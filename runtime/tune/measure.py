@@ -30,7 +30,7 @@ def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) 
     found = judge.call(call)
     for i, error in enumerate(judge.errors(found)):
         if not error.ok:
-            return f"output {i} has {error.rms:.2f}x the RMS error of plain Torch and {error.peak:.2f}x its largest"
+            return f"output {i} {error.words}"
     for _ in range(REPEATS if deterministic else 0):
         if not all(map(torch.equal, found, many(call(*judge.inputs)))):
             return "other bits when it is called again"

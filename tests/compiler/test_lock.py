@@ -73,6 +73,24 @@ def test_a_lock_reads_back_as_it_was_written(spec: Path) -> None:
     assert read_lock(path) == lock and read_lock(path).text() == path.read_text()
 
 
+def test_what_compiled_its_kernels_is_part_of_the_machine(spec: Path) -> None:
+    forward, backward = choice_of(spec, "linear_leaky"), choice_of(spec, "dgrad_mul")
+    noted = MACHINE.model_copy(update={"nvcc": "13.0.88", "cutlass": "4.2.1"})
+    lock = NO_LOCK.with_entry("sm90", forward.rendered.module, entry_of(forward), noted)
+    path = lock_path(spec, "gpt_mini")
+    before = write(spec, forward)  # as locks were before it was noted
+    assert read_lock(path) == before and "nvcc" not in before.text() and "null" not in before.text()
+    path.write_text(lock.text())
+    assert read_lock(path) == lock and lock.machine("sm90") == noted and lock.machine("sm80") is None
+    assert '"cutlass": "4.2.1",' in lock.text() and '"nvcc": "13.0.88",' in lock.text()
+    page = compile_spec(spec).files["PLAN.md"]
+    words = "torch 2.11.0, triton 3.6.0, CUDA 13.0, driver 580, nvcc 13.0.88, CUTLASS 4.2.1"
+    assert page.count(f"Measured on NVIDIA H200: {words}.") == page.count("Measured on") == 1
+    for other in (MACHINE, noted.model_copy(update={"nvcc": "12.9.41"})):
+        kernels = lock.with_entry("sm90", backward.rendered.module, entry_of(backward), other).targets["sm90"].kernels
+        assert set(kernels) == {backward.rendered.module}
+
+
 def test_a_measured_tile_is_built_and_told(spec: Path) -> None:
     before = compile_spec(spec)
     choice = choice_of(spec, "linear_leaky")
@@ -82,7 +100,8 @@ def test_a_measured_tile_is_built_and_told(spec: Path) -> None:
     assert "cute::Shape<cute::Int<64>, cute::Int<256>, cute::Int<64>>" in source
     assert "SWIZZLE, RASTER = 2, 2" in after.files[f"sm90/{choice.rendered.module}.py"]
     assert f"{MEASURED}; measured, 0.25 ms" in after.files["PLAN.md"] and "by rule" in after.files["PLAN.md"]
-    assert "; measured" not in before.files["PLAN.md"]
+    assert "Measured on NVIDIA H200: torch 2.11.0, triton 3.6.0, CUDA 13.0, driver 580.\n" in after.files["PLAN.md"]
+    assert "Measured on" not in before.files["PLAN.md"]
     changed = {name for name in after.files if after.files[name] != before.files[name]}
     assert changed == {f"sm90/{choice.rendered.module}.{end}" for end in ("cu", "py")} | {"PLAN.md", "manifest.json"}
     digests = [json.loads(built.files["manifest.json"])["lock"] for built in (before, after)]

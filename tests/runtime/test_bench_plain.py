@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,15 @@ from tiny_models import MLP, tiny
 from torch import Tensor
 
 from specc.compiler import pipeline, reference
+from specc.compiler.plan import Choice
 from specc.compiler.spec import Spec
-from specc.runtime.bench.accuracy import compare
+from specc.runtime.bench import kernels
 from specc.runtime.bench.groups import hosts, members_of
 from specc.runtime.bench.kernels import cost_of
 from specc.runtime.bench.operands import Operands, sizes_of
 from specc.runtime.bench.plain import bare_product, plain_nodes, plain_site
 from specc.runtime.errors import RunFailure
-from specc.runtime.judge import poisoned
+from specc.runtime.judge import inputs_of, many
 from specc.runtime.load import instantiate
 
 CPU = torch.device("cpu")
@@ -91,33 +93,54 @@ def test_operands() -> None:
     assert torch.equal(Operands(spec, CPU).tensor(rows), a)  # the same numbers in every run
 
 
-def judge(found: Callable[[Tensor], Tensor]) -> None:
-    x = torch.randn(64, 32)
-    with poisoned():
-        made = found(x)
-    compare("double", [made], [2 * x], lambda dtype: [2 * x.to(dtype)])
+@pytest.fixture
+def up(tmp_path: Path) -> tuple[Choice, list[Tensor], Callable[..., Tensor]]:
+    """A product with what follows it, inputs, and its kernel."""
+    spec = spec_of("relu(x) ** 2")
+    plan = pipeline.plan(spec, "cpu", "")
+    choice = next(choice for choice in plan.choices if choice.site.label == "blocks.*.mlp.up + act")
+    module = sys.modules[type(instantiate(spec, "cpu", tmp_path).model).__module__]
+    return choice, inputs_of(choice.site, sizes_of(spec), "cpu"), vars(module)[plan.called(choice)]
 
 
-def unwritten(x: Tensor) -> Tensor:
-    y = torch.empty_like(x)
-    y[:-1] = 2 * x[:-1]
-    return y
+Changed = Callable[[Tensor], Tensor]
 
 
-def test_what_is_right_passes() -> None:
-    judge(lambda x: x + x)
+def changed(call: Callable[..., Any], change: Changed) -> Callable[..., Any]:
+    """The kernel with its first output changed."""
+
+    def wrong(*inputs: Tensor) -> tuple[Tensor, ...]:
+        first, *others = many(call(*inputs))
+        return change(first), *others
+
+    return wrong
+
+
+def unwritten(y: Tensor) -> Tensor:
+    made = torch.empty_like(y)
+    made[:, :-1] = y[:, :-1]
+    return made
+
+
+def test_what_is_right_passes(up: tuple[Choice, list[Tensor], Callable[..., Tensor]]) -> None:
+    choice, inputs, kernel = up
+    seen = kernels._accuracy(choice, inputs, kernel)
+    assert 0 < seen.generated < 1e-6 and seen.exact == "float64"
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (lambda x: 2.0001 * x, "is off by 5.0e-05 of its norm against float64"),
-        (unwritten, "holds NaN"),
-        (lambda x: 2 * x[1:], r"has shape \[63, 32\], not \[64, 32\]"),
-        (lambda x: torch.where(x > 2, torch.inf, 2 * x), "is off by inf"),
+        (lambda y: 1.0001 * y, r"has [0-9.e+]+x the RMS error of plain Torch"),
+        (unwritten, "has another shape, or holds NaN or infinity"),
+        (lambda y: y[1:], "has another shape, or holds NaN or infinity"),
+        (lambda y: torch.where(y == y.amax(), torch.inf, y), "has another shape, or holds NaN or infinity"),
     ],
 )
-def test_what_is_wrong_is_told(wrong: Callable[[Tensor], Tensor], words: str) -> None:
-    with pytest.raises(RunFailure, match=f"double: output 0 {words}"):
-        judge(wrong)
+def test_what_is_wrong_is_told(
+    wrong: Changed, words: str, up: tuple[Choice, list[Tensor], Callable[..., Tensor]]
+) -> None:
+    choice, inputs, kernel = up
+    with pytest.raises(RunFailure, match=rf"blocks\.\*\.mlp\.up \+ act\): output 0 {words}"):
+        kernels._accuracy(choice, inputs, changed(kernel, wrong))

@@ -18,7 +18,7 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.plan import Plan
 from specc.runtime import judge as judging
 from specc.runtime.bench.operands import Operands, sizes_of
-from specc.runtime.judge import Judge, inputs_of, many_sizes, on_domain
+from specc.runtime.judge import Judge, composed, inputs_of, many_sizes, on_domain
 from specc.runtime.load import Loaded, instantiate
 from specc.runtime.tune.candidates import all_choices, candidates
 from specc.runtime.tune.measure import refusal
@@ -125,10 +125,11 @@ def test_what_goes_wrong_in_a_later_tile_is_seen(site: Site, judge: Judge, few: 
         return y
 
     many = Judge.many(site, "cpu")
-    assert many is not None and many.rows is not None
+    assert many is not None and many.sample is not None
+    compared = many.sample.rows
     rows = many.inputs[0].shape[:2].numel()
-    assert rows > 3 * 256 and rows - 1 in many.rows and rows - 60 not in many.rows
-    assert len(many.exact[0]) == len(many.rows) < rows / 6
+    assert rows > 3 * 256 and rows - 1 in compared and rows - 60 not in compared
+    assert len(many.exact[0]) == len(compared) < rows / 6
     assert refusal(many, kernel(site, lambda y: y), deterministic=False) is None
     for change in (late, unwritten, lambda y: y[:, :-1], lambda y: y.flatten(0, 1)):
         assert "output 0 has" in (refusal(many, kernel(site, change), deterministic=False) or "")
@@ -137,7 +138,75 @@ def test_what_goes_wrong_in_a_later_tile_is_seen(site: Site, judge: Judge, few: 
 def test_what_is_no_product_is_compared_whole(plan: Plan, few: None) -> None:
     loss = next(c.site for c in plan.choices if c.rendered.module.startswith("softmax_loss"))
     many = Judge.many(loss, "cpu")
-    assert many is not None and many.rows is None and many.exact[1].shape == many.inputs[0].shape
+    assert many is not None and many.sample is None and many.exact[1].shape == many.inputs[0].shape
+
+
+def loss_of(plan: Plan) -> Site:
+    return next(c.site for c in plan.choices if c.rendered.module.startswith("softmax_loss"))
+
+
+def test_a_sample_of_a_mean_keeps_the_mean_of_all(plan: Plan) -> None:
+    """A bench has 65,536 rows of 50,304 logits, of which float64 has no room for all."""
+    site = loss_of(plan)
+    inputs = inputs_of(site, {"B": 3, "T": 343}, "cpu")
+    whole, some = (Judge.of(site, inputs, sample) for sample in (False, True))
+    assert some.sample is not None and len(some.exact[1]) == len(some.sample.rows) == 148
+    assert torch.equal(some.exact[0], whole.exact[0]) and some.bars[0] == whole.bars[0]
+    torch.testing.assert_close(some.exact[1], whole.exact[1].flatten(0, 1)[some.sample.rows], rtol=1e-14, atol=0)
+    assert some.bars[1][0] == pytest.approx(whole.bars[1][0], rel=0.05)
+    loss, grad = reference.node_value(site.node, list(inputs))
+    assert all(error.ok for error in some.errors((loss, grad)))
+    scaled = grad * (len(inputs[0][0]) / len(some.sample.rows))  # of a mean over the sample
+    late = grad.clone()
+    late[-1, -1] *= 1.1
+    coarse = grad.to(torch.float8_e5m2).bfloat16()
+    for other in (scaled, late, coarse, grad[:2], grad.flatten(0, 1)):
+        assert [error.ok for error in some.errors((loss, other))] == [True, False]
+    assert not some.errors((loss * 1.001, grad))[0].ok
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "poly_transformer"])
+@pytest.mark.parametrize("part", ["attention__", "attention_grad__"])
+def test_a_sample_of_attention_is_of_sequences(name: str, part: str) -> None:
+    """Causal, and of a sequence to what is seen of itself or of another."""
+    plan = compile_spec(SPEC.with_name(f"{name}.yaml"), (), ("sm90",)).plans["sm90"]
+    for site in {c.rendered.module: c.site for c in plan.choices if part in c.rendered.module}.values():
+        _sampled(site)
+
+
+def _sampled(site: Site) -> None:
+    inputs = inputs_of(site, {"B": 9, "T": 24, "S": 20}, "cpu")
+    whole, some = (Judge.of(site, inputs, sample) for sample in (False, True))
+    found = reference.node_value(site.node, list(inputs))
+    for few, every, value in zip(some.exact, whole.exact, found, strict=True):
+        assert value.shape == every.shape and torch.equal(few, every[[0, 7, 8]])
+    assert all(error.ok for error in (*some.errors(found), *whole.errors(found)))
+    relative = some.relative(some.errors(found))
+    assert 0 < relative.generated <= relative.eager < 0.02 and relative.exact == "float64"
+    for i, value in enumerate(found):
+        coarse = value.to(torch.float8_e4m3fn).to(value.dtype)
+        for wrong in (coarse, value[:3], value.where(torch.arange(value.numel()).view(value.shape) != 9, torch.nan)):
+            errors = some.errors([*found[:i], wrong, *found[i + 1 :]])
+            assert [error.ok for error in errors] == [k != i for k in range(len(found))]
+
+
+def test_what_has_tables_of_positions_is_sampled_by_sequences(plan: Plan) -> None:
+    site = next(c.site for c in plan.choices if c.rendered.module.startswith("norm_rotary__"))
+    inputs = inputs_of(site, {"B": 8, "T": 24, "S": 24}, "cpu")
+    judge = Judge.of(site, inputs, sample=True)
+    found = reference.node_value(site.node, list(inputs))
+    assert all(len(value) == 2 for value in judge.exact if value.dim() > 1)
+    assert all(error.ok for error in judge.errors(found))
+
+
+def test_what_kernels_give_together_may_round_what_they_keep() -> None:
+    exact = torch.randn(64, 32, dtype=torch.float64)
+    chain = (exact + 1e-3 * torch.randn(64, 32)).float()
+    for share, good in ((1.0, True), (1.4, True), (1.6, False), (float("nan"), False)):
+        ((seen, ok),) = composed([(exact + share * (chain.double() - exact)).float()], [chain], [exact])
+        assert ok == good and seen.eager == pytest.approx(1e-3, rel=0.1) and seen.exact == "float64"
+    ((_, ok),) = composed([chain[:1]], [chain], [exact])
+    assert not ok
 
 
 def test_verify_goes_on_to_later_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,19 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ("nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\nBuild x", "13.0.88"),
+        ("nvcc of somebody\nelse", "nvcc of somebody"),
+        ("", "unknown"),
+    ],
+)
+def test_nvcc_tells_its_version(install: Install, said: str, version: str) -> None:
+    install(version=said)
+    assert native.nvcc_release(native.find_nvcc()) == version
+
+
 def kept(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "cache" / "native").iterdir() if path.suffix != ".lock")
 

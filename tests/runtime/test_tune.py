@@ -64,6 +64,8 @@ def test_a_search_that_was_cut_off_goes_on(cache: Path) -> None:
     assert Journal(MACHINE, "site", 129).results == {} == Journal(MACHINE, "another", 128).results
     again.add("d", 0.5)
     assert Journal(MACHINE, "site", 128).results == {"a": 0.25, "b": "spills", "d": 0.5}
+    noted = MACHINE.model_copy(update={"nvcc": "13.0.88"})  # which is in the key of what it compiles
+    assert Journal(noted, "site", 128).results == {"a": 0.25, "b": "spills", "d": 0.5}
     again.forget()
     assert Journal(MACHINE, "site", 128).results == {} and not file.exists()
 

@@ -2,7 +2,7 @@
 # templates/triton/short_attention.py.jinja.
 # decoder.blocks.*.attention.y.grad    dy bf16[B,T,8,32], q bf16[B,T,8,32],
 #     k bf16[B,T,8,32], v bf16[B,T,8,32], y bf16[B,T,8,32], lse f32[B,8,T] ->
-#     dq bf16[B,T,8,32], dk bf16[B,T,8,32], dv bf16[B,T,8,32]    plan 9d41bd5bc1cb
+#     dq bf16[B,T,8,32], dk bf16[B,T,8,32], dv bf16[B,T,8,32]    plan b059bd69749d
 """decoder.blocks.*.attention.y.grad: gradient of causal attention, a head at a time.
 
     s = q k^T / 32 ** 0.5 for the keys up to a query's own token
@@ -29,8 +29,8 @@ SCALE = C**-0.5
 
 @triton.jit(do_not_specialize=["B", "T", "S"])
 def causal_attention_grad_kernel(
-    dy_ptr, q_ptr, k_ptr, v_ptr, y_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, B, T, S, Q_STRIDE, K_STRIDE,
-    V_STRIDE, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
+    dy_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, B, T, S, Q_STRIDE, K_STRIDE, V_STRIDE,
+    H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ):
     t, s, c = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, WIDTH)[None, :]
@@ -48,13 +48,13 @@ def causal_attention_grad_kernel(
             own = row * (H * C) + h * C + c
             q = tl.load(q_ptr + row * Q_STRIDE + h * C + c, mask=queries, other=0.0)
             dy = tl.load(dy_ptr + own, mask=queries, other=0.0)
-            y = tl.load(y_ptr + own, mask=queries, other=0.0)
             lse = tl.load(lse_ptr + (b.to(tl.int64) * H + h) * T + t, mask=t < T, other=0.0)
             scores = tl.where(allowed, tl.dot(q, tl.trans(k)) * SCALE, float("-inf"))
             p = tl.exp(scores - lse[:, None])  # of queries behind the last any number, as their dy and q are 0
             dv = tl.dot(tl.trans(p.to(tl.bfloat16)), dy, dv)
-            share = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)[:, None]
-            ds = (p * (tl.dot(dy, tl.trans(v)) - share)).to(tl.bfloat16)
+            dp = tl.dot(dy, tl.trans(v))
+            share = tl.sum(p * dp, 1)[:, None]  # that is dy y, but for the rounding of y
+            ds = (p * (dp - share)).to(tl.bfloat16)
             tl.store(dq_ptr + own, (tl.dot(ds, k) * SCALE).to(tl.bfloat16), mask=queries)
             dk = tl.dot(tl.trans(ds), q, dk)
         own = column * (G * C) + g * C + c
@@ -75,8 +75,8 @@ def launch(
     (b, t), s = q.shape[:2], k.shape[1]
     q, k, v = even(q), even(k), even(v)
     causal_attention_grad_kernel[(triton.cdiv(b * G, PAIRS),)](
-        dy.contiguous(), q, k, v, y.contiguous(), lse.contiguous(), dq, dk, dv, b, t, s, q.stride(0),
-        k.stride(0), v.stride(0), H, G, C, SCALE, ROWS, KEYS, WIDTH, PAIRS,
+        dy.contiguous(), q, k, v, lse.contiguous(), dq, dk, dv, b, t, s, q.stride(0), k.stride(0),
+        v.stride(0), H, G, C, SCALE, ROWS, KEYS, WIDTH, PAIRS,
         num_warps=WARPS,
         num_stages=STAGES,
     )
