@@ -211,19 +211,22 @@ def opened_translator(opened: "Opened", beam: int | None = None, batch: int = BA
 
 
 @torch.no_grad()
-def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor) -> Tensor:
+def fed(
+    model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str] = ("encode", "extend")
+) -> Tensor:
     """What the decoder is fed where not every token is the truth: i64 [B, T].
 
     Position 0 is the start. Position t + 1 is the target's token t where `forcing`, bool [T] or [B, T], is true at
     t + 1, else what a decoder would write after the positions up to t: the most probable token but pad and start; where
-    it stopped it goes on, as the target does. `source` is i64 [B, S], `target` i64 [B, T].
+    it stopped it goes on, as the target does. `source` is i64 [B, S], `target` i64 [B, T]; `writes` are the programs
+    that it writes by, for the source and for a token.
     """
-    pairs = cast(Pairs, model)
+    encode, extend = (getattr(model, name) for name in writes)
     forcing = forcing.expand(target.shape)
-    state = pairs.encode(source)
+    state = encode(source)
     inputs = torch.full_like(target, START)
     for t in range(target.shape[1] - 1):
         start = torch.tensor(t, device=target.device)
-        own = pairs.extend(inputs[:, t : t + 1], start, state)[:, STOP:].argmax(-1) + STOP
+        own = extend(inputs[:, t : t + 1], start, state)[:, STOP:].argmax(-1) + STOP
         inputs[:, t + 1] = torch.where(forcing[:, t + 1], target[:, t], own)
     return inputs
