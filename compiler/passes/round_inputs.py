@@ -54,7 +54,7 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
         return programs
     if train.forcing is not None and any(share < 1 for _, share in train.forcing.points):
         plain = Phase(1.0, "", "").writes
-        writes = tuple(f"{name}{SUFFIX}" for name in plain)
+        writes = (f"{plain[0]}{SUFFIX}", f"{plain[1]}{SUFFIX}")
         names += plain
         phases = tuple(replace(phase, writes=writes) if phase.rounds else phase for phase in phases)
     try:

@@ -79,6 +79,18 @@ def test_a_line_does_not_depend_on_its_batch(loaded: Loaded, batch: int, beam: i
     assert of(loaded, batch=batch, beam=beam).translate(LINES[::-1]) == alone[::-1]
 
 
+@pytest.mark.parametrize("batch", [2, 100])
+def test_what_is_wanted_of_a_line_is_what_all_of_it_begins_with(loaded: Loaded, batch: int) -> None:
+    """And what has its stop by then is all there; a beam search goes to the end."""
+    limits = [1, 7, 30, 4, 12, 5, 1, 9]
+    whole, some = of(loaded, batch=batch).translate(LINES), of(loaded, batch=batch).translate(LINES, limits)
+    for one, other, limit in zip(whole, some, limits, strict=True):
+        assert other[:limit] == one[:limit] and (len(one) >= limit or other == one)
+    assert some != whole
+    beams = of(loaded, batch=batch, beam=3)
+    assert beams.translate(LINES, limits) == beams.translate(LINES)
+
+
 def test_no_lines_give_no_lines(loaded: Loaded) -> None:
     assert of(loaded).translate([]) == []
 
