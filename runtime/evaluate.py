@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from specc.compiler.build import canonical
@@ -16,7 +17,7 @@ from specc.runtime.data import BitsPerByte, DataError
 from specc.runtime.data.corpus import is_val
 from specc.runtime.data.pairs import Pairs
 from specc.runtime.data.polynomial import Lines, parse
-from specc.runtime.data.polynomial_sets import SPLITS, Overlap, held_out, overlap, read_lines, training_set
+from specc.runtime.data.polynomial_sets import SPLITS, Overlap, held_out, overlap, training_set
 from specc.runtime.distributed import World
 from specc.runtime.errors import RunFailure
 from specc.runtime.evaluate_text import (
@@ -172,16 +173,16 @@ def _sets(
             pairs = Pairs.of(lines, tokenizer, width).within(max_tokens)
             yield name, pairs, partial(_seen, lines, fixed)
         return
-    left, right = read_lines(Path(data).expanduser())
+    pairs, left, right = Pairs.read(Path(data).expanduser(), tokenizer, width)
     if data == opened.data:  # most of the file was trained on
-        held = [(a, b) for a, b in zip(left, right, strict=True) if is_val(f"{a}={b}".encode())]
-        left, right = [a for a, _ in held], [b for _, b in held]
-    pairs = Pairs(tokenizer.encode_rows(left, width), tokenizer.encode_rows(right, width)).within(max_tokens)
+        held = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if is_val(f"{a}={b}".encode())]
+        pairs, left = pairs[np.array(held)], [left[i] for i in held]
+    pairs = pairs.within(max_tokens)
     try:
-        parsed = parse(left[: len(pairs)])
+        seen = partial(_seen, parse(left[: len(pairs)]), fixed)
     except DataError:  # lines of another kind
-        fixed, parsed = None, training
-    yield Path(data).name, pairs, partial(_seen, parsed, fixed)
+        seen = partial(_seen, training, None)
+    yield Path(data).name, pairs, seen
 
 
 def _seen(lines: Lines, training: Lines | None, count: int) -> Overlap | None:

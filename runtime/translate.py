@@ -180,8 +180,8 @@ class _Search:
     def only(self, kept: Tensor) -> "_Search":
         """The sources `kept` alone."""
         last = self.last[self.beams_of(kept)]
-        kinds = (self.index, self.limits, self.lines, self.scores, self.ended)
-        return _Search(*(tensor[kept] for tensor in kinds), last)
+        index, limits, lines = self.index[kept], self.limits[kept], self.lines[kept]
+        return _Search(index, limits, lines, self.scores[kept], self.ended[kept], last)
 
 
 def _select(state: State, rows: Tensor) -> State:
