@@ -2,7 +2,7 @@
 its context."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,9 +54,8 @@ def _checked(
                 _require(name, tensors[name], type, sizes, context, device)
                 if type.shape and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
-        for kept in _tensors((*given[len(names) :], *(named[name] for name in named if name not in names))):
-            if kept.dim() and kept.shape[0] != sizes["B"]:
-                raise ValueError(f"the state is of {kept.shape[0]} rows, and {names[0]} has {sizes['B']}")
+        for kept in (*given[len(names) :], *(one for name, one in named.items() if name not in names)):
+            _require_rows(kept, names[0], sizes["B"])
         return getattr(Unchecked(own), program)(*given, **named)
 
     return run
@@ -81,7 +80,7 @@ def _require(
     if not isinstance(given, Tensor):
         raise ValueError(f"{name} is {type(given).__name__}; it wants a tensor, {shape}")
     if given.dtype != torch.int64:
-        raise ValueError(f"{name} is {given.dtype}; token ids are {shape}")
+        raise ValueError(f"{name} is {given.dtype}; it wants {shape}")
     if given.dim() != len(wanted.shape):
         raise ValueError(f"{name} has the shape {list(given.shape)}; it wants {shape}")
     if device is not None and given.device != device:
@@ -101,8 +100,11 @@ def _require(
             raise ValueError(f"{name} has {size} tokens a row; the model's context is {context}")
 
 
-def _tensors(kept: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors of a state, a dict, or a cache, a list, of tuples."""
-    for one in kept:
-        for group in one.values() if isinstance(one, dict) else one:
-            yield from group
+def _require_rows(kept: Any, name: str, rows: int) -> None:
+    """Raises ValueError unless `kept` is a state, a dict, or a cache, a list, of tuples of tensors of so many rows."""
+    groups = list(kept.values()) if isinstance(kept, dict) else kept
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, tuple) for group in groups):
+        raise ValueError("the state is not one that encode, or new_cache, gave")
+    for tensor in (tensor for group in groups for tensor in group):
+        if tensor.dim() and tensor.shape[0] != rows:
+            raise ValueError(f"the state is of {tensor.shape[0]} rows, and {name} has {rows}")

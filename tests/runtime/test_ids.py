@@ -39,7 +39,7 @@ def odd(place: tuple[int, int], token: int) -> torch.Tensor:
     [
         (odd((1, 2), 31), r"source\[1, 2\] is 31; the vocabulary has ids 0 to 30"),
         (odd((0, 0), -1), r"source\[0, 0\] is -1"),
-        (ROWS.float(), r"source is torch.float32; token ids are torch.int64 \[B, S\]"),
+        (ROWS.float(), r"source is torch.float32; it wants torch.int64 \[B, S\]"),
         (ROWS.bool(), "source is torch.bool"),
         (ROWS[0], r"source has the shape \[3\]; it wants torch.int64 \[B, S\]"),
         (ROWS[:, :0], r"source is empty: its shape is \[2, 0\]"),
@@ -72,6 +72,9 @@ def test_steps_that_are_none(pairs: Any) -> None:
             pairs.extend(ids, start, state)
         with pytest.raises(ValueError, match=message):
             pairs.extend(ids=ids, start=start, state=state)
+    for bad in (None, {}, [1, 2], ()):
+        with pytest.raises(ValueError, match="the state is not one that encode"):
+            pairs.extend(torch.tensor([[1], [1]]), zero, bad)
     found = pairs.extend(torch.tensor([[1], [1]]), zero, state)
     again = Unchecked(pairs).extend(torch.tensor([[1], [1]]), zero, Unchecked(pairs).encode(ROWS))
     assert torch.equal(found, again)

@@ -187,7 +187,7 @@ def test_a_model_that_gives_no_numbers_is_refused() -> None:
 
 
 def test_a_line_that_is_too_long_or_has_another_character_is_refused(loaded: Loaded) -> None:
-    with pytest.raises(DataError, match="hold at most 29 and a stop"):
+    with pytest.raises(DataError, match="holds 29 and a stop"):
         of(loaded).translate(["x", "x" * 30])
     with pytest.raises(DataError, match="not in the vocabulary"):
         of(loaded).translate(["x+y=1"])
