@@ -76,7 +76,7 @@ CODES: Mapping[str, str] = {
     "S241": "a gate that reads more features than there are",
     "S242": "RoPE over two dims with a length that it was trained on",
     "S243": "a loop over blocks that are not there",
-    "S244": "quantization-aware training of a model that is not quantized",
+    "S244": "quantization-aware training of a model that is not quantized, or keeps all its weights as they are",
     "S245": "bits that are given both by promotion and by allocation, or an allocation without a budget",
     "S246": "lanes of blocks that are not there, or that have not two layers",
     "S247": "lanes of blocks that run more than once, are parallel, or that a skip reads",

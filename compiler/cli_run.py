@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -150,16 +151,22 @@ def joined_world() -> Any:
 
 
 class Stages:
-    """Shows how far long work has come: a bar on a terminal, a line a stage elsewhere."""
+    """Shows how far long work has come: a bar on a terminal, elsewhere a line a stage, and one more each `every`
+    seconds."""
 
-    def __init__(self) -> None:
-        self.stage = ""
+    def __init__(self, every: float = 30.0) -> None:
+        self.stage, self._every, self._told = "", every, 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        share, now = f"{stage:<12} {100 * done // max(total, 1):>3} %", time.monotonic()
         if sys.stderr.isatty():
-            click.echo(f"\r{stage:<12} {100 * done // max(total, 1):>3} %", err=True, nl=done >= total)
+            click.echo(f"\r{share}", err=True, nl=done >= total)
         elif stage != self.stage:
             click.echo(f"{stage} ...", err=True)
+            self._told = now
+        elif now - self._told >= self._every:
+            click.echo(f"{share} of {total:,}", err=True)
+            self._told = now
         self.stage = stage
 
 

@@ -84,7 +84,8 @@ def deployed(spec: Spec, target: str) -> Programs | None:
     schemes = allocation(spec.quant, programs.params)
     if not any(scheme.integer for scheme in schemes.values()):
         return None
-    made = quantize_products(assign_quant(programs, spec.quant), schemes)
+    assert spec.quant is not None  # else all is f32
+    made = quantize_products(assign_quant(programs, spec.quant), spec.quant, schemes)
     verify(made, "quantize_products")
     return made
 

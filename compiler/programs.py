@@ -59,13 +59,15 @@ class Group:
 class Phase:
     """While less than the share `until` of a run is done, the model trains with the program `train`, and is scored with
     `score`; `rests` are the parameters that neither reads. With `rounds` that program rounds the inputs of products as
-    the deployed model will, and wants weights that are rounded too."""
+    the deployed model will, and wants weights that are rounded too. `writes` are the programs, one for the source and
+    one for a token, by which a decoder writes what it is fed where that is not the truth."""
 
     until: float
     train: str
     score: str
     rests: tuple[str, ...] = ()
     rounds: bool = False
+    writes: tuple[str, str] = ("encode", "extend")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,17 @@ class Piece:
 
     @property
     def chained(self) -> bool:
-        return callee_of(self.nodes[0]).partition(".")[2] != "begin"
+        return not method_of(self.nodes[0]).startswith("begin")
 
 
 def callee_of(node: Node) -> str:
     assert isinstance(node.op, Call | Scan)
     return node.op.callee
+
+
+def method_of(node: Node) -> str:
+    """The method of a block that a call runs."""
+    return callee_of(node).partition(".")[2]
 
 
 def pieces(nodes: Sequence[Node]) -> Iterator[Piece]:
@@ -143,7 +148,7 @@ def begin_lines(body: Body, calls: Sequence[Node]) -> str:
         if ref in body.pending:  # every block reads it, so it is computed once, before
             body.write(ref)
             given = ", ".join(body.text(ref) for ref in calls[0].inputs)
-    begun = f"block.begin({given})"
+    begun = f"block.{method_of(calls[0])}({given})"
     begun = begun if len(calls[0].types) > 1 else f"({begun},)"
     body.lines.append(f'{name} = {{f"{field}.{{i}}": {begun} for i, block in enumerate(self.{field})}}')
     return name
@@ -175,7 +180,7 @@ def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str],
     joins, lines = _joins(body.graph, calls, blocks, tables)
     tables += [text for text in ([_order(runs)] if looped else []) + joins if text not in tables]
     tables += [one.text for one in some if one.text not in tables]
-    method = callee_of(calls[0]).partition(".")[2]
+    method = method_of(calls[0])
     run = f"self.{field}[layer]" if looped else "block"
     run = run if method == "forward" else f"{run}.{method}"
     steps = _steps(run, args, some)
@@ -217,7 +222,7 @@ def _joins(
     made = [f"{about}\n{name} = {found!r}"]
     steps = [f"x = self.{field}[skip](x, outputs[earlier])"]
     if others := [call for call, _ in joined if not callee_of(call).endswith(".forward")]:
-        method = callee_of(others[0]).partition(".")[2]
+        method = method_of(others[0])
         width = graph.types[others[0].inputs[0]].width
         wide = {index_of(block) for block in blocks if graph.types[block.inputs[0]].width == width}
         index = "layer" if len({*map(index_of, blocks)}) < len(blocks) else "i"

@@ -24,16 +24,18 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     `extend`, and `model.translate(lines)`, which turns a list of lines into the list of theirs.
 
     An artifact whose products are int8 runs from its codes: it has all of these but `model(...)`, which trains, and
-    wants a CUDA toolkit on a GPU, where its kernels are compiled once, a minute or so. `score` raises ValueError for
-    ids outside the vocabulary.
+    wants a CUDA toolkit on a GPU, where its kernels are compiled once, a minute or so.
+
+    All but `model(...)` raise ValueError for what is no i64 tensor of ids of the vocabulary, is empty or longer than
+    the context, or does not fit the other inputs. On a GPU `extend` and `decode`, which run once a token, look at
+    shapes alone: to look at ids they would wait for the device.
     """
-    from specc.runtime.ids import checked_score
+    from specc.runtime.ids import check_programs
     from specc.runtime.opened import open_model
     from specc.runtime.translate import opened_translator
 
     opened = open_model(Path(path), target, device)
-    names = tuple(name for name, _ in opened.loaded.programs.program("score").inputs)
-    opened.model.score = checked_score(opened.model, names, opened.spec.model.vocabulary)  # type: ignore[assignment]
     if opened.spec.model.characters is not None:
         opened.model.translate = opened_translator(opened).translate  # type: ignore[assignment]
+    check_programs(opened.model, opened.loaded.programs, opened.spec.model.vocabulary)
     return opened.model

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from specc.compiler.build import canonical
@@ -15,8 +16,8 @@ from specc.compiler.train_spec import ExactMatchSpec
 from specc.runtime.data import BitsPerByte, DataError
 from specc.runtime.data.corpus import is_val
 from specc.runtime.data.pairs import Pairs
-from specc.runtime.data.polynomial import parse
-from specc.runtime.data.polynomial_sets import SPLITS, Overlap, held_out, overlap, read_lines, training_set
+from specc.runtime.data.polynomial import Lines, parse
+from specc.runtime.data.polynomial_sets import SPLITS, Overlap, held_out, overlap, training_set
 from specc.runtime.distributed import World
 from specc.runtime.errors import RunFailure
 from specc.runtime.evaluate_text import (
@@ -79,11 +80,17 @@ def evaluate(
 @dataclass(frozen=True, slots=True)
 class SetScore:
     """The score of one set of lines. `seen` says how much of it is in the fixed training set; None where a line is no
-    product of the task, or the run drew fresh samples."""
+    product of the task, or the run drew fresh samples. `left` lines were not tried, as none before them was exact."""
 
     name: str
     score: ExactMatch
     seen: Overlap | None
+    left: int = 0
+
+    def __str__(self) -> str:
+        seen = f"; {self.seen}" if self.seen else ""
+        left = f"; none of them exact, so {self.left:,} more were not tried" if self.left else ""
+        return f"{self.name}: {self.score.line()}{seen}{left}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,7 @@ class ExactMatches:
 
     def report(self) -> list[str]:
         """A line a set."""
-        return [f"{one.name}: {one.score.line()}{f'; {one.seen}' if one.seen else ''}" for one in self.sets]
+        return [str(one) for one in self.sets]
 
     def facts(self) -> list[dict[str, float | str | None]]:
         """The same for programs."""
@@ -142,19 +149,19 @@ def evaluate_lines(
     source = options.data or opened.data or opened.spec.train.data.usual
     for name, pairs, seen in _sets(opened, source, how, options.max_tokens):
         try:
-            one = exact_match(score, decoder, pairs, tokenizer, batch, opened.device, progress)
+            one = exact_match(score, decoder, pairs, tokenizer, batch, opened.device, progress, options.hopeless)
         except torch.OutOfMemoryError as error:
             raise RunFailure("out of GPU memory", "lower --batch, or eval.batch in the spec") from error
         if not math.isfinite(one.nats):
             raise RunFailure(f"the loss is {one.nats}", "the model is broken: evaluate an earlier checkpoint")
-        found.append(SetScore(name, one, seen))
+        found.append(SetScore(name, one, seen(one.lines), len(pairs) - one.lines))
     return ExactMatches(tuple(found))
 
 
 def _sets(
     opened: Opened, data: str, how: ExactMatchSpec, max_tokens: int | None
-) -> Iterator[tuple[str, Pairs, Overlap | None]]:
-    """What `data` names: (name, pairs to score, how many of them were trained on)."""
+) -> Iterator[tuple[str, Pairs, Callable[[int], Overlap | None]]]:
+    """What `data` names: (name, pairs to score, how many of so many of them were trained on)."""
     kind, tokenizer, width = opened.spec.train.data, opened.characters, opened.spec.model.window
     assert isinstance(kind, PolynomialData)  # the one kind of data that models of pairs take
     training = training_set(kind.seed, kind.lines)
@@ -164,18 +171,23 @@ def _sets(
         for name in [chosen] if chosen else SPLITS:
             lines = held_out(name, kind.seed, how.lines, training)
             pairs = Pairs.of(lines, tokenizer, width).within(max_tokens)
-            yield name, pairs, overlap(lines[: len(pairs)], fixed) if fixed is not None else None
+            yield name, pairs, partial(_seen, lines, fixed)
         return
-    left, right = read_lines(Path(data).expanduser())
+    pairs, left, right = Pairs.read(Path(data).expanduser(), tokenizer, width)
     if data == opened.data:  # most of the file was trained on
-        held = [(a, b) for a, b in zip(left, right, strict=True) if is_val(f"{a}={b}".encode())]
-        left, right = [a for a, _ in held], [b for _, b in held]
-    pairs = Pairs(tokenizer.encode_rows(left, width), tokenizer.encode_rows(right, width)).within(max_tokens)
+        held = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if is_val(f"{a}={b}".encode())]
+        pairs, left = pairs[np.array(held)], [left[i] for i in held]
+    pairs = pairs.within(max_tokens)
     try:
-        seen = overlap(parse(left[: len(pairs)]), fixed) if fixed is not None else None
+        seen = partial(_seen, parse(left[: len(pairs)]), fixed)
     except DataError:  # lines of another kind
-        seen = None
+        seen = partial(_seen, training, None)
     yield Path(data).name, pairs, seen
+
+
+def _seen(lines: Lines, training: Lines | None, count: int) -> Overlap | None:
+    """How many of the first `count` lines were trained on, where that is known."""
+    return overlap(lines[:count], training) if training is not None else None
 
 
 Scored = BitsPerByte | ExactMatches

@@ -41,6 +41,7 @@ class EvaluateOptions:
         batch: windows, or lines, at once.
         max_tokens: only so many tokens from the start of the split; of lines, of their targets.
         cache: where tokenized text is kept.
+        hopeless: of lines, a set ends where none of so many is exact.
         compiled: use torch.compile on a GPU.
         adapt: how the model adapts to the text, as `kind` or as a YAML mapping; what comes out is no score of the
             model. None does not adapt, whatever the spec says.
@@ -54,6 +55,7 @@ class EvaluateOptions:
     compiled: bool = True
     window: int | None = None
     adapt: str | None = None
+    hopeless: int | None = None
 
 
 def evaluate_opened(

@@ -19,9 +19,10 @@ from specc.runtime.validation import Score, Scorer
 
 
 class Translates(Protocol):
-    """Decodes lines, greedily or by beam search, each until its stop."""
+    """Decodes lines, greedily or by beam search, each until its stop, or until so many tokens of it are there as its
+    limit says."""
 
-    def translate(self, lines: Sequence[str]) -> list[str]: ...
+    def translate(self, lines: Sequence[str], limits: Sequence[int]) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +72,15 @@ def exact_match(
     batch: int,
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
+    hopeless: int | None = None,
 ) -> ExactMatch:
-    """Scores pairs, `batch` at once; `progress` is called with lines scored and lines in all.
+    """Scores pairs, `batch` at once; `progress` is called with lines scored and lines in all. Where none of the first
+    `hopeless` pairs is exact it ends with their batch.
 
     `score` gives the nats of each target token, 0 at pads, of source and target, i64 [B, width]; B is always `batch`:
     the last one is filled up with copies that do not count.
     """
-    nats, exact, matching = 0.0, 0, 0
+    nats, exact, matching, scored = 0.0, 0, 0, 0
     for start in range(0, len(pairs), batch):
         part = pairs[start : start + batch]
         rows = np.minimum(np.arange(start, start + batch), len(pairs) - 1)
@@ -87,15 +90,19 @@ def exact_match(
         losses = scores.detach().cpu().double().numpy()[: len(part)]
         mask = part.target != PAD
         nats += math.fsum(losses[mask])
-        texts = translates.translate(tokenizer.decode_rows(part.source))
+        # a line that is longer than its target is wrong however it goes on
+        texts = translates.translate(tokenizer.decode_rows(part.source), mask.sum(axis=1).tolist())
         exact += sum(a == b for a, b in zip(texts, tokenizer.decode_rows(part.target), strict=True))
         # a line that never stops is as long as the decoder let it be
         width = max(mask.shape[1], max(map(len, texts)) + 1)
         decoded = tokenizer.encode_rows(texts, width)[:, : mask.shape[1]]
         matching += int((decoded == part.target)[mask].sum())
+        scored = start + len(part)
+        if hopeless is not None and scored >= hopeless and not exact:
+            break
         if progress is not None:
-            progress(start + len(part), len(pairs))
-    return ExactMatch(nats, int((pairs.target != PAD).sum()), len(pairs), exact, matching)
+            progress(scored, len(pairs))
+    return ExactMatch(nats, int((pairs.target[:scored] != PAD).sum()), scored, exact, matching)
 
 
 @dataclass(frozen=True, slots=True)

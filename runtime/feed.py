@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specc.compiler.programs import Phase
 from specc.compiler.train_spec import ForcingSpec
 from specc.compiler.vocabulary import START
 from specc.runtime.translate import fed
@@ -27,8 +28,9 @@ class Feed(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
 
-    def arguments(self, batch: Batch, step: int, part: int) -> Batch:
-        """For the `part`-th pass of the update after `step` others; batch and result lie on the device."""
+    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
+        """For the `part`-th pass of the update after `step` others, in a phase of the run; batch and result lie on the
+        device."""
         ...
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
@@ -52,7 +54,7 @@ class Windows:
     def __init__(self, tokens: int) -> None:
         self._tokens, self._given = tokens, 0
 
-    def arguments(self, batch: Batch, step: int, part: int) -> Batch:
+    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
         self._given += self._tokens if part == 0 else 0
         return batch
 
@@ -70,9 +72,10 @@ class Forced:
     """Batches of pairs, with teacher forcing: (source, target, weight) become (source, inputs, target, weight).
 
     `inputs`, i64 [B, T], is what the decoder is fed: start and the target's tokens but the last, and where the truth is
-    not forced, the model's own token instead. Every position of every sample is drawn by itself: that of sample k of
-    the step is number k * T + t of SHAKE-256("specc forcing {seed} {step}"), read as little-endian u32, and the truth
-    is forced where it is below the probability times 2 ** 32. So it is the same for any number of ranks.
+    not forced, the model's own token instead, by the programs of the phase of the run. Every position of every sample
+    is drawn by itself: that of sample k of the step is number k * T + t of SHAKE-256("specc forcing {seed} {step}"),
+    read as little-endian u32, and the truth is forced where it is below the probability times 2 ** 32. So it is the
+    same for any number of ranks.
 
     Args:
         model: gives its own tokens, with its weights as they are then.
@@ -95,13 +98,13 @@ class Forced:
             self._schedule, step if self._schedule.by == "step" else step * self._loader.rows / self._epoch
         )
 
-    def arguments(self, batch: Batch, step: int, part: int) -> Batch:
+    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
         source, target, weight = batch
         probability = self.probability(step)
         if probability >= 1:
             return source, shifted(target), target, weight
         forcing = torch.from_numpy(self._drawn(probability, step, part, target.shape[1])).to(target.device)
-        return source, fed(self._model, source, target, forcing), target, weight
+        return source, fed(self._model, source, target, forcing, phase.writes), target, weight
 
     def _drawn(
         self, probability: float, step: int, part: int, width: int

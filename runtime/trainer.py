@@ -297,7 +297,8 @@ class Trainer:
     def _arguments(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """What the passes of the coming step take, on the device."""
         for part, batch in enumerate(batches):
-            yield self.feed.arguments(tuple(tensor.to(self.device) for tensor in batch), self.step, part)
+            placed = tuple(tensor.to(self.device) for tensor in batch)
+            yield self.feed.arguments(placed, self.step, part, self.stretch.phase)
 
     def _gradients(self, parts: Iterable[Batch]) -> None:
         """Adds up gradients and losses of this process's micro-batches in the masters."""

@@ -1,6 +1,6 @@
 """Turns lines into lines: encodes sources, and extends targets token by token, greedily or by beam search."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +11,7 @@ from specc.compiler.spec import Spec
 from specc.compiler.vocabulary import PAD, START, STOP
 from specc.runtime.data import CharTokenizer
 from specc.runtime.errors import RunFailure
+from specc.runtime.ids import Unchecked
 from specc.runtime.steps import Eager, Graphed, Pairs, State, Steps
 
 if TYPE_CHECKING:
@@ -43,10 +44,13 @@ class Translator:
     batch: int = BATCH
     beam: int = 1
 
-    def translate(self, lines: Iterable[str]) -> list[str]:
+    def translate(self, lines: Iterable[str], limits: Sequence[int] | None = None) -> list[str]:
         """The line for each line. Raises LineError, before any is decoded, for the first that is too long or has a
         character that the vocabulary lacks, TypeError for what is no text, or a single one, RunFailure for logits
-        that are no numbers."""
+        that are no numbers.
+
+        With `limits`, one a line, only so many tokens of each are wanted, its stop among them: a greedy one may end
+        anywhere behind them."""
         if isinstance(lines, str):
             raise TypeError("translate takes a list of lines, not one text")
         lines = list(lines)
@@ -61,28 +65,33 @@ class Translator:
             chosen = [lines[i] for i in rows]
             width = self.window if self.fixed else max(map(len, chosen)) + 1
             ids = encoded[rows, :width].to(self.device, torch.int64)
-            texts = self.tokenizer.decode_rows(self.tokens(ids).cpu().numpy())
+            most = None if limits is None else torch.tensor([limits[i] for i in rows], device=self.device)
+            texts = self.tokenizer.decode_rows(self.tokens(ids, most).cpu().numpy())
             for i, text in zip(rows, texts, strict=True):
                 found[i] = text
         return found
 
     @torch.no_grad()
-    def tokens(self, source: Tensor) -> Tensor:
-        """The targets of sources i64 [B, S], as i64 [B, window]: tokens, a stop, pads."""
+    def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
+        """The targets of sources i64 [B, S], as i64 [B, window]: tokens, a stop, pads; of a greedy one at least its
+        first tokens, as many as its limit, i64 [B], says."""
         rows, beam = len(source), self.beam
         state = self.steps.begin(self.steps.encode(source), beam)
         found = source.new_full((rows, self.window), PAD)
-        search = _Search.start(rows, beam, self.window, self.device)
+        if limits is None or beam > 1:  # which of several lines is the best is known at the end
+            limits = source.new_full((rows,), self.window)
+        search = _Search.start(limits, beam, self.window)
         for t in range(self.window):
             search = search.extended(self.steps.extend(search.last, t, state), t, state)
             if (t + 1) % CHECK and t + 1 < self.window:
                 continue
-            going = (~search.done).nonzero()[:, 0]
+            done = search.done(t + 1)
+            going = (~done).nonzero()[:, 0]
             if len(going) == 0 or t + 1 == self.window:
                 break
             size = self.steps.rows(len(going), search.rows)
             if size < search.rows:
-                kept = torch.cat((going, search.done.nonzero()[: size - len(going), 0]))
+                kept = torch.cat((going, done.nonzero()[: size - len(going), 0]))
                 found[search.index] = search.best
                 state = self.steps.begin(_select(state, search.beams_of(kept)))
                 search = search.only(kept)
@@ -98,6 +107,7 @@ class _Search:
 
     Attributes:
         index: the row of the batch that each source is, i64 [rows].
+        limits: tokens that are wanted of each, i64 [rows].
         lines: i64 [rows, beam, window].
         scores: log-probabilities, f32 [rows, beam].
         ended: which lines have their stop, bool [rows, beam].
@@ -105,18 +115,21 @@ class _Search:
     """
 
     index: Tensor
+    limits: Tensor
     lines: Tensor
     scores: Tensor
     ended: Tensor
     last: Tensor
 
     @classmethod
-    def start(cls, rows: int, beam: int, window: int, device: torch.device) -> "_Search":
+    def start(cls, limits: Tensor, beam: int, window: int) -> "_Search":
         """Nothing written; only the first beam counts, as all are the same."""
+        rows, device = len(limits), limits.device
         scores = torch.full((rows, beam), float("-inf"), device=device)
         scores[:, 0] = 0
         return cls(
             torch.arange(rows, device=device),
+            limits,
             torch.full((rows, beam, window), PAD, device=device),
             scores,
             torch.zeros(rows, beam, dtype=torch.bool, device=device),
@@ -127,10 +140,9 @@ class _Search:
     def rows(self) -> int:
         return len(self.index)
 
-    @property
-    def done(self) -> Tensor:
-        """bool [rows]: the best line has ended, and no other can pass it."""
-        return self.ended[:, 0]
+    def done(self, written: int) -> Tensor:
+        """bool [rows]: the best line has ended, and no other can pass it; or enough is written."""
+        return self.ended[:, 0] | (self.limits <= written)
 
     @property
     def best(self) -> Tensor:
@@ -158,7 +170,7 @@ class _Search:
             follow = (parents + beam * torch.arange(rows, device=parents.device)[:, None]).flatten()
             _follow(state, follow)
         lines[..., t] = tokens
-        return _Search(self.index, lines, scores, ended | (tokens == STOP), tokens.reshape(-1, 1))
+        return _Search(self.index, self.limits, lines, scores, ended | (tokens == STOP), tokens.reshape(-1, 1))
 
     def beams_of(self, kept: Tensor) -> Tensor:
         """The rows of the state that belong to the sources `kept`."""
@@ -168,7 +180,8 @@ class _Search:
     def only(self, kept: Tensor) -> "_Search":
         """The sources `kept` alone."""
         last = self.last[self.beams_of(kept)]
-        return _Search(self.index[kept], self.lines[kept], self.scores[kept], self.ended[kept], last)
+        index, limits, lines = self.index[kept], self.limits[kept], self.lines[kept]
+        return _Search(index, limits, lines, self.scores[kept], self.ended[kept], last)
 
 
 def _select(state: State, rows: Tensor) -> State:
@@ -207,23 +220,27 @@ def opened_translator(opened: "Opened", beam: int | None = None, batch: int = BA
     DataError for a model of text."""
     tokenizer = opened.characters
     beam = beam or getattr(opened.spec.eval, "beam", None)
-    return translator(opened.model, opened.spec, tokenizer, opened.device, batch=batch, beam=beam, compiled=True)
+    model = cast(nn.Module, Unchecked(opened.model))  # what it feeds the programs needs no check, which would wait
+    return translator(model, opened.spec, tokenizer, opened.device, batch=batch, beam=beam, compiled=True)
 
 
 @torch.no_grad()
-def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor) -> Tensor:
+def fed(
+    model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str] = ("encode", "extend")
+) -> Tensor:
     """What the decoder is fed where not every token is the truth: i64 [B, T].
 
     Position 0 is the start. Position t + 1 is the target's token t where `forcing`, bool [T] or [B, T], is true at
     t + 1, else what a decoder would write after the positions up to t: the most probable token but pad and start; where
-    it stopped it goes on, as the target does. `source` is i64 [B, S], `target` i64 [B, T].
+    it stopped it goes on, as the target does. `source` is i64 [B, S], `target` i64 [B, T]; `writes` are the programs
+    that it writes by, for the source and for a token.
     """
-    pairs = cast(Pairs, model)
+    encode, extend = (getattr(model, name) for name in writes)
     forcing = forcing.expand(target.shape)
-    state = pairs.encode(source)
+    state = encode(source)
     inputs = torch.full_like(target, START)
     for t in range(target.shape[1] - 1):
         start = torch.tensor(t, device=target.device)
-        own = pairs.extend(inputs[:, t : t + 1], start, state)[:, STOP:].argmax(-1) + STOP
+        own = extend(inputs[:, t : t + 1], start, state)[:, STOP:].argmax(-1) + STOP
         inputs[:, t + 1] = torch.where(forcing[:, t + 1], target[:, t], own)
     return inputs

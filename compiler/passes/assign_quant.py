@@ -1,6 +1,6 @@
 """Which scheme stores each parameter: the one rule that names it, else the default."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from specc.compiler.pattern import matches
@@ -47,15 +47,36 @@ def allocation(quant: QuantSpec | None, params: tuple[Parameter, ...]) -> Alloca
             refused.setdefault(path, []).append((param.name, reason))
         chosen[param.name] = scheme
     for path, found in refused.items():
-        words = ",".join(dict.fromkeys(name.rpartition(".")[2] for name, _ in found))
-        pattern = f"*.{{{words}}}" if "," in words else f"*.{words}"
-        hint = f'add a rule that keeps what it cannot take, e.g. {{match: "{pattern}", scheme: none, dtype: f16}}'
+        hint = keeping(chosen[found[0][0]], pattern_of(name for name, _ in found), "f16")
         more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
         problems.append(Problem(path, "S307", f"{found[0][0]}: {found[0][1]}{more}", hint))
     problems += _promotion_problems(quant, params, chosen)
     if problems:
         raise LoweringError(tuple(problems))
     return chosen
+
+
+def stated(quant: QuantSpec, scheme: Scheme) -> Path:
+    """Where the spec says a scheme of an allocation: at a rule, or the default."""
+    found = [i for i, rule in enumerate(quant.rules) if rule is scheme]
+    return ("quant", "rules", found[0]) if found else ("quant", "default")
+
+
+def pattern_of(names: Iterable[str]) -> str:
+    """A pattern for all parameters with the last words of these names."""
+    words = ",".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    return f"*.{{{words}}}" if "," in words else f"*.{words}"
+
+
+def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
+    """How the parameters of `pattern`, which have `scheme`, can be kept as they are. A parameter has one rule, so that
+    beside a rule that names it no other helps."""
+    kept = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
+    rule = getattr(scheme, "match", None)
+    if rule is None:
+        return f"add a rule that keeps what it cannot take, e.g. {kept}"
+    narrowed = f'narrow {{match: "{rule}"}}, or make its scheme the default'
+    return f"a parameter has one rule: {narrowed}; then keep what it cannot take, e.g. {kept}"
 
 
 def _promotion_problems(quant: QuantSpec, params: tuple[Parameter, ...], chosen: Allocation) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """The deployed programs of a model whose weights are multiplied in whole numbers: each product becomes an int8 one."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specc.compiler import quant
@@ -10,13 +10,42 @@ from specc.compiler.ir import Graph, Node, Op, TensorType, TypeRuleError, node_o
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, padded
 from specc.compiler.ops.region import Call, Scan
-from specc.compiler.passes.assign_quant import Allocation
+from specc.compiler.passes.assign_quant import Allocation, keeping, pattern_of, stated
 from specc.compiler.programs import LoweringError, Parameter, Programs
 from specc.compiler.quant.int8_form import Factor, Int8Form
-from specc.compiler.strict import Problem
+from specc.compiler.spec import QuantSpec
+from specc.compiler.strict import Path, Problem
 
 STORAGE = "int8"
-HINT = 'add a rule that keeps it, e.g. {match: "%s", scheme: none, dtype: f32}'
+
+
+class Unfit(Exception):
+    """A product that whole numbers cannot compute: why, and the full names of its parameters. `at_once` where all of
+    them have to be given one scheme."""
+
+    def __init__(self, message: str, names: Sequence[str], at_once: bool = False) -> None:
+        super().__init__(message)
+        self.message, self.names, self.at_once = message, tuple(names), at_once
+
+    def problem(self, quant: QuantSpec, schemes: Allocation) -> Problem:
+        """What a user reads, where the spec says int8."""
+        pattern = covering(self.names)
+        if self.at_once:
+            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # a rule sooner than the default
+            hint = f'give all of them one scheme, by a single rule {{match: "{pattern}", ...}} or by the default'
+            return Problem(path, "S312", self.message, hint)
+        scheme = next(schemes[name] for name in self.names if schemes[name].integer)
+        return Problem(stated(quant, scheme), "S312", self.message, keeping(scheme, pattern))
+
+
+def covering(names: Sequence[str]) -> str:
+    """A pattern for these parameters, and for those of the same name in other blocks."""
+    blocks = [".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names]
+    places, last = {name.rpartition(".")[0] for name in blocks}, pattern_of(names)
+    if len(places) == 1:
+        return f"{places.pop()}{last[1:]}"
+    sides = {place.partition(".")[0] for place in places}
+    return f"{sides.pop()}.{last}" if len(sides) == 1 else last
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +73,7 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
     for graph, at in sites(_deployed(programs)):
         by_value: dict[str, str] = {}
         for node in graph.nodes:
-            for factor in _factors(graph, node):
+            for factor in factors_of(graph, node):
                 weight = at + factor.weight[1:]
                 if not schemes[weight].integer:
                     continue
@@ -62,9 +91,10 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
     return tuple(replace(source, leader=leaders.of(source.weight, order)) for source in sources)
 
 
-def quantize_products(programs: Programs, schemes: Allocation) -> Programs:
+def quantize_products(programs: Programs, quant: QuantSpec, schemes: Allocation) -> Programs:
     """The programs that a deployed model runs, without `train`: every node whose weights have a scheme for whole
-    numbers as int8 products, over stored codes [N, K], offset [N], scale [N] and, one an input, inverse [K].
+    numbers as int8 products, over stored codes [N, K], offset [N], scale [N] and, one an input, inverse [K]. `schemes`
+    are what `quant` gives each parameter.
 
     Raises LoweringError for a parameter of such a scheme that is read by anything else, or a function that some of its
     callers quantize and others do not.
@@ -82,16 +112,16 @@ def quantize_products(programs: Programs, schemes: Allocation) -> Programs:
         try:
             editor = Editor(graph, tuple(places[graph.name]), schemes, sources, made)
             changed[graph.name] = editor.run()
-        except TypeRuleError as error:
-            problems.append(Problem(("quant",), "S312", error.message, HINT % "*"))
+        except Unfit as error:
+            problems.append(error.problem(quant, schemes))
             continue
         for at in places[graph.name]:
             for name, type in editor.added.items():
                 added.setdefault(at + name, Parameter(at + name, _sizes(type), type.dtype, constant(0.0), STORAGE))
     kept = tuple(param for param in deployed.params if not schemes[param.name].integer)
-    problems += _left_over(deployed, changed, places, schemes)
+    problems += _left_over(changed, places, quant, schemes)
     if problems:
-        raise LoweringError(tuple(problems))
+        raise LoweringError(tuple(dict.fromkeys(problems)))  # programs share code
     return replace(
         deployed,
         params=(*kept, *added.values()),
@@ -128,7 +158,7 @@ def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
         yield from visit(program, "")
 
 
-def _factors(graph: Graph, node: Node) -> tuple[Factor, ...]:
+def factors_of(graph: Graph, node: Node) -> tuple[Factor, ...]:
     form = _form(node)
     return form.factors(graph, node) if form is not None else ()
 
@@ -143,9 +173,9 @@ def _sizes(type: TensorType) -> tuple[int, ...]:
 
 
 def _left_over(
-    programs: Programs, changed: Mapping[str, Graph], places: Mapping[str, list[str]], schemes: Allocation
+    changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
-    """Parameters in whole numbers that a node still reads as floats, as one problem."""
+    """Parameters in whole numbers that a node still reads as floats, as one problem for each place that says so."""
     found: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:
@@ -153,12 +183,13 @@ def _left_over(
                 for name in [at + ref[1:] for at in places[graph.name]] if ref[0] == "@" else ():
                     if name in schemes and schemes[name].integer:
                         found.setdefault(name, node.op.name)
-    if found:
-        name, op = next(iter(found.items()))
-        words = ",".join(dict.fromkeys(other.rpartition(".")[2] for other in found))
-        more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
-        message = f"{name} is int8, but it is read by {op}, which is no product{more}"
-        yield Problem(("quant",), "S312", message, HINT % (f"*.{{{words}}}" if "," in words else f"*.{words}"))
+    by_place: dict[Path, list[str]] = {}
+    for name in found:
+        by_place.setdefault(stated(quant, schemes[name]), []).append(name)
+    for path, names in by_place.items():
+        more = f" (and {len(names) - 1} more parameters)" if len(names) > 1 else ""
+        message = f"{names[0]} is int8, but it is read by {found[names[0]]}, which is no product{more}"
+        yield Problem(path, "S312", message, keeping(schemes[names[0]], pattern_of(names)))
 
 
 @dataclass
@@ -198,18 +229,20 @@ class Editor:
     shared: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def run(self) -> Graph:
-        """The graph with every product in whole numbers."""
+        """The graph with every product in whole numbers. Raises Unfit."""
         self.types |= self.graph.types
         for node in self.graph.nodes:
-            factors = _factors(self.graph, node)
-            told = [self.integer(factor.weight) for factor in factors]
-            if node.name in self.gone or not any(told):
+            factors = factors_of(self.graph, node)
+            weights = self._full(factor.weight for factor in factors)
+            if node.name in self.gone or not any(self.schemes[name].integer for name in weights):
                 continue
-            if not all(told):
-                raise TypeRuleError(f"{self.places[0]}{node.name} has int8 weights and others; it takes one sort")
-            form = _form(node)
-            assert form is not None
-            self.take(form, node, factors)
+            try:
+                self._take(node, factors, weights)
+            except TypeRuleError as error:
+                biases = self._full(factor.bias for factor in factors)
+                raise Unfit(
+                    error.message, [*weights, *(name for name in biases if self.schemes[name].integer)]
+                ) from None
         nodes: list[Node] = []
         for node in self.graph.nodes:
             nodes += self.new.get(node.name, [])
@@ -221,6 +254,19 @@ class Editor:
         outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
         named = tuple(replace(node, inputs=tuple(map(self._name, node.inputs))) for node in nodes)
         return _requantized(replace(self.graph, nodes=named, params=params, outputs=outputs))
+
+    def _full(self, refs: Iterable[str]) -> list[str]:
+        """The names of those of `refs` that are parameters, wherever the graph runs."""
+        return [at + ref[1:] for ref in refs if ref[:1] == "@" for at in self.places]
+
+    def _take(self, node: Node, factors: Sequence[Factor], weights: Sequence[str]) -> None:
+        told = [self.integer(factor.weight) for factor in factors]
+        if not all(told):
+            message = f"{self.places[0]}{node.name} has int8 weights and others; it takes one sort"
+            raise Unfit(message, weights, at_once=True)
+        form = _form(node)
+        assert form is not None
+        self.take(form, node, factors)
 
     def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces one node."""
@@ -239,9 +285,8 @@ class Editor:
             return False
         found = {self.schemes[at + ref[1:]].integer for at in self.places}
         if len(found) > 1:
-            raise TypeRuleError(
-                f"{self.places[0]}{ref[1:]} is int8 in some of the blocks that share its code, not in all"
-            )
+            message = f"{self.places[0]}{ref[1:]} is int8 in some of the blocks that share its code, not in all"
+            raise Unfit(message, self._full([ref]), at_once=True)
         return found.pop()
 
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:

@@ -1,10 +1,12 @@
 """A long short-term memory as training rehearses it for int8: floats, rounded where the deployed one rounds."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import replace
 
-from specc.compiler.ir import Builder, Graph, Node, TensorType
+from specc.compiler.ir import Builder, Graph, Node, Op, TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.recurrent import LstmCell
 from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.rounded import LstmGates, RoundRows
 from specc.compiler.ops.sequence import AsStep, Reversed
@@ -54,3 +56,28 @@ def _step(types: Sequence[TensorType]) -> Graph:
     update = b.add("recurrent.update", LstmGates(), (sums, c))
     y = b.add("recurrent.y", AsStep(), (update,))
     return b.build({"next_h": update, "next_c": f"{update}:1", "y": y})
+
+
+def cells_apart(graph: Graph, wanted: Container[str]) -> Graph:
+    """The graph with each single step of an LSTM whose weights are `wanted` as its products, and what follows them."""
+    nodes = []
+    for node in graph.nodes:
+        nodes += _cell(graph, node) if isinstance(node.op, LstmCell) and node.inputs[3] in wanted else [node]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _cell(graph: Graph, node: Node) -> list[Node]:
+    x, h, c, into, hidden, *biases = node.inputs
+    scope, types, made = node.name.rpartition(".")[0], dict(graph.types), list[Node]()
+
+    def add(name: str, op: Op, *inputs: str) -> str:
+        made.append(Node(name, op, inputs, op.infer([types[ref] for ref in inputs])))
+        types.update(zip(made[-1].outputs, made[-1].types, strict=True))
+        return name
+
+    gates = add(f"{scope}.gates_x", Linear(), x, into)
+    for i, bias in enumerate(biases):
+        gates = add(f"{scope}.gates_biased{i or ''}", BIASED, gates, bias)
+    sums = add(f"{scope}.sums", SUM, add(f"{scope}.gates_h", Linear(), h, hidden), add(f"{scope}.row", Last(), gates))
+    add(node.name, LstmGates(), sums, c)
+    return made

@@ -99,8 +99,8 @@ class CharTokenizer:
 
 
 def _too_long(row: int, line: str, width: int) -> LineError:
-    message = f"{_shown(line)} has {len(line):,} characters; {width} tokens hold at most {width - 1} and a stop"
-    return LineError(row, message, "use a longer model.context")
+    message = f"{_shown(line)} has {len(line):,} characters; a context of {width} tokens holds {width - 1} and a stop"
+    return LineError(row, message, "shorten the line, or train a model with a longer model.context")
 
 
 def _shown(line: str) -> str:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.characters import PAD, CharTokenizer, Tokens
-from specc.runtime.data.errors import DataError
+from specc.runtime.data.errors import DataError, LineError
 from specc.runtime.data.polynomial import Lines
-from specc.runtime.data.polynomial_sets import Fresh
+from specc.runtime.data.polynomial_sets import Fresh, read_lines
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,17 @@ class Pairs:
     def of(cls, lines: Lines, tokenizer: CharTokenizer, width: int) -> Pairs:
         """Raises DataError where a line does not fit."""
         return cls(tokenizer.encode_codes(lines.factors(), width), tokenizer.encode_codes(lines.expansions(), width))
+
+    @classmethod
+    def read(cls, path: Path, tokenizer: CharTokenizer, width: int) -> tuple[Pairs, list[str], list[str]]:
+        """Those of a file of lines, with both sides of them as text. Raises as `read_lines` does, and LineError, naming
+        file and line, where one does not fit."""
+        sides = read_lines(path)
+        try:
+            source, target = (tokenizer.encode_rows(side, width) for side in sides)
+        except LineError as error:
+            raise LineError(error.row, f"{path}:{error.row + 1}: {error.message}", error.hint) from error
+        return cls(source, target), *sides
 
     def __len__(self) -> int:
         return len(self.source)

@@ -140,7 +140,7 @@ def read_lines(path: Path) -> tuple[list[str], list[str]]:
     """
     try:
         with open_file(path) as file:
-            texts = lines_of(file.read().decode("utf-8"))
+            texts = lines_of(file.read().decode("utf-8-sig"))
     except READ_ERRORS as error:
         raise DataIntegrityError(f"{path}: damaged compressed file: {error}", "copy the file again") from None
     except UnicodeDecodeError as error:

@@ -55,6 +55,7 @@ from specc.runtime.run import SPEC, Run, locked, readable
 from specc.runtime.sources.source import source_of
 
 REPORT = "report.json"
+HOPELESS = 4096  # lines of a set, none of them exact: a model that has hardly trained is not decoded to the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
         raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
     run, weights, step = as_trained(run, say)
     opened = opened_run(run, weights, options.target, options.device, options.search)
-    scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache)
+    scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache, hopeless=HOPELESS)
 
     def measure(model: Opened) -> Scored:
         metric = METRICS[run.spec.eval.metric]

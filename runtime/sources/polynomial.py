@@ -17,7 +17,7 @@ from specc.compiler.train_spec import ExactMatchSpec
 from specc.runtime.data import CharTokenizer, DataError
 from specc.runtime.data.corpus import is_val
 from specc.runtime.data.pairs import FixedSet, FreshSamples, PairLoader, Pairs, lengths
-from specc.runtime.data.polynomial_sets import Fresh, held_out, read_lines, training_set
+from specc.runtime.data.polynomial_sets import Fresh, held_out, training_set
 from specc.runtime.distributed import World
 from specc.runtime.exact import PairValidation
 from specc.runtime.feed import Forced
@@ -43,14 +43,11 @@ class _Lines:
             return _Sets(self.spec, self.tokenizer, train, val, Fresh(kind.seed, kind.lines) if kind.fresh else None)
         if kind.fresh:
             raise DataError("`fresh: true` draws samples, and a file has none to draw", "train without --data")
-        sides: tuple[tuple[list[str], list[str]], ...] = (([], []), ([], []))
-        for left, right in zip(*read_lines(Path(data).expanduser()), strict=True):
-            side = sides[is_val(f"{left}={right}".encode())]
-            side[0].append(left)
-            side[1].append(right)
-        if not all(left for left, _ in sides):
+        pairs, left, right = Pairs.read(Path(data).expanduser(), self.tokenizer, width)
+        held = np.array([is_val(f"{a}={b}".encode()) for a, b in zip(left, right, strict=True)])
+        if held.all() or not held.any():
             raise DataError(f"{data}: too few lines to hold some out", "one line in ten, by hash, validates: give more")
-        train, val = (Pairs(*(self.tokenizer.encode_rows(side, width) for side in both)) for both in sides)
+        train, val = pairs[np.flatnonzero(~held)], pairs[np.flatnonzero(held)]
         return _Sets(self.spec, self.tokenizer, train, val, None)
 
 

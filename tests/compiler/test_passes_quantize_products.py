@@ -7,6 +7,7 @@ from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
 from specc.compiler.ops.quantized import Int8Linear, QuantizeRows
 from specc.compiler.programs import LoweringError, Programs
+from specc.compiler.strict import Problem
 
 
 def deployed(*rules: object, **words: object) -> Programs:
@@ -81,6 +82,26 @@ def test_blocks_that_share_code_share_the_choice() -> None:
         deployed({"match": "blocks.0.mlp.up", **NONE})
     messages = {problem.message for problem in raised.value.problems}
     assert messages == {"blocks.0.mlp.up is int8 in some of the blocks that share its code, not in all"}
+
+
+def problem_of(*rules: object, default: object = NONE) -> Problem:
+    data = spec_data((ATTENTION, {**MLP, "hidden": 16}), fuse=())
+    data["quant"] = {"default": default, "rules": list(rules)}
+    with pytest.raises(LoweringError) as raised:
+        pipeline.deployed(spec_of(data), "cpu")
+    (problem,) = raised.value.problems
+    return problem
+
+
+def test_what_is_to_be_kept_is_said_so_that_it_can_be_done() -> None:
+    """Beside a rule that names a parameter no other rule helps."""
+    by_rule = problem_of({"match": "*", "scheme": "int8"})
+    assert by_rule.path == ("quant", "rules", 0) and "a parameter has one rule: narrow" in by_rule.hint
+    keep = {"match": "embed.token", **NONE}
+    some = problem_of(keep, {"match": "blocks.0.mlp.up", **NONE}, default={"scheme": "int8"})
+    assert some.path == ("quant", "rules", 1) and '{match: "blocks.*.mlp.up", ...}' in some.hint
+    by_default = problem_of(default={"scheme": "int8"})
+    assert by_default.path == ("quant", "default") and by_default.hint.startswith("add a rule")
 
 
 def test_a_weight_that_is_kept_stays_a_product_of_floats() -> None:

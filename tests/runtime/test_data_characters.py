@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_refused() -> None:
         tokens.encode_rows(["ab", "aXb"], 9)
     with pytest.raises(DataError, match=r"'b\U0001F600' holds"):
         tokens.encode("b😀")
-    with pytest.raises(DataError, match="'aab' has 3 characters; 3 tokens hold at most 2"):
+    with pytest.raises(DataError, match="'aab' has 3 characters; a context of 3 tokens holds 2 and a stop"):
         tokens.encode_rows(["ab", "aab"], 3)
     with pytest.raises(DataError, match="the character 'a' twice"):
         CharTokenizer("aba")

@@ -25,7 +25,8 @@ class Answers:
         self.table = {a: b[:-1] for a, b in zip(*sides, strict=True)} | given
         self.sizes: list[int] = []
 
-    def translate(self, lines: Sequence[str]) -> list[str]:
+    def translate(self, lines: Sequence[str], limits: Sequence[int]) -> list[str]:
+        assert len(limits) == len(lines) and min(limits) > 0
         self.sizes.append(len(lines))
         return [self.table[line] for line in lines]
 
@@ -76,6 +77,19 @@ def test_batches_do_not_matter(batch: int) -> None:
     assert (found.lines, found.exact, found.tokens) == (64, len(range(0, 64, 3)), int(kept.sum()))
     assert set(shapes) == {(batch, WIDTH)}  # one shape for what is compiled
     assert sum(answers.sizes) == 64 and seen[-1] == (64, 64)
+
+
+def test_where_nothing_is_exact_it_ends() -> None:
+    """With the batch in which that is known; one exact line is enough to go on."""
+    some = pairs(64)
+    seen: list[tuple[int, int]] = []
+    ended = exact_match(nats, Answers({}, some), some, TOKENS, 10, CPU, hopeless=25)
+    whole = exact_match(nats, Answers({}, some[:30]), some[:30], TOKENS, 10, CPU)
+    assert ended == whole and ended.lines == 30
+    right = {TOKENS.decode_rows(some.source)[24]: TOKENS.decode_rows(some.target)[24]}
+    given = Answers(right, some)
+    assert exact_match(nats, given, some, TOKENS, 10, CPU, lambda *told: seen.append(told), hopeless=25).lines == 64
+    assert seen[-1] == (64, 64)
 
 
 @pytest.mark.parametrize("world", [1, 3, 5])

@@ -1,5 +1,7 @@
 """Training with int8 products ahead: which inputs are rounded, from when on, by whose scales, and what is refused."""
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,7 +114,32 @@ def test_what_cannot_be_rounded_is_refused() -> None:
     with pytest.raises(LoweringError) as error:
         lowered(ADDITIVE)
     (problem,) = error.value.problems
-    assert problem.code == "S274" and "loop" in problem.message and problem.path == ("train", "qat")
+    assert problem.code == "S274" and problem.path == ("train", "qat")
+    assert "decoder.step loops over time with decoder.step.additive.query and decoder.step.lstm.cell" in problem.message
+    (pattern,) = re.findall(r'match: ("[^"]*")', problem.hint)
+    kept = {"match": json.loads(pattern), "scheme": "none", "dtype": "f32"}
+    assert "train_rounded" in lowered(ADDITIVE, {**QUANT, "rules": [*QUANT["rules"], kept]}).whole
+
+
+def test_what_a_decoder_writes_is_rounded_where_it_is_fed_that() -> None:
+    """Teacher forcing: with programs of its own, whose single steps of an LSTM round what its loop rounds."""
+    programs = lowered(LSTM, teacher_forcing=[[0, 1.0], [50, 0.5]])
+    assert [phase.writes for phase in programs.phases] == [("encode", "extend"), ("encode_rounded", "extend_rounded")]
+    assert "extend_rounded" not in programs.whole
+    whole, step = (flatten(programs, programs.program(name)) for name in ("train_rounded", "extend_rounded"))
+    scales = [{node.inputs[1] for node in graph.nodes if isinstance(node.op, RoundRows)} for graph in (whole, step)]
+    loops = {node.inputs[-1] for node in whole.nodes if node.op.name == "scan"}
+    assert scales[1] - {"@decoder.lstm.hidden_inverse"} <= scales[0] and "@decoder.lstm.hidden_inverse" in loops
+    assert not any(node.op.name == "lstm_cell" for node in step.nodes)
+    for given in (None, [[0, 1.0]]):
+        assert "extend_rounded" not in {graph.name for graph in lowered(LSTM, teacher_forcing=given).programs}
+
+
+def test_with_nothing_to_round_there_is_no_such_training() -> None:
+    with pytest.raises(LoweringError) as error:
+        lowered(LSTM, {"default": {"scheme": "none", "dtype": "f16"}})
+    (problem,) = error.value.problems
+    assert problem.code == "S244" and problem.path == ("train", "qat") and "f16" in problem.message
 
 
 def test_what_ships_asks_for_no_training() -> None:

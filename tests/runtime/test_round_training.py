@@ -37,6 +37,7 @@ from specc.runtime.quantize.inputs import trained_scales
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.quantize.tensors import dequantized
 from specc.runtime.train import TrainOptions, train
+from specc.runtime.translate import fed
 
 BY_FEATURE = {**QUANT, "default": {"scheme": "int8", "activations": "per_channel"}}
 TWO_BIASES = {
@@ -84,9 +85,9 @@ def exact(one: Made, masters: Mapping[str, Tensor] | None = None) -> dict[str, T
     }
 
 
-def trained(one: Made, folder: Path) -> torch.nn.Module:
+def trained(one: Made, folder: Path, **more: Any) -> torch.nn.Module:
     """The generated training module, with the values that the artifact's codes stand for."""
-    rounding = {"qat": QatSpec(), "schedule": ScheduleSpec(warmdown_fraction=1.0), "steps": 10}
+    rounding = {"qat": QatSpec(), "schedule": ScheduleSpec(warmdown_fraction=1.0), "steps": 10, **more}
     spec = one.spec.model_copy(update={"train": one.spec.train.model_copy(update=rounding)})
     loaded = instantiate(spec, "cpu", folder)
     with torch.no_grad():
@@ -160,6 +161,23 @@ def test_gradients_are_those_of_the_straight_through_estimator(name: str, quant:
     for key, parameter in generated.named_parameters():
         assert parameter.grad is not None and float(parameter.grad.abs().max()) > 0, key
         torch.testing.assert_close(parameter.grad, weights[key].grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["lstm", "two biases", "backward", "blocks"])
+def test_what_it_writes_is_what_it_is_trained_to_write(name: str, tmp_path: Path) -> None:
+    """Token by token the loss is that of whole lines, rounded alike, and not that of the plain programs."""
+    module: Any = trained(model(name, "by feature"), tmp_path, teacher_forcing=((0, 0.5),))
+    source, target = lines(6, 32)
+    inputs, real = shifted(target), target != 0
+    with torch.no_grad():
+        wanted = float(module.train_rounded(source, inputs, target))
+        found = []
+        for encode, extend in ((module.encode_rounded, module.extend_rounded), (module.encode, module.extend)):
+            state = encode(source)
+            logits = [extend(inputs[:, t : t + 1], torch.tensor(t), state) for t in range(target.shape[1])]
+            nats = torch.nn.functional.cross_entropy(torch.stack(logits, 1)[real], target[real])
+            found.append(abs(float(nats) - wanted))
+    assert found[0] < 2e-5 and found[0] < 0.1 * found[1]
 
 
 def test_beyond_the_largest_code_nothing_is_learned() -> None:
@@ -316,6 +334,19 @@ def test_weights_are_rounded_as_the_artifact_stores_them() -> None:
         step = torch.from_numpy(arrays["scale"].copy()).float()[:, None]
         steps = ((found - wanted) * shares[name.replace(".", "_")] / step).abs()
         assert float((steps > 1e-3).float().mean()) < 1e-3 and not torch.equal(found, one.weights[name])
+
+
+def test_what_a_decoder_is_fed_is_written_by_what_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def spied(model: Any, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
+        asked.append(writes)
+        return fed(model, source, target, forcing, writes)
+
+    monkeypatch.setattr("specc.runtime.feed.fed", spied)
+    result = go(tmp_path / "run", "train.teacher_forcing=[[0, 0.5]]")
+    assert asked == [("encode", "extend")] * 6 + [("encode_rounded", "extend_rounded")] * 6
+    quantize(result.run, QuantizeOptions(), lambda line: None)
 
 
 def test_a_run_that_ended_before_it_rounds_is_calibrated(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The forcings that the model was asked to fill in; its own token is always 7."""
     asked: list[Tensor] = []
 
-    def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor) -> Tensor:
+    def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
         assert forcing.dtype == torch.bool and forcing.shape == target.shape
         asked.append(forcing)
         return torch.where(forcing, shifted(target), 7)

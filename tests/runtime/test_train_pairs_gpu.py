@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 def test_a_captured_step_is_the_eager_one(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across the step from which tokens are drawn: nothing is captured anew, only what the graph reads."""
 
-    def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor) -> Tensor:
+    def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
         return torch.where(forcing, shifted(target), 7)
 
     monkeypatch.setattr("specc.runtime.feed.fed", fed)

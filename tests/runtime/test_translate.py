@@ -79,6 +79,18 @@ def test_a_line_does_not_depend_on_its_batch(loaded: Loaded, batch: int, beam: i
     assert of(loaded, batch=batch, beam=beam).translate(LINES[::-1]) == alone[::-1]
 
 
+@pytest.mark.parametrize("batch", [2, 100])
+def test_what_is_wanted_of_a_line_is_what_all_of_it_begins_with(loaded: Loaded, batch: int) -> None:
+    """And what has its stop by then is all there; a beam search goes to the end."""
+    limits = [1, 7, 30, 4, 12, 5, 1, 9]
+    whole, some = of(loaded, batch=batch).translate(LINES), of(loaded, batch=batch).translate(LINES, limits)
+    for one, other, limit in zip(whole, some, limits, strict=True):
+        assert other[:limit] == one[:limit] and (len(one) >= limit or other == one)
+    assert some != whole
+    beams = of(loaded, batch=batch, beam=3)
+    assert beams.translate(LINES, limits) == beams.translate(LINES)
+
+
 def test_no_lines_give_no_lines(loaded: Loaded) -> None:
     assert of(loaded).translate([]) == []
 
@@ -175,7 +187,7 @@ def test_a_model_that_gives_no_numbers_is_refused() -> None:
 
 
 def test_a_line_that_is_too_long_or_has_another_character_is_refused(loaded: Loaded) -> None:
-    with pytest.raises(DataError, match="hold at most 29 and a stop"):
+    with pytest.raises(DataError, match="holds 29 and a stop"):
         of(loaded).translate(["x", "x" * 30])
     with pytest.raises(DataError, match="not in the vocabulary"):
         of(loaded).translate(["x+y=1"])

@@ -57,7 +57,10 @@ def test_a_bad_line_is_an_error_and_gives_nothing(
     for text, message in (
         ("x**2\nx=2\n", f"{path}:2: 'x=2' holds '=', which is not in the vocabulary"),
         ("x\n\n(x-1)*(x-2)\nx\0\n", f"{path}:4: 'x\\x00' holds '\\x00', which is not"),
-        ("y\n" + "x" * 30 + "\nx=2\n", f"{path}:2: '{'x' * 30}' has 30 characters; 30 tokens hold at most 29"),
+        (
+            "y\n" + "x" * 30 + "\nx=2\n",
+            f"{path}:2: '{'x' * 30}' has 30 characters; a context of 30 tokens holds 29 and a stop",
+        ),
         ("x" * 5_000_000 + "\n" + "x\n" * 2000, f"{path}:1: '{'x' * 60}'... has 5,000,000 characters"),
     ):
         path.write_text(text)
