@@ -9,7 +9,8 @@ from specc.compiler.cost import flops_per_token
 from specc.compiler.expr import KEEPS
 from specc.compiler.fusions.fusion import Fusion
 from specc.compiler.ir import TensorType
-from specc.compiler.ops.quantized import CropColumns, QuantizeRows
+from specc.compiler.ops.int8_lstm import Int8LstmStep
+from specc.compiler.ops.quantized import CropColumns, QuantizeRows, padded
 from specc.compiler.passes.assign_quant import Allocation, allocation
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
@@ -109,6 +110,9 @@ def _padding(programs: Programs) -> Iterator[str]:
             elif isinstance(node.op, QuantizeRows) and (k := graph.types[node.inputs[0]].width) != node.op.columns:
                 path = place_pattern(programs, (graph.name,), node.name.removesuffix("_input"))
                 lines.append(f"- {path}: K {k} is padded to {node.op.columns}")
+            elif isinstance(node.op, Int8LstmStep) and isinstance(h := node.type.width, int) and h != padded(h):
+                path = place_pattern(programs, (graph.name,), node.name)
+                lines.append(f"- {path}: K {h} is padded to {padded(h)}")
     if lines:
         yield "Padded to multiples of 16, with zeros:"
         yield ""

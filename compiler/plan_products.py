@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.compiler.ir import Graph, Node, node_of
-from specc.compiler.ops.quantized import CropColumns, Int8Linear, QuantizeRows, TimeMajor
+from specc.compiler.ops.quantized import CropColumns, Int8Product, QuantizeRows, TimeMajor
 from specc.compiler.plan import Choice, Plan
 
 
@@ -47,11 +47,11 @@ def products(plan: Plan) -> Iterator[ProductRow]:
     told: set[ProductRow] = set()
     for choice in plan.choices:
         op, types = choice.site.node.op, choice.site.inputs
-        if not isinstance(op, Int8Linear):
+        if not isinstance(op, Int8Product):
             continue
-        n, k = op.extent(types[1])
+        n, k = op.extent(types[op.stored])
         graph = next(graph for graph in plan.programs.graphs if graph.name == choice.graph)
-        whole_n, whole_k = _whole(graph, choice.site.node, n, k)
+        whole_n, whole_k = _whole(graph, choice.site.node, n)
         row = ProductRow(
             path_of(choice),
             choice.rendered.module,
@@ -74,23 +74,17 @@ def path_of(choice: Choice) -> str:
     return choice.site.label.split(" ")[0].removesuffix(".padded")
 
 
-def _whole(graph: Graph, product: Node, n: int, k: int) -> tuple[int, int]:
+def _whole(graph: Graph, product: Node, n: int) -> tuple[int, int]:
     """N and K before padding."""
     for reader in graph.consumers[product.name]:
         if isinstance(reader.op, CropColumns):
             n = reader.op.columns
-    maker = _maker(graph, product)
-    while maker is not None and isinstance(maker.op, TimeMajor):
-        maker = _maker(graph, maker)
-    if maker is not None and isinstance(maker.op, QuantizeRows):
-        width = graph.types[maker.inputs[0]].width
-        assert isinstance(width, int)
-        k = width
+    read = product.inputs[0]
+    while (maker := graph.by_name.get(node_of(read))) is not None and isinstance(maker.op, TimeMajor | QuantizeRows):
+        read = maker.inputs[0]
+    k = graph.types[read].width
+    assert isinstance(k, int)
     return n, k
-
-
-def _maker(graph: Graph, node: Node) -> Node | None:
-    return graph.by_name.get(node_of(node.inputs[0]))
 
 
 def product_lines(deployed: Mapping[str, Plan]) -> list[str]:

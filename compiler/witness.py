@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from specc.compiler.expr import Binary, Call, Compare, Expr, Neg, Var, decided, number, reread, variables
 from specc.compiler.ir import Graph, Input, Node, TensorType, Traced, node_of
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import Int8Linear
 from specc.compiler.ops.region import Scan
 from specc.compiler.programs import Programs, flatten, scalar_values
 
@@ -154,17 +153,17 @@ class _Comparison:
             values = dict(zip(node.op.variables, node.inputs, strict=True))
             self.expression(node, decided(reread(node.op.outputs[0])), values, found)
             return
-        if isinstance(node.op, Int8Linear):
+        if node.op.everywhere:
             self.kernel(node, found)
             return
         types = [self.graph.types[ref] for ref in node.inputs]
         self.call(node, node.op.traced(types), found)
 
     def kernel(self, node: Node, found: Any) -> None:
-        """A call of the function of a kernel, which is named after the op and its epilogue; its file may have added the
-        shape."""
-        assert isinstance(node.epilogue, Pointwise)
-        name, wanted = self.called(found).partition(".")[0].partition("__")[0], f"{node.op.name}_{node.epilogue.title}"
+        """A call of the function of a kernel, which is named after the op and its epilogue, if it has one; its file may
+        have added the shape."""
+        tail = f"_{node.epilogue.title}" if isinstance(node.epilogue, Pointwise) else ""
+        name, wanted = self.called(found).partition(".")[0].partition("__")[0], f"{node.op.name}{tail}"
         self.expect(name == wanted, node.name, f"is a call of {wanted}", found)
         self.expect(len(found.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", found)
         for ref, have in zip(node.inputs, found.args, strict=True):

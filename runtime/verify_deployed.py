@@ -18,6 +18,7 @@ from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.passes.quantize_products import integer_products
 from specc.compiler.spec import Spec
 from specc.runtime.bench.products import operands
+from specc.runtime.judge import PEAK, RMS, Judge, inputs_of, sizes_of
 from specc.runtime.load import Loaded, device_of, instantiate
 from specc.runtime.opened import realize_stored
 from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
@@ -92,25 +93,33 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Every int8 product of the plan on several numbers of rows: exact sums, and its epilogue in float64."""
+    """Every kernel of the plan on several numbers of rows, against float64."""
     plan = pipeline.deployed_plan(spec, loaded.target.name, "")
     assert plan is not None
     source = sys.modules[type(loaded.model).__module__]
     seen: set[str] = set()
     for choice in plan.choices:
-        if not isinstance(choice.site.node.op, Int8Linear) or choice.rendered.module in seen:
+        if choice.rendered.module in seen:
             continue
         seen.add(choice.rendered.module)
-        function = vars(source)[plan.called(choice)]
-        worst = max(_kernel_error(choice.site, function, rows, loaded) for rows in ROWS)
+        function, device = vars(source)[plan.called(choice)], device_of(loaded.target)
+        error = _product_error if isinstance(choice.site.node.op, Int8Linear) else _judged_error
+        worst = max(error(choice.site, function, rows, device) for rows in ROWS)
         detail = f"rows {list(ROWS)}: at most {worst:.2f} of what rounding may cost"
         yield Check(loaded.target.name, f"kernel {choice.rendered.module}, deployed", worst <= 1.0, detail)
 
 
-def _kernel_error(site: Site, function: Any, rows: int, loaded: Loaded) -> float:
-    """The largest error as a share of what rounding the output may cost; infinite for NaN or another shape."""
+def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
+    """The largest error of an output as a share of what the judge lets pass; infinite for NaN or another shape."""
+    judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device))
+    return max(max(error.rms / RMS, error.peak / PEAK) for error in judge.errors(judge.call(function)))
+
+
+def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
+    """The largest error of a product, whose sums are exact, as a share of what rounding the output may cost; infinite
+    for NaN or another shape."""
     tail = int8_tail(site)
-    given = operands(site, tail, rows, torch.device(device_of(loaded.target)))
+    given = operands(site, tail, rows, torch.device(device))
     found = function(*given).cpu()
     x, w, offset, *others = (tensor.cpu() for tensor in given)
     sums = torch.from_numpy(x.long().numpy() @ w.long().numpy().T) + offset.long()

@@ -111,7 +111,7 @@ class Int8Function:
 
 def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
     function, file = symbol(site)
-    label = _told(site.label)
+    label = told(site.label)
     types = [f"x {site.inputs[0]}", f"w {site.inputs[1]}", *(str(value) for value in tail.operands)]
     header = flowed(f"{unbroken(label)}    {', '.join(types)} -> {tail.y}", "# ", "    ", 88)
     shapes = [f"x [..., {tail.k}] i8", f"w [{tail.n}, {tail.k}] i8", f"offset [{tail.n}] i32"]
@@ -125,7 +125,7 @@ def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
     return Int8Function(
         header,
         label,
-        _nodes(site.label),
+        nodes_of(site.label),
         f"specc_{site.module}",
         function,
         file,
@@ -139,13 +139,13 @@ def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
     )
 
 
-def _nodes(label: str) -> str:
+def nodes_of(label: str) -> str:
     """The tuple NODES of the paths in a label, without what joined each."""
     paths = [f'"{one.partition(" ")[0]}"' for one in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
-def _told(label: str) -> str:
+def told(label: str) -> str:
     """The nodes of a file that many share, as its first one and how many more there are; the plan page lists them."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"

@@ -71,16 +71,30 @@ class QuantizeRows(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Linear(Op):
+class Int8Product(Op):
+    """What multiplies by stored codes w i8 [N, K], which are its input `stored`. A kernel of its own computes it."""
+
+    matrix: ClassVar[bool] = True
+    planned: ClassVar[bool] = True
+    everywhere: ClassVar[bool] = True
+    stored: ClassVar[int]
+
+    def extent(self, weight: TensorType) -> tuple[int, int]:
+        """N and K of the product."""
+        n, k = weight.shape
+        assert isinstance(n, int) and isinstance(k, int)
+        return n, k
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Linear(Int8Product):
     """Codes x i8 [..., K] times stored codes w i8 [N, K], plus offset i32 [N]: the exact sums, i32 [..., N].
 
     What follows, from the scale of the sums on, is an epilogue. An output of type i8 is rounded to a code.
     """
 
     name: ClassVar[str] = "int8_linear"
-    matrix: ClassVar[bool] = True
-    planned: ClassVar[bool] = True
-    everywhere: ClassVar[bool] = True
+    stored: ClassVar[int] = 1
     layout: ClassVar[Literal["nk"]] = "nk"
 
     @property
@@ -94,12 +108,6 @@ class Int8Linear(Op):
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         n, k = inputs[1].shape
         return self.name, f"n{n}_k{k}"
-
-    def extent(self, weight: TensorType) -> tuple[int, int]:
-        """N and K of the product."""
-        n, k = weight.shape
-        assert isinstance(n, int) and isinstance(k, int)
-        return n, k
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, weight, offset = inputs
@@ -127,7 +135,7 @@ class Int8Linear(Op):
         import torch
 
         x, weight, offset = (tensor.to(torch.int64) for tensor in inputs)
-        sums = torch.zeros(*x.shape[:-1], weight.shape[0], dtype=torch.int64)
+        sums = x.new_zeros(*x.shape[:-1], weight.shape[0])
         for k in range(weight.shape[1]):
             sums += x[..., k : k + 1] * weight[:, k]
         return (sums + offset).to(torch.int32)
@@ -210,37 +218,3 @@ class Part(Moves):
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         width = inputs[0].shape[-1] // self.parts
         return inputs[0].narrow(-1, self.index * width, width)
-
-
-@dataclass(frozen=True, slots=True)
-class LstmUpdate(Op):
-    """The new h and c [B, H] of gates [B, 4H] behind their functions, in the order i, f, g, o, and the old c."""
-
-    name: ClassVar[str] = "lstm_update"
-
-    @property
-    def arity(self) -> int:
-        return 2
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return "h", "c"
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        gates, c = inputs
-        if not isinstance(c.width, int) or gates.shape != (*rows(c), 4 * c.width):
-            raise TypeRuleError(f"updates {c} by four gates a feature, not {gates}", (0, 1))
-        return c, c
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return self.name
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{self.name}({', '.join(args)})"
-
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        gates, c = inputs
-        size = c.shape[-1]
-        i, f, g, o = (gates[..., n * size : (n + 1) * size] for n in range(4))
-        new = f * c + i * g
-        return o * new.tanh(), new

@@ -31,7 +31,12 @@ def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[Tensor
 def _step(x: "Tensor", h: "Tensor", c: "Tensor", weights: Sequence["Tensor"]) -> tuple["Tensor", "Tensor"]:
     """One step of one direction, in the precision of x [B, D]; returns h and c."""
     into, hidden, *biases = weights
-    i, f, g, o = (x @ into.T + h @ hidden.T + sum(biases)).chunk(GATES, -1)
+    return updated(x @ into.T + h @ hidden.T + sum(biases), c)
+
+
+def updated(sums: "Tensor", c: "Tensor") -> tuple["Tensor", "Tensor"]:
+    """The new h and c [..., H] of the sums of the gates [..., 4H] and the old c."""
+    i, f, g, o = sums.chunk(GATES, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from specc.compiler.ir import Op, TensorType, TypeRuleError
-from specc.compiler.ops.quantized import LARGEST, LstmUpdate
+from specc.compiler.ops.linear import rows
+from specc.compiler.ops.quantized import LARGEST
+from specc.compiler.ops.recurrent import GATES, updated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,15 +54,30 @@ class RoundRows(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class LstmGates(LstmUpdate):
+class LstmGates(Op):
     """The new h and c [B, H] of the sums of the gates [B, 4H], in the order i, f, g, o, and the old c."""
 
     name: ClassVar[str] = "lstm_gates"
 
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        import torch
+    @property
+    def arity(self) -> int:
+        return 2
 
+    @property
+    def output_labels(self) -> tuple[str, ...]:
+        return "h", "c"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         sums, c = inputs
-        i, f, g, o = sums.chunk(4, -1)
-        gates = torch.cat((i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()), -1)
-        return LstmUpdate.reference(self, gates, c)
+        if not isinstance(c.width, int) or sums.shape != (*rows(c), GATES * c.width):
+            raise TypeRuleError(f"updates {c} by four gates a feature, not {sums}", (0, 1))
+        return c, c
+
+    def support(self, inputs: Sequence[TensorType]) -> str:
+        return self.name
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{self.name}({', '.join(args)})"
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return updated(*inputs)

@@ -35,7 +35,7 @@ class Editing(Protocol):
         """Whether a value is a parameter that is stored for products in whole numbers."""
 
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:
-        """Declares a tensor that is kept beside a weight: `codes`, `offset`, `scale`, or `marks` of an LSTM's."""
+        """Declares a tensor that is kept beside a weight: `codes`, `offset` or `scale`."""
 
     def codes(self, ref: str, weight: str, before: Node) -> str:
         """The value `ref` as codes for the product with `weight`, made ahead of a node; all products of one value share

@@ -1,13 +1,14 @@
-"""A long short-term memory in int8: one product for the gates of all steps of x, and one a step for those of h, whose
-epilogue adds the two and applies the functions of the gates."""
+"""A long short-term memory in int8: one product for the gates of all steps of x, and an op a step, which multiplies h
+and goes on to the next."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, TypeRuleError
+from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import Int8Linear, LstmUpdate, Part, QuantizeRows, TimeMajor, padded
+from specc.compiler.ops.quantized import Int8Linear, Part, TimeMajor
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
@@ -16,12 +17,6 @@ from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of
 from specc.compiler.quant.rounded_lstm import rehearsed
 
 SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
-SUM = "x_ + p * scale"
-# The cell has tanh, which is 2 sigmoid(2 x) - 1, the other gates sigmoid: with `cell` 1 or 0, one sigmoid serves all.
-GATES = Pointwise(
-    (f"(1 + cell) * sigmoid((1 + cell) * ({SUM})) - cell",), ("p", "scale", "x_", "cell"), title="lstm_gates_f32"
-)
-
 
 # The nodes of one direction, by the name to give them: x, h and c, its factors, whether it goes backward in time.
 Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]
@@ -58,10 +53,9 @@ def _gates_of(edit: Editing, node: Node, name: str, codes: str, factor: Factor) 
     return edit.add(Node(name, op, (codes, *held), (made,), SCALED, (name,)), node)
 
 
-def _marks(edit: Editing, hidden: Factor) -> str:
-    """The constant f32 [4H] that is 1 in the columns of the cell's gate, and 0 in those of the others."""
-    rows = edit.type(hidden.weight).shape[0]
-    return edit.constant(hidden.weight, "marks", TensorType((rows,), "f32"))
+def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
+    """What a step reads of the product with h: codes, offset, scale and inverse."""
+    return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +74,8 @@ class Int8CellForm(Int8Form):
         codes = edit.codes(x, factors[0].weight, node)
         scope = node.name.rpartition(".")[0]
         gates = _gates_of(edit, node, f"{scope}.gates_x", codes, factors[0])
-        step = edit.add_op(f"{scope}.gates_step", Last(), (gates,), node)
-        held = (*sums_of(edit, factors[1].weight, factors[1].bias), edit.inverse(factors[1].weight))
-        marks = _marks(edit, factors[1])
-        quantized = edit.add_op(f"{scope}.h_codes", QuantizeRows(_columns(edit, held)), (h, held[3]), node)
-        type = edit.type(step)
-        name = f"{scope}.gates"
-        done = edit.add(Node(name, Int8Linear(), (quantized, *held[:3], step, marks), (type,), GATES, (name,)), node)
-        made = edit.add_op(f"{scope}.update", LstmUpdate(), (done, c), node)
+        row = edit.add_op(f"{scope}.gates_step", Last(), (gates,), node)
+        made = edit.add_op(f"{scope}.step", Int8LstmStep(), (h, c, row, *_held(edit, factors[1])), node)
         edit.replace(node, made, f"{made}:1")
 
     def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
@@ -142,9 +130,8 @@ def _direction(
     major = edit.add_op(f"{name}_codes", TimeMajor(backward), (codes,), node)
     gates = _gates_of(edit, node, f"{name}_x", major, factors[0])
     steps = edit.add_op(f"{name}_steps", TimeMajor(back=True), (gates,), node)
-    held = (*sums_of(edit, factors[1].weight, factors[1].bias), edit.inverse(factors[1].weight))
-    inputs = (*state, steps, *held, _marks(edit, factors[1]))
-    step = edit.function(_step([edit.type(ref) for ref in inputs], _columns(edit, held)))
+    inputs = (*state, steps, *_held(edit, factors[1]))
+    step = edit.function(_step([edit.type(ref) for ref in inputs]))
     kept = [edit.type(ref) for ref in state]
     y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
     word = name.rpartition(".")[2]
@@ -158,37 +145,18 @@ def _direction(
     return out, loop, f"{loop}:1"
 
 
-def _columns(edit: Editing, held: Sequence[str]) -> int:
-    width = edit.type(held[3]).width
-    assert isinstance(width, int)
-    return padded(width)
-
-
-def _step(types: Sequence[TensorType], columns: int) -> Graph:
+def _step(types: Sequence[TensorType]) -> Graph:
     """The function of one step: h, c, the gates of x at that step, and the constants that all steps read."""
-    names = ("h", "c", "x", "codes", "offset", "scale", "inverse", "marks")
-    size = types[0].width
-    b = Builder(f"lstm_{size}_steps.step")
-    given = [
+    names = ("h", "c", "x", "codes", "offset", "scale", "inverse")
+    b = Builder(f"lstm_{types[0].width}_steps.step")
+    h, c, x, *held = (
         b.input(name, type.with_shape(type.shape[0], 1, type.width) if name == "x" else type)
         for name, type in zip(names, types, strict=True)
-    ]
-    h, c, x, codes, offset, scale, inverse, marks = given
-    quantized = b.add("recurrent.h", QuantizeRows(columns), (h, inverse))
-    row = b.add("recurrent.x", Last(), (x,))
-    node = Node(
-        "recurrent.gates",
-        Int8Linear(),
-        (quantized, codes, offset, scale, row, marks),
-        (b.types[row],),
-        GATES,
-        ("recurrent.gates",),
     )
-    b.nodes.append(node)
-    b.types[node.name] = node.type
-    update = b.add("recurrent.update", LstmUpdate(), (node.name, c))
-    y = b.add("recurrent.y", AsStep(), (update,))
-    return b.build({"next_h": update, "next_c": f"{update}:1", "y": y})
+    row = b.add("recurrent.x", Last(), (x,))
+    made = b.add("recurrent.step", Int8LstmStep(), (h, c, row, *held))
+    y = b.add("recurrent.y", AsStep(), (made,))
+    return b.build({"next_h": made, "next_c": f"{made}:1", "y": y})
 
 
 INT8_CELL = Int8CellForm("int8_lstm_cell")

@@ -18,8 +18,7 @@ from specc.runtime.quantize.tensors import Array, QuantizedModel
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
     """What the deployed programs keep beside their parameters, by name, on the CPU: of each product's weight [N, K] the
     `codes` i8, the `offset` i32 [N] (its bias, zeros without one) and the `scale` f32 [N] of the sums, N and K padded
-    with zeros as the product takes them; once an input, the `inverse` f32 [K] of its scale; and of an LSTM's product
-    with h the `marks` f32 [N] of the cell's gate.
+    with zeros as the product takes them; and once an input, the `inverse` f32 [K] of its scale.
 
     Raises IntegrityError, naming the product, where arrays do not fit the product or each other.
     """
@@ -49,8 +48,6 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
         worth[:n] = scale
         made |= {f"{source.weight}_{name}": tensor for name, tensor in (("codes", codes), ("offset", offset))}
         made[f"{source.weight}_scale"] = worth
-        if source.made:  # a product that an LSTM makes the input of: its gates i, f, g, o
-            made[f"{source.weight}_marks"] = (torch.arange(n) // (n // 4) == 2).float()
         inverse = 1.0 / torch.from_numpy(shared.copy())
         made[f"{source.leader}_inverse"] = inverse.expand(stored.shapes[source.leader][1]).contiguous()
     return made

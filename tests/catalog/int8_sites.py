@@ -14,7 +14,6 @@ from specc.compiler.ir import Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear
-from specc.compiler.quant.int8_lstm import GATES
 from specc.compiler.targets import TARGETS
 from specc.runtime.load import import_file
 
@@ -36,7 +35,7 @@ CASES = {
     "bf16": Case("p * scale", {"scale": "f32"}, "bf16", "bf16"),
     "residual": Case("x_ + gain * (p * scale)", {"scale": "f32", "x_": "bf16*", "gain": "bf16"}, "bf16", "add_bf16"),
     "codes": Case("gelu(p * scale) * inverse", {"scale": "f32", "inverse": "f32"}, "i8", "gelu_i8"),
-    "gates": Case(GATES.outputs[0], {"scale": "f32", "x_": "f32*", "cell": "f32"}, "f32", "lstm_gates_f32"),
+    "sum": Case("sigmoid(x_ + p * scale)", {"scale": "f32", "x_": "f32*"}, "f32", "add_sigmoid_f32"),
 }
 
 
@@ -70,8 +69,6 @@ def operands(site: Site, rows: tuple[int, ...], seed: int, device: str = "cpu") 
             value = value.abs() * 1e-5 + 1e-6
         elif name == "inverse":
             value = value.abs() * 20 + 1
-        elif name == "cell":
-            value = (torch.arange(n) // (n // 4) == 2).float()
         found.append(value.to(DTYPES[type.dtype]))
     return [tensor.to(device) for tensor in found]
 

@@ -9,14 +9,12 @@ from int8_sites import CASES, close, exact, imported, int8_site, operands, writt
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
-from specc.compiler.expr import reread, torch_value
 from specc.compiler.ir import Builder, TensorType, TypeRuleError
 from specc.compiler.kernels.gemm_int8 import GEMM_INT8_TORCH
 from specc.compiler.kernels.gemm_int8_sm80 import GEMM_INT8_SM80
 from specc.compiler.kernels.gemm_int8_sm90 import GEMM_INT8_SM90
 from specc.compiler.kernels.kernel import Kernel, missing
 from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, padded
-from specc.compiler.quant.int8_lstm import GATES
 from specc.compiler.targets import TARGETS
 from specc.runtime.native import compile_only, flags
 from specc.runtime.quantize import sums
@@ -62,15 +60,6 @@ def test_epilogues_equal_float64(name: str, tmp_path: Path) -> None:
         found = function(*given)
         assert found.shape == (*rows, 64)
         close(found, exact(site, given))
-
-
-def test_one_sigmoid_serves_all_gates() -> None:
-    p, x, cell = torch.randn(1000).double() * 4, torch.randn(1000).double(), (torch.arange(1000) % 3 == 0).double()
-    scale = torch.full_like(p, 0.7)
-    (text,) = GATES.outputs
-    got = torch_value(reread(text), {"p": p, "scale": scale, "x_": x, "cell": cell})
-    whole = x + p * scale
-    torch.testing.assert_close(got, torch.where(cell > 0, whole.tanh(), whole.sigmoid()), rtol=0, atol=1e-15)
 
 
 def test_codes_are_rounded_to_even_and_symmetric(tmp_path: Path) -> None:
@@ -136,11 +125,11 @@ def test_a_graph_refuses_what_does_not_fit(x: int, w: tuple[int, int], offset: i
 
 # Every template, output type and kind of load on one architecture of each family.
 COMPILED = [
-    (GEMM_INT8_SM80, "sm80", "gates", 256, 64),
+    (GEMM_INT8_SM80, "sm80", "sum", 256, 64),
     (GEMM_INT8_SM80, "sm86", "codes", 64, 64),
     (GEMM_INT8_SM80, "sm89", "plain", 32, 128),
     (GEMM_INT8_SM80, "sm120", "residual", 64, 256),
-    (GEMM_INT8_SM90, "sm90", "gates", 256, 64),
+    (GEMM_INT8_SM90, "sm90", "sum", 256, 64),
     (GEMM_INT8_SM90, "sm90", "codes", 768, 256),
     (GEMM_INT8_SM90, "sm90", "residual", 256, 256),
     (GEMM_INT8_SM90, "sm90", "plain", 32, 128),
@@ -175,7 +164,7 @@ def test_kernels_compute_any_number_of_rows(name: str, tmp_path: Path) -> None:
 
 
 def computes_any_number_of_rows(kernel: Kernel, target: str, name: str, tmp_path: Path) -> None:
-    n, k = {"codes": (768, 256), "gates": (256, 64), "plain": (32, 128)}.get(name, (256, 256))
+    n, k = {"codes": (768, 256), "sum": (256, 64), "plain": (32, 128)}.get(name, (256, 256))
     site = int8_site(name, n, k, target)
     function = vars(imported(kernel, site, tmp_path))[kernel.render(site).function]
     for seed, rows in enumerate((1, 6, 16, 17, 64, 129, 1000)):

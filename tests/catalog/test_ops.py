@@ -20,13 +20,14 @@ from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.exclusive import Exclusive
 from specc.compiler.ops.hash import BigramHash
+from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.norm_rope import NormRope, NormRopeGrad
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 from specc.compiler.ops.previous import KeepLast, Previous, PreviousKept, Reset
-from specc.compiler.ops.quantized import CropColumns, Int8Linear, LstmUpdate, Part, QuantizeRows, TimeMajor
+from specc.compiler.ops.quantized import CropColumns, Int8Linear, Part, QuantizeRows, TimeMajor
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.ops.rope import Positions, Rope, RopeAngles
@@ -151,7 +152,6 @@ SAMPLES = [
     Sample(TimeMajor(backward=True), (X,)),
     Sample(TimeMajor(back=True), (X,)),
     Sample(Part(1, 2), (X,)),
-    Sample(LstmUpdate(), ("f32[B,12]", "f32[B,3]")),
     Sample(RoundRows(), (X, "f32[8]")),
     Sample(LstmGates(), ("f32[B,12]", "f32[B,3]")),
     Sample(SumTo((8,)), (X,), arithmetic=True),
@@ -160,7 +160,7 @@ SAMPLES = [
 REGIONS = {Call.name, Fused.name, Scan.name}  # they run other graphs and have no arithmetic of their own
 # only kernels compute them, in files of their own
 KERNELS = {op.name for op in (SoftmaxLoss, NormRope, NormRopeGrad, CausalAttention, CausalAttentionGrad, Int8Linear)}
-KERNELS |= {SeenAttention.name, SeenAttentionGrad.name}
+KERNELS |= {SeenAttention.name, SeenAttentionGrad.name, Int8LstmStep.name}
 
 
 def named(sample: Sample) -> str:

@@ -33,9 +33,10 @@ def test_every_product_has_a_row_with_its_extents_and_what_is_padded() -> None:
         head = rows["head.logits", "B x T"]
         assert (head.n, head.k, head.whole_n, head.whole_k) == (32, 128, 31, 128)
         assert head.extents == "N 31 -> 32, K 128" and head.data()["padded"] == {"n": [31, 32]}
-        assert rows["decoder.lstm.gates", "B"].extents == "N 512, K 128" and rows["head.logits", "B"].n == 32
+        assert rows["decoder.lstm.step", "B"].extents == "N 512, K 128" and rows["head.logits", "B"].n == 32
         assert rows["encoder.lstm.forward_x", "S x B"].module == "int8_linear_f32__n256_k64"
-        assert {row.language for row in rows.values()} == {"torch" if target == "cpu" else "cutlass"}
+        assert rows["decoder.lstm.step", "B"].module == "int8_lstm_step__h128"
+        assert {row.language for row in rows.values()} == ({"torch"} if target == "cpu" else {"cutlass", "triton"})
         assert {row.module for row in rows.values()} == {choice.rendered.module for choice in plan.choices}
 
 
@@ -44,7 +45,7 @@ def test_the_summary_lists_each_kernel_once_with_its_padding(capsys: pytest.Capt
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 25
     at = next(i for i, line in enumerate(lines) if line.startswith("deployed"))
-    assert "cpu (torch), sm90 (cutlass), sm86 (cutlass)" in lines[at]
+    assert "cpu (torch), sm90 (cutlass/triton), sm86 (cutlass/triton)" in lines[at]
     assert sum("int8_linear_f32__n32_k128 " in line for line in lines) == 1
     assert any("N 31 -> 32, K 128, M B x T or B: head.logits" in line for line in lines)
 
@@ -64,6 +65,6 @@ def test_explain_answers_for_the_nodes_that_are_deployed(capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert "on sm90/deployed: gemm_int8_sm80 (cutlass)" in text and "not gemm_int8_sm90: comes after" in text
     assert "file: sm90/deployed/int8_linear_f32__n32_k128.cu" in text
-    assert run(["explain", path, "decoder.lstm.gates", "--target", "cpu"]) == 0
+    assert run(["explain", path, "decoder.lstm.step", "--target", "cpu"]) == 0
     text = capsys.readouterr().out
-    assert text.count("gemm_int8_torch (torch)") == 1 and "no fused group" not in text
+    assert text.count("int8_lstm_torch (torch)") == 1 and "no fused group" not in text

@@ -24,13 +24,18 @@ from specc.runtime.errors import IntegrityError
 from specc.runtime.export import sections
 from specc.runtime.export.artifact import read_artifact
 from specc.runtime.export.sections import Kind, kind_of
-from specc.runtime.quantize.operands import check_operands
+from specc.runtime.quantize.operands import check_operands, check_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "catalog"))
 from int8_sites import imported, int8_site, operands
+from step_sites import imported as step_module
+from step_sites import step_site
 
 from specc.compiler.kernels.gemm_int8 import GEMM_INT8_TORCH
 from specc.compiler.kernels.gemm_int8_sm80 import GEMM_INT8_SM80
+from specc.compiler.kernels.int8_lstm import INT8_LSTM_TORCH
+from specc.compiler.kernels.int8_lstm_triton import INT8_LSTM_TRITON
+from specc.compiler.kernels.kernel import Kernel
 
 N, K = 32, 128
 Change = Callable[[dict[str, Any]], object]
@@ -100,6 +105,69 @@ def test_what_fits_is_taken() -> None:
 def test_a_launch_refuses_what_does_not_fit(changed: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=f"^decoder.proj: .*{message}"):
         check(given(**changed))
+
+
+H = 12
+
+
+def step(**changed: Any) -> dict[str, Any]:
+    """What a step of 6 rows of 12 hidden units is given."""
+    tensors = {
+        "h": torch.zeros(6, H),
+        "c": torch.zeros(6, H),
+        "x": torch.zeros(6, 4 * H),
+        "w": torch.zeros(4 * H, 16, dtype=torch.int8),
+        "offset": torch.zeros(4 * H, dtype=torch.int32),
+        "scale": torch.ones(4 * H),
+        "inverse": torch.ones(H),
+    }
+    return {**tensors, **changed}
+
+
+def test_a_step_takes_what_fits_and_views_of_states() -> None:
+    both = torch.zeros(6, 2 * H)
+    for state in (both[:, :H], both[:, H:], torch.zeros(1, H).expand(6, H)):
+        check_step(("a.step",), **step(h=state, c=state), extent=(H, 16), dtype=torch.float32)
+    whole = {name: torch.zeros(2, 3, width) for name, width in (("h", H), ("c", H), ("x", 4 * H))}
+    check_step(("a.step",), **step(**whole), extent=(H, 16), dtype=torch.float32)
+    narrow = torch.zeros(6, 2 * H, dtype=torch.bfloat16)[:, H:]
+    check_step(("a.step",), **step(h=narrow, c=narrow), extent=(H, 16), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"h": torch.zeros(6, 16)}, r"h is \[6, 16\], and the kernel reads \[6, 12\]"),
+        ({"h": torch.zeros(6, H, dtype=torch.bfloat16)}, "h is torch.bfloat16, and the kernel reads torch.float32"),
+        ({"h": torch.zeros(H, 6).T}, r"h \[6, 12\] has strides \(1, 6\), rows 1 elements apart; wants features contig"),
+        ({"c": torch.zeros(6, 14)[:, :H]}, "rows 14 elements apart; wants .* rows a multiple of 4 apart"),
+        ({"c": torch.zeros(5, H)}, r"c is \[5, 12\], and the kernel reads \[6, 12\]"),
+        ({"c": odd(torch.zeros(6, H))}, "c starts 4 bytes behind a multiple of 16"),
+        ({"x": torch.zeros(6, 3 * H)}, r"x is \[6, 36\], and the kernel reads \[6, 48\]"),
+        ({"x": torch.zeros(6, 96)[:, :48]}, r"strides \(96, 1\), rows 96 elements apart; wants them contiguous"),
+        ({"w": torch.zeros(4 * H, H, dtype=torch.int8)}, r"w is \[48, 12\], and the kernel reads \[48, 16\]"),
+        ({"w": torch.zeros(16, 4 * H, dtype=torch.int8).T}, r"w \[48, 16\] has strides \(1, 48\)"),
+        ({"w": torch.zeros(4 * H, 16)}, "w is torch.float32, and the kernel reads torch.int8"),
+        ({"offset": torch.zeros(H, dtype=torch.int32)}, r"offset is \[12\], and the kernel reads \[48\]"),
+        ({"scale": odd(torch.ones(4 * H))}, "scale starts 4 bytes behind a multiple of 16"),
+        ({"inverse": torch.ones(16)}, r"inverse is \[16\], and the kernel reads \[12\]"),
+        ({"w": torch.zeros(4 * H, 16, dtype=torch.int8, device="meta")}, "w is on meta, and h on cpu"),
+    ],
+)
+def test_a_step_refuses_what_does_not_fit(changed: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^one of a.step, b.step: .*{message}"):
+        check_step(("a.step", "b.step"), **step(**changed), extent=(H, 16), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kernel", [INT8_LSTM_TORCH, INT8_LSTM_TRITON], ids=lambda kernel: str(kernel.name))
+def test_a_step_is_checked_when_it_is_launched(kernel: Kernel, tmp_path: Path) -> None:
+    label = "decoder.lstm.step and decoder.lstm_forward.recurrent.step"
+    site = step_site(H, "cpu" if kernel is INT8_LSTM_TORCH else "sm90", label=label)
+    function = step_module(kernel, site, tmp_path / f"step_refused_{kernel.name}").int8_lstm_step
+    given = step(scale=torch.ones(H))
+    message = r"^one of decoder.lstm.step, decoder.lstm_forward.recurrent.step: scale is \[12\]"
+    with pytest.raises(ValueError, match=message):
+        function(*given.values())
 
 
 def test_a_kernel_of_several_nodes_names_them_all(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from tiny_models import ATTENTION, MLP, spec_data, spec_of
 
 from specc.compiler.spec import Spec
 from specc.runtime import verify_deployed as checks
-from specc.runtime.quantize import constants
 from specc.runtime.verify_deployed import verify_deployed
 
 
@@ -42,6 +41,7 @@ def test_sound_code_passes(name: str) -> None:
     names = [check.name for check in found]
     assert names[:3] == ["fx score, deployed", "score against float64, deployed", "cached equals uncached, deployed"]
     assert sum(name.startswith("kernel int8_linear") for name in names) > 1
+    assert any(check.name.startswith("kernel int8_lstm_step") for check in found) is (name == "lstm")
 
 
 def test_a_target_of_another_machine_is_traced() -> None:
@@ -81,7 +81,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> dict[str,
     ("name", "change"),
     [
         ("head.logits_offset", lambda buffer: buffer.add_(1000)),
-        ("decoder.lstm.hidden_marks", lambda buffer: buffer.copy_(buffer.roll(16))),
+        ("decoder.lstm.hidden_scale", lambda buffer: buffer.copy_(buffer.roll(16) * 2)),
         ("decoder.lstm.hidden_codes", lambda buffer: buffer.copy_(buffer.T.reshape(buffer.shape))),
         ("encoder.lstm.back_input_scale", lambda buffer: buffer.mul_(1.5)),
     ],
@@ -91,24 +91,21 @@ def test_what_is_wrong_is_found(name: str, change: Any, monkeypatch: pytest.Monk
     assert found["score against float64, deployed"] is False and found["cached equals uncached, deployed"] is False
 
 
-def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["int8_linear", "int8_lstm_step"])
+def test_a_wrong_kernel_is_found(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = checks.vars if hasattr(checks, "vars") else vars
+
+    def spoiled(found: Any) -> Any:
+        return tuple(map(spoiled, found)) if isinstance(found, tuple) else found * 1.01
 
     def wrong(module: Any) -> dict[str, Any]:
         own = dict(real(module))
         for name, function in own.items():
-            if name.startswith("int8_linear") and callable(function):
-                own[name] = lambda *given, function=function: function(*given) * 1.01
+            if name.startswith(kernel) and callable(function):
+                own[name] = lambda *given, function=function: spoiled(function(*given))
         return own
 
     monkeypatch.setattr(checks, "vars", wrong, raising=False)
     found = {check.name: check.ok for check in verify_deployed(spec_of(data_of(LSTM)), ("cpu",))}
-    assert any(ok is False for name, ok in found.items() if name.startswith("kernel "))
-
-
-def test_marks_are_those_of_the_cell() -> None:
-    weights, stored = checks._quantized(spec_of(data_of(LSTM)), "cpu")
-    sources = checks.integer_products(checks.pipeline.lower(spec_of(data_of(LSTM)), "cpu"), stored.schemes)
-    made = constants.constants(sources, stored)
-    assert made["decoder.lstm.hidden_marks"].tolist() == [0.0] * 32 + [1.0] * 16 + [0.0] * 16
-    assert "decoder.lstm.input_marks" not in made and weights
+    assert any(ok is False for name, ok in found.items() if name.startswith(f"kernel {kernel}"))
+    assert all(ok for name, ok in found.items() if name.startswith("kernel ") and kernel not in name)

@@ -15,8 +15,8 @@ from .int8_linear_f32__n128_k128 import int8_linear_f32 as int8_linear_f32__n128
 from .int8_linear_f32__n256_k64 import int8_linear_f32 as int8_linear_f32__n256_k64
 from .int8_linear_f32__n512_k256 import int8_linear_f32 as int8_linear_f32__n512_k256
 from .int8_linear_i8__n128_k128 import int8_linear_i8
-from .int8_linear_lstm_gates_f32__n256_k64 import int8_linear_lstm_gates_f32 as int8_linear_lstm_gates_f32__n256_k64
-from .int8_linear_lstm_gates_f32__n512_k128 import int8_linear_lstm_gates_f32 as int8_linear_lstm_gates_f32__n512_k128
+from .int8_lstm_step__h64 import int8_lstm_step as int8_lstm_step__h64
+from .int8_lstm_step__h128 import int8_lstm_step as int8_lstm_step__h128
 
 
 def weights(**shapes: tuple[int, ...]) -> nn.Module:
@@ -30,13 +30,6 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
 def quantize_rows(x: Tensor, inverse: Tensor) -> Tensor:
     """x [..., K] as codes i8: x * inverse [K], rounded, halves to even, within -127 and 127; NaN becomes 0."""
     return (x.float() * inverse).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8).contiguous()
-
-
-def lstm_update(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The new h and c [B, H] of gates [B, 4H] behind their functions, in the order i, f, g, o, and the old c."""
-    i, f, g, o = gates.chunk(4, -1)
-    new = f * c + i * g
-    return (o * torch.tanh(new)).to(c.dtype), new.to(c.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,12 +71,11 @@ class Lstm64Steps(nn.Module):
         offset: Tensor,
         scale: Tensor,
         inverse: Tensor,
-        marks: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`step` at each position of x, one after another: the last h, c, and all y f32[B,S,64]."""
         outputs: list[Tensor] = []
         for x_t in x.split(1, dim=1):
-            h, c, y = self.step(h, c, x_t, codes, offset, scale, inverse, marks)
+            h, c, y = self.step(h, c, x_t, codes, offset, scale, inverse)
             outputs.append(y)
         return h, c, torch.cat(outputs, dim=1)
 
@@ -96,14 +88,11 @@ class Lstm64Steps(nn.Module):
         offset: Tensor,
         scale: Tensor,
         inverse: Tensor,
-        marks: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """h f32[B,64], c f32[B,64], x f32[B,1,256], codes int8:i8[256,64], offset int8:i32[256], scale
-        int8:f32[256], inverse int8:f32[64], marks int8:f32[256] -> f32[B,64], f32[B,64], f32[B,1,64].
+        int8:f32[256], inverse int8:f32[64] -> f32[B,64], f32[B,64], f32[B,1,64].
         """
-        h = quantize_rows(h, inverse)
-        gates = int8_linear_lstm_gates_f32__n256_k64(h, codes, offset, scale, x[:, -1], marks)
-        next_h, next_c = lstm_update(gates, c)
+        next_h, next_c = int8_lstm_step__h64(h, c, x[:, -1], codes, offset, scale, inverse)
         return next_h, next_c, next_h.unsqueeze(1)
 
 
@@ -123,12 +112,11 @@ class Lstm128Steps(nn.Module):
         offset: Tensor,
         scale: Tensor,
         inverse: Tensor,
-        marks: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`step` at each position of x, one after another: the last h, c, and all y f32[B,T,128]."""
         outputs: list[Tensor] = []
         for x_t in x.split(1, dim=1):
-            h, c, y = self.step(h, c, x_t, codes, offset, scale, inverse, marks)
+            h, c, y = self.step(h, c, x_t, codes, offset, scale, inverse)
             outputs.append(y)
         return h, c, torch.cat(outputs, dim=1)
 
@@ -141,14 +129,11 @@ class Lstm128Steps(nn.Module):
         offset: Tensor,
         scale: Tensor,
         inverse: Tensor,
-        marks: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """h f32[B,128], c f32[B,128], x f32[B,1,512], codes int8:i8[512,128], offset int8:i32[512], scale
-        int8:f32[512], inverse int8:f32[128], marks int8:f32[512] -> f32[B,128], f32[B,128], f32[B,1,128].
+        int8:f32[512], inverse int8:f32[128] -> f32[B,128], f32[B,128], f32[B,1,128].
         """
-        h = quantize_rows(h, inverse)
-        gates = int8_linear_lstm_gates_f32__n512_k128(h, codes, offset, scale, x[:, -1], marks)
-        next_h, next_c = lstm_update(gates, c)
+        next_h, next_c = int8_lstm_step__h128(h, c, x[:, -1], codes, offset, scale, inverse)
         return next_h, next_c, next_h.unsqueeze(1)
 
 
@@ -176,7 +161,6 @@ class Model(nn.Module):
         self.encoder.lstm.register_buffer("hidden_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("hidden_scale", torch.empty(256, dtype=torch.float32))
         self.encoder.lstm.register_buffer("hidden_inverse", torch.empty(64, dtype=torch.float32))
-        self.encoder.lstm.register_buffer("hidden_marks", torch.empty(256, dtype=torch.float32))
         self.encoder.lstm.register_buffer("back_input_codes", torch.empty(256, 64, dtype=torch.int8))
         self.encoder.lstm.register_buffer("back_input_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("back_input_scale", torch.empty(256, dtype=torch.float32))
@@ -184,7 +168,6 @@ class Model(nn.Module):
         self.encoder.lstm.register_buffer("back_hidden_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("back_hidden_scale", torch.empty(256, dtype=torch.float32))
         self.encoder.lstm.register_buffer("back_hidden_inverse", torch.empty(64, dtype=torch.float32))
-        self.encoder.lstm.register_buffer("back_hidden_marks", torch.empty(256, dtype=torch.float32))
         self.decoder.attention.register_buffer("q_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.attention.register_buffer("q_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("q_scale", torch.empty(128, dtype=torch.float32))
@@ -222,7 +205,6 @@ class Model(nn.Module):
         self.decoder.lstm.register_buffer("hidden_offset", torch.empty(512, dtype=torch.int32))
         self.decoder.lstm.register_buffer("hidden_scale", torch.empty(512, dtype=torch.float32))
         self.decoder.lstm.register_buffer("hidden_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.lstm.register_buffer("hidden_marks", torch.empty(512, dtype=torch.float32))
         self.head.register_buffer("logits_codes", torch.empty(32, 128, dtype=torch.int8))
         self.head.register_buffer("logits_offset", torch.empty(32, dtype=torch.int32))
         self.head.register_buffer("logits_scale", torch.empty(32, dtype=torch.float32))
@@ -256,7 +238,6 @@ class Model(nn.Module):
             self.encoder.lstm.hidden_offset,
             self.encoder.lstm.hidden_scale,
             self.encoder.lstm.hidden_inverse,
-            self.encoder.lstm.hidden_marks,
         )
         back_c = c.chunk(2, -1)[1]
         back_codes = input_input.flip(1).transpose(0, 1).contiguous()
@@ -276,7 +257,6 @@ class Model(nn.Module):
             self.encoder.lstm.back_hidden_offset,
             self.encoder.lstm.back_hidden_scale,
             self.encoder.lstm.back_hidden_inverse,
-            self.encoder.lstm.back_hidden_marks,
         )
         both_c = torch.cat((forward_c, back_c), -1)
         inputs = F.pad(target[:, :-1], (1, 0), value=1)
@@ -345,7 +325,6 @@ class Model(nn.Module):
             self.decoder.lstm.hidden_offset,
             self.decoder.lstm.hidden_scale,
             self.decoder.lstm.hidden_inverse,
-            self.decoder.lstm.hidden_marks,
         )
         logits_input = quantize_rows(forward_y, self.head.logits_inverse)
         logits = int8_linear_f32__n32_k128(
@@ -378,7 +357,6 @@ class Model(nn.Module):
             self.encoder.lstm.hidden_offset,
             self.encoder.lstm.hidden_scale,
             self.encoder.lstm.hidden_inverse,
-            self.encoder.lstm.hidden_marks,
         )
         back_c = c.chunk(2, -1)[1]
         back_codes = input_input.flip(1).transpose(0, 1).contiguous()
@@ -398,7 +376,6 @@ class Model(nn.Module):
             self.encoder.lstm.back_hidden_offset,
             self.encoder.lstm.back_hidden_scale,
             self.encoder.lstm.back_hidden_inverse,
-            self.encoder.lstm.back_hidden_marks,
         )
         both_y = torch.cat((forward_y, back_y.flip(1)), -1)
         k = both_y.new_zeros(both_y.shape[0], 30, 4, 32)
@@ -479,20 +456,19 @@ class Model(nn.Module):
             self.decoder.lstm.input_offset,
             self.decoder.lstm.input_scale,
         )
-        h_codes = quantize_rows(h, self.decoder.lstm.hidden_inverse)
         gates_step = gates_x[:, -1]
-        gates = int8_linear_lstm_gates_f32__n512_k128(
-            h_codes,
+        lstm_step_h, lstm_step_c = int8_lstm_step__h128(
+            h,
+            c,
+            gates_step,
             self.decoder.lstm.hidden_codes,
             self.decoder.lstm.hidden_offset,
             self.decoder.lstm.hidden_scale,
-            gates_step,
-            self.decoder.lstm.hidden_marks,
+            self.decoder.lstm.hidden_inverse,
         )
-        lstm_update_h, lstm_update_c = lstm_update(gates, c)
-        h.copy_(lstm_update_h)
-        c.copy_(lstm_update_c)
-        logits_input = quantize_rows(lstm_update_h.unsqueeze(1)[:, -1], self.head.logits_inverse)
+        h.copy_(lstm_step_h)
+        c.copy_(lstm_step_c)
+        logits_input = quantize_rows(lstm_step_h.unsqueeze(1)[:, -1], self.head.logits_inverse)
         logits = int8_linear_f32__n32_k128(
             logits_input, self.head.logits_codes, self.head.logits_offset, self.head.logits_scale
         )

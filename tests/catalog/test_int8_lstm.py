@@ -1,0 +1,312 @@
+"""A step of an int8 LSTM: the op and its kernels against float64, in the interpreter and as machine code; what is
+refused."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_sites import GUARD, check_guards, jitted
+from step_sites import ROWS, SIZES, close, exact, imported, operands, step_site
+
+from specc.compiler import kernels, reference
+from specc.compiler.catalog import catalog
+from specc.compiler.ir import Builder, TensorType, TypeRuleError
+from specc.compiler.kernels.int8_lstm import INT8_LSTM_TORCH
+from specc.compiler.kernels.int8_lstm_triton import INT8_LSTM_TRITON, Int8LstmTriton
+from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
+from specc.compiler.kernels.tile import Tile
+from specc.compiler.ops.int8_lstm import Int8LstmStep
+from specc.compiler.targets import TARGETS
+from specc.runtime.judge import Judge, inputs_of, sizes_of
+
+KERNELS = [kernel for kernel in catalog(kernels, Kernel).values() if kernel.computes is Int8LstmStep]
+POINTERS = {"f32": "*fp32", "bf16": "*bf16", "i8": "*i8", "i32": "*i32"}
+GPUS = [name for name, row in TARGETS.items() if row.arch]
+
+
+# --- the op ---
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_reference_is_the_arithmetic(size: int) -> None:
+    given = operands(step_site(size), 7, size)
+    wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
+    found = Int8LstmStep().reference(*wide)
+    for have, want in zip(found, exact(given), strict=True):
+        torch.testing.assert_close(have, want, rtol=0, atol=1e-14)
+
+
+def test_it_is_judged_on_codes_of_both_signs() -> None:
+    site = step_site(20)
+    h, _, _, w, _, scale, inverse = inputs_of(site, sizes_of(site, 33), "cpu")
+    assert int(w.min()) < -100 and int(w.max()) > 100 and not bool(w[:, 20:].any()) and w.shape == (80, 32)
+    assert bool((inverse.log2() % 1 == 0).all()) and len(inverse.unique()) == 3 and bool((scale > 0).all())
+    judge = Judge.of(site, inputs_of(site, sizes_of(site, 33), "cpu"))
+    assert all(error.ok for error in judge.errors(reference.node_value(site.node, list(judge.inputs))))
+    assert 0.01 < float((h * inverse).abs().gt(127).float().mean()) < 0.5
+
+
+CHANGES = {
+    "c": (TensorType(("B", 12), "f32"), "takes h and c of floats alike, not f32[B,8] and f32[B,12]"),
+    "x": (TensorType(("B", 24), "f32"), "of 8 features wants f32[B,32], but the gates of x are f32[B,24]"),
+    "w": (TensorType((32, 8), "i8"), "of 8 features wants i8[32,16], but the weight is i8[32,8]"),
+    "offset": (TensorType((31,), "i32"), "of 8 features wants i32[32], but the bias is i32[31]"),
+    "scale": (TensorType((32,), "bf16"), "of 8 features wants f32[32], but the scale is bf16[32]"),
+    "inverse": (TensorType((16,), "f32"), "of 8 features wants f32[8], but the inverse is f32[16]"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_graph_refuses_what_does_not_fit(name: str) -> None:
+    names = ("h", "c", "x", "w", "offset", "scale", "inverse")
+    type, message = CHANGES[name]
+    b = Builder("g", "decoder")
+    types = {**dict(zip(names, step_site(8).inputs, strict=True)), name: type}
+    with pytest.raises(TypeRuleError) as raised:
+        b.add("step", Int8LstmStep(), [b.input(word, types[word]) for word in names])
+    assert raised.value.message == f"decoder.step {message}"
+
+
+def test_sizes_that_no_product_takes_are_refused() -> None:
+    with pytest.raises(TypeRuleError, match="wants a multiple of 4 features, and h is f32"):
+        step_site(6)
+    with pytest.raises(TypeRuleError, match="sums at most 66,560 products in int32"):
+        step_site(70_000)
+
+
+# --- which kernel, and its files ---
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_target_has_one_kernel_for_it(target: str) -> None:
+    for size in (4, 128, 1024):
+        site = step_site(size, target)
+        taking = [kernel for kernel in KERNELS if missing(kernel, site.target) is None and not kernel.rejects(site)]
+        assert taking == [INT8_LSTM_TRITON if TARGETS[target].arch else INT8_LSTM_TORCH]
+    assert symbol(site) == ("int8_lstm_step", "int8_lstm_step__h1024")
+
+
+def test_refusals_say_why_with_numbers() -> None:
+    site = step_site(64, "sm86")
+    assert "would run codes, product and gates as kernels of their own" in str(INT8_LSTM_TORCH.rejects(site))
+    shallow = replace(INT8_LSTM_TRITON, tile=Tile(32, 16, 16, 4, 1))
+    assert "multiplies at least 32 codes at a time" in str(shallow.rejects(site))
+    deep = replace(INT8_LSTM_TRITON, tile=Tile(128, 64, 256, 8, 2))
+    reason = "has 101,376 bytes of shared memory on sm86; loads for 128x64x256, 8 warps, 2 stages take 393,216"
+    assert deep.rejects(site) == reason
+    state = TensorType(("B", 64), "f64")
+    odd = replace(site, inputs=(state, state, *site.inputs[2:]))
+    reason = "keeps h and c in f32, bf16, f16; they are f64[B,64]"
+    assert INT8_LSTM_TRITON.rejects(odd) == INT8_LSTM_TORCH.rejects(replace(odd, target=TARGETS["cpu"])) == reason
+
+
+@pytest.mark.parametrize("target", GPUS)
+def test_tiles_to_measure_are_distinct_fit_and_have_the_rules(target: str) -> None:
+    for size in (*SIZES, 1024):
+        site = step_site(size, target)
+        variants = INT8_LSTM_TRITON.variants(site)
+        tiles = [kernel.tile for kernel in variants]  # type: ignore[attr-defined]
+        assert len(set(tiles)) == len(tiles) > 3 and not any(kernel.rejects(site) for kernel in variants)
+        assert str(tiles[0]) == INT8_LSTM_TRITON.render(site).tile
+        assert INT8_LSTM_TRITON.padding(site, 33) >= 64 / 33
+
+
+def test_generated_files_are_clean_python(tmp_path: Path) -> None:
+    labels = ("decoder.lstm.step", "a.*.recurrent.step and decoder.lstm.step and decoder.other_lstm.step")
+    for i, (kernel, target) in enumerate(((INT8_LSTM_TRITON, "sm90"), (INT8_LSTM_TORCH, "cpu"))):
+        for size in SIZES:
+            for dtype in ("f32", "bf16"):
+                for label in labels:
+                    site = step_site(size, target, dtype, label)
+                    module = imported(kernel, site, tmp_path / f"clean_{i}_{size}_{dtype}_{len(label)}")
+                    assert len(module.NODES) == label.count(" and ") + 1
+    wide = [
+        (path.name, line)
+        for path in tmp_path.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if len(line) > 110 or line != line.rstrip()
+    ]
+    assert not wide
+    config = Path(__file__).parents[2] / "pyproject.toml"
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(config), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+# --- values ---
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_plain_kernel_gives_float64_to_rounding(size: int, dtype: str, tmp_path: Path) -> None:
+    site = step_site(size, "cpu", dtype)
+    function = imported(INT8_LSTM_TORCH, site, tmp_path / f"plain_{size}_{dtype}").int8_lstm_step
+    for rows, apart in ((1, 0), (17, size), (40, 0)):
+        given = operands(site, rows, rows, apart=apart)
+        for have, want in zip(function(*given), exact(given), strict=True):
+            close(have, want)
+    assert [made.shape for made in function(*operands(site, 0, 0))] == [(0, size)] * 2
+    given = operands(site, 2, 3)
+    given[0][1, 1] = torch.nan
+    for have, want in zip(function(*given), exact(given), strict=True):
+        close(have, want)
+
+
+INTERPRETED = [(size, rows, apart) for size in (4, 64, 100, 320) for rows, apart in ((1, 0), (17, size), (40, 4))]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, int], Any]:
+    """What the interpreter leaves in the output buffers of each case."""
+    folder = tmp_path_factory.mktemp("interpreted_steps")
+    runs = []
+    for size, rows, apart in INTERPRETED:
+        site = step_site(size, "sm90")
+        module = imported(INT8_LSTM_TRITON, site, folder / f"interpreted_step_{size}").__name__
+        buffers = [torch.full((rows * size + 2 * GUARD,), torch.nan) for _ in range(2)]
+        given = operands(site, rows, rows, apart=apart)
+        given[0][rows - 1, 2] = torch.nan
+        runs.append((str(folder), module, given, buffers, [size] * 2))
+    torch.save(runs, folder / "cases.pt")
+    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
+    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(INTERPRETED, torch.load(folder / "out.pt"), strict=True))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: "-".join(map(str, case)))
+def test_the_interpreted_kernel_gives_float64(case: tuple[int, int, int], results: dict[Any, Any]) -> None:
+    size, rows, apart = case
+    given = operands(step_site(size), rows, rows, apart=apart)
+    given[0][rows - 1, 2] = torch.nan
+    buffers, unchanged = results[case]
+    assert unchanged, "an input was written"
+    for i, (buffer, want) in enumerate(zip(buffers, exact(given), strict=True)):
+        check_guards(buffer, f"output {i}")
+        close(buffer[GUARD : buffer.numel() - GUARD].view(rows, size), want)
+
+
+def compiled(kernel: Int8LstmTriton, site: Site, folder: Path) -> Any:
+    """The kernel as machine code of its target."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module = imported(kernel, site, folder)
+    tensors = iter((*site.inputs, *site.node.types))
+    types, constants = {}, {}
+    for name in inspect.signature(jitted(module, site).fn).parameters:
+        if name.endswith("_ptr"):
+            types[name] = POINTERS[next(tensors).dtype]
+        elif name in ("B", "h_apart", "c_apart"):
+            types[name] = "i32"
+        else:
+            types[name], constants[name] = "constexpr", getattr(module, name)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
+    source = ASTSource(jitted(module, site), types, constants, aligned)
+    options = {"num_warps": module.WARPS, "num_stages": module.STAGES}
+    return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("target", ["sm80", "sm86", "sm90", "sm120"])
+def test_kernels_multiply_whole_numbers_on_tensor_cores(target: str, size: int, tmp_path: Path) -> None:
+    site = step_site(size, target)
+    code = compiled(INT8_LSTM_TRITON, site, tmp_path / f"compiled_step_{target}_{size}")
+    ptx = code.asm["ptx"]
+    assert re.search(r"mma\.sync\.aligned\.m16n8k32\.row\.col\S*\.s32\.s8\.s8\.s32", ptx) and ".f64" not in ptx
+    assert code.metadata.shared <= site.target.shared_memory
+
+
+def test_a_step_waits_for_memory_once(tmp_path: Path) -> None:
+    """Where one block is all of K, every load is under way before the first is used."""
+    ptx = compiled(INT8_LSTM_TRITON, step_site(128, "sm90"), tmp_path / "compiled_step_once").asm["ptx"]
+    loads = [found.start() for found in re.finditer(r"ld\.global", ptx)]
+    first = re.search(r"st\.shared|stmatrix|bar\.sync", ptx)
+    assert first is not None and len(loads) > 10 and max(loads) < first.start()
+
+
+@pytest.mark.parametrize("size", [128, 320])
+@pytest.mark.parametrize("target", ["sm80", "sm86", "sm90"])
+def test_every_tile_compiles_and_fits(target: str, size: int, tmp_path: Path) -> None:
+    site = step_site(size, target, "bf16")
+    for i, kernel in enumerate(INT8_LSTM_TRITON.variants(site)):
+        assert isinstance(kernel, Int8LstmTriton)
+        code = compiled(kernel, site, tmp_path / f"compiled_step_{target}_{size}_tile_{i}")
+        assert code.metadata.shared <= site.target.shared_memory
+
+
+# --- on a GPU ---
+
+
+def here() -> str:
+    """The target of this GPU."""
+    major, minor = torch.cuda.get_device_capability()
+    return next(name for name, row in TARGETS.items() if row.arch == 10 * major + minor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+def test_every_tile_gives_float64_and_what_plain_torch_gives(size: int, tmp_path: Path) -> None:
+    site = step_site(size, here())
+    plain = imported(INT8_LSTM_TORCH, step_site(size), tmp_path / f"gpu_plain_{size}").int8_lstm_step
+    for i, kernel in enumerate((INT8_LSTM_TRITON, *INT8_LSTM_TRITON.variants(site))):
+        function = imported(kernel, site, tmp_path / f"gpu_step_{size}_{i}").int8_lstm_step
+        for rows in ROWS:
+            for apart in (0, size):
+                given = operands(site, rows, rows + i, "cuda", apart)
+                found = function(*given)
+                torch_found = plain(*(tensor.cpu() for tensor in given))
+                for have, want, other in zip(found, exact(given), torch_found, strict=True):
+                    assert have.is_contiguous()
+                    close(have, want)
+                    torch.testing.assert_close(have.cpu(), other, rtol=2e-6, atol=2e-6)
+        assert [made.shape for made in function(*operands(site, 0, 1, "cuda"))] == [(0, size)] * 2
+
+
+@pytest.mark.gpu
+def test_narrow_states_are_rounded_once(tmp_path: Path) -> None:
+    site = step_site(100, here(), "bf16")
+    function = imported(INT8_LSTM_TRITON, site, tmp_path / "gpu_step_bf16").int8_lstm_step
+    given = operands(site, 33, 5, "cuda", 100)
+    for have, want in zip(function(*given), exact(given), strict=True):
+        assert have.dtype == torch.bfloat16
+        close(have, want)
+
+
+@pytest.mark.gpu
+def test_every_run_gives_the_same_bits_also_from_a_graph(tmp_path: Path) -> None:
+    site = step_site(128, here())
+    function = imported(INT8_LSTM_TRITON, site, tmp_path / "gpu_step_again").int8_lstm_step
+    given = operands(site, 768, 2, "cuda")
+    first = function(*given)
+    for _ in range(100):
+        assert all(map(torch.equal, function(*given), first))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = function(*given)
+    for tensor in found:
+        tensor.fill_(torch.nan)
+    for _ in range(100):
+        graph.replay()
+        assert all(map(torch.equal, found, first))
+
+
+@pytest.mark.gpu
+def test_the_compiler_of_torch_keeps_it(tmp_path: Path) -> None:
+    site = step_site(64, here())
+    function = imported(INT8_LSTM_TRITON, site, tmp_path / "gpu_step_compiled").int8_lstm_step
+    given = operands(site, 48, 4, "cuda")
+    twice = torch.compile(lambda h, c, *more: function(*function(h, c, *more), *more), fullgraph=True)
+    h, c = function(*given)
+    assert all(map(torch.equal, twice(*given), function(h, c, *given[2:])))
