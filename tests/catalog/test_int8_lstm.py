@@ -208,7 +208,7 @@ def compiled(kernel: Int8LstmTriton, site: Site, folder: Path) -> Any:
     for name in inspect.signature(jitted(module, site).fn).parameters:
         if name.endswith("_ptr"):
             types[name] = POINTERS[next(tensors).dtype]
-        elif name in ("B", "h_apart", "c_apart"):
+        elif name in ("B", "h_quads", "c_quads"):
             types[name] = "i32"
         else:
             types[name], constants[name] = "constexpr", getattr(module, name)
@@ -229,11 +229,12 @@ def test_kernels_multiply_whole_numbers_on_tensor_cores(target: str, size: int, 
 
 
 def test_a_step_waits_for_memory_once(tmp_path: Path) -> None:
-    """Where one block is all of K, every load is under way before the first is used."""
+    """Where one block is all of K, every load is under way before the first is used; those of tiles are of 16 bytes."""
     ptx = compiled(INT8_LSTM_TRITON, step_site(128, "sm90"), tmp_path / "compiled_step_once").asm["ptx"]
     loads = [found.start() for found in re.finditer(r"ld\.global", ptx)]
     first = re.search(r"st\.shared|stmatrix|bar\.sync", ptx)
-    assert first is not None and len(loads) > 10 and max(loads) < first.start()
+    assert first is not None and max(loads) < first.start()
+    assert ptx.count("ld.global.v4.b32") == 17  # a thread's: of c 1, of x 4, of h 8, of w 4
 
 
 @pytest.mark.parametrize("size", [128, 320])
@@ -270,7 +271,7 @@ def test_every_tile_gives_float64_and_what_plain_torch_gives(size: int, tmp_path
                 for have, want, other in zip(found, exact(given), torch_found, strict=True):
                     assert have.is_contiguous()
                     close(have, want)
-                    torch.testing.assert_close(have.cpu(), other, rtol=2e-6, atol=2e-6)
+                    torch.testing.assert_close(have.cpu(), other, rtol=4e-6, atol=4e-6)
         assert [made.shape for made in function(*operands(site, 0, 1, "cuda"))] == [(0, size)] * 2
 
 

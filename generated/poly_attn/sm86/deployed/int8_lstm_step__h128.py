@@ -39,10 +39,10 @@ def tanh(z):
     return 2 * tl.sigmoid(2 * z) - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "h_quads", "c_quads"])  # one binary for all numbers of rows
 def int8_lstm_step_kernel(
     h_ptr, c_ptr, x_ptr, w_ptr, offset_ptr, scale_ptr, inverse_ptr, next_h_ptr, next_c_ptr,
-    B, h_apart, c_apart,
+    B, h_quads, c_quads,
     H: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr, DEPTH: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -50,7 +50,7 @@ def int8_lstm_step_kernel(
     inside = (row < B) & (unit < H)
 
     # What does not wait for the product is loaded ahead of it, so that the wait is one.
-    c = tl.load(c_ptr + row * tl.multiple_of(c_apart, 4) + unit, mask=inside).to(tl.float32)
+    c = tl.load(c_ptr + row * (4 * c_quads) + unit, mask=inside).to(tl.float32)
     x_ptr += row * (4 * H) + unit
     x_i = tl.load(x_ptr, mask=inside)
     x_f = tl.load(x_ptr + H, mask=inside)
@@ -63,7 +63,7 @@ def int8_lstm_step_kernel(
     gate, gates = column % 4 * H + owner, owner < H
     offset = tl.load(offset_ptr + gate, mask=gates)
     scale = tl.load(scale_ptr + gate, mask=gates)
-    h_ptr += row * tl.multiple_of(h_apart, 4)
+    h_ptr += row * (4 * h_quads)
     w_ptr += gate * K
     sums = tl.zeros((ROWS, 4 * UNITS), tl.int32)
     for first in range(0, K, DEPTH):
@@ -72,7 +72,8 @@ def int8_lstm_step_kernel(
         inverse = tl.load(inverse_ptr + k[None, :], mask=features)
         h = tl.load(h_ptr + k[None, :], mask=(row < B) & features).to(tl.float32)
         w = tl.load(w_ptr + k[:, None], mask=gates & (k[:, None] < K))
-        codes = tl.where(features, codes_of(h * inverse), 0)  # whatever w has behind column H
+        # Behind column H codes are 0 here and not by the load: of a plain load, each warp would round all h.
+        codes = tl.where(features, codes_of(h * inverse), 0)
         sums = tl.dot(codes, w, sums, out_dtype=tl.int32)
 
     p_ig, p_fo = ((sums + offset).to(tl.float32) * scale).reshape(ROWS, UNITS, 2, 2).split()
@@ -88,11 +89,13 @@ def launch(
     h: Tensor, c: Tensor, x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, inverse: Tensor,
     next_h: Tensor, next_c: Tensor,
 ) -> None:
-    """Writes every element of next_h and next_c, on the current stream. At least one row."""
+    """Writes every element of next_h and next_c, on the current stream. At least one row; rows of h and c lie
+    a multiple of 4 elements apart."""
     b = next_h.numel() // H
+    h_quads, c_quads = (state.flatten(0, -2).stride(0) // 4 for state in (h, c))
     int8_lstm_step_kernel[(triton.cdiv(b, ROWS), triton.cdiv(H, UNITS))](
         h, c, x, w, offset, scale, inverse, next_h, next_c,
-        b, h.flatten(0, -2).stride(0), c.flatten(0, -2).stride(0), H, K, ROWS, UNITS, DEPTH,
+        b, h_quads, c_quads, H, K, ROWS, UNITS, DEPTH,
         num_warps=WARPS, num_stages=STAGES,
     )
 
