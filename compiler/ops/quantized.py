@@ -77,6 +77,7 @@ class Int8Product(Op):
     matrix: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     everywhere: ClassVar[bool] = True
+    rowwise: ClassVar[bool] = True
     stored: ClassVar[int]
 
     def extent(self, weight: TensorType) -> tuple[int, int]:

@@ -48,8 +48,11 @@ def test_it_is_judged_on_codes_of_both_signs() -> None:
     h, _, _, w, _, scale, inverse = inputs_of(site, sizes_of(site, 33), "cpu")
     assert int(w.min()) < -100 and int(w.max()) > 100 and not bool(w[:, 20:].any()) and w.shape == (80, 32)
     assert bool((inverse.log2() % 1 == 0).all()) and len(inverse.unique()) == 3 and bool((scale > 0).all())
-    judge = Judge.of(site, inputs_of(site, sizes_of(site, 33), "cpu"))
-    assert all(error.ok for error in judge.errors(reference.node_value(site.node, list(judge.inputs))))
+    for sample in (False, True):
+        judge = Judge.of(site, inputs_of(site, sizes_of(site, 33), "cpu"), sample)
+        found = reference.node_value(site.node, list(judge.inputs))
+        assert all(error.ok for error in judge.errors(found))
+        assert not any(error.ok for error in judge.errors([value * 1.01 for value in found]))
     assert 0.01 < float((h * inverse).abs().gt(127).float().mean()) < 0.5
 
 
