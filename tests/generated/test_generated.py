@@ -96,8 +96,9 @@ def test_nothing_of_this_machine_is_in_it(path: Path) -> None:
     for word in (str(ROOT), str(Path.home()), "/home/", "/tmp/", "/usr/"):
         assert word not in text
     assert not re.search(r"\b20\d\d-\d\d-\d\d\b", text)  # no date
-    if path.name != "manifest.json":
-        assert not re.search(r"\b\d+\.\d+\.\d+\b", text)  # no version
+    if path.name != "manifest.json":  # no version, but those that the times of a lock were measured with
+        told = "\n".join(line for line in text.split("\n") if not line.startswith("Measured on "))
+        assert not re.search(r"\b\d+\.\d+\.\d+\b", told)
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
