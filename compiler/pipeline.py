@@ -1,7 +1,9 @@
 """From a spec to a plan: the passes in their order."""
 
 from collections.abc import Callable
+from functools import lru_cache
 
+from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.lock import NO_LOCK, Lock
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.fuse import fuse
@@ -28,7 +30,12 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
 
 def lower(spec: Spec, target: str) -> Programs:
     """The programs of a spec as they are before any pass, in the dtype of `target`. Raises LoweringError."""
-    programs: Programs = spec.model.lower(spec.name, TARGETS[target].dtype, spec.eval.halves)
+    return _lowered(spec.model, spec.name, TARGETS[target].dtype, spec.eval.halves)
+
+
+@lru_cache(maxsize=8)  # a build asks for the same ones again and again: to plan, to deploy, to count; all is immutable
+def _lowered(model: Architecture, name: str, dtype: str, halves: bool) -> Programs:
+    programs = model.lower(name, dtype, halves)
     verify(programs, "lower")
     return programs
 

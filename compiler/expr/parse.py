@@ -43,10 +43,15 @@ def parse(text: str, variables: Collection[str] | None = None) -> Expr:
     ExprError, with the column and a hint, for anything outside the language, and for text that is over
     long, too deeply nested, or holds a constant that is not finite.
     """
-    return _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT)
+    return _written(text, None if variables is None else frozenset(variables))
 
 
 @lru_cache(maxsize=4096)  # a build reads the same few texts thousands of times; expressions are immutable
+def _written(text: str, variables: Collection[str] | None) -> Expr:
+    return _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT)
+
+
+@lru_cache(maxsize=4096)
 def reread(text: str) -> Expr:
     """Parses text that this package printed: derivatives grow beyond what a person may write, so its bounds are
     wider."""
