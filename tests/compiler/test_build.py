@@ -187,21 +187,21 @@ def shuffled(value):
         return {key: shuffled(item) for key, item in items}
     return [shuffled(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-random.seed(int(sys.argv[2]))
-digests = []
+seed = int(sys.argv[2])
+random.seed(seed)
+digests = {}
 for path in sorted(Path(sys.argv[1]).glob("*.yaml")):
-    text = path.read_text(encoding="utf-8")
     data = shuffled(json.loads(sys.argv[3])[path.stem])
-    for origin in (path, json.dumps(data)):
-        spec, source = load(origin)
-        files = compile_loaded(spec, source, (), read_lock(lock_path(path, spec.name))).files
-        digests.append({name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()})
+    spec, source = load(json.dumps(data) if seed % 3 else path)
+    files = compile_loaded(spec, source, (), read_lock(lock_path(path, spec.name))).files
+    digests[path.stem] = {name: hashlib.sha256(content.encode()).hexdigest() for name, content in files.items()}
 print(json.dumps(digests))
 """
 
 
 def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
-    """40 hash seeds, two locales and two working directories, mapping keys shuffled anew in each."""
+    """8 hash seeds, two locales and two working directories; a third read the files themselves, the others their
+    mappings with keys shuffled anew."""
     import ruamel.yaml
 
     specs = {path.stem: ruamel.yaml.YAML(typ="safe").load(path) for path in SPECS}
@@ -217,7 +217,7 @@ def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
         assert process.returncode == 0, errors
         found.add(output)
 
-    for seed in range(40):
+    for seed in range(8):
         environment = {
             "PYTHONHASHSEED": str(seed),
             "LC_ALL": locales[seed % 2],
@@ -232,10 +232,7 @@ def test_bytes_depend_on_nothing_but_the_spec(tmp_path: Path) -> None:
     while waiting:
         collect()
     assert len(found) == 1
-    by_spec = json.loads(found.pop())
-    assert len(by_spec) == 2 * len(SPECS)
-    for plain, shuffled in zip(by_spec[::2], by_spec[1::2], strict=True):
-        assert plain == shuffled
+    assert json.loads(found.pop()).keys() == specs.keys()
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from specc.compiler.check import CODES, load
+from specc.compiler.check import CODES, check
 from specc.compiler.errors import SpecError
 from specc.compiler.schema import DIALECT, schema_text
-from specc.compiler.source import read
+from specc.compiler.source import Source, read
 
 SPECS = Path(__file__).parents[2] / "specs"
 SCHEMA = json.loads(schema_text())
@@ -91,9 +91,17 @@ def mutated(data: Any, rng: random.Random) -> Any:
     return data
 
 
+def unlisted(data: Any) -> Any:
+    """Lists as the tuples that a source holds."""
+    if isinstance(data, dict):
+        return {key: unlisted(value) for key, value in data.items()}
+    return tuple(unlisted(item) for item in data) if isinstance(data, list) else data
+
+
 def codes(data: Any) -> set[str]:
+    """Of a source without places: to read its text would take ten times as long as to check it."""
     try:
-        load(json.dumps(data, indent=1))
+        check(Source("<text>", "", unlisted(data), {}, {}, {}))
     except SpecError as error:
         return {one.code for one in error.diagnostics}
     return set()
@@ -110,7 +118,7 @@ def test_editor_and_compiler_agree() -> None:
     verdicts = [0, 0]
     for path in sorted(SPECS.glob("*.yaml")):
         base = listed(read(path).data)
-        for _ in range(700):
+        for _ in range(200):
             data = mutated(base, rng)
             found, accepted = codes(data), validator.is_valid(data)
             assert accepted == (found <= beyond), (found, data)
