@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -92,6 +92,21 @@ def written(kernel: Kernel, site: Site, folder: Path) -> list[Path]:
         (folder / name).write_text(text, encoding="utf-8")
         paths.append(folder / name)
     return paths
+
+
+def joined(sources: Iterable[Path], folder: Path) -> Path:
+    """One .cu file in `folder` of several for one architecture: nvcc takes most of its time over what they include."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heads: dict[str, None] = {}
+    bodies = []
+    for i, source in enumerate(sources):
+        lines = source.read_text(encoding="utf-8").splitlines()
+        heads |= dict.fromkeys(line for line in lines if line.startswith(("#include", "// arch:")))
+        bodies += [f"namespace part_{i} {{", *(line for line in lines if line not in heads), "}"]
+    assert sum(head.startswith("//") for head in heads) <= 1, "of several architectures"
+    path = folder / "joined.cu"
+    path.write_text("\n".join((*heads, *bodies, "")), encoding="utf-8")
+    return path
 
 
 def jitted(module: ModuleType, site: Site) -> Any:

@@ -11,9 +11,9 @@ from specc.runtime.native import compile_only, library
 
 pytestmark = pytest.mark.nvcc
 
-# A tile to read and the weight as stored; a long expression; a column, a tile and a transposed weight; two outputs;
-# three outputs of two products; functions of ours.
-NAMES = ("mul", "gelu_grad", "scaled_residual", "leaky_relu2", "silu_gated", "relu6")
+# The weight as stored, a tile to read and a long expression; a column, a tile and a transposed weight; three outputs
+# of two products; functions of ours. Each takes nvcc a minute.
+NAMES = ("gelu_grad", "scaled_residual", "silu_gated", "relu6")
 
 
 @pytest.mark.parametrize("name", NAMES)
