@@ -2,14 +2,21 @@
 
 import os
 import shutil
+from typing import Any
 
 import pytest
+
+LEFT_OUT = pytest.StashKey[list[str]]()
 
 
 def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_OUT] = []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,6 +31,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker(marker)]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-        terminal = config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:
-            terminal.write_line(f"{len(left_out)} {marker} tests deselected: {reason}")
+        config.stash[LEFT_OUT].append(f"{len(left_out)} {marker} tests deselected: {reason}")
+    if hasattr(config, "workeroutput"):  # a process of pytest-xdist, which has no terminal
+        config.workeroutput["left_out"] = config.stash[LEFT_OUT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process of pytest-xdist collects, and leaves out, the same tests."""
+    node.config.stash[LEFT_OUT][:] = getattr(node, "workeroutput", {}).get("left_out", ())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash[LEFT_OUT]:
+        terminalreporter.write_line(line)
