@@ -241,9 +241,12 @@ def test_nothing_goes_on_when_the_search_is_interrupted(
     pid = tmp_path / "pid"
     fake_nvcc(tmp_path, monkeypatch, f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n")
     (tmp_path / "kernel.cu").write_text("int hangs;\n")
+    # What a shell starts in its background ignores the interrupt, and hands that on.
     main = (
-        "import sys\nfrom pathlib import Path\nfrom specc.runtime.tune.prepare import prepare\n"
-        "if __name__ == '__main__':\n    list(prepare([(0, Path(sys.argv[1]))], 'kernel', 'kernel', None))\n"
+        "import signal, sys\nfrom pathlib import Path\nfrom specc.runtime.tune.prepare import prepare\n"
+        "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "    list(prepare([(0, Path(sys.argv[1]))], 'kernel', 'kernel', None))\n"
     )
     (tmp_path / "main.py").write_text(main)
     for number in (signal.SIGINT, signal.SIGKILL):
