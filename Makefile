@@ -27,7 +27,7 @@ quickstart: setup
 
 # A process a core, each with one thread. What runs on the GPU has it alone: 5 says that there was no such test.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' --numprocesses auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -m gpu || [ $$? = 5 ]
 
 check: setup
