@@ -246,7 +246,7 @@ def test_kernels_compile_without_spills(f: str, dtype: str, target: str, reducti
 
 @pytest.mark.nvcc
 def test_tiles_to_measure_compile(tmp_path: Path) -> None:
-    for i, kernel in enumerate(SOFTMAX_LOSS_CUDA.variants(loss_site(*GPT2, CAP))):
+    for i, kernel in enumerate(SOFTMAX_LOSS_CUDA.variants(loss_site(*GPT2, CAP))[::3]):
         source, _ = written(kernel, loss_site(*GPT2, CAP), tmp_path / str(i))
         assert compile_only(source).is_file()
 
