@@ -128,7 +128,7 @@ COMPILED = [
     (GEMM_INT8_SM80, "sm80", "sum", 256, 64),
     (GEMM_INT8_SM80, "sm86", "codes", 64, 64),
     (GEMM_INT8_SM80, "sm89", "plain", 32, 128),
-    (GEMM_INT8_SM80, "sm120", "residual", 64, 256),
+    (GEMM_INT8_SM80, "sm120", "residual", 16, 16),
     (GEMM_INT8_SM90, "sm90", "sum", 256, 64),
     (GEMM_INT8_SM90, "sm90", "codes", 768, 256),
     (GEMM_INT8_SM90, "sm90", "residual", 256, 256),
