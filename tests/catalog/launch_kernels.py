@@ -6,8 +6,8 @@ python tests/catalog/launch_kernels.py specs/gpt_mlp35.yaml sm90 --sanitize
 runs that below each tool of compute-sanitizer (of CUDA 12.3 or later) in turn, which look at the kernels of the plan
 and at no other, and sums up what they say: within cuBLAS, cuDNN and Torch they report what no code here can mend, and
 take hours. `--sanitize racecheck` runs one; `--without attention` launches no module of such a name; `--deployed` is
-for the kernels of int8 artifacts; `--tiles` says how many of the largest tile a multiprocessor gets at least, 0 that there
-are few rows only. The exit code is 1 where a tool reports anything or does not come to an end.
+for the kernels of int8 artifacts; `--tiles` says how many of the largest tile a multiprocessor gets at least, 0 that
+there are few rows only. The exit code is 1 where a tool reports anything or does not come to an end.
 """
 
 import argparse
