@@ -51,8 +51,8 @@ class GemmInt8Sm80(Kernel):
     def render(self, site: Site) -> Rendered:
         op = site.node.op
         assert isinstance(op, Int8Linear)
-        codes = int8_tail(site).codes  # which a narrow tile's threads cannot store by eight
-        tile = SQUARE if codes or op.extent(site.inputs[1])[0] > NARROW.n else NARROW
+        wide = int8_tail(site).y.type.dtype == "f32"  # a row of a narrow tile is too short for threads that store more
+        tile = NARROW if wide and op.extent(site.inputs[1])[0] <= NARROW.n else SQUARE
         return rendered(site, "cutlass/gemm_int8_sm80.cu.jinja", tile, LEAF)
 
 

@@ -33,21 +33,29 @@ ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "c
 # What was launched within one of these ranges is the optimizer's, whatever its name: torch.optim.Optimizer puts the
 # first around every `step`, so the products of Newton-Schulz are found.
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
+_GLOBAL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)
+# A CUDA C++ kernel of the plan; those of Torch begin with at::.
+_OWN = re.compile(r"(?:void )?\(anonymous namespace\)::(\w+)[(<]")
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
-    """The class of a kernel by its name; `generated` are the names of the plan's own Triton kernels."""
-    if name in generated:
+    """The class of a kernel by its name; `generated` are the names of the plan's own kernels, but CUTLASS's."""
+    own = _OWN.match(name)
+    if (own.group(1) if own else name) in generated:
         return "fused"
     return next((kind for kind, pattern in CLASSES if re.search(pattern, name)), OTHER)
 
 
 def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
-    """The names under which a plan's Triton kernels run: the functions that their files mark `@triton.jit`."""
-    files = {name for choice in plan.choices for name in choice.rendered.files if name.endswith(".py")}
-    return frozenset(name for file in sorted(files) for name in jitted((directory / file).read_text(encoding="utf-8")))
+    """The names under which a plan's kernels run, but CUTLASS's: the functions that their files mark `@triton.jit` or
+    `__global__`."""
+    found: set[str] = set()
+    for file in sorted({name for choice in plan.choices for name in choice.rendered.files}):
+        source = (directory / file).read_text(encoding="utf-8")
+        found |= {*jitted(source)} if file.endswith(".py") else {*_GLOBAL.findall(source)}
+    return frozenset(found)
 
 
 def jitted(source: str) -> Iterator[str]:

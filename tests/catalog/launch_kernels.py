@@ -1,13 +1,13 @@
 """Launches every kernel of a spec's plan, tiles of its lock included: for a few row counts, and for so many rows that
-every multiprocessor goes from one tile to the next. Their values are held to the judge of kernels.
+every multiprocessor goes from one tile to the next. What they compute is for `specc verify` to judge.
 
 python tests/catalog/launch_kernels.py specs/gpt_mlp35.yaml sm90 --sanitize
 
 runs that below each tool of compute-sanitizer (of CUDA 12.3 or later) in turn, which look at the kernels of the plan
 and at no other, and sums up what they say: within cuBLAS, cuDNN and Torch they report what no code here can mend, and
-take hours. `--sanitize racecheck` runs one; `--without attention` launches no module of such a name; `--tiles` says how
-many of the largest tile a multiprocessor gets at least, 0 that there are few rows only. The exit code is 1 where a tool
-reports anything or does not come to an end.
+take hours. `--sanitize racecheck` runs one; `--without attention` launches no module of such a name; `--deployed` is
+for the kernels of int8 artifacts; `--tiles` says how many of the largest tile a multiprocessor gets at least, 0 that
+there are few rows only. The exit code is 1 where a tool reports anything or does not come to an end.
 """
 
 import argparse
@@ -17,18 +17,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from specc.compiler import pipeline
 from specc.compiler.build import kernel_files
 from specc.compiler.check import load
+from specc.compiler.kernels.gemm_int8 import int8_tail
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.lock import Lock, lock_path, read_lock
+from specc.compiler.ops.quantized import Int8Linear
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
-from specc.runtime.judge import Judge, by_tiles, inputs_of, many_sizes, sizes_of
+from specc.runtime.bench.products import operands
+from specc.runtime.judge import inputs_of, many_sizes, sizes_of
 from specc.runtime.load import device_of, instantiate
 from specc.runtime.tune.candidates import tuned_choices
 
@@ -60,14 +65,17 @@ def kernel_names(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def judges(site: Site, device: str, tiles: int) -> Iterator[Judge]:
-    """One for each row count. Inputs come from the host: initcheck follows copies, and no kernel that is not looked
-    at."""
+def inputs(site: Site, device: str, tiles: int) -> Iterator[list[Tensor]]:
+    """Those of one launch for each row count. They come from the host: initcheck follows copies, and no kernel that is
+    not looked at."""
     few = [sizes_of(site, rows) for rows in ROWS]
     large = many_sizes(site, device, tiles) if tiles else None
     for sizes in (*few, *([large] if large is not None else ())):
-        given: list[Tensor] = [value.to(device) for value in inputs_of(site, sizes, "cpu")]
-        yield Judge.of(site, given, sample=sizes is large and by_tiles(site))
+        if isinstance(site.node.op, Int8Linear):
+            given = operands(site, int8_tail(site), sizes["B"] * sizes["T"], torch.device("cpu"))
+        else:
+            given = inputs_of(site, sizes, "cpu")
+        yield [value.to(device) for value in given]
 
 
 def command(tool: str, names: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -95,16 +103,17 @@ def sanitize(tools: Sequence[str], names: Sequence[str], arguments: Sequence[str
     return 0 if all(clean for *_, clean in told) else 1
 
 
-def launch(spec: Spec, target: str, plan: Plan, chosen: Sequence[Choice], lock: Lock, tiles: int) -> None:
+def launch(spec: Spec, plan: Plan, chosen: Sequence[Choice], lock: Lock, asked: argparse.Namespace) -> None:
+    """One kernel after another, each awaited, so that what goes wrong does so below its name."""
     with tempfile.TemporaryDirectory() as folder:
-        loaded = instantiate(spec, target, Path(folder), lock=lock)
-        module = vars(sys.modules[type(loaded.model).__module__])
+        loaded = instantiate(spec, asked.target, Path(folder), lock=lock, deployed=asked.deployed)
+        module, device = vars(sys.modules[type(loaded.model).__module__]), device_of(loaded.target)
         for choice in chosen:
-            for judge in judges(choice.site, device_of(loaded.target), tiles):
-                errors = judge.errors(judge.call(module[plan.called(choice)]))
-                worst = ", ".join(f"{error.rms:.2f}x" for error in errors)
-                print(choice.rendered.module, list(judge.inputs[0].shape), worst, flush=True)
-                assert all(error.ok for error in errors), errors
+            for given in inputs(choice.site, device, asked.tiles):
+                print(choice.rendered.module, list(given[0].shape), flush=True)
+                module[plan.called(choice)](*given)
+                if device == "cuda":
+                    torch.cuda.synchronize()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,19 +121,22 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("spec", type=Path)
     parser.add_argument("target")
     parser.add_argument("--without", default="")
+    parser.add_argument("--deployed", action="store_true")
     parser.add_argument("--tiles", type=int, default=TILES)
     parser.add_argument("--sanitize", nargs="*", choices=TOOLS, metavar="TOOL")
     asked = parser.parse_args(arguments)
     spec, _ = load(asked.spec)
     lock = read_lock(lock_path(asked.spec, spec.name))
-    plan = pipeline.plan(spec, asked.target, "", lock)
+    plan = (pipeline.deployed_plan if asked.deployed else partial(pipeline.plan, lock=lock))(spec, asked.target, "")
+    if plan is None:
+        raise SystemExit(f"{asked.spec} deploys what it trains: leave --deployed out")
     chosen = launched(plan, asked.without)
     if asked.sanitize is None:
-        launch(spec, asked.target, plan, chosen, lock, asked.tiles)
+        launch(spec, plan, chosen, lock, asked)
         return 0
     texts = [text for choice in chosen for text in kernel_files(choice.rendered, "").values()]
     words = [str(asked.spec), asked.target, "--without", asked.without, "--tiles", str(asked.tiles)]
-    return sanitize(asked.sanitize or TOOLS, kernel_names(texts), words)
+    return sanitize(asked.sanitize or TOOLS, kernel_names(texts), words + ["--deployed"] * asked.deployed)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import launch_kernels
 import pytest
-import torch
 from attention_sites import attention_site
 from kernel_sites import make_site
 
@@ -41,17 +40,28 @@ def test_few_rows_and_many_are_launched(monkeypatch: pytest.MonkeyPatch, capsys:
     assert len(capsys.readouterr().out.splitlines()) == 4 * len(launch_kernels.ROWS)
 
 
-def test_a_wrong_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_artifacts_are_launched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch_kernels.main([str(SPEC.with_name("poly_attn.yaml")), "cpu", "--deployed"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = {line.split(" ")[0] for line in lines}
+    assert {"int8_lstm_step__h128", "int8_linear_f32__n512_k256"} <= names
+    assert len(lines) == len(names) * len(launch_kernels.ROWS)
+    with pytest.raises(SystemExit, match="deploys what it trains"):
+        launch_kernels.main([str(SPEC), "cpu", "--deployed"])
+
+
+def test_a_kernel_that_fails_ends_the_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def spoiled(*given: object, **words: object) -> object:
         loaded = instantiate(*given, **words)  # type: ignore[arg-type]
-        module = vars(sys.modules[type(loaded.model).__module__])
-        right = module["dgrad_mul"]
-        module["dgrad_mul"] = lambda *inputs: torch.full_like(right(*inputs), torch.nan)
+        vars(sys.modules[type(loaded.model).__module__])["dgrad_mul"] = lambda *_: 1 // 0
         return loaded
 
     monkeypatch.setattr(launch_kernels, "instantiate", spoiled)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ZeroDivisionError):
         launch_kernels.main([str(SPEC), "cpu", "--without", "linear"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("dgrad_mul__")
     with pytest.raises(SystemExit):
         launch_kernels.main([str(SPEC)])
 

@@ -155,13 +155,13 @@ def test_the_plan_page_shows_what_a_fused_head_pads_and_that_scores_have_no_grad
     for row in (
         "| head.padded | pad_rows bf16[50257,768] -> bf16[50304,768] | torch | | | |",
         "| head.padded.crop | crop_rows bf16[50304,768] -> bf16[50257,768] | torch | | | |",
-        "| head.loss + logits.f32 | softmax_loss, mean, also grad | softmax_loss__v50257.py (triton) |",
-        "| head.nats + logits.f32 + loss | softmax_loss, one a token | softmax_nats__v50257.py (triton) |",
+        "| head.loss + logits.f32 | softmax_loss, mean, also grad | softmax_loss__v50257.cu (cuda) |",
+        "| head.nats + logits.f32 + loss | softmax_loss, one a token | softmax_nats__v50257.cu (cuda) |",
     ):
         assert hopper.count(row) == 1
     assert hopper.count("| head.logits | linear | torch |") == 1  # once, though training and scoring both run it
     nodes = json.loads((GENERATED / "gpt2_124m/manifest.json").read_text())["nodes"]["sm90"]
-    assert nodes["head.loss"] == "softmax_loss__v50257.py" and nodes["head.nats"] == "softmax_nats__v50257.py"
+    assert nodes["head.loss"] == "softmax_loss__v50257.cu" and nodes["head.nats"] == "softmax_nats__v50257.cu"
 
 
 @pytest.mark.parametrize(("name", "target"), TARGETS)

@@ -1,8 +1,16 @@
 """Classes of kernels, and a profile counted by hand from the events of a trace."""
 
+from pathlib import Path
+
 import pytest
 
-from specc.runtime.bench.profile import classify, covered, jitted, read
+from specc.compiler import pipeline
+from specc.compiler.build import kernel_files
+from specc.compiler.check import load
+from specc.compiler.lock import lock_path, read_lock
+from specc.runtime.bench.profile import classify, covered, generated_names, jitted, read
+
+SPECS = Path(__file__).parents[2] / "specs"
 
 # Names as torch.profiler gives them on an H200.
 NAMES = {
@@ -41,6 +49,19 @@ def test_classes(name: str, kind: str) -> None:
 
 def test_only_the_plans_own_kernels_are_known_by_name() -> None:
     assert classify("kernel") == "other"
+    rows = "(anonymous namespace)::softmax_rows(__nv_bfloat16 const*, long const*, float*, __nv_bfloat16*, int)"
+    assert classify(rows) == "pointwise" and classify(rows, frozenset({"softmax_rows"})) == "fused"
+    torchs = "void at::native::(anonymous namespace)::softmax_rows<float>(float*)"
+    assert classify(torchs, frozenset({"softmax_rows"})) == "pointwise"
+
+
+def test_names_of_generated_cuda_kernels(tmp_path: Path) -> None:
+    path = SPECS / "gpt2_124m.yaml"
+    spec, _ = load(path)
+    plan = pipeline.plan(spec, "sm90", "", read_lock(lock_path(path, spec.name)))
+    for name, text in ((n, t) for c in plan.choices for n, t in kernel_files(c.rendered, "").items()):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert {"softmax_rows", "rotary_kernel"} <= generated_names(plan, tmp_path)
 
 
 def test_names_of_generated_triton_kernels() -> None:

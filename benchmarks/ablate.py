@@ -1,0 +1,152 @@
+"""What each technique of a model is worth: its spec is trained as it is, by several seeds, and with one change at a
+time.
+
+    python benchmarks/ablate.py benchmarks/gpt_golf.yaml --data PACKED --out DIR --target sm90
+    python benchmarks/ablate.py benchmarks/gpt_golf.yaml --out DIR --table
+
+A list names the spec, the `--set` texts that all its runs have, the seeds of the whole model and the changes, each a
+name and its `--set` texts; under `quantize`, further ones, each laid over the first run when that is quantized. Runs
+are `specc train` and `specc quantize`, one after another in this process. Several processes that are given one DIR,
+one a GPU by CUDA_VISIBLE_DEVICES, share the work. A change whose run failed, or was killed, stays claimed: remove its
+folder in DIR to try again. The table compares with the mean of the seeds, whose spread is the noise.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+SPECC = (sys.executable, "-c", "from specc.compiler.cli import main; main()")
+WEIGHTS = ("average", "raw")  # those that the table compares: the first that a run has
+REPORT = "quantized/report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A list as it is read. `changes` and `quantize` are `--set` texts by name."""
+
+    spec: str
+    common: Sequence[str]
+    seeds: Sequence[int]
+    changes: Mapping[str, Sequence[str]]
+    quantize: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def read(cls, path: Path) -> "Plan":
+        data: Any = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
+        return cls(data["spec"], data["common"], data["seeds"], data["changes"], data.get("quantize", {}))
+
+    def runs(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """The name of every training, and its `--set` texts; those of the whole model first."""
+        for seed in self.seeds:
+            yield f"whole, seed {seed}", (*self.common, f"train.seed={seed}")
+        for name, sets in self.changes.items():
+            yield name, (*self.common, *sets)
+
+
+def folder(out: Path, name: str) -> Path:
+    return out / "".join(c if c.isalnum() else "_" for c in name)
+
+
+def words(sets: Sequence[str]) -> list[str]:
+    return [word for text in sets for word in ("--set", text)]
+
+
+def claimed(place: Path) -> bool:
+    """Whether the work of this folder is now this process's own."""
+    try:
+        place.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    return True
+
+
+def specc(place: Path, arguments: Sequence[str]) -> None:
+    """Runs specc, with what it says in output.txt."""
+    with (place / "output.txt").open("ab") as file:
+        code = subprocess.run([*SPECC, *arguments], stdout=file, stderr=subprocess.STDOUT).returncode
+    print(place.name, "done" if code == 0 else f"failed ({code}): see {file.name}", flush=True)
+
+
+def train(plan: Plan, asked: argparse.Namespace) -> None:
+    """Every training that nobody has claimed, while there is time."""
+    for name, sets in plan.runs():
+        if time.monotonic() > asked.until:
+            return
+        place = folder(asked.out, name)
+        if claimed(place):
+            fixed = ["--run", str(place / "run"), "--data", asked.data, "--target", asked.target]
+            specc(place, ["train", plan.spec, *fixed, *words(sets)])
+
+
+def quantize(plan: Plan, asked: argparse.Namespace) -> None:
+    """The first run, quantized in every way that nobody has claimed, while there is time."""
+    first = folder(asked.out, next(plan.runs())[0]) / "run"
+    for name, sets in plan.quantize.items():
+        if time.monotonic() > asked.until or not (first / "log.jsonl").is_file():
+            return
+        place = folder(asked.out, f"quantized {name}")
+        if claimed(place):
+            subprocess.run(["cp", "-r", str(first), str(place / "run")], check=True)
+            specc(place, ["quantize", str(place / "run"), "--target", asked.target, *words(sets)])
+
+
+def score(place: Path) -> float | None:
+    """Nats a token at the end of a run; None where it has no score."""
+    log = place / "run/log.jsonl"
+    if not log.is_file():
+        return None
+    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    found = {event["weights"]: event["nats"] for event in events if event["event"] == "validation"}
+    return next((float(found[which]) for which in WEIGHTS if which in found), None)
+
+
+def table(plan: Plan, out: Path) -> Iterator[str]:
+    """Markdown: every run that has a score, beside the mean of the whole model."""
+    whole = [value for seed in plan.seeds if (value := score(folder(out, f"whole, seed {seed}"))) is not None]
+    if not whole:
+        raise SystemExit(f"no run of the whole model in {out} has a score yet")
+    mean, spread = statistics.mean(whole), max(whole) - min(whole)
+    yield "| | nats a token | to the whole |"
+    yield "|---|---|---|"
+    yield f"| the whole model, mean of {len(whole)} seeds, which differ by {spread:.4f} | {mean:.4f} | |"
+    for name in plan.changes:
+        value = score(folder(out, name))
+        if value is not None:
+            yield f"| {name} | {value:.4f} | {value - mean:+.4f} |"
+    for name in plan.quantize:
+        report = folder(out, f"quantized {name}") / "run" / REPORT
+        if report.is_file():
+            found = json.loads(report.read_text(encoding="utf-8"))
+            before, after = (found[when]["nats"] / found[when]["tokens"] for when in ("before", "after"))
+            told = f"| quantized: {name}, {found['artifact_bytes']:,} bytes | {after:.4f}"
+            yield f"{told} | {after - before:+.4f} to {before:.4f} as trained |"
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("list", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--target", default="cpu")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
+    parser.add_argument("--table", action="store_true", help="train nothing, and print what there is")
+    asked = parser.parse_args(arguments)
+    asked.until = time.monotonic() + 60 * asked.minutes
+    plan = Plan.read(asked.list)
+    if not asked.table:
+        train(plan, asked)
+        quantize(plan, asked)
+    print("\n".join(table(plan, asked.out)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
