@@ -25,10 +25,10 @@ quickstart: setup
 	$(BIN)/specc generate $(RUN)/gpt_mini.specc --prompt 'def ' --max-tokens 200 --temperature 0.7 --seed 1
 	@echo "the model is in $(RUN)/gpt_mini.specc"
 
-# A process a core, each with one thread. What runs on the GPU has it alone: 5 says that there was no such test.
+# A process a core, each with one thread. What runs on a GPU has it alone.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -m gpu || [ $$? = 5 ]
+	@if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pytest -m gpu; else echo "no NVIDIA GPU here: tests of them were left out"; fi
 
 check: setup
 	$(BIN)/ruff check .
