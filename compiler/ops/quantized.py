@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 127  # of a code; -128 is none, so that codes are symmetric
+FINE = 2 * LARGEST  # steps of a second code in one of the first: what rounding leaves, half a step, is all 127 of them
 ALIGNMENT = 16  # codes that one load takes: K and N of an int8 product are multiples of it
 LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT  # so many products and a bias below 2^30 stay within int32
 
@@ -26,6 +27,19 @@ def rounded(values: "Tensor") -> "Tensor":
     import torch
 
     return values.round().clamp(-LARGEST, LARGEST).nan_to_num(0.0).to(torch.int8)
+
+
+def two_codes(values: "Tensor") -> "tuple[Tensor, Tensor]":
+    """The codes i8 nearest to `values`, and those nearest to what is left of them in steps of 1 / FINE. Beyond the
+    largest code nothing is left."""
+    within = values.clamp(-LARGEST, LARGEST)
+    first = rounded(within)
+    return first, rounded((within - first) * FINE)
+
+
+def step_of(bits: int) -> float:
+    """The step of codes of 8 bits, or of two codes, which are 16, in steps of the first."""
+    return 1.0 if bits == 8 else 1.0 / FINE
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from specc.compiler import quant
 from specc.compiler.blocks.init import constant
@@ -297,6 +298,14 @@ class Editor:
     def inverse(self, weight: str) -> str:
         leader, width = self.leader(weight), self.types[weight].width
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
+
+    def input_bits(self, weight: str) -> Literal[8, 16]:
+        names = [at + weight[1:] for at in self.places]
+        found = {self.schemes[name].input_bits(bool(self.sources[name].made)) for name in names}
+        if len(found) > 1:
+            message = f"{names[0]} reads a state of other bits than in blocks that share its code"
+            raise Unfit(message, names, at_once=True)
+        return found.pop()
 
     def leader(self, weight: str) -> str:
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}

@@ -187,5 +187,6 @@ class _Rounding(Editor):
         leader = self.leader(weight)
         if (ref, leader) not in self.shared:
             inputs = (ref, self.inverse(weight))
-            self.shared[ref, leader] = self.add_op(f"{weight[1:]}_input", RoundRows(), inputs, before)
+            rounding = RoundRows(self.input_bits(weight))
+            self.shared[ref, leader] = self.add_op(f"{weight[1:]}_input", rounding, inputs, before)
         return self.shared[ref, leader]

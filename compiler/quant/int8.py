@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from specc.compiler.ops.quantized import LARGEST_K
+from specc.compiler.ops.quantized import LARGEST_K, step_of
 from specc.compiler.quant.entropy import normal_bits
 from specc.compiler.quant.gptq_solver import factorize, solve, weighted_error
 from specc.compiler.quant.rows import LARGEST_SCALE, SMALLEST_SCALE, PerRow, arrays_of, dequantized
@@ -38,6 +38,10 @@ class Int8(PerRow):
     input a scale s_in r_k, r_k <= 1, and the weight that is rounded is W_nk r_k: the sums are the same, and what is
     small beside the other features keeps more digits (SmoothQuant, Xiao et al. 2022, whose exponent is chosen here by
     the error to expect, see `input_scale`).
+
+    `states: 16` gives the states h of recurrences 16 bits where other inputs have 8, as the 16x8 of TensorFlow Lite
+    does: h is two codes, s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. A recurrence reads h at
+    every step, so what rounding takes from it adds up over a line.
     """
 
     integer: ClassVar[bool] = True
@@ -46,12 +50,14 @@ class Int8(PerRow):
     bits: Literal[8] = 8
     weights: Literal["per_channel", "per_tensor"] = "per_channel"
     activations: Literal["per_tensor", "per_channel"] = "per_tensor"
+    states: Literal[8, 16] = later(8)
     correction_rank: Annotated[int, Field(ge=0, le=0)] = later(
         0
     )  # a correction would be a product of floats beside that of whole numbers
 
     def label(self) -> str:
-        return f"int8 products, {self.weights.replace('_', ' ')}"
+        states = "" if self.states == 8 else f", states of {self.states} bits"
+        return f"int8 products, {self.weights.replace('_', ' ')}{states}"
 
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         if len(shape) == 1:
@@ -83,24 +89,31 @@ class Int8(PerRow):
         scale = self.scales(self.clip_without_data(weight.double()))
         codes = self.nearest(weight, scale)
         if seen.hessian is not None:
-            codes = self._solved(weight.double(), scale, codes, seen.hessian.to(weight.device).double(), given)
+            hessian = seen.hessian.to(weight.device).double()
+            step = float(given.max()) * step_of(self.input_bits(seen.state))
+            codes = self._solved(weight.double(), scale, codes, hessian, given, step)
         return {**arrays_of(codes, scale, shape), "input_scale": given}
 
-    def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, hessian: Tensor, given: Array) -> Tensor:
+    def _solved(
+        self, weight: Tensor, scale: Tensor, nearest: Tensor, hessian: Tensor, given: Array, step: float
+    ) -> Tensor:
         """The codes of GPTQ, or of a row whose sums they make no better the `nearest`. `hessian` is the mean of x^T x
-        for inputs x. What is multiplied is x_k / r_k, rounded: its second moments, with the rounding's own variance,
-        which is all the damping that there is."""
+        for inputs x. What is multiplied is x_k / r_k, rounded to `step`: its second moments, with the rounding's own
+        variance, which is all the damping that there is."""
         import torch
 
         share = _shares(given).to(weight)
         moments = hessian / share[:, None] / share if len(share) > 1 else hessian.clone()
-        moments.diagonal().add_(float(given.max()) ** 2 / 12)
+        moments.diagonal().add_(step**2 / 12)
         factor = factorize(moments, LEAST_DAMPING, "descending")
         solved = solve(weight, scale.double(), factor, self.top, BLOCK)
         wrong, still = (
             weighted_error(weight - codes * scale.double()[:, None], factor.hessian) for codes in (nearest, solved)
         )
         return torch.where((still < wrong)[:, None], solved, nearest)
+
+    def input_bits(self, state: bool) -> Literal[8, 16]:
+        return self.states if state else 8
 
     @property
     def _by_feature(self) -> bool:
@@ -112,7 +125,8 @@ class Int8(PerRow):
 
         By feature it is s_k = top^(1 - a) * largest_k^a / 127, top the largest of all, with the exponent a of
         EXPONENTS that makes the expected squared error of all sums least: s_k^2 / 12 * W_nk^2 of rounding the input,
-        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k.
+        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k. Of two
+        codes the first counts 1 / 254^2.
         """
         top = float(seen.largest.max())
         if not self._by_feature or not top:
@@ -120,12 +134,13 @@ class Int8(PerRow):
             return seen.largest.new_full((size,), (top or 1.0) / 127).float()
         largest = seen.largest.clamp(min=top * QUIETEST)
         choices = [top ** (1 - a) * largest**a / 127 for a in EXPONENTS]
+        fineness = step_of(self.input_bits(seen.state)) ** 2
 
         def error(scale: Tensor) -> float:
             scaled = [weight.detach().double() * scale for weight in weights]
             steps = [(one.abs().amax(1) / 127).square().sum() for one in scaled]
             reading = seen.square / scale.square()
-            return float(sum(one.square().sum() for one in scaled) + reading.sum() * sum(steps))
+            return float(fineness * sum(one.square().sum() for one in scaled) + reading.sum() * sum(steps))
 
         chosen: Tensor = min(choices, key=error)
         return chosen.float()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from specc.compiler.ir import Graph, Node, Op, TensorType
 from specc.compiler.ops.quantized import padded
@@ -40,6 +40,9 @@ class Editing(Protocol):
     def codes(self, ref: str, weight: str, before: Node) -> str:
         """The value `ref` as codes for the product with `weight`, made ahead of a node; all products of one value share
         them."""
+
+    def input_bits(self, weight: str) -> Literal[8, 16]:
+        """Bits of the input of the product with `weight`."""
 
     def inverse(self, weight: str) -> str:
         """The constant by which the input of the product with `weight` is made codes, f32 [K]."""
