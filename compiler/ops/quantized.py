@@ -45,11 +45,12 @@ def step_of(bits: int) -> float:
 @dataclass(frozen=True, slots=True)
 class QuantizeRows(Op):
     """x [..., K] as codes i8 [..., columns]: x * inverse for f32 inverse [K], rounded, halves to even, within -127 and
-    127; zeros behind column K. NaN becomes 0."""
+    127; zeros behind column K. NaN becomes 0. With `second` the second of `two_codes`, of which those are the first."""
 
     name: ClassVar[str] = "quantize_rows"
     keeps_features: ClassVar[bool] = True
     columns: int
+    second: bool = False
 
     @property
     def arity(self) -> int:
@@ -66,21 +67,23 @@ class QuantizeRows(Op):
         return (TensorType((*rows(x), self.columns), "i8"),)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
+        if self.second:
+            return "quantize_rows_second"
         return "quantize_rows" if inputs[0].width == self.columns else "quantize_rows_padded"
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        further = "" if inputs[0].width == self.columns else f", {self.columns}"
+        further = f", {self.columns}" if self.second or inputs[0].width != self.columns else ""
         return f"{self.support(inputs)}({args[0]}, {args[1]}{further})"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        further = () if inputs[0].width == self.columns else (self.columns,)
+        further = (self.columns,) if self.second or inputs[0].width != self.columns else ()
         return Traced(self.support(inputs), (Input(0), Input(1), *further))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
 
         x, inverse = inputs
-        codes = rounded(x.float() * inverse)
+        codes = two_codes(x.float() * inverse)[self.second]
         return torch.cat((codes, codes.new_zeros(*codes.shape[:-1], self.columns - codes.shape[-1])), -1)
 
 

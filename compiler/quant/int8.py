@@ -39,9 +39,9 @@ class Int8(PerRow):
     small beside the other features keeps more digits (SmoothQuant, Xiao et al. 2022, whose exponent is chosen here by
     the error to expect, see `input_scale`).
 
-    `states: 16` gives the states h of recurrences 16 bits where other inputs have 8, as the 16x8 of TensorFlow Lite
-    does: h is two codes, s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. A recurrence reads h at
-    every step, so what rounding takes from it adds up over a line.
+    `activation_bits: 16` gives the input 16 bits, as the 16x8 of TensorFlow Lite does: it is two codes,
+    s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. Of the hidden weights of an LSTM the input is h,
+    which is rounded at every step.
     """
 
     integer: ClassVar[bool] = True
@@ -50,14 +50,14 @@ class Int8(PerRow):
     bits: Literal[8] = 8
     weights: Literal["per_channel", "per_tensor"] = "per_channel"
     activations: Literal["per_tensor", "per_channel"] = "per_tensor"
-    states: Literal[8, 16] = later(8)
+    activation_bits: Literal[8, 16] = later(8)
     correction_rank: Annotated[int, Field(ge=0, le=0)] = later(
         0
     )  # a correction would be a product of floats beside that of whole numbers
 
     def label(self) -> str:
-        states = "" if self.states == 8 else f", states of {self.states} bits"
-        return f"int8 products, {self.weights.replace('_', ' ')}{states}"
+        wide = "" if self.activation_bits == 8 else f", inputs of {self.activation_bits} bits"
+        return f"int8 products, {self.weights.replace('_', ' ')}{wide}"
 
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         if len(shape) == 1:
@@ -89,22 +89,18 @@ class Int8(PerRow):
         scale = self.scales(self.clip_without_data(weight.double()))
         codes = self.nearest(weight, scale)
         if seen.hessian is not None:
-            hessian = seen.hessian.to(weight.device).double()
-            step = float(given.max()) * step_of(self.input_bits(seen.state))
-            codes = self._solved(weight.double(), scale, codes, hessian, given, step)
+            codes = self._solved(weight.double(), scale, codes, seen.hessian.to(weight.device).double(), given)
         return {**arrays_of(codes, scale, shape), "input_scale": given}
 
-    def _solved(
-        self, weight: Tensor, scale: Tensor, nearest: Tensor, hessian: Tensor, given: Array, step: float
-    ) -> Tensor:
+    def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, hessian: Tensor, given: Array) -> Tensor:
         """The codes of GPTQ, or of a row whose sums they make no better the `nearest`. `hessian` is the mean of x^T x
-        for inputs x. What is multiplied is x_k / r_k, rounded to `step`: its second moments, with the rounding's own
-        variance, which is all the damping that there is."""
+        for inputs x. What is multiplied is x_k / r_k, rounded: its second moments, with the rounding's own variance,
+        which is all the damping that there is."""
         import torch
 
         share = _shares(given).to(weight)
         moments = hessian / share[:, None] / share if len(share) > 1 else hessian.clone()
-        moments.diagonal().add_(step**2 / 12)
+        moments.diagonal().add_((float(given.max()) * step_of(self.activation_bits)) ** 2 / 12)
         factor = factorize(moments, LEAST_DAMPING, "descending")
         solved = solve(weight, scale.double(), factor, self.top, BLOCK)
         wrong, still = (
@@ -112,8 +108,9 @@ class Int8(PerRow):
         )
         return torch.where((still < wrong)[:, None], solved, nearest)
 
-    def input_bits(self, state: bool) -> Literal[8, 16]:
-        return self.states if state else 8
+    @property
+    def input_bits(self) -> Literal[8, 16]:
+        return self.activation_bits
 
     @property
     def _by_feature(self) -> bool:
@@ -134,7 +131,7 @@ class Int8(PerRow):
             return seen.largest.new_full((size,), (top or 1.0) / 127).float()
         largest = seen.largest.clamp(min=top * QUIETEST)
         choices = [top ** (1 - a) * largest**a / 127 for a in EXPONENTS]
-        fineness = step_of(self.input_bits(seen.state)) ** 2
+        fineness = step_of(self.activation_bits) ** 2
 
         def error(scale: Tensor) -> float:
             scaled = [weight.detach().double() * scale for weight in weights]

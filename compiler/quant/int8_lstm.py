@@ -13,10 +13,8 @@ from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
 from specc.compiler.ops.shape import Last
-from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of
+from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of, title_of, weighed
 from specc.compiler.quant.rounded_lstm import rehearsed
-
-SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
 
 # The nodes of one direction, by the name to give them: x, h and c, its factors, whether it goes backward in time.
 Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]
@@ -44,13 +42,13 @@ def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
     return size
 
 
-def _gates_of(edit: Editing, node: Node, name: str, codes: str, factor: Factor) -> str:
+def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor: Factor) -> str:
     """The share of x in the gates, f32 [..., 4H], under `name`."""
     held = sums_of(edit, factor.weight, factor.bias)
-    type = edit.type(codes)
-    made = TensorType((*type.shape[:-1], edit.type(held[0]).shape[0]), "f32")
-    op = Int8Linear()
-    return edit.add(Node(name, op, (codes, *held), (made,), SCALED, (name,)), node)
+    expr, operands = weighed(edit, name, codes, factor.weight, held, node)
+    made = TensorType((*edit.type(codes[0]).shape[:-1], edit.type(held[0]).shape[0]), "f32")
+    tail = Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, made))
+    return edit.add(Node(name, Int8Linear(), (codes[0], *held, *operands), (made,), tail, (name,)), node)
 
 
 def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
@@ -128,7 +126,11 @@ def _direction(
 ) -> tuple[str, str, str]:
     """Adds one direction; returns y [B, T, H], h and c. In memory the gates of a step lie together."""
     codes = edit.codes(x, factors[0].weight, node)
-    major = edit.add_op(f"{name}_codes", TimeMajor(backward), (codes,), node)
+    words = ("codes", "second")
+    major = [
+        edit.add_op(f"{name}_{word}", TimeMajor(backward), (ref,), node)
+        for word, ref in zip(words, codes, strict=False)
+    ]
     gates = _gates_of(edit, node, f"{name}_x", major, factors[0])
     steps = edit.add_op(f"{name}_steps", TimeMajor(back=True), (gates,), node)
     inputs = (*state, steps, *_held(edit, factors[1]))

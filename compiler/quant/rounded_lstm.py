@@ -24,7 +24,7 @@ def rehearsed(
     """Adds one direction; returns y [B, T, H], h and c: one product for the gates of all steps of x, with the biases,
     and a loop over the steps of h, which is rounded at each."""
     into, hidden = factors
-    gates = edit.add_op(f"{name}_x", Linear(), (edit.codes(x, into.weight, node), into.weight), node)
+    gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)
     for i, bias in enumerate(factor.bias for factor in factors if factor.bias):
         gates = edit.add_op(f"{name}_biased{i or ''}", BIASED, (gates, bias), node)
     if backward:

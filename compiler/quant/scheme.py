@@ -57,11 +57,10 @@ class Stored:
 @dataclass(frozen=True, slots=True)
 class Range:
     """What calibration saw of a product's input x [.., K], in f64: the `largest` magnitude of each feature [K], and the
-    mean of x^T x as `products` [K, K]. `state` where a recurrence gives it to itself."""
+    mean of x^T x as `products` [K, K]."""
 
     largest: Tensor
     products: Tensor
-    state: bool = False
 
     @property
     def square(self) -> Tensor:
@@ -72,13 +71,12 @@ class Range:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What calibration saw of the product that a parameter is the weight of: X^T X of its input as `hessian`; the scale
-    of its input, f32 [1] or [K], as its scheme chose it; `state` where a recurrence gives itself the input. Of a bias,
-    `weight` are the stored arrays of the weight beside it."""
+    of its input, f32 [1] or [K], as its scheme chose it. Of a bias, `weight` are the stored arrays of the weight beside
+    it."""
 
     hessian: Tensor | None = None
     input_scale: Tensor | None = None
     weight: Mapping[str, Array] | None = None
-    state: bool = False
 
 
 class Scheme(StrictModel):
@@ -119,9 +117,9 @@ class Scheme(StrictModel):
         inputs."""
         return None
 
-    def input_bits(self, state: bool) -> Literal[8, 16]:
-        """Bits of the input that a weight is multiplied by, where the scheme rounds inputs; `state` where it is one of
-        a recurrence."""
+    @property
+    def input_bits(self) -> Literal[8, 16]:
+        """Bits of the input that a weight is multiplied by, where the scheme rounds inputs."""
         return 8
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:

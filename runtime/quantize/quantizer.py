@@ -83,8 +83,7 @@ class Quantizer:
             hessian = self.hessians.get(name) if scheme.needs_hessian else None
             if scheme.integer and name in self.ranges and self._trained_with(name, scheme) is None:
                 hessian = self.ranges[name].products
-            state = name in self.ranges and self.ranges[name].state
-            seen = Seen(hessian, self._input_scale(name, scheme), beside, state)
+            seen = Seen(hessian, self._input_scale(name, scheme), beside)
             one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
             self._made[name, scheme] = one
             self._sizes[name, scheme] = entropy_bytes(one)

@@ -51,7 +51,7 @@ def input_ranges(
                 progress(done)
     if missing := [source.node for source in sources if source.leader not in met]:
         raise QuantizeError(f"{missing[0]}: calibration gave its input no rows")
-    return {source.weight: met[source.leader].range(bool(source.made)) for source in sources}
+    return {source.weight: met[source.leader].range for source in sources}
 
 
 class _Met:
@@ -67,5 +67,6 @@ class _Met:
         self._products += rows.T @ rows
         self._count += len(rows)
 
-    def range(self, state: bool) -> Range:
-        return Range(self._largest, self._products / self._count, state)
+    @property
+    def range(self) -> Range:
+        return Range(self._largest, self._products / self._count)

@@ -64,7 +64,7 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
         seen, features = ranges[leader], model.shapes[leader][1]
         scale = torch.from_numpy(model.tensors[leader]["input_scale"].copy()).double().expand(features)
         square = float(seen.square.sum())
-        bits = model.schemes[leader].input_bits(seen.state)
+        bits = model.schemes[leader].input_bits
         error = step_of(bits) * math.sqrt(float(scale.square().sum()) / 12 / square) if square else 0.0
         rows.append(
             InputRow(
