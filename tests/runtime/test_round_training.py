@@ -190,6 +190,18 @@ def test_beyond_the_largest_code_nothing_is_learned() -> None:
     assert x.grad is not None and x.grad.tolist() == [[0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]]
 
 
+def test_with_16_bits_too_and_the_grid_is_finer() -> None:
+    x = torch.tensor([[-300.0, -127.0, -3.5, 0.25, 1 / 254, 126.6, 128.0, 0.0]], requires_grad=True)
+    y = RoundRows(16).reference(x, torch.full((8,), 1.0))
+    assert isinstance(y, Tensor)
+    y.backward(torch.arange(1.0, 9.0)[None])
+    codes = 254 * y.detach()
+    torch.testing.assert_close(codes, codes.round(), rtol=0, atol=4e-3)
+    within = x.detach().clamp(-127, 127)
+    assert float((y.detach() - within).abs().max()) < 0.51 / 254
+    assert x.grad is not None and x.grad.tolist() == [[0.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0, 8.0]]
+
+
 @pytest.mark.parametrize("name", ["lstm", "blocks"])
 def test_a_token_learns_nothing_from_those_behind_it(name: str, tmp_path: Path) -> None:
     """The loss of the first 5 targets does not read what the decoder is fed later; that of all does."""
