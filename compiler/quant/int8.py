@@ -122,8 +122,8 @@ class Int8(PerRow):
 
         By feature it is s_k = top^(1 - a) * largest_k^a / 127, top the largest of all, with the exponent a of
         EXPONENTS that makes the expected squared error of all sums least: s_k^2 / 12 * W_nk^2 of rounding the input,
-        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k. Of two
-        codes the first counts 1 / 254^2.
+        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k. For inputs of
+        16 bits it is chosen alike, as if they had 8.
         """
         top = float(seen.largest.max())
         if not self._by_feature or not top:
@@ -131,13 +131,12 @@ class Int8(PerRow):
             return seen.largest.new_full((size,), (top or 1.0) / 127).float()
         largest = seen.largest.clamp(min=top * QUIETEST)
         choices = [top ** (1 - a) * largest**a / 127 for a in EXPONENTS]
-        fineness = step_of(self.activation_bits) ** 2
 
         def error(scale: Tensor) -> float:
             scaled = [weight.detach().double() * scale for weight in weights]
             steps = [(one.abs().amax(1) / 127).square().sum() for one in scaled]
             reading = seen.square / scale.square()
-            return float(fineness * sum(one.square().sum() for one in scaled) + reading.sum() * sum(steps))
+            return float(sum(one.square().sum() for one in scaled) + reading.sum() * sum(steps))
 
         chosen: Tensor = min(choices, key=error)
         return chosen.float()

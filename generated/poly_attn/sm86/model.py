@@ -84,6 +84,13 @@ def lstm_cell_one_bias(
     return torch.lstm_cell(x[:, 0], (h, c), into, hidden, bias, torch.zeros_like(bias))
 
 
+def round_rows(x: Tensor, inverse: Tensor) -> Tensor:
+    """x [..., K] as int8 products read it: x * inverse [K] rounded, halves to even, within -127 and 127, and back.
+    Gradients pass as if it were only cut off there: the straight-through estimator."""
+    steps = (x * inverse).clamp(-127, 127)
+    return ((steps + (steps.round() - steps).detach()) / inverse).to(x.dtype)
+
+
 class Lstm64I16Rounded(nn.Module):
     """A loop over time: recurrent."""
 
@@ -371,13 +378,13 @@ class Model(nn.Module):
         )
         both_c = torch.cat((forward_c, back_c), -1)
         token = F.embedding(inputs, self.decoder.embed.token)
-        q_input = round_rows_i16(token, self.decoder.attention.q_inverse)
+        q_input = round_rows(token, self.decoder.attention.q_inverse)
         q = F.linear(q_input, self.decoder.attention.q) + self.decoder.attention.q_bias
         k = F.linear(q_input, self.decoder.attention.k) + self.decoder.attention.k_bias
         v = F.linear(q_input, self.decoder.attention.v) + self.decoder.attention.v_bias
         y = attend(q.unflatten(-1, (4, 32)), k.unflatten(-1, (4, 32)), v.unflatten(-1, (4, 32))).flatten(-2)
-        out = F.linear(round_rows_i16(y, self.decoder.attention.out_inverse), self.decoder.attention.out)
-        q_input = round_rows_i16(out + self.decoder.attention.out_bias, self.decoder.cross.q_inverse)
+        out = F.linear(round_rows(y, self.decoder.attention.out_inverse), self.decoder.attention.out)
+        q_input = round_rows(out + self.decoder.attention.out_bias, self.decoder.cross.q_inverse)
         k_input = round_rows_i16(torch.cat((forward_y, back_y.flip(1)), -1), self.decoder.cross.k_inverse)
         q = (F.linear(q_input, self.decoder.cross.q) + self.decoder.cross.q_bias).unflatten(-1, (4, 32))
         k = (F.linear(k_input, self.decoder.cross.k) + self.decoder.cross.k_bias).unflatten(-1, (4, 32))
@@ -390,6 +397,6 @@ class Model(nn.Module):
         _, _, forward_y = self.decoder.lstm_forward(
             both_h, both_c, forward_biased, self.decoder.lstm.hidden, self.decoder.lstm.hidden_inverse
         )
-        logits = F.linear(round_rows_i16(forward_y, self.head.logits_inverse), self.head.logits)
+        logits = F.linear(round_rows(forward_y, self.head.logits_inverse), self.head.logits)
         logits = logits + self.head.logits_bias
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)

@@ -14,7 +14,7 @@ from .int8_linear_f32__n32_k128 import int8_linear_f32 as int8_linear_f32__n32_k
 from .int8_linear_f32__n128_k128 import int8_linear_f32 as int8_linear_f32__n128_k128
 from .int8_linear_f32__n256_k64 import int8_linear_f32 as int8_linear_f32__n256_k64
 from .int8_linear_f32__n512_k256 import int8_linear_f32 as int8_linear_f32__n512_k256
-from .int8_linear_i16_add_f32__n32_k128 import int8_linear_i16_add_f32 as int8_linear_i16_add_f32__n32_k128
+from .int8_linear_i8__n128_k128 import int8_linear_i8
 from .int8_linear_i16_add_f32__n128_k128 import int8_linear_i16_add_f32 as int8_linear_i16_add_f32__n128_k128
 from .int8_linear_i16_add_f32__n256_k64 import int8_linear_i16_add_f32 as int8_linear_i16_add_f32__n256_k64
 from .int8_linear_i16_add_f32__n512_k256 import int8_linear_i16_add_f32 as int8_linear_i16_add_f32__n512_k256
@@ -185,25 +185,20 @@ class Model(nn.Module):
         self.decoder.attention.register_buffer("q_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("q_scale", torch.empty(128, dtype=torch.float32))
         self.decoder.attention.register_buffer("q_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.attention.register_buffer("q_zeros", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("k_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.attention.register_buffer("k_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("k_scale", torch.empty(128, dtype=torch.float32))
-        self.decoder.attention.register_buffer("k_zeros", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("v_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.attention.register_buffer("v_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("v_scale", torch.empty(128, dtype=torch.float32))
-        self.decoder.attention.register_buffer("v_zeros", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("out_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.attention.register_buffer("out_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.attention.register_buffer("out_scale", torch.empty(128, dtype=torch.float32))
         self.decoder.attention.register_buffer("out_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.attention.register_buffer("out_zeros", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("q_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.cross.register_buffer("q_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("q_scale", torch.empty(128, dtype=torch.float32))
         self.decoder.cross.register_buffer("q_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.cross.register_buffer("q_zeros", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("k_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.cross.register_buffer("k_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("k_scale", torch.empty(128, dtype=torch.float32))
@@ -231,7 +226,6 @@ class Model(nn.Module):
         self.head.register_buffer("logits_offset", torch.empty(32, dtype=torch.int32))
         self.head.register_buffer("logits_scale", torch.empty(32, dtype=torch.float32))
         self.head.register_buffer("logits_inverse", torch.empty(128, dtype=torch.float32))
-        self.head.register_buffer("logits_zeros", torch.empty(32, dtype=torch.int32))
         self.encoder.lstm_forward = Lstm64I16Steps()
         self.encoder.lstm_back = Lstm64I16Steps()
         self.decoder.lstm_forward = Lstm128I16Steps()
@@ -303,69 +297,35 @@ class Model(nn.Module):
         inputs = F.pad(target[:, :-1], (1, 0), value=1)
         token = F.embedding(inputs, self.decoder.embed.token)
         q_input = quantize_rows(token, self.decoder.attention.q_inverse)
-        q_second = quantize_rows_second(token, self.decoder.attention.q_inverse, 128)
         q = int8_linear_f32__n128_k128(
-            q_second,
-            self.decoder.attention.q_codes,
-            self.decoder.attention.q_zeros,
-            self.decoder.attention.q_scale,
-        )
-        q = int8_linear_i16_add_f32__n128_k128(
             q_input,
             self.decoder.attention.q_codes,
             self.decoder.attention.q_offset,
             self.decoder.attention.q_scale,
-            q,
         )
         k = int8_linear_f32__n128_k128(
-            q_second,
-            self.decoder.attention.k_codes,
-            self.decoder.attention.k_zeros,
-            self.decoder.attention.k_scale,
-        )
-        k = int8_linear_i16_add_f32__n128_k128(
             q_input,
             self.decoder.attention.k_codes,
             self.decoder.attention.k_offset,
             self.decoder.attention.k_scale,
-            k,
         )
         v = int8_linear_f32__n128_k128(
-            q_second,
-            self.decoder.attention.v_codes,
-            self.decoder.attention.v_zeros,
-            self.decoder.attention.v_scale,
-        )
-        v = int8_linear_i16_add_f32__n128_k128(
             q_input,
             self.decoder.attention.v_codes,
             self.decoder.attention.v_offset,
             self.decoder.attention.v_scale,
-            v,
         )
         y = attend(q.unflatten(-1, (4, 32)), k.unflatten(-1, (4, 32)), v.unflatten(-1, (4, 32))).flatten(-2)
-        out_second = quantize_rows_second(y, self.decoder.attention.out_inverse, 128)
-        out = int8_linear_f32__n128_k128(
-            out_second,
-            self.decoder.attention.out_codes,
-            self.decoder.attention.out_zeros,
-            self.decoder.attention.out_scale,
-        )
         out_input = quantize_rows(y, self.decoder.attention.out_inverse)
-        out = int8_linear_i16_add_f32__n128_k128(
+        q_input = int8_linear_i8(
             out_input,
             self.decoder.attention.out_codes,
             self.decoder.attention.out_offset,
             self.decoder.attention.out_scale,
-            out,
+            self.decoder.cross.q_inverse,
         )
-        q_second = quantize_rows_second(out, self.decoder.cross.q_inverse, 128)
         q = int8_linear_f32__n128_k128(
-            q_second, self.decoder.cross.q_codes, self.decoder.cross.q_zeros, self.decoder.cross.q_scale
-        )
-        q_input = quantize_rows(out, self.decoder.cross.q_inverse)
-        q = int8_linear_i16_add_f32__n128_k128(
-            q_input, self.decoder.cross.q_codes, self.decoder.cross.q_offset, self.decoder.cross.q_scale, q
+            q_input, self.decoder.cross.q_codes, self.decoder.cross.q_offset, self.decoder.cross.q_scale
         )
         k_input = quantize_rows(both_y, self.decoder.cross.k_inverse)
         k_second = quantize_rows_second(both_y, self.decoder.cross.k_inverse, 128)
@@ -426,13 +386,9 @@ class Model(nn.Module):
             self.decoder.lstm.hidden_scale,
             self.decoder.lstm.hidden_inverse,
         )
-        logits_second = quantize_rows_second(forward_y, self.head.logits_inverse, 128)
-        logits = int8_linear_f32__n32_k128(
-            logits_second, self.head.logits_codes, self.head.logits_zeros, self.head.logits_scale
-        )
         logits_input = quantize_rows(forward_y, self.head.logits_inverse)
-        logits = int8_linear_i16_add_f32__n32_k128(
-            logits_input, self.head.logits_codes, self.head.logits_offset, self.head.logits_scale, logits
+        logits = int8_linear_f32__n32_k128(
+            logits_input, self.head.logits_codes, self.head.logits_offset, self.head.logits_scale
         )
         return F.cross_entropy(logits[..., :31].transpose(1, 2), target, ignore_index=0, reduction="none")
 
@@ -543,73 +499,39 @@ class Model(nn.Module):
         token = F.embedding(ids, self.decoder.embed.token)
         positions = start + torch.arange(ids.shape[1], device=ids.device)
         q_input = quantize_rows(token, self.decoder.attention.q_inverse)
-        q_second = quantize_rows_second(token, self.decoder.attention.q_inverse, 128)
         q = int8_linear_f32__n128_k128(
-            q_second,
-            self.decoder.attention.q_codes,
-            self.decoder.attention.q_zeros,
-            self.decoder.attention.q_scale,
-        )
-        q = int8_linear_i16_add_f32__n128_k128(
             q_input,
             self.decoder.attention.q_codes,
             self.decoder.attention.q_offset,
             self.decoder.attention.q_scale,
-            q,
         )
         k = int8_linear_f32__n128_k128(
-            q_second,
-            self.decoder.attention.k_codes,
-            self.decoder.attention.k_zeros,
-            self.decoder.attention.k_scale,
-        )
-        k = int8_linear_i16_add_f32__n128_k128(
             q_input,
             self.decoder.attention.k_codes,
             self.decoder.attention.k_offset,
             self.decoder.attention.k_scale,
-            k,
         )
         k = k.unflatten(-1, (4, 32))
         v = int8_linear_f32__n128_k128(
-            q_second,
-            self.decoder.attention.v_codes,
-            self.decoder.attention.v_zeros,
-            self.decoder.attention.v_scale,
-        )
-        v = int8_linear_i16_add_f32__n128_k128(
             q_input,
             self.decoder.attention.v_codes,
             self.decoder.attention.v_offset,
             self.decoder.attention.v_scale,
-            v,
         )
         v = v.unflatten(-1, (4, 32))
         k = attention_k.index_copy_(1, positions, k)
         v = attention_v.index_copy_(1, positions, v)
         y = attend_cached(q.unflatten(-1, (4, 32)), k, v, positions).flatten(-2)
-        out_second = quantize_rows_second(y, self.decoder.attention.out_inverse, 128)
-        out = int8_linear_f32__n128_k128(
-            out_second,
-            self.decoder.attention.out_codes,
-            self.decoder.attention.out_zeros,
-            self.decoder.attention.out_scale,
-        )
         out_input = quantize_rows(y, self.decoder.attention.out_inverse)
-        out = int8_linear_i16_add_f32__n128_k128(
+        q_input = int8_linear_i8(
             out_input,
             self.decoder.attention.out_codes,
             self.decoder.attention.out_offset,
             self.decoder.attention.out_scale,
-            out,
+            self.decoder.cross.q_inverse,
         )
-        q_second = quantize_rows_second(out, self.decoder.cross.q_inverse, 128)
         q = int8_linear_f32__n128_k128(
-            q_second, self.decoder.cross.q_codes, self.decoder.cross.q_zeros, self.decoder.cross.q_scale
-        )
-        q_input = quantize_rows(out, self.decoder.cross.q_inverse)
-        q = int8_linear_i16_add_f32__n128_k128(
-            q_input, self.decoder.cross.q_codes, self.decoder.cross.q_offset, self.decoder.cross.q_scale, q
+            q_input, self.decoder.cross.q_codes, self.decoder.cross.q_offset, self.decoder.cross.q_scale
         )
         y = attend_seen(q.unflatten(-1, (4, 32)), cross_k, cross_v, seen).flatten(-2)
         out_second = quantize_rows_second(y, self.decoder.cross.out_inverse, 128)
@@ -655,13 +577,8 @@ class Model(nn.Module):
         )
         h.copy_(lstm_step_h)
         c.copy_(lstm_step_c)
-        last = lstm_step_h.unsqueeze(1)[:, -1]
-        logits_second = quantize_rows_second(last, self.head.logits_inverse, 128)
+        logits_input = quantize_rows(lstm_step_h.unsqueeze(1)[:, -1], self.head.logits_inverse)
         logits = int8_linear_f32__n32_k128(
-            logits_second, self.head.logits_codes, self.head.logits_zeros, self.head.logits_scale
-        )
-        logits_input = quantize_rows(last, self.head.logits_inverse)
-        logits = int8_linear_i16_add_f32__n32_k128(
-            logits_input, self.head.logits_codes, self.head.logits_offset, self.head.logits_scale, logits
+            logits_input, self.head.logits_codes, self.head.logits_offset, self.head.logits_scale
         )
         return logits[..., :31]
