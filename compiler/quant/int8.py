@@ -122,8 +122,8 @@ class Int8(PerRow):
 
         By feature it is s_k = top^(1 - a) * largest_k^a / 127, top the largest of all, with the exponent a of
         EXPONENTS that makes the expected squared error of all sums least: s_k^2 / 12 * W_nk^2 of rounding the input,
-        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k. For inputs of
-        16 bits it is chosen alike, as if they had 8.
+        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k. For
+        inputs of 16 bits it is chosen alike, as if they had 8.
         """
         top = float(seen.largest.max())
         if not self._by_feature or not top:
