@@ -108,7 +108,8 @@ def _padding(programs: Programs) -> Iterator[str]:
                 path = place_pattern(programs, (graph.name,), node.name)
                 lines.append(f"- {path}: N {node.op.columns} is padded to {made}")
             elif isinstance(node.op, QuantizeRows) and (k := graph.types[node.inputs[0]].width) != node.op.columns:
-                path = place_pattern(programs, (graph.name,), node.name.removesuffix("_input"))
+                name = node.name.removesuffix("_input").removesuffix("_second")
+                path = place_pattern(programs, (graph.name,), name)
                 lines.append(f"- {path}: K {k} is padded to {node.op.columns}")
             elif isinstance(node.op, Int8LstmStep) and isinstance(h := node.type.width, int) and h != padded(h):
                 path = place_pattern(programs, (graph.name,), node.name)

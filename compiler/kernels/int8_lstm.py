@@ -8,7 +8,7 @@ from specc.compiler.kernels.gemm_int8 import DTYPES, nodes_of, told
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
 from specc.compiler.kernels.lines import flowed, unbroken
 from specc.compiler.ops.int8_lstm import Int8LstmStep
-from specc.compiler.ops.quantized import LARGEST
+from specc.compiler.ops.quantized import FINE, LARGEST
 
 FLOATS = ("f32", "bf16", "f16")
 
@@ -17,7 +17,8 @@ FLOATS = ("f32", "bf16", "f16")
 class StepFunction:
     """The Python function of a step, as templates write it. Fields of code are whole lines.
 
-    `nodes` are all that run it, so that the check can name them; `size` is H, and `dtype` that of h and c.
+    `nodes` are all that run it, so that the check can name them; `size` is H, and `dtype` that of h and c. `fine` is
+    how many steps of a second code of h one of the first has; None where there is no second.
     """
 
     header: str
@@ -30,6 +31,7 @@ class StepFunction:
     k: int
     promise: str
     dtype: str
+    fine: int | None
     largest: int = LARGEST
 
 
@@ -45,15 +47,21 @@ def step_function(site: Site) -> StepFunction:
     promise = flowed(f'"""{", ".join(map(unbroken, shapes))} -> the next h and c {unbroken(state)}.', "    ")
     nodes = nodes_of(site.label)
     namespace = f"specc_{site.module}"
-    return StepFunction(header, label, nodes, namespace, function, file, size, k, promise, DTYPES[h.dtype])
+    fine = FINE if _op(site).bits == 16 else None
+    return StepFunction(header, label, nodes, namespace, function, file, size, k, promise, DTYPES[h.dtype], fine)
 
 
 def extent(site: Site) -> tuple[int, int]:
     """H, and K of the product with h."""
-    op = site.node.op
-    assert isinstance(op, Int8LstmStep)
+    op = _op(site)
     n, k = op.extent(site.inputs[op.stored])
     return n // 4, k
+
+
+def _op(site: Site) -> Int8LstmStep:
+    op = site.node.op
+    assert isinstance(op, Int8LstmStep)
+    return op
 
 
 def step_refusal(state: TensorType) -> str | None:

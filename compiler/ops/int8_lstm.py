@@ -2,11 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from specc.compiler.ir import Sizes, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
-from specc.compiler.ops.quantized import LARGEST, LARGEST_K, Int8Linear, Int8Product, QuantizeRows, padded
+from specc.compiler.ops.quantized import (
+    FINE,
+    LARGEST,
+    LARGEST_K,
+    Int8Linear,
+    Int8Product,
+    padded,
+    rounded,
+    two_codes,
+)
 from specc.compiler.ops.recurrent import GATES, updated
 
 if TYPE_CHECKING:
@@ -21,10 +30,15 @@ class Int8LstmStep(Int8Product):
     h becomes codes as `QuantizeRows` makes them, zeros behind column H; their sums with w are exact in int32, offset
     included. The gates, in the order i, f, g, o, are of x + sums * scale. Beyond the sums all of it is f32, and h and c
     are rounded once where they are narrower.
+
+    With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`), each of which is multiplied with w: the sums of q2 are
+    exact too, and sums are those of q1, with the offset, plus those of q2 over 254 in f32. No K that int32 holds for
+    one code is too large for two.
     """
 
     name: ClassVar[str] = "int8_lstm_step"
     stored: ClassVar[int] = 3
+    bits: Literal[8, 16] = 8
 
     @property
     def arity(self) -> int:
@@ -36,10 +50,10 @@ class Int8LstmStep(Int8Product):
 
     @property
     def words(self) -> str:
-        return "int8 lstm step"
+        return "int8 lstm step" if self.bits == 8 else "int8 lstm step of a 16-bit h"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        return self.name, f"h{inputs[0].width}"
+        return self.name, f"h{inputs[0].width}" if self.bits == 8 else f"h{inputs[0].width}_i16"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         h, c, x, weight, offset, scale, inverse = inputs
@@ -67,7 +81,7 @@ class Int8LstmStep(Int8Product):
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         h, weight = inputs[0], inputs[self.stored]
-        return 2 * h.with_shape(*rows(h)).count(sizes) * weight.count(sizes)
+        return 2 * h.with_shape(*rows(h)).count(sizes) * weight.count(sizes) * (self.bits // 8)
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
         return LARGEST + 1
@@ -85,10 +99,20 @@ class Int8LstmStep(Int8Product):
         return h, c, x, weight, offset, scale, 2.0 ** (torch.arange(len(inverse), device=inverse.device) % 3 + 5)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
         h, c, x, weight, offset, scale, inverse = inputs
-        codes = QuantizeRows(weight.shape[1]).reference(h, inverse)
-        assert not isinstance(codes, tuple)
-        sums = Int8Linear().reference(codes, weight, offset)
-        assert not isinstance(sums, tuple)
-        made = updated(x + sums.to(x.dtype) * scale, c.to(x.dtype))
+        values = h.float() * inverse
+        first, second = two_codes(values) if self.bits == 16 else (rounded(values), None)
+        sums = _sums(first, weight, offset).to(x.dtype)
+        if second is not None:
+            sums = sums + _sums(second, weight, torch.zeros_like(offset)).to(x.dtype) / FINE
+        made = updated(x + sums * scale, c.to(x.dtype))
         return made[0].to(h.dtype), made[1].to(c.dtype)
+
+
+def _sums(codes: "Tensor", weight: "Tensor", offset: "Tensor") -> "Tensor":
+    """Of codes [..., H] with w [4H, K], K at least H, and the offset [4H]: i32 [..., 4H]."""
+    sums = Int8Linear().reference(codes, weight[:, : codes.shape[-1]], offset)
+    assert not isinstance(sums, tuple)
+    return sums

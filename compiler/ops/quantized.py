@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 127  # of a code; -128 is none, so that codes are symmetric
+FINE = 2 * LARGEST  # steps of a second code in one of the first: what rounding leaves, half a step, is all 127 of them
 ALIGNMENT = 16  # codes that one load takes: K and N of an int8 product are multiples of it
 LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT  # so many products and a bias below 2^30 stay within int32
 
@@ -28,14 +29,28 @@ def rounded(values: "Tensor") -> "Tensor":
     return values.round().clamp(-LARGEST, LARGEST).nan_to_num(0.0).to(torch.int8)
 
 
+def two_codes(values: "Tensor") -> "tuple[Tensor, Tensor]":
+    """The codes i8 nearest to `values`, and those nearest to what is left of them in steps of 1 / FINE. Beyond the
+    largest code nothing is left."""
+    within = values.clamp(-LARGEST, LARGEST)
+    first = rounded(within)
+    return first, rounded((within - first) * FINE)
+
+
+def step_of(bits: int) -> float:
+    """The step of codes of 8 bits, or of two codes, which are 16, in steps of the first."""
+    return 1.0 if bits == 8 else 1.0 / FINE
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeRows(Op):
     """x [..., K] as codes i8 [..., columns]: x * inverse for f32 inverse [K], rounded, halves to even, within -127 and
-    127; zeros behind column K. NaN becomes 0."""
+    127; zeros behind column K. NaN becomes 0. With `second` the second of `two_codes`, of which those are the first."""
 
     name: ClassVar[str] = "quantize_rows"
     keeps_features: ClassVar[bool] = True
     columns: int
+    second: bool = False
 
     @property
     def arity(self) -> int:
@@ -52,21 +67,23 @@ class QuantizeRows(Op):
         return (TensorType((*rows(x), self.columns), "i8"),)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
+        if self.second:
+            return "quantize_rows_second"
         return "quantize_rows" if inputs[0].width == self.columns else "quantize_rows_padded"
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        further = "" if inputs[0].width == self.columns else f", {self.columns}"
+        further = f", {self.columns}" if self.second or inputs[0].width != self.columns else ""
         return f"{self.support(inputs)}({args[0]}, {args[1]}{further})"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        further = () if inputs[0].width == self.columns else (self.columns,)
+        further = (self.columns,) if self.second or inputs[0].width != self.columns else ()
         return Traced(self.support(inputs), (Input(0), Input(1), *further))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
 
         x, inverse = inputs
-        codes = rounded(x.float() * inverse)
+        codes = two_codes(x.float() * inverse)[self.second]
         return torch.cat((codes, codes.new_zeros(*codes.shape[:-1], self.columns - codes.shape[-1])), -1)
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from specc.compiler.ir import Op, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
-from specc.compiler.ops.quantized import LARGEST
+from specc.compiler.ops.quantized import FINE, LARGEST
 from specc.compiler.ops.recurrent import GATES, updated
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class RoundRows(Op):
     """x [..., K] as `QuantizeRows` would round it, and back: with f32 inverse [K], x * inverse rounded, halves to even,
-    within -127 and 127, over inverse. NaN stays NaN.
+    within -127 and 127, over inverse. NaN stays NaN. With `bits` 16, as two such codes (`two_codes`) stand for it.
 
     Its gradient is that of the same without the rounding: 1 within -127 and 127, and 0 beyond, where a larger x
     changes nothing. The straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.
@@ -24,6 +24,7 @@ class RoundRows(Op):
 
     name: ClassVar[str] = "round_rows"
     keeps_features: ClassVar[bool] = True
+    bits: Literal[8, 16] = 8
 
     @property
     def arity(self) -> int:
@@ -38,17 +39,21 @@ class RoundRows(Op):
         return (x,)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        return "round_rows"
+        return "round_rows" if self.bits == 8 else "round_rows_i16"
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"round_rows({', '.join(args)})"
+        return f"{self.support(inputs)}({', '.join(args)})"
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
 
         x, inverse = inputs
         steps = x * inverse
-        nearest = steps.detach().round().clamp(-LARGEST, LARGEST) / inverse
+        within = steps.detach().clamp(-LARGEST, LARGEST)
+        nearest = within.round()
+        if self.bits == 16:
+            nearest = nearest + ((within - nearest) * FINE).round() / FINE
+        nearest = nearest / inverse
         inside = steps.detach().abs() <= LARGEST
         return torch.where(inside, x + (nearest - x.detach()), nearest)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from specc.compiler import quant
 from specc.compiler.blocks.init import constant
@@ -226,7 +227,7 @@ class Editor:
     new: dict[str, list[Node]] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     names: dict[str, str] = field(default_factory=dict)
-    shared: dict[tuple[str, str], str] = field(default_factory=dict)
+    shared: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
     def run(self) -> Graph:
         """The graph with every product in whole numbers. Raises Unfit."""
@@ -298,22 +299,35 @@ class Editor:
         leader, width = self.leader(weight), self.types[weight].width
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 
+    def input_bits(self, weight: str) -> Literal[8, 16]:
+        leaders = {self.sources[at + weight[1:]].leader for at in self.places}
+        names = [name for name, source in self.sources.items() if source.leader in leaders]
+        found = {self.schemes[name].input_bits for name in names}
+        if len(found) > 1:
+            message = f"{names[0]} and others that share its input or its code want it in 8 bits and in 16"
+            raise Unfit(message, names, at_once=True)
+        return found.pop()
+
     def leader(self, weight: str) -> str:
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
         if len(leaders) > 1:
             raise TypeRuleError(f"{self.places[0]}{weight[1:]} shares its input with other products elsewhere")
         return leaders.pop()
 
-    def codes(self, ref: str, weight: str, before: Node) -> str:
+    def codes(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
         leader = self.leader(weight)
         if (ref, leader) not in self.shared:
-            width = self.types[ref].width
-            assert isinstance(width, int)
-            name = f"{weight[1:]}_input"
-            self.shared[ref, leader] = self.add_op(
-                name, QuantizeRows(padded(width)), (ref, self.inverse(weight)), before
-            )
+            self.shared[ref, leader] = self.coded(ref, weight, before)
         return self.shared[ref, leader]
+
+    def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
+        """Adds what makes the codes of a value."""
+        width, inputs = self.types[ref].width, (ref, self.inverse(weight))
+        assert isinstance(width, int)
+        names = (f"{weight[1:]}_input", f"{weight[1:]}_second")[: self.input_bits(weight) // 8]
+        return tuple(
+            self.add_op(name, QuantizeRows(padded(width), bool(i)), inputs, before) for i, name in enumerate(names)
+        )
 
     def add(self, node: Node, at: Node) -> str:
         node.op.infer([self.types[ref] for ref in node.inputs[: node.op.arity or len(node.inputs)]])

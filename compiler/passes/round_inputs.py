@@ -183,9 +183,6 @@ class _Rounding(Editor):
     def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
         form.rehearse(self, node, factors)
 
-    def codes(self, ref: str, weight: str, before: Node) -> str:
-        leader = self.leader(weight)
-        if (ref, leader) not in self.shared:
-            inputs = (ref, self.inverse(weight))
-            self.shared[ref, leader] = self.add_op(f"{weight[1:]}_input", RoundRows(), inputs, before)
-        return self.shared[ref, leader]
+    def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
+        rounding = RoundRows(self.input_bits(weight))
+        return (self.add_op(f"{weight[1:]}_input", rounding, (ref, self.inverse(weight)), before),)

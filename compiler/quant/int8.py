@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from specc.compiler.ops.quantized import LARGEST_K
+from specc.compiler.ops.quantized import LARGEST_K, step_of
 from specc.compiler.quant.entropy import normal_bits
 from specc.compiler.quant.gptq_solver import factorize, solve, weighted_error
 from specc.compiler.quant.rows import LARGEST_SCALE, SMALLEST_SCALE, PerRow, arrays_of, dequantized
@@ -38,6 +38,10 @@ class Int8(PerRow):
     input a scale s_in r_k, r_k <= 1, and the weight that is rounded is W_nk r_k: the sums are the same, and what is
     small beside the other features keeps more digits (SmoothQuant, Xiao et al. 2022, whose exponent is chosen here by
     the error to expect, see `input_scale`).
+
+    `activation_bits: 16` gives the input 16 bits, as the 16x8 of TensorFlow Lite does: it is two codes,
+    s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. Of the hidden weights of an LSTM the input is h,
+    which is rounded at every step.
     """
 
     integer: ClassVar[bool] = True
@@ -46,12 +50,14 @@ class Int8(PerRow):
     bits: Literal[8] = 8
     weights: Literal["per_channel", "per_tensor"] = "per_channel"
     activations: Literal["per_tensor", "per_channel"] = "per_tensor"
+    activation_bits: Literal[8, 16] = later(8)
     correction_rank: Annotated[int, Field(ge=0, le=0)] = later(
         0
     )  # a correction would be a product of floats beside that of whole numbers
 
     def label(self) -> str:
-        return f"int8 products, {self.weights.replace('_', ' ')}"
+        wide = "" if self.activation_bits == 8 else f", inputs of {self.activation_bits} bits"
+        return f"int8 products, {self.weights.replace('_', ' ')}{wide}"
 
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         if len(shape) == 1:
@@ -94,13 +100,17 @@ class Int8(PerRow):
 
         share = _shares(given).to(weight)
         moments = hessian / share[:, None] / share if len(share) > 1 else hessian.clone()
-        moments.diagonal().add_(float(given.max()) ** 2 / 12)
+        moments.diagonal().add_((float(given.max()) * step_of(self.activation_bits)) ** 2 / 12)
         factor = factorize(moments, LEAST_DAMPING, "descending")
         solved = solve(weight, scale.double(), factor, self.top, BLOCK)
         wrong, still = (
             weighted_error(weight - codes * scale.double()[:, None], factor.hessian) for codes in (nearest, solved)
         )
         return torch.where((still < wrong)[:, None], solved, nearest)
+
+    @property
+    def input_bits(self) -> Literal[8, 16]:
+        return self.activation_bits
 
     @property
     def _by_feature(self) -> bool:
@@ -112,7 +122,8 @@ class Int8(PerRow):
 
         By feature it is s_k = top^(1 - a) * largest_k^a / 127, top the largest of all, with the exponent a of
         EXPONENTS that makes the expected squared error of all sums least: s_k^2 / 12 * W_nk^2 of rounding the input,
-        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k.
+        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k. For
+        inputs of 16 bits it is chosen alike, as if they had 8.
         """
         top = float(seen.largest.max())
         if not self._by_feature or not top:

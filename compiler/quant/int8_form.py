@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
+from specc.compiler.expr import Expr, name_of, reread, substitute, variables
 from specc.compiler.ir import Graph, Node, Op, TensorType
-from specc.compiler.ops.quantized import padded
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.quantized import FINE, Int8Linear, padded
+
+SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,12 @@ class Editing(Protocol):
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:
         """Declares a tensor that is kept beside a weight: `codes`, `offset` or `scale`."""
 
-    def codes(self, ref: str, weight: str, before: Node) -> str:
-        """The value `ref` as codes for the product with `weight`, made ahead of a node; all products of one value share
-        them."""
+    def codes(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
+        """The value `ref` as codes for the product with `weight`, of an input of 16 bits as the two that stand for it,
+        made ahead of a node; all products of one value share them."""
+
+    def input_bits(self, weight: str) -> Literal[8, 16]:
+        """Bits of the input of the product with `weight`."""
 
     def inverse(self, weight: str) -> str:
         """The constant by which the input of the product with `weight` is made codes, f32 [K]."""
@@ -75,7 +82,7 @@ class Int8Form:
 
     def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces such a node in a program that trains, by floats that round where `rewrite` rounds: `edit.codes`
-        gives there the value as its codes stand for it."""
+        gives there the one value that its codes stand for."""
         raise TypeError(f"{type(self).__name__} does not say how a node is trained for int8")
 
 
@@ -89,3 +96,28 @@ def sums_of(edit: Editing, weight: str, bias: str) -> tuple[str, str, str]:
         edit.constant(weight, "offset", TensorType((rows,), "i32")),
         edit.constant(weight, "scale", TensorType((rows,), "f32")),
     )
+
+
+def weighed(
+    edit: Editing, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
+) -> tuple[Expr, dict[str, str]]:
+    """What the sums p of the first of `codes` are worth, all codes counted, as the beginning of an epilogue; and what
+    it reads beside p and `scale`. Second codes are multiplied ahead, by a product of their own: f32 [..., N]. `held`
+    are the constants of the product."""
+    first, *second = codes
+    if not second:
+        return reread("p * scale"), {}
+    kept, offset, scale = held
+    zeros = edit.constant(weight, "zeros", edit.type(offset))
+    rows = edit.type(first).shape[:-1]
+    made = TensorType((*rows, edit.type(offset).width), "f32")
+    node = Node(f"{name}.second", Int8Linear(), (*second, kept, zeros, scale), (made,), SCALED, (f"{name}.second",))
+    return reread(f"p * scale + second / {FINE}"), {edit.add(node, at): "second"}
+
+
+def title_of(expr: Expr, type: TensorType) -> str:
+    """What a kernel is called behind `int8_linear`: whether it adds what second codes are worth, the functions behind
+    the scale, and what it writes."""
+    words = name_of(substitute(expr, {"scale": reread("1"), "second": reread("0")}))
+    wide = "i16" if "second" in variables(expr) else ""
+    return "_".join(filter(None, (wide, words, type.dtype)))

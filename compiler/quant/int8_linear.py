@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.expr import Binary, Expr, ExprError, Var, cuda_text, name_of, reread, substitute
-from specc.compiler.ir import Graph, Node, Op, TensorType
+from specc.compiler.expr import Binary, Expr, ExprError, Var, cuda_text, reread, substitute
+from specc.compiler.ir import Graph, Node, Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import CropColumns, Int8Linear
-from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of
+from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of, title_of, weighed
 
-WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse"}  # of the kernel
+WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # of the kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Int8LinearForm(Int8Form):
         width = edit.type(factor.weight).shape[0]
         codes, offset, scale = sums_of(edit, factor.weight, factor.bias)
         rows = edit.type(codes).shape[0]
-        expr: Expr = Var("p") * Var("scale")
-        operands: dict[str, str] = {}
+        given = edit.codes(node.inputs[0], factor.weight, node)
+        expr, operands = weighed(edit, node.name, given, factor.weight, (codes, offset, scale), node)
         while (tail := _tail(edit, last, operands)) is not None and (rows == width or not _given(tail, last)):
             grown = _joined(expr, tail, last, operands)
             if grown is None:
@@ -50,7 +50,7 @@ class Int8LinearForm(Int8Form):
         made = Node(
             node.name if rows == width else f"{node.name}.padded",
             Int8Linear(),
-            (edit.codes(node.inputs[0], factor.weight, node), codes, offset, scale, *operands),
+            (given[0], codes, offset, scale, *operands),
             (type.with_shape(*type.shape[:-1], rows),),
             Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, type)),
             tuple(members),
@@ -64,14 +64,8 @@ class Int8LinearForm(Int8Form):
     def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
         (factor,) = factors
         x, *weights = node.inputs
-        edit.add(replace(node, inputs=(edit.codes(x, factor.weight, node), *weights)), node)
+        edit.add(replace(node, inputs=(*edit.codes(x, factor.weight, node), *weights)), node)
         edit.replace(node)
-
-
-def title_of(expr: Expr, type: TensorType) -> str:
-    """What a kernel is called behind `int8_linear`: the functions behind the scale, and what it writes."""
-    words = name_of(substitute(expr, {"scale": reread("1")}))
-    return f"{words}_{type.dtype}" if words else type.dtype
 
 
 def _biased(graph: Graph, node: Node) -> Node | None:

@@ -3,7 +3,7 @@ and goes on to the next."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, TypeRuleError
 from specc.compiler.ops.int8_lstm import Int8LstmStep
@@ -13,10 +13,8 @@ from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
 from specc.compiler.ops.shape import Last
-from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of
+from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of, title_of, weighed
 from specc.compiler.quant.rounded_lstm import rehearsed
-
-SCALED = Pointwise(("p * scale",), ("p", "scale"), title="f32")
 
 # The nodes of one direction, by the name to give them: x, h and c, its factors, whether it goes backward in time.
 Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]
@@ -44,13 +42,13 @@ def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
     return size
 
 
-def _gates_of(edit: Editing, node: Node, name: str, codes: str, factor: Factor) -> str:
+def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor: Factor) -> str:
     """The share of x in the gates, f32 [..., 4H], under `name`."""
     held = sums_of(edit, factor.weight, factor.bias)
-    type = edit.type(codes)
-    made = TensorType((*type.shape[:-1], edit.type(held[0]).shape[0]), "f32")
-    op = Int8Linear()
-    return edit.add(Node(name, op, (codes, *held), (made,), SCALED, (name,)), node)
+    expr, operands = weighed(edit, name, codes, factor.weight, held, node)
+    made = TensorType((*edit.type(codes[0]).shape[:-1], edit.type(held[0]).shape[0]), "f32")
+    tail = Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, made))
+    return edit.add(Node(name, Int8Linear(), (codes[0], *held, *operands), (made,), tail, (name,)), node)
 
 
 def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
@@ -75,7 +73,8 @@ class Int8CellForm(Int8Form):
         scope = node.name.rpartition(".")[0]
         gates = _gates_of(edit, node, f"{scope}.gates_x", codes, factors[0])
         row = edit.add_op(f"{scope}.gates_step", Last(), (gates,), node)
-        made = edit.add_op(f"{scope}.step", Int8LstmStep(), (h, c, row, *_held(edit, factors[1])), node)
+        op = Int8LstmStep(edit.input_bits(factors[1].weight))
+        made = edit.add_op(f"{scope}.step", op, (h, c, row, *_held(edit, factors[1])), node)
         edit.replace(node, made, f"{made}:1")
 
     def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
@@ -127,11 +126,16 @@ def _direction(
 ) -> tuple[str, str, str]:
     """Adds one direction; returns y [B, T, H], h and c. In memory the gates of a step lie together."""
     codes = edit.codes(x, factors[0].weight, node)
-    major = edit.add_op(f"{name}_codes", TimeMajor(backward), (codes,), node)
+    words = ("codes", "second")
+    major = [
+        edit.add_op(f"{name}_{word}", TimeMajor(backward), (ref,), node)
+        for word, ref in zip(words, codes, strict=False)
+    ]
     gates = _gates_of(edit, node, f"{name}_x", major, factors[0])
     steps = edit.add_op(f"{name}_steps", TimeMajor(back=True), (gates,), node)
     inputs = (*state, steps, *_held(edit, factors[1]))
-    step = edit.function(_step([edit.type(ref) for ref in inputs]))
+    bits = edit.input_bits(factors[1].weight)
+    step = edit.function(_step([edit.type(ref) for ref in inputs], bits))
     kept = [edit.type(ref) for ref in state]
     y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
     word = name.rpartition(".")[2]
@@ -145,16 +149,16 @@ def _direction(
     return out, loop, f"{loop}:1"
 
 
-def _step(types: Sequence[TensorType]) -> Graph:
+def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
     """The function of one step: h, c, the gates of x at that step, and the constants that all steps read."""
     names = ("h", "c", "x", "codes", "offset", "scale", "inverse")
-    b = Builder(f"lstm_{types[0].width}_steps.step")
+    b = Builder(f"lstm_{types[0].width}{'' if bits == 8 else f'_i{bits}'}_steps.step")
     h, c, x, *held = (
         b.input(name, type.with_shape(type.shape[0], 1, type.width) if name == "x" else type)
         for name, type in zip(names, types, strict=True)
     )
     row = b.add("recurrent.x", Last(), (x,))
-    made = b.add("recurrent.step", Int8LstmStep(), (h, c, row, *held))
+    made = b.add("recurrent.step", Int8LstmStep(bits), (h, c, row, *held))
     y = b.add("recurrent.y", AsStep(), (made,))
     return b.build({"next_h": made, "next_c": f"{made}:1", "y": y})
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType
 from specc.compiler.ops.linear import Linear
@@ -23,13 +24,13 @@ def rehearsed(
     """Adds one direction; returns y [B, T, H], h and c: one product for the gates of all steps of x, with the biases,
     and a loop over the steps of h, which is rounded at each."""
     into, hidden = factors
-    gates = edit.add_op(f"{name}_x", Linear(), (edit.codes(x, into.weight, node), into.weight), node)
+    gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)
     for i, bias in enumerate(factor.bias for factor in factors if factor.bias):
         gates = edit.add_op(f"{name}_biased{i or ''}", BIASED, (gates, bias), node)
     if backward:
         gates = edit.add_op(f"{name}_reversed", Reversed(), (gates,), node)
     inputs = (*state, gates, hidden.weight, edit.inverse(hidden.weight))
-    step = edit.function(_step([edit.type(ref) for ref in inputs]))
+    step = edit.function(_step([edit.type(ref) for ref in inputs], edit.input_bits(hidden.weight)))
     kept = [edit.type(ref) for ref in state]
     y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
     word = name.rpartition(".")[2]
@@ -42,15 +43,15 @@ def rehearsed(
     return out, loop, f"{loop}:1"
 
 
-def _step(types: Sequence[TensorType]) -> Graph:
+def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
     """The function of one step: h, c, the gates of x at that step, then what all steps read."""
     names = ("h", "c", "x", "weight", "inverse")
-    b = Builder(f"lstm_{types[0].width}_rounded.step")
+    b = Builder(f"lstm_{types[0].width}{'' if bits == 8 else f'_i{bits}'}_rounded.step")
     h, c, x, weight, inverse = (
         b.input(name, TensorType((type.shape[0], 1, type.width) if name == "x" else type.shape, type.dtype))
         for name, type in zip(names, types, strict=True)
     )
-    rounded = b.add("recurrent.h", RoundRows(), (h, inverse))
+    rounded = b.add("recurrent.h", RoundRows(bits), (h, inverse))
     gates = b.add("recurrent.gates", Linear(), (rounded, weight))
     sums = b.add("recurrent.sums", SUM, (gates, b.add("recurrent.x", Last(), (x,))))
     update = b.add("recurrent.update", LstmGates(), (sums, c))

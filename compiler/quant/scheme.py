@@ -117,6 +117,11 @@ class Scheme(StrictModel):
         inputs."""
         return None
 
+    @property
+    def input_bits(self) -> Literal[8, 16]:
+        """Bits of the input that a weight is multiplied by, where the scheme rounds inputs."""
+        return 8
+
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """As `quantize`, for a scheme that may ask for more than a Hessian."""
         return self.quantize(weight, seen.hessian)

@@ -18,7 +18,8 @@ from specc.runtime.quantize.tensors import Array, QuantizedModel
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
     """What the deployed programs keep beside their parameters, by name, on the CPU: of each product's weight [N, K] the
     `codes` i8, the `offset` i32 [N] (its bias, zeros without one) and the `scale` f32 [N] of the sums, N and K padded
-    with zeros as the product takes them; and once an input, the `inverse` f32 [K] of its scale.
+    with zeros as the product takes them; where the input is two codes, `zeros` i32 [N] as the offset of the second; and
+    once an input, the `inverse` f32 [K] of its scale.
 
     Raises IntegrityError, naming the product, where arrays do not fit the product or each other.
     """
@@ -44,6 +45,8 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
                 message = f"{source.node}: {source.bias} was made for other scales than those of {source.weight}"
                 raise IntegrityError(message, "quantize the run again")
             offset[:n] = torch.from_numpy(bias["codes"].copy())
+        if stored.schemes[source.weight].input_bits == 16 and not source.made:
+            made[f"{source.weight}_zeros"] = torch.zeros_like(offset)
         worth = torch.ones(padded(n))
         worth[:n] = scale
         made |= {f"{source.weight}_{name}": tensor for name, tensor in (("codes", codes), ("offset", offset))}

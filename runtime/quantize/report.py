@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specc.compiler.ops.quantized import step_of
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.quant.scheme import Range
 from specc.runtime.quantize.solve import added_nats
@@ -37,8 +38,9 @@ class Row:
 class InputRow:
     """One input of int8 products. `maker` is what made it, `weights` what it is multiplied by. `peak` is the largest
     magnitude that calibration saw, `rms` the root mean square; `scale` the largest of its features', which differ by
-    the factor `spread`. `error` is what rounding to these scales costs by expectation, as a share of `rms`:
-    sqrt(sum_k scale_k^2 / 12) / sqrt(sum_k E[x_k^2]); what lies beyond `peak` is clipped.
+    the factor `spread`; of `bits` 16 a scale is of 254 steps. `error` is what rounding to these steps costs by
+    expectation, as a share of `rms`: sqrt(sum_k step_k^2 / 12) / sqrt(sum_k E[x_k^2]); what lies beyond `peak` is
+    clipped.
     """
 
     maker: str
@@ -48,6 +50,7 @@ class InputRow:
     rms: float
     scale: float
     spread: float
+    bits: int
     error: float
 
 
@@ -61,7 +64,8 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
         seen, features = ranges[leader], model.shapes[leader][1]
         scale = torch.from_numpy(model.tensors[leader]["input_scale"].copy()).double().expand(features)
         square = float(seen.square.sum())
-        error = math.sqrt(float(scale.square().sum()) / 12 / square) if square else 0.0
+        bits = model.schemes[leader].input_bits
+        error = step_of(bits) * math.sqrt(float(scale.square().sum()) / 12 / square) if square else 0.0
         rows.append(
             InputRow(
                 members[0].node if members[0].made else members[0].maker,
@@ -71,6 +75,7 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
                 math.sqrt(square / features),
                 float(scale.max()),
                 float(scale.max() / scale.min()),
+                bits,
                 error,
             )
         )
@@ -81,11 +86,11 @@ def input_table(rows: Sequence[InputRow]) -> str:
     """The rows as aligned text, with a header; empty without any."""
     if not rows:
         return ""
-    cells = [("input of", "made by", "peak", "rms", "scale", "spread", "error")]
+    cells = [("input of", "made by", "peak", "rms", "scale", "spread", "bits", "error")]
     for row in rows:
         more = f" and {len(row.weights) - 1} more" if len(row.weights) > 1 else ""
-        numbers = (f"{row.peak:.4g}", f"{row.rms:.4g}", f"{row.scale:.4g}", f"{row.spread:.3g}", f"{row.error:.3%}")
-        cells.append((f"{row.weights[0]}{more}", row.maker, *numbers))
+        numbers = (f"{row.peak:.4g}", f"{row.rms:.4g}", f"{row.scale:.4g}", f"{row.spread:.3g}")
+        cells.append((f"{row.weights[0]}{more}", row.maker, *numbers, str(row.bits), f"{row.error:.3%}"))
     return _aligned(cells)
 
 

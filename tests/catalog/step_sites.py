@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 import kernel_sites
 import torch
@@ -17,8 +18,17 @@ SIZES = (4, 64, 100, 128, 320)  # H: below a tile, ragged, of one block of K and
 ROWS = (1, 17, 4096)
 
 
-def step_site(size: int, target: str = "cpu", dtype: str = "f32", label: str = "decoder.lstm.step") -> Site:
-    """A step of `size` hidden units."""
+BITS: tuple[Literal[8], Literal[16]] = (8, 16)
+
+
+def step_site(
+    size: int,
+    target: str = "cpu",
+    dtype: str = "f32",
+    label: str = "decoder.lstm.step",
+    bits: Literal[8, 16] = 8,
+) -> Site:
+    """A step of `size` hidden units, whose h has so many bits."""
     state, k = TensorType(("B", size), dtype), padded(size)
     inputs = (
         state,
@@ -29,7 +39,7 @@ def step_site(size: int, target: str = "cpu", dtype: str = "f32", label: str = "
         TensorType((4 * size,), "f32"),
         TensorType((size,), "f32"),
     )
-    op = Int8LstmStep()
+    op = Int8LstmStep(bits)
     node = Node("lstm.step", op, ("h", "c", "x", "@w", "@offset", "@scale", "@inverse"), op.infer(inputs))
     return Site(node, inputs, TARGETS[target], label, "tiny")
 
@@ -61,13 +71,18 @@ def operands(site: Site, rows: int, seed: int, device: str = "cpu", apart: int =
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) for t in found]
 
 
-def exact(given: list[Tensor]) -> list[Tensor]:
-    """The next h and c in float64: sums in whole numbers, by numpy, and a gate at a time."""
+def exact(given: list[Tensor], bits: int = 8) -> list[Tensor]:
+    """The next h and c in float64: sums in whole numbers, by numpy, and a gate at a time. Two codes of h are 254 times
+    the first and the second, in one sum."""
     h, c, x, w, offset, scale, inverse = (tensor.cpu() for tensor in given)
     size = h.shape[1]
-    codes = (h.double() * inverse.double()).round().clamp(-127, 127).nan_to_num(0.0).long()
-    sums = torch.from_numpy(codes.numpy() @ w.long().numpy()[:, :size].T) + offset.long()
-    z = x.double() + sums.double() * scale.double()
+    steps = (h.double() * inverse.double()).clamp(-127, 127).nan_to_num(0.0)
+    codes, fine = steps.round().long(), 1
+    if bits == 16:
+        fine = 254
+        codes = fine * codes + (fine * (steps - codes)).round().long()
+    sums = torch.from_numpy(codes.numpy() @ w.long().numpy()[:, :size].T) + fine * offset.long()
+    z = x.double() + sums.double() / fine * scale.double()
     i, f, g, o = (z[:, n * size : (n + 1) * size] for n in range(4))
     new = c.double() / (1 + (-f).exp()) + g.tanh() / (1 + (-i).exp())
     return [new.tanh() / (1 + (-o).exp()), new]

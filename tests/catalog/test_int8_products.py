@@ -68,6 +68,9 @@ def test_codes_are_rounded_to_even_and_symmetric(tmp_path: Path) -> None:
     found = QuantizeRows(16).reference(halves, torch.ones(8))
     assert isinstance(found, torch.Tensor)
     assert found.tolist() == [[0, 2, 0, -2, 127, -127, 0, 127] + [0] * 8]
+    second = QuantizeRows(16, second=True).reference(halves, torch.ones(8))
+    assert isinstance(second, torch.Tensor)
+    assert second.tolist() == [[127, -127, -127, -127, 0, 0, 0, 0] + [0] * 8]
 
 
 def test_extents_are_padded_to_what_a_load_takes() -> None:

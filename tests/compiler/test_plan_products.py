@@ -34,8 +34,9 @@ def test_every_product_has_a_row_with_its_extents_and_what_is_padded() -> None:
         assert (head.n, head.k, head.whole_n, head.whole_k) == (32, 128, 31, 128)
         assert head.extents == "N 31 -> 32, K 128" and head.data()["padded"] == {"n": [31, 32]}
         assert rows["decoder.lstm.step", "B"].extents == "N 512, K 128" and rows["head.logits", "B"].n == 32
-        assert rows["encoder.lstm.forward_x", "S x B"].module == "int8_linear_f32__n256_k64"
-        assert rows["decoder.lstm.step", "B"].module == "int8_lstm_step__h128"
+        assert rows["encoder.lstm.forward_x", "S x B"].module == "int8_linear_i16_add_f32__n256_k64"
+        assert rows["encoder.lstm.forward_x.second", "S x B"].module == "int8_linear_f32__n256_k64"
+        assert rows["decoder.lstm.step", "B"].module == "int8_lstm_step__h128_i16"
         assert {row.language for row in rows.values()} == ({"torch"} if target == "cpu" else {"cutlass", "triton"})
         assert {row.module for row in rows.values()} == {choice.rendered.module for choice in plan.choices}
 

@@ -21,6 +21,7 @@ QUANT: dict[str, Any] = {
     "default": {"scheme": "int8"},
     "rules": [{"match": "*.{token,positions,norm_weight,norm_bias}", "scheme": "none", "dtype": "f32"}],
 }
+WIDE: dict[str, Any] = {**QUANT, "default": {"scheme": "int8", "activation_bits": 16}}
 LSTM: dict[str, Any] = {
     "kind": "encoder_decoder",
     "vocab": {"chars": CHARS},

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -28,8 +28,8 @@ from specc.runtime.quantize.operands import check_operands, check_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "catalog"))
 from int8_sites import imported, int8_site, operands
+from step_sites import BITS, step_site
 from step_sites import imported as step_module
-from step_sites import step_site
 
 from specc.compiler.kernels.gemm_int8 import GEMM_INT8_TORCH
 from specc.compiler.kernels.gemm_int8_sm80 import GEMM_INT8_SM80
@@ -159,11 +159,12 @@ def test_a_step_refuses_what_does_not_fit(changed: dict[str, Tensor], message: s
         check_step(("a.step", "b.step"), **step(**changed), extent=(H, 16), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kernel", [INT8_LSTM_TORCH, INT8_LSTM_TRITON], ids=lambda kernel: str(kernel.name))
-def test_a_step_is_checked_when_it_is_launched(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_step_is_checked_when_it_is_launched(kernel: Kernel, bits: Literal[8, 16], tmp_path: Path) -> None:
     label = "decoder.lstm.step and decoder.lstm_forward.recurrent.step"
-    site = step_site(H, "cpu" if kernel is INT8_LSTM_TORCH else "sm90", label=label)
-    function = step_module(kernel, site, tmp_path / f"step_refused_{kernel.name}").int8_lstm_step
+    site = step_site(H, "cpu" if kernel is INT8_LSTM_TORCH else "sm90", label=label, bits=bits)
+    function = step_module(kernel, site, tmp_path / f"step_refused_{kernel.name}_{bits}").int8_lstm_step
     given = step(scale=torch.ones(H))
     message = r"^one of decoder.lstm.step, decoder.lstm_forward.recurrent.step: scale is \[12\]"
     with pytest.raises(ValueError, match=message):

@@ -19,11 +19,14 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     return holder
 
 
-def round_rows(x: Tensor, inverse: Tensor) -> Tensor:
-    """x [..., K] as int8 products read it: x * inverse [K] rounded, halves to even, within -127 and 127, and back.
-    Gradients pass as if it were only cut off there: the straight-through estimator."""
+def round_rows_i16(x: Tensor, inverse: Tensor) -> Tensor:
+    """x [..., K] as int8 products read it as two codes: x * inverse [K] rounded, halves to even, within -127 and 127,
+    and what is left of it in steps of 1 / 254, and back. Gradients pass as if it were only cut off there: the
+    straight-through estimator."""
     steps = (x * inverse).clamp(-127, 127)
-    return ((steps + (steps.round() - steps).detach()) / inverse).to(x.dtype)
+    first = steps.round()
+    codes = first + ((steps - first) * 254).round() / 254
+    return ((steps + (codes - steps).detach()) / inverse).to(x.dtype)
 
 
 def lstm_gates(sums: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +84,14 @@ def lstm_cell_one_bias(
     return torch.lstm_cell(x[:, 0], (h, c), into, hidden, bias, torch.zeros_like(bias))
 
 
-class Lstm64Rounded(nn.Module):
+def round_rows(x: Tensor, inverse: Tensor) -> Tensor:
+    """x [..., K] as int8 products read it: x * inverse [K] rounded, halves to even, within -127 and 127, and back.
+    Gradients pass as if it were only cut off there: the straight-through estimator."""
+    steps = (x * inverse).clamp(-127, 127)
+    return ((steps + (steps.round() - steps).detach()) / inverse).to(x.dtype)
+
+
+class Lstm64I16Rounded(nn.Module):
     """A loop over time: recurrent."""
 
     def __init__(self) -> None:
@@ -114,11 +124,11 @@ class Lstm64Rounded(nn.Module):
         """h f32[B,64], c f32[B,64], x f32[B,1,256], weight f32[256,64], inverse f32[64] -> f32[B,64],
         f32[B,64], f32[B,1,64].
         """
-        next_h, next_c = lstm_gates(F.linear(round_rows(h, inverse), weight) + x[:, -1], c)
+        next_h, next_c = lstm_gates(F.linear(round_rows_i16(h, inverse), weight) + x[:, -1], c)
         return next_h, next_c, next_h.unsqueeze(1)
 
 
-class Lstm128Rounded(nn.Module):
+class Lstm128I16Rounded(nn.Module):
     """A loop over time: recurrent."""
 
     def __init__(self) -> None:
@@ -151,7 +161,7 @@ class Lstm128Rounded(nn.Module):
         """h f32[B,128], c f32[B,128], x f32[B,1,512], weight f32[512,128], inverse f32[128] -> f32[B,128],
         f32[B,128], f32[B,1,128].
         """
-        next_h, next_c = lstm_gates(F.linear(round_rows(h, inverse), weight) + x[:, -1], c)
+        next_h, next_c = lstm_gates(F.linear(round_rows_i16(h, inverse), weight) + x[:, -1], c)
         return next_h, next_c, next_h.unsqueeze(1)
 
 
@@ -207,9 +217,9 @@ class Model(nn.Module):
         self.decoder.lstm.register_buffer("input_inverse", torch.empty(256, dtype=torch.float32))
         self.decoder.lstm.register_buffer("hidden_inverse", torch.empty(128, dtype=torch.float32))
         self.head.register_buffer("logits_inverse", torch.empty(128, dtype=torch.float32))
-        self.encoder.lstm_forward = Lstm64Rounded()
-        self.encoder.lstm_back = Lstm64Rounded()
-        self.decoder.lstm_forward = Lstm128Rounded()
+        self.encoder.lstm_forward = Lstm64I16Rounded()
+        self.encoder.lstm_back = Lstm64I16Rounded()
+        self.decoder.lstm_forward = Lstm128I16Rounded()
 
     def forward(self, source: Tensor, inputs: Tensor, target: Tensor) -> Tensor:
         """train: source i64[B,S], inputs i64[B,T], target i64[B,T] -> f32[]."""
@@ -349,7 +359,7 @@ class Model(nn.Module):
         h = token.new_zeros(token.shape[0], 128)
         c = token.new_zeros(token.shape[0], 128)
         forward_c = c.chunk(2, -1)[0]
-        input_input = round_rows(token, self.encoder.lstm.input_inverse)
+        input_input = round_rows_i16(token, self.encoder.lstm.input_inverse)
         forward_biased = F.linear(input_input, self.encoder.lstm.input) + self.encoder.lstm.bias
         forward_h = h.chunk(2, -1)[0]
         forward_h, forward_c, forward_y = self.encoder.lstm_forward(
@@ -375,13 +385,13 @@ class Model(nn.Module):
         y = attend(q.unflatten(-1, (4, 32)), k.unflatten(-1, (4, 32)), v.unflatten(-1, (4, 32))).flatten(-2)
         out = F.linear(round_rows(y, self.decoder.attention.out_inverse), self.decoder.attention.out)
         q_input = round_rows(out + self.decoder.attention.out_bias, self.decoder.cross.q_inverse)
-        k_input = round_rows(torch.cat((forward_y, back_y.flip(1)), -1), self.decoder.cross.k_inverse)
+        k_input = round_rows_i16(torch.cat((forward_y, back_y.flip(1)), -1), self.decoder.cross.k_inverse)
         q = (F.linear(q_input, self.decoder.cross.q) + self.decoder.cross.q_bias).unflatten(-1, (4, 32))
         k = (F.linear(k_input, self.decoder.cross.k) + self.decoder.cross.k_bias).unflatten(-1, (4, 32))
         v = (F.linear(k_input, self.decoder.cross.v) + self.decoder.cross.v_bias).unflatten(-1, (4, 32))
-        out_input = round_rows(attend_seen(q, k, v, seen).flatten(-2), self.decoder.cross.out_inverse)
+        out_input = round_rows_i16(attend_seen(q, k, v, seen).flatten(-2), self.decoder.cross.out_inverse)
         out = F.linear(out_input, self.decoder.cross.out) + self.decoder.cross.out_bias
-        input_input = round_rows(torch.cat((out, token), -1), self.decoder.lstm.input_inverse)
+        input_input = round_rows_i16(torch.cat((out, token), -1), self.decoder.lstm.input_inverse)
         forward_biased = F.linear(input_input, self.decoder.lstm.input) + self.decoder.lstm.bias
         both_h = torch.cat((forward_h, back_h), -1)
         _, _, forward_y = self.decoder.lstm_forward(

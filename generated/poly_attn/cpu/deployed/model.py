@@ -15,8 +15,11 @@ from .int8_linear_f32__n128_k128 import int8_linear_f32 as int8_linear_f32__n128
 from .int8_linear_f32__n256_k64 import int8_linear_f32 as int8_linear_f32__n256_k64
 from .int8_linear_f32__n512_k256 import int8_linear_f32 as int8_linear_f32__n512_k256
 from .int8_linear_i8__n128_k128 import int8_linear_i8
-from .int8_lstm_step__h64 import int8_lstm_step as int8_lstm_step__h64
-from .int8_lstm_step__h128 import int8_lstm_step as int8_lstm_step__h128
+from .int8_linear_i16_add_f32__n128_k128 import int8_linear_i16_add_f32 as int8_linear_i16_add_f32__n128_k128
+from .int8_linear_i16_add_f32__n256_k64 import int8_linear_i16_add_f32 as int8_linear_i16_add_f32__n256_k64
+from .int8_linear_i16_add_f32__n512_k256 import int8_linear_i16_add_f32 as int8_linear_i16_add_f32__n512_k256
+from .int8_lstm_step__h64_i16 import int8_lstm_step as int8_lstm_step__h64_i16
+from .int8_lstm_step__h128_i16 import int8_lstm_step as int8_lstm_step__h128_i16
 
 
 def weights(**shapes: tuple[int, ...]) -> nn.Module:
@@ -30,6 +33,14 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
 def quantize_rows(x: Tensor, inverse: Tensor) -> Tensor:
     """x [..., K] as codes i8: x * inverse [K], rounded, halves to even, within -127 and 127; NaN becomes 0."""
     return (x.float() * inverse).round().clamp(-127, 127).nan_to_num(0.0).to(torch.int8).contiguous()
+
+
+def quantize_rows_second(x: Tensor, inverse: Tensor, columns: int) -> Tensor:
+    """What codes of x [..., K] leave of x * inverse [K], in steps of 1 / 254, as codes i8 [..., columns], halves to
+    even; beyond the largest code, and of NaN, nothing. Zeros follow column K."""
+    steps = (x.float() * inverse).clamp(-127, 127)
+    codes = ((steps - steps.round()) * 254).round().nan_to_num(0.0).to(torch.int8)
+    return F.pad(codes, (0, columns - codes.shape[-1]))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -55,7 +66,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     return y.unflatten(2, (-1, heads)).transpose(1, 2).flatten(2, 3)
 
 
-class Lstm64Steps(nn.Module):
+class Lstm64I16Steps(nn.Module):
     """A loop over time: recurrent."""
 
     def __init__(self) -> None:
@@ -92,11 +103,11 @@ class Lstm64Steps(nn.Module):
         """h f32[B,64], c f32[B,64], x f32[B,1,256], codes int8:i8[256,64], offset int8:i32[256], scale
         int8:f32[256], inverse int8:f32[64] -> f32[B,64], f32[B,64], f32[B,1,64].
         """
-        next_h, next_c = int8_lstm_step__h64(h, c, x[:, -1], codes, offset, scale, inverse)
+        next_h, next_c = int8_lstm_step__h64_i16(h, c, x[:, -1], codes, offset, scale, inverse)
         return next_h, next_c, next_h.unsqueeze(1)
 
 
-class Lstm128Steps(nn.Module):
+class Lstm128I16Steps(nn.Module):
     """A loop over time: recurrent."""
 
     def __init__(self) -> None:
@@ -133,7 +144,7 @@ class Lstm128Steps(nn.Module):
         """h f32[B,128], c f32[B,128], x f32[B,1,512], codes int8:i8[512,128], offset int8:i32[512], scale
         int8:f32[512], inverse int8:f32[128] -> f32[B,128], f32[B,128], f32[B,1,128].
         """
-        next_h, next_c = int8_lstm_step__h128(h, c, x[:, -1], codes, offset, scale, inverse)
+        next_h, next_c = int8_lstm_step__h128_i16(h, c, x[:, -1], codes, offset, scale, inverse)
         return next_h, next_c, next_h.unsqueeze(1)
 
 
@@ -157,6 +168,7 @@ class Model(nn.Module):
         self.encoder.lstm.register_buffer("input_codes", torch.empty(256, 64, dtype=torch.int8))
         self.encoder.lstm.register_buffer("input_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("input_scale", torch.empty(256, dtype=torch.float32))
+        self.encoder.lstm.register_buffer("input_zeros", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("hidden_codes", torch.empty(256, 64, dtype=torch.int8))
         self.encoder.lstm.register_buffer("hidden_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("hidden_scale", torch.empty(256, dtype=torch.float32))
@@ -164,6 +176,7 @@ class Model(nn.Module):
         self.encoder.lstm.register_buffer("back_input_codes", torch.empty(256, 64, dtype=torch.int8))
         self.encoder.lstm.register_buffer("back_input_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("back_input_scale", torch.empty(256, dtype=torch.float32))
+        self.encoder.lstm.register_buffer("back_input_zeros", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("back_hidden_codes", torch.empty(256, 64, dtype=torch.int8))
         self.encoder.lstm.register_buffer("back_hidden_offset", torch.empty(256, dtype=torch.int32))
         self.encoder.lstm.register_buffer("back_hidden_scale", torch.empty(256, dtype=torch.float32))
@@ -190,17 +203,21 @@ class Model(nn.Module):
         self.decoder.cross.register_buffer("k_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("k_scale", torch.empty(128, dtype=torch.float32))
         self.decoder.cross.register_buffer("k_inverse", torch.empty(128, dtype=torch.float32))
+        self.decoder.cross.register_buffer("k_zeros", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("v_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.cross.register_buffer("v_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("v_scale", torch.empty(128, dtype=torch.float32))
+        self.decoder.cross.register_buffer("v_zeros", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("out_codes", torch.empty(128, 128, dtype=torch.int8))
         self.decoder.cross.register_buffer("out_offset", torch.empty(128, dtype=torch.int32))
         self.decoder.cross.register_buffer("out_scale", torch.empty(128, dtype=torch.float32))
         self.decoder.cross.register_buffer("out_inverse", torch.empty(128, dtype=torch.float32))
+        self.decoder.cross.register_buffer("out_zeros", torch.empty(128, dtype=torch.int32))
         self.decoder.lstm.register_buffer("input_inverse", torch.empty(256, dtype=torch.float32))
         self.decoder.lstm.register_buffer("input_codes", torch.empty(512, 256, dtype=torch.int8))
         self.decoder.lstm.register_buffer("input_offset", torch.empty(512, dtype=torch.int32))
         self.decoder.lstm.register_buffer("input_scale", torch.empty(512, dtype=torch.float32))
+        self.decoder.lstm.register_buffer("input_zeros", torch.empty(512, dtype=torch.int32))
         self.decoder.lstm.register_buffer("hidden_codes", torch.empty(512, 128, dtype=torch.int8))
         self.decoder.lstm.register_buffer("hidden_offset", torch.empty(512, dtype=torch.int32))
         self.decoder.lstm.register_buffer("hidden_scale", torch.empty(512, dtype=torch.float32))
@@ -209,9 +226,9 @@ class Model(nn.Module):
         self.head.register_buffer("logits_offset", torch.empty(32, dtype=torch.int32))
         self.head.register_buffer("logits_scale", torch.empty(32, dtype=torch.float32))
         self.head.register_buffer("logits_inverse", torch.empty(128, dtype=torch.float32))
-        self.encoder.lstm_forward = Lstm64Steps()
-        self.encoder.lstm_back = Lstm64Steps()
-        self.decoder.lstm_forward = Lstm128Steps()
+        self.encoder.lstm_forward = Lstm64I16Steps()
+        self.encoder.lstm_back = Lstm64I16Steps()
+        self.decoder.lstm_forward = Lstm128I16Steps()
 
     def score(self, source: Tensor, target: Tensor) -> Tensor:
         """score: source i64[B,S], target i64[B,T] -> f32[B,T]."""
@@ -221,12 +238,21 @@ class Model(nn.Module):
         c = token.new_zeros(token.shape[0], 128)
         forward_c = c.chunk(2, -1)[0]
         input_input = quantize_rows(token, self.encoder.lstm.input_inverse)
-        forward_codes = input_input.transpose(0, 1).contiguous()
+        input_second = quantize_rows_second(token, self.encoder.lstm.input_inverse, 64)
+        forward_second = input_second.transpose(0, 1).contiguous()
         forward_x = int8_linear_f32__n256_k64(
+            forward_second,
+            self.encoder.lstm.input_codes,
+            self.encoder.lstm.input_zeros,
+            self.encoder.lstm.input_scale,
+        )
+        forward_codes = input_input.transpose(0, 1).contiguous()
+        forward_x = int8_linear_i16_add_f32__n256_k64(
             forward_codes,
             self.encoder.lstm.input_codes,
             self.encoder.lstm.input_offset,
             self.encoder.lstm.input_scale,
+            forward_x,
         )
         forward_steps = forward_x.transpose(0, 1)
         forward_h = h.chunk(2, -1)[0]
@@ -240,12 +266,20 @@ class Model(nn.Module):
             self.encoder.lstm.hidden_inverse,
         )
         back_c = c.chunk(2, -1)[1]
-        back_codes = input_input.flip(1).transpose(0, 1).contiguous()
+        back_second = input_second.flip(1).transpose(0, 1).contiguous()
         back_x = int8_linear_f32__n256_k64(
+            back_second,
+            self.encoder.lstm.back_input_codes,
+            self.encoder.lstm.back_input_zeros,
+            self.encoder.lstm.back_input_scale,
+        )
+        back_codes = input_input.flip(1).transpose(0, 1).contiguous()
+        back_x = int8_linear_i16_add_f32__n256_k64(
             back_codes,
             self.encoder.lstm.back_input_codes,
             self.encoder.lstm.back_input_offset,
             self.encoder.lstm.back_input_scale,
+            back_x,
         )
         back_steps = back_x.transpose(0, 1)
         back_h = h.chunk(2, -1)[1]
@@ -258,6 +292,7 @@ class Model(nn.Module):
             self.encoder.lstm.back_hidden_scale,
             self.encoder.lstm.back_hidden_inverse,
         )
+        both_y = torch.cat((forward_y, back_y.flip(1)), -1)
         both_c = torch.cat((forward_c, back_c), -1)
         inputs = F.pad(target[:, :-1], (1, 0), value=1)
         token = F.embedding(inputs, self.decoder.embed.token)
@@ -292,28 +327,53 @@ class Model(nn.Module):
         q = int8_linear_f32__n128_k128(
             q_input, self.decoder.cross.q_codes, self.decoder.cross.q_offset, self.decoder.cross.q_scale
         )
-        k_input = quantize_rows(torch.cat((forward_y, back_y.flip(1)), -1), self.decoder.cross.k_inverse)
+        k_input = quantize_rows(both_y, self.decoder.cross.k_inverse)
+        k_second = quantize_rows_second(both_y, self.decoder.cross.k_inverse, 128)
         k = int8_linear_f32__n128_k128(
-            k_input, self.decoder.cross.k_codes, self.decoder.cross.k_offset, self.decoder.cross.k_scale
+            k_second, self.decoder.cross.k_codes, self.decoder.cross.k_zeros, self.decoder.cross.k_scale
+        )
+        k = int8_linear_i16_add_f32__n128_k128(
+            k_input, self.decoder.cross.k_codes, self.decoder.cross.k_offset, self.decoder.cross.k_scale, k
         )
         v = int8_linear_f32__n128_k128(
-            k_input, self.decoder.cross.v_codes, self.decoder.cross.v_offset, self.decoder.cross.v_scale
+            k_second, self.decoder.cross.v_codes, self.decoder.cross.v_zeros, self.decoder.cross.v_scale
+        )
+        v = int8_linear_i16_add_f32__n128_k128(
+            k_input, self.decoder.cross.v_codes, self.decoder.cross.v_offset, self.decoder.cross.v_scale, v
         )
         y = attend_seen(q.unflatten(-1, (4, 32)), k.unflatten(-1, (4, 32)), v.unflatten(-1, (4, 32)), seen)
-        out_input = quantize_rows(y.flatten(-2), self.decoder.cross.out_inverse)
+        y = y.flatten(-2)
+        out_second = quantize_rows_second(y, self.decoder.cross.out_inverse, 128)
         out = int8_linear_f32__n128_k128(
+            out_second,
+            self.decoder.cross.out_codes,
+            self.decoder.cross.out_zeros,
+            self.decoder.cross.out_scale,
+        )
+        out_input = quantize_rows(y, self.decoder.cross.out_inverse)
+        out = int8_linear_i16_add_f32__n128_k128(
             out_input,
             self.decoder.cross.out_codes,
             self.decoder.cross.out_offset,
             self.decoder.cross.out_scale,
+            out,
         )
-        input_input = quantize_rows(torch.cat((out, token), -1), self.decoder.lstm.input_inverse)
-        forward_codes = input_input.transpose(0, 1).contiguous()
+        x = torch.cat((out, token), -1)
+        input_second = quantize_rows_second(x, self.decoder.lstm.input_inverse, 256)
+        forward_second = input_second.transpose(0, 1).contiguous()
         forward_x = int8_linear_f32__n512_k256(
+            forward_second,
+            self.decoder.lstm.input_codes,
+            self.decoder.lstm.input_zeros,
+            self.decoder.lstm.input_scale,
+        )
+        forward_codes = quantize_rows(x, self.decoder.lstm.input_inverse).transpose(0, 1).contiguous()
+        forward_x = int8_linear_i16_add_f32__n512_k256(
             forward_codes,
             self.decoder.lstm.input_codes,
             self.decoder.lstm.input_offset,
             self.decoder.lstm.input_scale,
+            forward_x,
         )
         forward_steps = forward_x.transpose(0, 1)
         both_h = torch.cat((forward_h, back_h), -1)
@@ -340,12 +400,21 @@ class Model(nn.Module):
         c = token.new_zeros(token.shape[0], 128)
         forward_c = c.chunk(2, -1)[0]
         input_input = quantize_rows(token, self.encoder.lstm.input_inverse)
-        forward_codes = input_input.transpose(0, 1).contiguous()
+        input_second = quantize_rows_second(token, self.encoder.lstm.input_inverse, 64)
+        forward_second = input_second.transpose(0, 1).contiguous()
         forward_x = int8_linear_f32__n256_k64(
+            forward_second,
+            self.encoder.lstm.input_codes,
+            self.encoder.lstm.input_zeros,
+            self.encoder.lstm.input_scale,
+        )
+        forward_codes = input_input.transpose(0, 1).contiguous()
+        forward_x = int8_linear_i16_add_f32__n256_k64(
             forward_codes,
             self.encoder.lstm.input_codes,
             self.encoder.lstm.input_offset,
             self.encoder.lstm.input_scale,
+            forward_x,
         )
         forward_steps = forward_x.transpose(0, 1)
         forward_h = h.chunk(2, -1)[0]
@@ -359,12 +428,20 @@ class Model(nn.Module):
             self.encoder.lstm.hidden_inverse,
         )
         back_c = c.chunk(2, -1)[1]
-        back_codes = input_input.flip(1).transpose(0, 1).contiguous()
+        back_second = input_second.flip(1).transpose(0, 1).contiguous()
         back_x = int8_linear_f32__n256_k64(
+            back_second,
+            self.encoder.lstm.back_input_codes,
+            self.encoder.lstm.back_input_zeros,
+            self.encoder.lstm.back_input_scale,
+        )
+        back_codes = input_input.flip(1).transpose(0, 1).contiguous()
+        back_x = int8_linear_i16_add_f32__n256_k64(
             back_codes,
             self.encoder.lstm.back_input_codes,
             self.encoder.lstm.back_input_offset,
             self.encoder.lstm.back_input_scale,
+            back_x,
         )
         back_steps = back_x.transpose(0, 1)
         back_h = h.chunk(2, -1)[1]
@@ -381,11 +458,26 @@ class Model(nn.Module):
         k = both_y.new_zeros(both_y.shape[0], 30, 4, 32)
         v = both_y.new_zeros(both_y.shape[0], 30, 4, 32)
         k_input = quantize_rows(both_y, self.decoder.cross.k_inverse)
-        cross_k_biased = int8_linear_f32__n128_k128(
-            k_input, self.decoder.cross.k_codes, self.decoder.cross.k_offset, self.decoder.cross.k_scale
+        k_second = quantize_rows_second(both_y, self.decoder.cross.k_inverse, 128)
+        cross_k_second = int8_linear_f32__n128_k128(
+            k_second, self.decoder.cross.k_codes, self.decoder.cross.k_zeros, self.decoder.cross.k_scale
         )
-        cross_v_biased = int8_linear_f32__n128_k128(
-            k_input, self.decoder.cross.v_codes, self.decoder.cross.v_offset, self.decoder.cross.v_scale
+        cross_k_biased = int8_linear_i16_add_f32__n128_k128(
+            k_input,
+            self.decoder.cross.k_codes,
+            self.decoder.cross.k_offset,
+            self.decoder.cross.k_scale,
+            cross_k_second,
+        )
+        cross_v_second = int8_linear_f32__n128_k128(
+            k_second, self.decoder.cross.v_codes, self.decoder.cross.v_zeros, self.decoder.cross.v_scale
+        )
+        cross_v_biased = int8_linear_i16_add_f32__n128_k128(
+            k_input,
+            self.decoder.cross.v_codes,
+            self.decoder.cross.v_offset,
+            self.decoder.cross.v_scale,
+            cross_v_second,
         )
         cross_k_heads = cross_k_biased.unflatten(-1, (4, 32))
         cross_v_heads = cross_v_biased.unflatten(-1, (4, 32))
@@ -442,22 +534,39 @@ class Model(nn.Module):
             q_input, self.decoder.cross.q_codes, self.decoder.cross.q_offset, self.decoder.cross.q_scale
         )
         y = attend_seen(q.unflatten(-1, (4, 32)), cross_k, cross_v, seen).flatten(-2)
-        out_input = quantize_rows(y, self.decoder.cross.out_inverse)
+        out_second = quantize_rows_second(y, self.decoder.cross.out_inverse, 128)
         out = int8_linear_f32__n128_k128(
+            out_second,
+            self.decoder.cross.out_codes,
+            self.decoder.cross.out_zeros,
+            self.decoder.cross.out_scale,
+        )
+        out_input = quantize_rows(y, self.decoder.cross.out_inverse)
+        out = int8_linear_i16_add_f32__n128_k128(
             out_input,
             self.decoder.cross.out_codes,
             self.decoder.cross.out_offset,
             self.decoder.cross.out_scale,
+            out,
         )
-        input_input = quantize_rows(torch.cat((out, token), -1), self.decoder.lstm.input_inverse)
+        x = torch.cat((out, token), -1)
+        input_second = quantize_rows_second(x, self.decoder.lstm.input_inverse, 256)
         gates_x = int8_linear_f32__n512_k256(
+            input_second,
+            self.decoder.lstm.input_codes,
+            self.decoder.lstm.input_zeros,
+            self.decoder.lstm.input_scale,
+        )
+        input_input = quantize_rows(x, self.decoder.lstm.input_inverse)
+        gates_x = int8_linear_i16_add_f32__n512_k256(
             input_input,
             self.decoder.lstm.input_codes,
             self.decoder.lstm.input_offset,
             self.decoder.lstm.input_scale,
+            gates_x,
         )
         gates_step = gates_x[:, -1]
-        lstm_step_h, lstm_step_c = int8_lstm_step__h128(
+        lstm_step_h, lstm_step_c = int8_lstm_step__h128_i16(
             h,
             c,
             gates_step,
