@@ -4,7 +4,6 @@ A value is named by text: `mlp.up` is the first output of that node (or an input
 `@mlp.up` a parameter and `$norm_scale` a number that the caller of a function fixes.
 """
 
-import ast
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -399,9 +398,3 @@ def walk(graphs: Mapping[str, Graph], start: Graph) -> Iterator[Graph]:
             if callee is not None and callee not in seen:
                 seen.append(callee)
                 queue.append(graphs[callee])
-
-
-def operand(text: str) -> str:
-    """Python text of a value, in parentheses where an attribute or an operator could not follow it."""
-    tree = ast.parse(text, mode="eval").body
-    return text if isinstance(tree, ast.Name | ast.Attribute | ast.Call | ast.Subscript) else f"({text})"

@@ -1,9 +1,16 @@
-"""Breaks a line of generated Python that is too long, at its brackets, as a formatter would."""
+"""The text of generated Python: a value as an operand; a line that is too long, broken at its brackets as a formatter
+would."""
 
 import ast
 from collections.abc import Iterator
 
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
+
+
+def operand(text: str) -> str:
+    """Python text of a value, in parentheses where an attribute or an operator could not follow it."""
+    tree = ast.parse(text, mode="eval").body
+    return text if isinstance(tree, ast.Name | ast.Attribute | ast.Call | ast.Subscript) else f"({text})"
 
 
 def fitted(line: str, width: int) -> tuple[str, ...]:

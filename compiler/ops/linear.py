@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Dim, Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError, operand
+from specc.compiler.ir import Dim, Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError
+from specc.compiler.python_lines import operand
 
 if TYPE_CHECKING:
     from torch import Tensor

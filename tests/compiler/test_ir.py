@@ -10,7 +10,7 @@ from tiny_models import ATTENTION, MLP, tiny
 from specc.compiler import ops, pipeline
 from specc.compiler.catalog import classes
 from specc.compiler.check import load
-from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, TypeRuleError, operand, output_ref, rename, walk
+from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, TypeRuleError, output_ref, rename, walk
 from specc.compiler.ir_text import GraphTextError, parse, parse_type
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
@@ -18,6 +18,7 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.rope import Positions, RopeAngles
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.programs import flatten
+from specc.compiler.python_lines import operand
 
 OPS = classes(ops, Op)
 SPECS = sorted((Path(__file__).parents[2] / "specs").glob("*.yaml"))

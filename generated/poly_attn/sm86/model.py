@@ -19,23 +19,6 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     return holder
 
 
-def round_rows_i16(x: Tensor, inverse: Tensor) -> Tensor:
-    """x [..., K] as int8 products read it as two codes: x * inverse [K] rounded, halves to even, within -127 and 127,
-    and what is left of it in steps of 1 / 254, and back. Gradients pass as if it were only cut off there: the
-    straight-through estimator."""
-    steps = (x * inverse).clamp(-127, 127)
-    first = steps.round()
-    codes = first + ((steps - first) * 254).round() / 254
-    return ((steps + (codes - steps).detach()) / inverse).to(x.dtype)
-
-
-def lstm_gates(sums: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The new h and c [B, H] of the sums of the gates [B, 4H], in the order i, f, g, o, and the old c."""
-    i, f, g, o = sums.chunk(4, -1)
-    new = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(new), new
-
-
 @torch.compiler.disable  # the library has kernels for it, which the compiler would take apart
 def lstm_one_bias(
     x: Tensor, h: Tensor, c: Tensor, directions: int, *weights: Tensor
@@ -84,91 +67,10 @@ def lstm_cell_one_bias(
     return torch.lstm_cell(x[:, 0], (h, c), into, hidden, bias, torch.zeros_like(bias))
 
 
-def round_rows(x: Tensor, inverse: Tensor) -> Tensor:
-    """x [..., K] as int8 products read it: x * inverse [K] rounded, halves to even, within -127 and 127, and back.
-    Gradients pass as if it were only cut off there: the straight-through estimator."""
-    steps = (x * inverse).clamp(-127, 127)
-    return ((steps + (steps.round() - steps).detach()) / inverse).to(x.dtype)
-
-
-class Lstm64I16Rounded(nn.Module):
-    """A loop over time: recurrent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    @torch.compiler.disable(recursive=False)  # a loop: only its step is compiled, once
-    def forward(
-        self,
-        h: Tensor,
-        c: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        inverse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`step` at each position of x, one after another: the last h, c, and all y f32[B,S,64]."""
-        outputs: list[Tensor] = []
-        for x_t in x.split(1, dim=1):
-            h, c, y = self.step(h, c, x_t, weight, inverse)
-            outputs.append(y)
-        return h, c, torch.cat(outputs, dim=1)
-
-    def step(
-        self,
-        h: Tensor,
-        c: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        inverse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """h f32[B,64], c f32[B,64], x f32[B,1,256], weight f32[256,64], inverse f32[64] -> f32[B,64],
-        f32[B,64], f32[B,1,64].
-        """
-        next_h, next_c = lstm_gates(F.linear(round_rows_i16(h, inverse), weight) + x[:, -1], c)
-        return next_h, next_c, next_h.unsqueeze(1)
-
-
-class Lstm128I16Rounded(nn.Module):
-    """A loop over time: recurrent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    @torch.compiler.disable(recursive=False)  # a loop: only its step is compiled, once
-    def forward(
-        self,
-        h: Tensor,
-        c: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        inverse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`step` at each position of x, one after another: the last h, c, and all y f32[B,T,128]."""
-        outputs: list[Tensor] = []
-        for x_t in x.split(1, dim=1):
-            h, c, y = self.step(h, c, x_t, weight, inverse)
-            outputs.append(y)
-        return h, c, torch.cat(outputs, dim=1)
-
-    def step(
-        self,
-        h: Tensor,
-        c: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        inverse: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """h f32[B,128], c f32[B,128], x f32[B,1,512], weight f32[512,128], inverse f32[128] -> f32[B,128],
-        f32[B,128], f32[B,1,128].
-        """
-        next_h, next_c = lstm_gates(F.linear(round_rows_i16(h, inverse), weight) + x[:, -1], c)
-        return next_h, next_c, next_h.unsqueeze(1)
-
-
 class Model(nn.Module):
     """The whole model; each program is a method."""
 
-    fullgraph = False  # Torch's compiler takes it in parts: each lstm and scan runs as it is
+    fullgraph = False  # Torch's compiler takes it in parts: each lstm runs as it is
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,20 +108,6 @@ class Model(nn.Module):
         )
         self.decoder.lstm = weights(input=(512, 256), hidden=(512, 128), bias=(512,))
         self.head = weights(logits=(31, 128), logits_bias=(31,))
-        self.encoder.lstm.register_buffer("input_inverse", torch.empty(64, dtype=torch.float32))
-        self.encoder.lstm.register_buffer("hidden_inverse", torch.empty(64, dtype=torch.float32))
-        self.encoder.lstm.register_buffer("back_hidden_inverse", torch.empty(64, dtype=torch.float32))
-        self.decoder.attention.register_buffer("q_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.attention.register_buffer("out_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.cross.register_buffer("q_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.cross.register_buffer("k_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.cross.register_buffer("out_inverse", torch.empty(128, dtype=torch.float32))
-        self.decoder.lstm.register_buffer("input_inverse", torch.empty(256, dtype=torch.float32))
-        self.decoder.lstm.register_buffer("hidden_inverse", torch.empty(128, dtype=torch.float32))
-        self.head.register_buffer("logits_inverse", torch.empty(128, dtype=torch.float32))
-        self.encoder.lstm_forward = Lstm64I16Rounded()
-        self.encoder.lstm_back = Lstm64I16Rounded()
-        self.decoder.lstm_forward = Lstm128I16Rounded()
 
     def forward(self, source: Tensor, inputs: Tensor, target: Tensor) -> Tensor:
         """train: source i64[B,S], inputs i64[B,T], target i64[B,T] -> f32[]."""
@@ -351,52 +239,3 @@ class Model(nn.Module):
         h.copy_(lstm_cell_h)
         c.copy_(lstm_cell_c)
         return F.linear(lstm_cell_h.unsqueeze(1)[:, -1], self.head.logits) + self.head.logits_bias
-
-    def train_rounded(self, source: Tensor, inputs: Tensor, target: Tensor) -> Tensor:
-        """train_rounded: source i64[B,S], inputs i64[B,T], target i64[B,T] -> f32[]."""
-        seen = source != 0
-        token = F.embedding(source, self.encoder.embed.token)
-        h = token.new_zeros(token.shape[0], 128)
-        c = token.new_zeros(token.shape[0], 128)
-        forward_c = c.chunk(2, -1)[0]
-        input_input = round_rows_i16(token, self.encoder.lstm.input_inverse)
-        forward_biased = F.linear(input_input, self.encoder.lstm.input) + self.encoder.lstm.bias
-        forward_h = h.chunk(2, -1)[0]
-        forward_h, forward_c, forward_y = self.encoder.lstm_forward(
-            forward_h, forward_c, forward_biased, self.encoder.lstm.hidden, self.encoder.lstm.hidden_inverse
-        )
-        back_c = c.chunk(2, -1)[1]
-        back_biased = F.linear(input_input, self.encoder.lstm.back_input) + self.encoder.lstm.back_bias
-        back_reversed = back_biased.flip(1)
-        back_h = h.chunk(2, -1)[1]
-        back_h, back_c, back_y = self.encoder.lstm_back(
-            back_h,
-            back_c,
-            back_reversed,
-            self.encoder.lstm.back_hidden,
-            self.encoder.lstm.back_hidden_inverse,
-        )
-        both_c = torch.cat((forward_c, back_c), -1)
-        token = F.embedding(inputs, self.decoder.embed.token)
-        q_input = round_rows(token, self.decoder.attention.q_inverse)
-        q = F.linear(q_input, self.decoder.attention.q) + self.decoder.attention.q_bias
-        k = F.linear(q_input, self.decoder.attention.k) + self.decoder.attention.k_bias
-        v = F.linear(q_input, self.decoder.attention.v) + self.decoder.attention.v_bias
-        y = attend(q.unflatten(-1, (4, 32)), k.unflatten(-1, (4, 32)), v.unflatten(-1, (4, 32))).flatten(-2)
-        out = F.linear(round_rows(y, self.decoder.attention.out_inverse), self.decoder.attention.out)
-        q_input = round_rows(out + self.decoder.attention.out_bias, self.decoder.cross.q_inverse)
-        k_input = round_rows_i16(torch.cat((forward_y, back_y.flip(1)), -1), self.decoder.cross.k_inverse)
-        q = (F.linear(q_input, self.decoder.cross.q) + self.decoder.cross.q_bias).unflatten(-1, (4, 32))
-        k = (F.linear(k_input, self.decoder.cross.k) + self.decoder.cross.k_bias).unflatten(-1, (4, 32))
-        v = (F.linear(k_input, self.decoder.cross.v) + self.decoder.cross.v_bias).unflatten(-1, (4, 32))
-        out_input = round_rows_i16(attend_seen(q, k, v, seen).flatten(-2), self.decoder.cross.out_inverse)
-        out = F.linear(out_input, self.decoder.cross.out) + self.decoder.cross.out_bias
-        input_input = round_rows_i16(torch.cat((out, token), -1), self.decoder.lstm.input_inverse)
-        forward_biased = F.linear(input_input, self.decoder.lstm.input) + self.decoder.lstm.bias
-        both_h = torch.cat((forward_h, back_h), -1)
-        _, _, forward_y = self.decoder.lstm_forward(
-            both_h, both_c, forward_biased, self.decoder.lstm.hidden, self.decoder.lstm.hidden_inverse
-        )
-        logits = F.linear(round_rows(forward_y, self.head.logits_inverse), self.head.logits)
-        logits = logits + self.head.logits_bias
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0)
