@@ -44,7 +44,7 @@ def test_kernels_of_artifacts_are_launched(capsys: pytest.CaptureFixture[str]) -
     assert launch_kernels.main([str(SPEC.with_name("poly_attn.yaml")), "cpu", "--deployed"]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = {line.split(" ")[0] for line in lines}
-    assert {"int8_lstm_step__h128", "int8_linear_f32__n512_k256"} <= names
+    assert {"int8_lstm_step", "int8_linear_f32"} <= {name.partition("__")[0] for name in names}
     assert len(lines) == len(names) * len(launch_kernels.ROWS)
     with pytest.raises(SystemExit, match="deploys what it trains"):
         launch_kernels.main([str(SPEC), "cpu", "--deployed"])
