@@ -15,6 +15,7 @@ from specc.compiler.ops.quantized import (
     padded,
     rounded,
     two_codes,
+    wide,
 )
 from specc.compiler.ops.recurrent import GATES, updated
 
@@ -53,7 +54,7 @@ class Int8LstmStep(Int8Product):
         return "int8 lstm step" if self.bits == 8 else "int8 lstm step of a 16-bit h"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        return self.name, f"h{inputs[0].width}" if self.bits == 8 else f"h{inputs[0].width}_i16"
+        return self.name, f"h{inputs[0].width}{wide(self.bits)}"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         h, c, x, weight, offset, scale, inverse = inputs

@@ -43,6 +43,11 @@ def step_of(bits: int) -> float:
     return 1.0 if bits == 8 else 1.0 / FINE
 
 
+def wide(bits: int) -> str:
+    """What names end in where an input has more than 8 bits."""
+    return "" if bits == 8 else f"_i{bits}"
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeRows(Op):
     """x [..., K] as codes i8 [..., columns]: x * inverse for f32 inverse [K], rounded, halves to even, within -127 and

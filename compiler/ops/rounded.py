@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from specc.compiler.ir import Op, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
-from specc.compiler.ops.quantized import FINE, LARGEST
+from specc.compiler.ops.quantized import FINE, LARGEST, wide
 from specc.compiler.ops.recurrent import GATES, updated
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RoundRows(Op):
         return (x,)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        return "round_rows" if self.bits == 8 else "round_rows_i16"
+        return f"round_rows{wide(self.bits)}"
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         return f"{self.support(inputs)}({', '.join(args)})"

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType, TypeRuleError
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import Int8Linear, Part, TimeMajor
+from specc.compiler.ops.quantized import Int8Linear, Part, TimeMajor, wide
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
@@ -76,9 +76,6 @@ class Int8CellForm(Int8Form):
         op = Int8LstmStep(edit.input_bits(factors[1].weight))
         made = edit.add_op(f"{scope}.step", op, (h, c, row, *_held(edit, factors[1])), node)
         edit.replace(node, made, f"{made}:1")
-
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
-        raise TypeRuleError(f"{node.name} is one step of a loop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +149,7 @@ def _direction(
 def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
     """The function of one step: h, c, the gates of x at that step, and the constants that all steps read."""
     names = ("h", "c", "x", "codes", "offset", "scale", "inverse")
-    b = Builder(f"lstm_{types[0].width}{'' if bits == 8 else f'_i{bits}'}_steps.step")
+    b = Builder(f"lstm_{types[0].width}{wide(bits)}_steps.step")
     h, c, x, *held = (
         b.input(name, type.with_shape(type.shape[0], 1, type.width) if name == "x" else type)
         for name, type in zip(names, types, strict=True)

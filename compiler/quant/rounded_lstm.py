@@ -7,6 +7,7 @@ from typing import Literal
 from specc.compiler.ir import Builder, Graph, Node, Op, TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.quantized import wide
 from specc.compiler.ops.recurrent import LstmCell
 from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.rounded import LstmGates, RoundRows
@@ -46,7 +47,7 @@ def rehearsed(
 def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
     """The function of one step: h, c, the gates of x at that step, then what all steps read."""
     names = ("h", "c", "x", "weight", "inverse")
-    b = Builder(f"lstm_{types[0].width}{'' if bits == 8 else f'_i{bits}'}_rounded.step")
+    b = Builder(f"lstm_{types[0].width}{wide(bits)}_rounded.step")
     h, c, x, weight, inverse = (
         b.input(name, TensorType((type.shape[0], 1, type.width) if name == "x" else type.shape, type.dtype))
         for name, type in zip(names, types, strict=True)

@@ -33,7 +33,8 @@ ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "c
 # What was launched within one of these ranges is the optimizer's, whatever its name: torch.optim.Optimizer puts the
 # first around every `step`, so the products of Newton-Schulz are found.
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
-_GLOBAL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)
+# The name of a kernel in CUDA C++ that the templates write.
+CUDA_KERNEL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)
 # A CUDA C++ kernel of the plan; those of Torch begin with at::.
 _OWN = re.compile(r"(?:void )?\(anonymous namespace\)::(\w+)[(<]")
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -54,7 +55,7 @@ def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
     found: set[str] = set()
     for file in sorted({name for choice in plan.choices for name in choice.rendered.files}):
         source = (directory / file).read_text(encoding="utf-8")
-        found |= {*jitted(source)} if file.endswith(".py") else {*_GLOBAL.findall(source)}
+        found |= {*jitted(source)} if file.endswith(".py") else {*CUDA_KERNEL.findall(source)}
     return frozenset(found)
 
 

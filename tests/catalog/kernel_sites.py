@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import os
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -188,3 +190,15 @@ def check_guards(buffer: Tensor, name: str) -> None:
     assert guards.isnan().all(), f"{name} is written beside its end"
     unwritten = int(buffer[GUARD : buffer.numel() - GUARD].isnan().sum())
     assert unwritten == 0, f"{unwritten} elements of {name} are not written"
+
+
+def interpret(folder: Path, runs: list[Any]) -> list[Any]:
+    """What Triton's interpreter, in a process of its own, leaves of each run that run_interpreted.py is given."""
+    torch.save(runs, folder / "cases.pt")
+    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
+    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[Any] = torch.load(folder / "out.pt")
+    return found

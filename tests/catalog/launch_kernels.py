@@ -33,6 +33,7 @@ from specc.compiler.ops.quantized import Int8Linear
 from specc.compiler.plan import Choice, Plan
 from specc.compiler.spec import Spec
 from specc.runtime.bench.products import operands
+from specc.runtime.bench.profile import CUDA_KERNEL
 from specc.runtime.judge import inputs_of, many_sizes, sizes_of
 from specc.runtime.load import device_of, instantiate
 from specc.runtime.tune.candidates import tuned_choices
@@ -42,7 +43,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 TILES = 1  # of 256 x 256, so several of most: racecheck takes a thousand times as long as the kernel
 # How the machine code of a source calls its kernels: of Triton, of CUDA C++, and of CUTLASS 3 and 2. cuBLAS has kernels
 # of the last kind too, but of types with names of their own.
-NAMED = (r"^@triton\.jit.*\ndef (\w+_kernel)\(", r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
+NAMED = (re.compile(r"^@triton\.jit.*\ndef (\w+_kernel)\(", re.MULTILINE), CUDA_KERNEL)
 CUTLASS = ("GemmUniversalAdapter", ("cutlass13device_kernel", "cutlass7Kernel2INS_4gemm"))
 SUMMARY = re.compile(r"^========= ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
 CLEAN = re.compile(r"SUMMARY: 0 (?:errors|hazards)")
@@ -60,7 +61,7 @@ def kernel_names(texts: Sequence[str]) -> tuple[str, ...]:
     """What the mangled names of the kernels contain that some sources define."""
     found: dict[str, None] = {}
     for text in texts:
-        found |= dict.fromkeys(name for pattern in NAMED for name in re.findall(pattern, text, re.MULTILINE))
+        found |= dict.fromkeys(name for pattern in NAMED for name in pattern.findall(text))
         found |= dict.fromkeys(CUTLASS[1] if CUTLASS[0] in text else ())
     return tuple(found)
 

@@ -1,7 +1,6 @@
 """Attention over short sequences: what the kernels take and write, in Triton's interpreter, and as machine code."""
 
 import inspect
-import os
 import random
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_sites import attention_site, several
-from kernel_sites import DTYPES, GUARD, check_guards, imported, jitted, written
+from kernel_sites import DTYPES, GUARD, check_guards, imported, interpret, jitted, written
 from torch import Tensor
 
 from specc.compiler.kernels.attention_short import (
@@ -177,18 +176,6 @@ def expected(site: Site, inputs: list[Tensor]) -> list[Tensor]:
     """The outputs in float64, of the inputs as they are."""
     wide = (value.double() if value.is_floating_point() else value for value in inputs)
     return list(several(site.node.op.reference(*wide)))
-
-
-def interpret(folder: Path, runs: list[Any]) -> list[Any]:
-    """What the interpreter leaves in the buffers of each run, and whether inputs are as they were."""
-    torch.save(runs, folder / "cases.pt")
-    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
-    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: list[Any] = torch.load(folder / "out.pt")
-    return found
 
 
 @pytest.fixture(scope="module")

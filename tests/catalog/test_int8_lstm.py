@@ -2,7 +2,6 @@
 refused."""
 
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from kernel_sites import GUARD, check_guards, jitted
+from kernel_sites import GUARD, check_guards, interpret, jitted
 from step_sites import BITS, ROWS, SIZES, close, exact, imported, operands, step_site
 
 from specc.compiler import kernels, reference
@@ -225,13 +224,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
         given = operands(site, rows, rows, apart=apart)
         given[0][rows - 1, 2] = torch.nan
         runs.append((str(folder), module, given, buffers, [size] * 2))
-    torch.save(runs, folder / "cases.pt")
-    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
-    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(INTERPRETED, torch.load(folder / "out.pt"), strict=True))
+    return dict(zip(INTERPRETED, interpret(folder, runs), strict=True))
 
 
 @pytest.mark.interpret

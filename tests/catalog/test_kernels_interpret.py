@@ -1,10 +1,5 @@
 """Generated Triton kernels in Triton's interpreter, against float64: every element written, no other."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from kernel_sites import (
@@ -13,6 +8,7 @@ from kernel_sites import (
     expected,
     imported,
     inner,
+    interpret,
     make_site,
     poisoned,
     sample_inputs,
@@ -61,13 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, int], 
                 outputs = [torch.zeros_like(buffer) for buffer in outputs]
                 runs.append((str(folder), module, broken, outputs, [n] * len(outputs)))
                 keys.append((case, -m))
-    torch.save(runs, folder / "cases.pt")
-    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
-    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(keys, torch.load(folder / "out.pt"), strict=True))
+    return dict(zip(keys, interpret(folder, runs), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

@@ -3,7 +3,6 @@ code."""
 
 import inspect
 import math
-import os
 import random
 import re
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from head_sites import PARTS, SHAPES, buffers, columns, expected, head_inputs, head_site, inside, several
-from kernel_sites import DTYPES, check_guards, imported, jitted, written
+from kernel_sites import DTYPES, check_guards, imported, interpret, jitted, written
 from tiny_models import ATTENTION, tiny
 
 from specc.compiler import kernels
@@ -306,13 +305,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, in
             widths.append(columns(site, module, b, t))
             runs.append((str(folder), module.__name__, given, buffers(site, module, b, t), widths[-1]))
             keys.append((case, k))
-    torch.save(runs, folder / "cases.pt")
-    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
-    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    left = torch.load(folder / "out.pt")
+    left = interpret(folder, runs)
     return {key: (made, width, same) for key, width, (made, same) in zip(keys, widths, left, strict=True)}
 
 

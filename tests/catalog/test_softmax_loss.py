@@ -1,7 +1,6 @@
 """The softmax loss: what its kernels take and write, in Torch, in Triton's interpreter, and as machine code."""
 
 import inspect
-import os
 import random
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_sites import DTYPES, check_guards, imported, jitted, written
+from kernel_sites import DTYPES, check_guards, imported, interpret, jitted, written
 from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, inside, loss_inputs, loss_site
 
 from specc.compiler import kernels
@@ -221,14 +220,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Case, in
         for m in ROWS:
             runs.append((str(folder), module, interpreter_inputs(site, m), buffers(site, m), columns(site)))
             keys.append((case, m))
-    torch.save(runs, folder / "cases.pt")
-    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
-    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(keys, torch.load(folder / "out.pt"), strict=True))
+    return dict(zip(keys, interpret(folder, runs), strict=True))
 
 
 @pytest.mark.interpret
