@@ -5,10 +5,11 @@ time.
     python benchmarks/ablate.py benchmarks/gpt_golf.yaml --out DIR --table
 
 A list names the spec, the `--set` texts that all its runs have, the seeds of the whole model and the changes, each a
-name and its `--set` texts; under `quantize`, further ones, each laid over the first run when that is quantized. Runs
-are `specc train` and `specc quantize`, one after another in this process. Several processes that are given one DIR,
-one a GPU by CUDA_VISIBLE_DEVICES, share the work. A change whose run failed, or was killed, stays claimed: remove its
-folder in DIR to try again. The table compares with the mean of the seeds, whose spread is the noise.
+name and its `--set` texts; under `quantize`, further ones, each laid over a run when that is quantized: the run of the
+change of that name, or else the first run. Runs are `specc train` and `specc quantize`, one after another in this
+process. Several processes that are given one DIR, one a GPU by CUDA_VISIBLE_DEVICES, share the work. A change whose run
+failed, or was killed, stays claimed: remove its folder in DIR to try again. The table compares with the mean of the
+seeds, whose spread is the noise; where a run averages its weights, the raw ones of the whole model have a line too.
 """
 
 import argparse
@@ -88,36 +89,42 @@ def train(plan: Plan, asked: argparse.Namespace) -> None:
 
 
 def quantize(plan: Plan, asked: argparse.Namespace) -> None:
-    """The first run, quantized in every way that nobody has claimed, while there is time."""
-    first = folder(asked.out, next(plan.runs())[0]) / "run"
+    """Every way to quantize that nobody has claimed and whose run has ended, while there is time."""
+    first = next(plan.runs())[0]
     for name, sets in plan.quantize.items():
-        if time.monotonic() > asked.until or not (first / "log.jsonl").is_file():
+        if time.monotonic() > asked.until:
             return
+        trained = folder(asked.out, name if name in plan.changes else first)
         place = folder(asked.out, f"quantized {name}")
-        if claimed(place):
-            subprocess.run(["cp", "-r", str(first), str(place / "run")], check=True)
+        if score(trained) is not None and claimed(place):
+            subprocess.run(["cp", "-r", str(trained / "run"), str(place / "run")], check=True)
             specc(place, ["quantize", str(place / "run"), "--target", asked.target, *words(sets)])
 
 
-def score(place: Path) -> float | None:
-    """Nats a token at the end of a run; None where it has no score."""
+def score(place: Path, weights: Sequence[str] = WEIGHTS) -> float | None:
+    """Nats a token at the end of a run, of the first of `weights` that it has; None where it has no score."""
     log = place / "run/log.jsonl"
     if not log.is_file():
         return None
     events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     found = {event["weights"]: event["nats"] for event in events if event["event"] == "validation"}
-    return next((float(found[which]) for which in WEIGHTS if which in found), None)
+    return next((float(found[which]) for which in weights if which in found), None)
 
 
 def table(plan: Plan, out: Path) -> Iterator[str]:
     """Markdown: every run that has a score, beside the mean of the whole model."""
-    whole = [value for seed in plan.seeds if (value := score(folder(out, f"whole, seed {seed}"))) is not None]
+    ended = [folder(out, f"whole, seed {seed}") for seed in plan.seeds]
+    whole = [value for place in ended if (value := score(place)) is not None]
+    raw = [value for place in ended if (value := score(place, WEIGHTS[1:])) is not None]
     if not whole:
         raise SystemExit(f"no run of the whole model in {out} has a score yet")
     mean, spread = statistics.mean(whole), max(whole) - min(whole)
     yield "| | nats a token | to the whole |"
     yield "|---|---|---|"
     yield f"| the whole model, mean of {len(whole)} seeds, which differ by {spread:.4f} | {mean:.4f} | |"
+    if raw and raw != whole:
+        alone = statistics.mean(raw)
+        yield f"| no averaging: the raw weights of these {len(raw)} | {alone:.4f} | {alone - mean:+.4f} |"
     for name in plan.changes:
         value = score(folder(out, name))
         if value is not None:

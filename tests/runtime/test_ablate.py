@@ -18,7 +18,7 @@ spec: specs/gpt_mini.yaml
 common: [train.steps=2]
 seeds: [1, 2]
 changes: {no decay: [train.optimizers.0.weight_decay=0], "gelu(x)": [], never run: []}
-quantize: {to nearest: [quant.default.scheme=round]}
+quantize: {to nearest: [quant.default.scheme=round], no decay: []}
 """
 
 
@@ -78,12 +78,18 @@ def test_work_is_shared_and_told(
     (tmp_path / "out/gelu_x_").mkdir(parents=True)  # claimed by another process, which is at it
     for _ in range(2):
         ablate.main(given)
-    assert [arguments[0] for arguments in ran] == ["train"] * 4 + ["quantize"]
+    assert [arguments[0] for arguments in ran] == ["train"] * 4 + ["quantize"] * 2
+    copied = {
+        name: (tmp_path / f"out/quantized_{name}/run/log.jsonl").read_text() for name in ("to_nearest", "no_decay")
+    }
+    assert '"nats": 3.0' in copied["to_nearest"] and '"nats": 3.15' in copied["no_decay"]  # of the first, of its own
     assert ran[0][-4:] == ["--set", "train.steps=2", "--set", "train.seed=1"]
-    assert capsys.readouterr().out.splitlines()[-5:] == [
+    assert capsys.readouterr().out.splitlines()[-7:] == [
         "| | nats a token | to the whole |",
         "|---|---|---|",
         "| the whole model, mean of 2 seeds, which differ by 0.1000 | 3.0500 | |",
+        "| no averaging: the raw weights of these 2 | 4.0500 | +1.0000 |",
         "| no decay | 3.1500 | +0.1000 |",
         "| quantized: to nearest, 1,234 bytes | 3.0200 | +0.0200 to 3.0000 as trained |",
+        "| quantized: no decay, 1,234 bytes | 3.0200 | +0.0200 to 3.0000 as trained |",
     ]
