@@ -222,6 +222,7 @@ class Loop:
             self._look()  # meets the others, who score their parts to the end; raises Stopped for all
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())
-        rounded = ", rounded, of inputs as they are" if trainer.stretch.phase.rounds and weights is None else ""
+        rounded = "" if weights is not None or not trainer.rounds else ", rounded"
+        rounded += ", of inputs as they are" if rounded and trainer.stretch.phase.rounds else ""
         self._say(f"step {trainer.step:,}  validation, {which} weights{rounded}: {result.line()}")
         return result

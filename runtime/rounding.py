@@ -1,4 +1,4 @@
-"""What a model in training rounds beside its weights: the inputs of products that will be computed in int8."""
+"""What training for int8 products rounds by beside the weights' own grids: the scales of the products' inputs."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,8 +11,8 @@ SLOT = "rounding.input_scale"  # of a checkpoint's optimizer state
 
 
 class InputScales:
-    """The scales of the inputs that a model's programs round, f32 [K] each, by the first of the weights that share the
-    input. The model reads their inverses from its buffers; they must lie on its device already.
+    """The scales of the inputs of int8 products, f32 [K] each, by the first of the weights that share the input. Where
+    the model's programs round these inputs they read the inverses from its buffers, on its device already.
 
     They stay as they were measured once, so a run that goes on from a checkpoint rounds as the one before it.
 
@@ -20,6 +20,9 @@ class InputScales:
         leaders: the first weight that reads its input, by weight.
         measure: the scales for given weights (f32, by parameter name), f32 [1] or [K]. Only rank 0 calls it, so they
             are the same on any number of ranks.
+
+    Attributes:
+        measured: whether they are; before, all are 1.
     """
 
     def __init__(
@@ -32,8 +35,8 @@ class InputScales:
         self._measure, self._world = measure, world
         self._leader = leaders
         buffers = dict(model.named_buffers())
-        self._inverse = {leader: buffers[f"{leader}_inverse"] for leader in dict.fromkeys(self._leader.values())}
-        self._scale = {leader: torch.ones_like(inverse) for leader, inverse in self._inverse.items()}
+        self._inverse = {leader: buffers.get(f"{leader}_inverse") for leader in dict.fromkeys(leaders.values())}
+        self._scale = {leader: _ones(model.get_parameter(leader)) for leader in self._inverse}
         self._share: dict[str, Tensor] = {}
         self._write(self._scale)
 
@@ -63,6 +66,13 @@ class InputScales:
     def _write(self, scales: Mapping[str, Tensor]) -> None:
         for leader, inverse in self._inverse.items():
             self._scale[leader].copy_(scales[leader])
-            inverse.copy_(1.0 / self._scale[leader])
+            if inverse is not None:
+                inverse.copy_(1.0 / self._scale[leader])
             exact = self._scale[leader].double()
             self._share[leader] = (exact / exact.max()).float()
+        self.measured = any(bool((scale != 1).any()) for scale in self._scale.values())
+
+
+def _ones(weight: Tensor) -> Tensor:
+    """f32 [K], on the device of a weight [N, K]."""
+    return torch.ones(weight.shape[1], device=weight.device)

@@ -153,16 +153,19 @@ def _prepare(
         supply.feed,
         schemes,
         loaded.programs.phases,
-        _inputs(run, loaded, opened, schemes, world) if schemes is not None and loaded.programs.buffers else None,
+        _inputs(run, loaded, opened, schemes, world) if schemes is not None else None,
     )
     return trainer, supply.validation
 
 
-def _inputs(run: Run, loaded: Loaded, opened: Opened, schemes: Allocation, world: World) -> InputScales:
-    """The scales of what the run's programs round, measured on the data that `specc quantize` calibrates with."""
+def _inputs(run: Run, loaded: Loaded, opened: Opened, schemes: Allocation, world: World) -> InputScales | None:
+    """The scales of what int8 products will read, measured on the data that `specc quantize` calibrates with; None where
+    the run deploys no such products."""
     assert run.spec.quant is not None
     wanted, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
     sources = integer_products(programs, schemes)
+    if not sources:
+        return None
     rows = partial(opened.calibration, wanted.sequences, wanted.batch)
     leaders = {source.weight: source.leader for source in sources}
     return InputScales(loaded.model, leaders, partial(input_scales, programs, sources, schemes, rows), world)

@@ -72,7 +72,7 @@ class Trainer:
     In a `world` of several processes each has a trainer, all make the same calls, and `loader` gives each its
     part of a step's rows. Gradients and losses are summed once a step; of Muon's matrices each rank orthogonalizes
     some, and all else it computes for itself. `grids` says how each parameter will be stored, for `train.qat`, and
-    `inputs` how the phases that round read the inputs of products; `phases` are as of `Programs`.
+    `inputs` by which scales int8 products will read their inputs; `phases` are as of `Programs`.
     """
 
     def __init__(
@@ -129,6 +129,11 @@ class Trainer:
     def stretch(self) -> Stretch:
         """What the last update trained with, or before the first what it will."""
         return self._run[self._number]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the model computes with rounded weights by now."""
+        return self.masters.rounds
 
     @property
     def coming(self) -> int:
@@ -334,13 +339,13 @@ class Trainer:
 
     def _round(self, moment: schedule.Moment, number: int) -> None:
         """Lets the model compute with rounded weights, once the spec says so; `number` is of the coming stretch."""
-        if self._inputs is not None:
+        if any(one.phase.rounds for one in self._run):  # weights and what reads them change as one
             begins = self._run[number].phase.rounds
-            if begins and not (self.step and self.stretch.phase.rounds):
-                self._inputs.measure(self.masters.tensors)
         else:
             begins = self.train.qat is not None and moment.warm_down < self.train.qat.below
         if begins and self._grids is not None:
+            if self._inputs is not None and not self._inputs.measured:
+                self._inputs.measure(self.masters.tensors)
             self._round_to(self._grids)
 
     def _round_to(self, grids: Mapping[str, Scheme] | None) -> None:

@@ -28,7 +28,7 @@ SUFFIX = "_rounded"
 
 
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
-    """With quantization-aware training and int8 products, the programs with one more for each phase that `train.qat`
+    """With quantization-aware training of int8 products' inputs, the programs with one more for each phase that `train.qat`
     reaches: its training program with each input of an int8 product rounded to the codes that the deployed model will
     make of it, states of recurrences at every step. Where a decoder is not always fed the truth, what it writes instead
     is of such copies too. Their scales are `programs.buffers`.
@@ -46,7 +46,7 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
         )
         hint = "remove qat, or give quant a scheme that rounds: int8, gptq or round"
         raise LoweringError((Problem(("train", "qat"), "S244", message, hint),))
-    if not any(scheme.integer for scheme in schemes.values()):
+    if not train.qat.inputs or not any(scheme.integer for scheme in schemes.values()):
         return programs
     phases = tuple(_split((*programs.phases, Phase(1.0, "train", "score")), _begins(train)))
     names = [phase.train.removesuffix(SUFFIX) for phase in phases if phase.rounds]
@@ -87,7 +87,7 @@ def _begins(train: TrainSpec) -> float:
         return 1 - train.qat.below * schedule.of(train.steps)[1] / train.steps
     if schedule.warmdown_steps:
         message = "train.qat rounds inputs from a share of the run on, and a warm-down in steps has none by the clock"
-        hint = "give the schedule warmdown_fraction in place of warmdown_steps"
+        hint = "give the schedule warmdown_fraction in place of warmdown_steps, or qat inputs: false"
         raise LoweringError((Problem(("train", "schedule", "warmdown_steps"), "S273", message, hint),))
     return 1 - train.qat.below * schedule.warmdown_fraction
 
@@ -155,7 +155,7 @@ class _Copied:
                     f"{loop.name} loops over time with {nodes} inside, and it can do so only in an lstm by itself"
                 )
                 names = [name for _, name in found]
-                hint = f"take qat out, int8 does without; or {keeping(self._schemes[names[0]], covering(names))}"
+                hint = f"give qat inputs: false, which rounds weights alone; or {keeping(self._schemes[names[0]], covering(names))}"
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:

@@ -72,6 +72,11 @@ class Masters:
         self.refresh()
         return before != schemes
 
+    @property
+    def rounds(self) -> bool:
+        """Whether the model computes with what `round_to` was given."""
+        return self._rounded is not None
+
     def _lay_out(self, dtypes: Mapping[str, torch.dtype], apart: Collection[str]) -> None:
         """One f32 buffer for all gradients, those of one compute dtype side by side, and the loss."""
         groups: dict[tuple[bool, torch.dtype], list[str]] = {}

@@ -51,9 +51,9 @@ def operands(site: Site, rows: int, seed: int, device: str = "cpu", apart: int =
     size = site.inputs[0].width
     assert isinstance(size, int)
     k, state = padded(size), getattr(torch, {"f32": "float32", "bf16": "bfloat16"}[site.inputs[0].dtype])
-    # Powers of two: h is the same codes in every precision.
+    # Powers of two, and few bits of h, of which 254 times are exact: it is the same codes in every precision.
     inverse = 2.0 ** torch.randint(4, 8, (size,), generator=generator)
-    h = torch.randn(rows, size + apart, generator=generator)
+    h = (torch.randn(rows, size + apart, generator=generator) * 2**14).round() / 2**14
     h[:, ::3] = (h[:, ::3] * 16).round() / 32
     w = torch.randint(-127, 128, (4 * size, k), generator=generator, dtype=torch.int8)
     w[:, size:] = 0

@@ -74,14 +74,15 @@ def test_it_begins_when_the_warm_down_says() -> None:
     assert whole.train == "train_rounded"
 
 
-def test_other_specs_are_as_they_were() -> None:
-    """Without qat, and with qat of a scheme that rounds no inputs."""
-    plain = lowered(LSTM, qat=None)
+@pytest.mark.parametrize("more", [{"qat": None}, {"qat": {"below": 0.5, "inputs": False}}])
+def test_other_specs_are_as_they_were(more: dict[str, Any]) -> None:
+    """Without qat, with qat of weights alone, and with qat of a scheme that rounds no inputs."""
+    plain = lowered(LSTM, **more)
     assert plain.phases == () and plain.buffers == () and "train_rounded" not in plain.whole
     data = data_of(BLOCKS, {**QUANT, "default": {"scheme": "round", "bits": 6}})
     found = []
-    for more in (HALF, {}):
-        found.append(compile_loaded(spec_of({**data, "train": {**data["train"], **more}}), None).files["cpu/model.py"])
+    for train in (HALF, {}):
+        found.append(compile_loaded(spec_of({**data, "train": {**data["train"], **train}}), None).files["cpu/model.py"])
     assert found[0] == found[1]
 
 

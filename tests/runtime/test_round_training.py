@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from int8_models import BLOCKS, LSTM, QUANT, WIDE, Made, data_of, lines, made
+from int8_models import ADDITIVE, BLOCKS, LSTM, QUANT, WIDE, Made, data_of, lines, made
 from log_lines import read_log
 from run_samples import one_thread
 from tiny_models import spec_of
@@ -24,7 +24,7 @@ from specc.compiler.ops.rounded import RoundRows
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.passes.quantize_products import integer_products
 from specc.compiler.passes.round_inputs import rounded
-from specc.compiler.programs import Programs
+from specc.compiler.programs import LoweringError, Programs
 from specc.compiler.quant.scheme import Seen
 from specc.compiler.train_spec import QatSpec, ScheduleSpec
 from specc.runtime import checkpoint
@@ -374,10 +374,50 @@ def test_a_run_on_the_clock_rounds_too(tmp_path: Path) -> None:
     assert result.complete and scales and all(bool((scale < 1).all()) for scale in scales)
 
 
+WEIGHTS_ALONE = ("train.qat.inputs=false", "quant.default.activation_bits=16")
+
+
+@pytest.mark.parametrize("stop", [4, 8])
+def test_weights_alone_are_rounded_by_scales_that_are_kept(tmp_path: Path, stop: int) -> None:
+    """As they are deployed, with no program for it; from a checkpoint on, as without a stop."""
+    said: list[str] = []
+    whole = train(TrainOptions(small(*WEIGHTS_ALONE), "cpu", "polynomial", tmp_path / "whole"), said.append)
+    plain = losses(go(tmp_path / "plain", "train.qat=null").run)
+    assert losses(whole.run)[:7] == plain[:7] and losses(whole.run)[7] != plain[7]
+    assert any("validation, raw weights, rounded: " in line for line in said)
+    go(tmp_path / "parts", *WEIGHTS_ALONE, stop_after_steps=stop)
+    go(tmp_path / "parts", *WEIGHTS_ALONE, resume="auto")
+    assert losses(tmp_path / "parts") == losses(whole.run)
+    said.clear()
+    stored = read_verified(quantize(whole.run, QuantizeOptions(), said.append).artifact).stored
+    assert any(line.startswith("inputs keep the scales that the run trained with") for line in said)
+    snapshot = checkpoint.load(whole.checkpoint)
+    scale = snapshot.optimizer["rounding.input_scale/decoder.lstm.hidden"]
+    nearest = stored.schemes["decoder.lstm.hidden"].quantize_seen(
+        snapshot.weights["decoder.lstm.hidden"], Seen(input_scale=scale)
+    )
+    assert (nearest["codes"] == stored.tensors["decoder.lstm.hidden"]["codes"]).all()
+
+
+@pytest.mark.parametrize("clock", [False, True])
+def test_weights_alone_are_rounded_where_inputs_cannot_be(clock: bool) -> None:
+    """In a loop over time that is no LSTM, and by a clock whose warm-down is in steps."""
+    data = data_of(LSTM if clock else ADDITIVE, BY_FEATURE)
+    timed = {"steps": None, "budget_seconds": 9.0, "schedule": {"warmdown_steps": 5}}
+    steps = {"schedule": {"warmdown_fraction": 1.0}}
+    data["train"] |= {"qat": {"inputs": False}, **(timed if clock else steps)}
+    pipeline.run(load(json.dumps(data))[0], "cpu")
+    data["train"]["qat"] = {}
+    with pytest.raises(LoweringError) as error:
+        pipeline.run(load(json.dumps(data))[0], "cpu")
+    assert [problem.code for problem in error.value.problems] == ["S273" if clock else "S274"]
+
+
 @pytest.mark.gpu
-def test_captured_steps_are_the_eager_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [(), WEIGHTS_ALONE])
+def test_captured_steps_are_the_eager_ones(tmp_path: Path, alone: tuple[str, ...]) -> None:
     """Across the beginning, and from a checkpoint behind it."""
-    spec = small("targets=[sm90, sm86]")
+    spec = small("targets=[sm90, sm86]", *alone)
     target = choose_target(spec, None)
 
     def gone(name: str, **more: Any) -> list[float]:

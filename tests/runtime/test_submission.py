@@ -369,6 +369,7 @@ def test_the_gpu_code_trains_and_scores_alone(tmp_path: Path) -> None:
         "cutlass_library",
         "nvidia_cutlass-*",
         "torch-*",
+        "triton-*",  # says where its backends are
     )
     for path in (path for name in (*ALONE, *more) for path in packages.glob(name)):
         (only / path.name).symlink_to(path)
