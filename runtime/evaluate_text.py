@@ -204,6 +204,9 @@ def evaluate_adapted(
         )
         halves = cast(Halves, model)
         score, features, nats = map(compiled, (halves.score, halves.features, halves.nats))
+        # Torch before 2.12 takes a graph that another method had compiled, though weights learn since
+        # (pytorch/pytorch#139476), and their gradients would lack what the head gives.
+        torch.compiler.reset()
         work = Work(account, model, score, features, nats, rows, world, opened.spec.train.seed, progress)
         try:
             model.requires_grad_(False)
