@@ -24,7 +24,7 @@ from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.rerun import Rerun, rerun_model
 from specc.runtime.bench.timing import Measured
 from specc.runtime.load import Loaded, initialize, instantiate
-from specc.runtime.opened import final_weights, read_verified, realize, realize_stored
+from specc.runtime.opened import ARTIFACT, final_weights, quantized_artifact, read_verified, realize, realize_stored
 from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_ranges
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized
@@ -126,10 +126,16 @@ def _weights(spec: Spec, target: str, path: Path | None, folder: Path, say: Say)
         initialize(loaded, spec.train.seed)
         floats = {name: parameter.detach().clone() for name, parameter in loaded.model.named_parameters()}
         return _Weights(floats, None, spec, False)
-    if path.is_dir():
-        return _Weights(final_weights(Run.open(path), say)[0], None, spec, True)
-    found = read_verified(path)
-    return _Weights(found.weights, found.stored, found.spec, True)
+    if not path.is_dir():
+        found = read_verified(path)
+        return _Weights(found.weights, found.stored, found.spec, True)
+    run = Run.open(path)
+    floats = final_weights(run, say)[0]
+    if not run.quantized.joinpath(ARTIFACT).is_file():
+        return _Weights(floats, None, spec, True)
+    found = read_verified(quantized_artifact(run))
+    say(f"int8: as {run.quantized} keeps it")
+    return _Weights(floats, found.stored, found.spec, True)
 
 
 Build = Callable[[], Loaded]

@@ -313,6 +313,22 @@ def test_the_artifact_keeps_the_scales_that_the_run_trained_with(run: TrainResul
     assert not list(opened.buffers())
 
 
+def test_bench_decodes_with_what_the_run_was_quantized_to(
+    run: TrainResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not with weights of its own making, that is by scales which the run did not train with."""
+    shutil.copytree(run.run, tmp_path / "run")
+    for path in (tmp_path / "run/quantized").iterdir():
+        path.unlink()
+    (tmp_path / "tiny.yaml").write_text(canonical(small()))
+    words = ["bench", str(tmp_path / "tiny.yaml"), "--target", "cpu", "--only", "decode", "--weights"]
+    assert command([*words, str(tmp_path / "run")]) == 0
+    assert "int8: as" not in capsys.readouterr().err
+    artifact = quantize(tmp_path / "run", QuantizeOptions(), lambda line: None).artifact
+    assert command([*words, str(tmp_path / "run")]) == 0
+    assert f"int8: as {artifact.parent} keeps it" in "".join(capsys.readouterr().err.splitlines())
+
+
 def test_another_scheme_than_that_of_training_is_calibrated(run: TrainResult, tmp_path: Path) -> None:
     """One scale for all features was not what the run trained with."""
     shutil.copytree(run.run, tmp_path / "run")
