@@ -420,7 +420,7 @@ def test_weights_alone_are_rounded_where_inputs_cannot_be(clock: bool) -> None:
     """In a loop over time that is no LSTM, and by a clock whose warm-down is in steps."""
     data = data_of(LSTM if clock else ADDITIVE, BY_FEATURE)
     timed = {"steps": None, "budget_seconds": 9.0, "schedule": {"warmdown_steps": 5}}
-    steps = {"schedule": {"warmdown_fraction": 1.0}}
+    steps = {"steps": 100, "schedule": {"warmdown_fraction": 1.0}}
     data["train"] |= {"qat": {"inputs": False}, **(timed if clock else steps)}
     pipeline.run(load(json.dumps(data))[0], "cpu")
     data["train"]["qat"] = {}
