@@ -10,6 +10,7 @@ change of that name, or else the first run. Runs are `specc train` and `specc qu
 process. Several processes that are given one DIR, one a GPU by CUDA_VISIBLE_DEVICES, share the work. A change whose run
 failed, or was killed, stays claimed: remove its folder in DIR to try again. The table compares with the mean of the
 seeds, whose spread is the noise; where a run averages its weights, the raw ones of the whole model have a line too.
+Only a run whose log says that it ended complete has a score; each other one has a line that says why it has none.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,8 @@ from typing import Any
 from ruamel.yaml import YAML
 
 SPECC = (sys.executable, "-c", "from specc.compiler.cli import main; main()")
-WEIGHTS = ("average", "raw")  # those that the table compares: the first that a run has
 REPORT = "quantized/report.json"
+EXIT = "exit_code.txt"  # beside a run, once its command has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,10 @@ def claimed(place: Path) -> bool:
 
 
 def specc(place: Path, arguments: Sequence[str]) -> None:
-    """Runs specc, with what it says in output.txt."""
+    """Runs specc, with what it says in output.txt, and then its exit code in EXIT."""
     with (place / "output.txt").open("ab") as file:
         code = subprocess.run([*SPECC, *arguments], stdout=file, stderr=subprocess.STDOUT).returncode
+    (place / EXIT).write_text(f"{code}\n", encoding="utf-8")
     print(place.name, "done" if code == 0 else f"failed ({code}): see {file.name}", flush=True)
 
 
@@ -89,7 +92,7 @@ def train(plan: Plan, asked: argparse.Namespace) -> None:
 
 
 def quantize(plan: Plan, asked: argparse.Namespace) -> None:
-    """Every way to quantize that nobody has claimed and whose run has ended, while there is time."""
+    """Every way to quantize that nobody has claimed and whose run has ended complete, while there is time."""
     first = next(plan.runs())[0]
     for name, sets in plan.quantize.items():
         if time.monotonic() > asked.until:
@@ -101,41 +104,70 @@ def quantize(plan: Plan, asked: argparse.Namespace) -> None:
             specc(place, ["quantize", str(place / "run"), "--target", asked.target, *words(sets)])
 
 
-def score(place: Path, weights: Sequence[str] = WEIGHTS) -> float | None:
-    """Nats a token at the end of a run, of the first of `weights` that it has; None where it has no score."""
-    log = place / "run/log.jsonl"
-    if not log.is_file():
-        return None
-    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    found = {event["weights"]: event["nats"] for event in events if event["event"] == "validation"}
-    return next((float(found[which]) for which in weights if which in found), None)
+def events(log: Path) -> Iterator[Mapping[str, Any]]:
+    """What a run has logged, without lines that a killed process left torn."""
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def score(place: Path, weights: str | None = None) -> float | None:
+    """Nats a token of a run that ended complete, of the weights that it ends with, or of those that are named; None
+    where it has not, or has no such."""
+    score, found = None, dict[str, float]()
+    for event in events(place / "run/log.jsonl"):
+        match event["event"]:
+            case "start":  # of a run that goes on, too: what was scored before is of earlier weights
+                found.clear()
+            case "validation":
+                found[event["weights"]] = float(event["nats"])
+            case "end" if event["complete"]:
+                score = found.get(weights or event["weights"])
+    return score
+
+
+def why_not(place: Path) -> str:
+    """Why the work of this folder has no result."""
+    if not place.is_dir():
+        return "not begun"
+    if not (place / EXIT).is_file():
+        return "not finished: still at it, or killed"
+    code = int((place / EXIT).read_text(encoding="utf-8"))
+    return f"failed ({code}): see {place.name}/output.txt" if code else "not finished: ended early"
 
 
 def table(plan: Plan, out: Path) -> Iterator[str]:
-    """Markdown: every run that has a score, beside the mean of the whole model."""
-    ended = [folder(out, f"whole, seed {seed}") for seed in plan.seeds]
-    whole = [value for place in ended if (value := score(place)) is not None]
-    raw = [value for place in ended if (value := score(place, WEIGHTS[1:])) is not None]
+    """Markdown: every run of the list, with its score beside the mean of the whole model, or why it has none."""
+    ended = {seed: folder(out, f"whole, seed {seed}") for seed in plan.seeds}
+    whole = {seed: value for seed, place in ended.items() if (value := score(place)) is not None}
+    raw = [value for seed in whole if (value := score(ended[seed], "raw")) is not None]
     if not whole:
-        raise SystemExit(f"no run of the whole model in {out} has a score yet")
-    mean, spread = statistics.mean(whole), max(whole) - min(whole)
+        told = "; ".join(f"seed {seed} is {why_not(place)}" for seed, place in ended.items())
+        raise SystemExit(f"no run of the whole model in {out} has a score yet: {told}")
+    mean, spread = statistics.mean(whole.values()), max(whole.values()) - min(whole.values())
     yield "| | nats a token | to the whole |"
     yield "|---|---|---|"
     yield f"| the whole model, mean of {len(whole)} seeds, which differ by {spread:.4f} | {mean:.4f} | |"
-    if raw and raw != whole:
+    if raw and raw != [*whole.values()]:
         alone = statistics.mean(raw)
         yield f"| no averaging: the raw weights of these {len(raw)} | {alone:.4f} | {alone - mean:+.4f} |"
+    for seed in plan.seeds:
+        if seed not in whole:
+            yield f"| the whole model, seed {seed} | {why_not(ended[seed])} | |"
     for name in plan.changes:
-        value = score(folder(out, name))
-        if value is not None:
-            yield f"| {name} | {value:.4f} | {value - mean:+.4f} |"
+        place = folder(out, name)
+        value = score(place)
+        yield f"| {name} | {why_not(place)} | |" if value is None else f"| {name} | {value:.4f} | {value - mean:+.4f} |"
     for name in plan.quantize:
-        report = folder(out, f"quantized {name}") / "run" / REPORT
-        if report.is_file():
-            found = json.loads(report.read_text(encoding="utf-8"))
-            before, after = (found[when]["nats"] / found[when]["tokens"] for when in ("before", "after"))
-            told = f"| quantized: {name}, {found['artifact_bytes']:,} bytes | {after:.4f}"
-            yield f"{told} | {after - before:+.4f} to {before:.4f} as trained |"
+        place = folder(out, f"quantized {name}")
+        report = place / "run" / REPORT
+        if not report.is_file():
+            yield f"| quantized: {name} | {why_not(place)} | |"
+            continue
+        found = json.loads(report.read_text(encoding="utf-8"))
+        before, after = (found[when]["nats"] / found[when]["tokens"] for when in ("before", "after"))
+        told = f"| quantized: {name}, {found['artifact_bytes']:,} bytes | {after:.4f}"
+        yield f"{told} | {after - before:+.4f} to {before:.4f} as trained |"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -93,6 +93,7 @@ CODES: Mapping[str, str] = {
     "S273": "inputs to be rounded from a share of the run on that no schedule by the clock has",
     "S274": "inputs to be rounded in every step of a training loop that is no LSTM",
     "S277": "TF32 for a model whose products are not of f32 numbers",
+    "S278": "steps of Muon in which its method makes no iteration",
     "S301": "two parts of the model whose widths do not fit",
     "S302": "a fusion point that matches nothing",
     "S303": "a fusion point that covers only some of the blocks that share their code",

@@ -284,14 +284,18 @@ def explain(spec: Path, node: str | None, target: str | None, as_json: bool) -> 
     built = compile_spec(spec, (), checked_targets(spec, target))
     plans = {**built.plans, **{f"{name}/{DEPLOYED}": plan for name, plan in built.deployed.items()}}
     rows = [row for folder, plan in plans.items() for row in explained(plan, node, folder)]
-    if not rows:
+    if not rows and node is not None:
         raise click.UsageError(f"no node of {built.spec.name} is named {node}; `specc ir {spec}` lists them")
     if as_json:
         import json
 
         click.echo(json.dumps([row.data() for row in rows], indent=2))
     else:
-        click.echo("\n\n".join(text_of(row) for row in rows))
+        told = [text_of(row) for row in rows]
+        if node is None and (bare := [folder for folder, plan in plans.items() if not plan.choices]):
+            name = built.spec.name
+            told.append(f"{name} has no kernels of its own on {', '.join(bare)}: Torch and its compiler take all nodes")
+        click.echo("\n\n".join(told))
 
 
 def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:

@@ -88,24 +88,25 @@ class Wish:
 
 
 class Writer(Protocol):
-    def __call__(self, wish: Wish) -> Sequence[Path]:
-        """The files that were written."""
+    def __call__(self, wish: Wish) -> tuple[Sequence[Path], bool]:
+        """The files that were written, and whether they are over a budget."""
         ...
 
 
-def _one_file(wish: Wish) -> Sequence[Path]:
+def _one_file(wish: Wish) -> tuple[Sequence[Path], bool]:
     from specc.runtime.export.run import export as write
 
     if wish.codec is not None or wish.targets:
         raise click.UsageError("--codec and --target are for --format submission")
-    return [write(wish.run, wish.kind, wish.out, force=wish.force, say=say)]
+    return [write(wish.run, wish.kind, wish.out, force=wish.force, say=say)], False
 
 
-def _submission(wish: Wish) -> Sequence[Path]:
+def _submission(wish: Wish) -> tuple[Sequence[Path], bool]:
     from specc.runtime.export.codecs import Codec
     from specc.runtime.submission.export import export_submission
+    from specc.runtime.submission.names import CODE, WEIGHTS
 
-    return export_submission(
+    size = export_submission(
         wish.run,
         wish.out or wish.run / "submission",
         codec=Codec[(wish.codec or "brotli").upper()],
@@ -114,6 +115,7 @@ def _submission(wish: Wish) -> Sequence[Path]:
         force=wish.force,
         say=say,
     )
+    return [size.path / CODE, size.path / WEIGHTS], size.over
 
 
 WRITERS: Mapping[str, Writer] = {"artifact": _one_file, "safetensors": _one_file, "submission": _submission}
@@ -142,10 +144,13 @@ def export(
     codec: str | None,
     targets: tuple[str, ...],
     tokenizers: tuple[Path, ...],
-) -> None:
-    """Write a run as one file, read back and compared before it counts; or as a submission to parameter-golf."""
-    for path in WRITERS[kind](Wish(run, kind, out, force, codec, targets, tokenizers)):
+) -> int:
+    """Write a run as one file, read back and compared before it counts; or as a submission to parameter-golf, with
+    exit code 1 where that is over its budget."""
+    paths, over = WRITERS[kind](Wish(run, kind, out, force, codec, targets, tokenizers))
+    for path in paths:
         click.echo(f"wrote {path}: {path.stat().st_size:,} bytes")
+    return int(over)
 
 
 @cli.command()

@@ -190,7 +190,11 @@ class Stages:
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Score so many tokens of the split only.")
 @click.option("--quantized", is_flag=True, help="Of a run, score the quantized model.")
-@click.option("--gpus", type=click.IntRange(min=1), help="Processes here, one a GPU; with --target cpu, on the CPU.")
+@click.option(
+    "--gpus",
+    type=click.IntRange(min=1),
+    help="Processes here, one a GPU; on the CPU with --target cpu, or where that is the run's own and no GPU fits.",
+)
 @target_option
 @tokenizers_option
 @json_option
@@ -211,11 +215,13 @@ def evaluate(
     as_json: bool,
 ) -> int:
     """Score a run or an artifact: text in bits per byte on the validation split, lines by exact match."""
-    from specc.runtime.launch import is_launched
+    from specc.runtime.launch import is_launched, own_cpu
     from specc.runtime.opened import spec_at
 
-    if gpus is not None and not is_launched() and (code := ran_on(gpus, spec_at(model), target)) is not None:
-        return code
+    if gpus is not None and not is_launched():
+        spec = spec_at(model)
+        if (code := ran_on(gpus, spec, target or own_cpu(model, spec))) is not None:
+            return code
     from specc.runtime.evaluate import EvaluateOptions
     from specc.runtime.evaluate import evaluate as score
 

@@ -1,12 +1,15 @@
 """The optimizers of a spec's `train:` section: what each does to the parameters that its pattern covers."""
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, StrictModel, Unit, later
+from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Problem, StrictModel, Unit, later
 
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
+# Of methods that do something in place of an iteration: the fewest `steps` in which one iteration is left.
+LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
 
 
 class Ramp(StrictModel):
@@ -41,9 +44,10 @@ class MuonSpec(StrictModel):
     """Muon (Jordan, 2024): momentum whose matrix is orthogonalized by `steps` iterations.
 
     `method` is how: Newton-Schulz with one quintic; Polar Express, a quintic an iteration (Amsel et al. 2025, arXiv
-    2505.16932); Turbo-Muon, which scales the rows in place of the first iteration (arXiv 2512.04632). `equalize_rows`
-    gives all rows one length before (MuonEq-R). `second_moment` is the decay of NorMuon's second moment of each row
-    after (Li et al. 2025, arXiv 2510.05491); without it there is none.
+    2505.16932); Turbo-Muon, which scales the rows in place of the first iteration, so that `steps: 5` are the published
+    scaling and four iterations (arXiv 2512.04632). `equalize_rows` gives all rows one length before (MuonEq-R).
+    `second_moment` is the decay of NorMuon's second moment of each row after (Li et al. 2025, arXiv 2510.05491);
+    without it there is none.
     """
 
     kind: Literal["muon"]
@@ -56,6 +60,12 @@ class MuonSpec(StrictModel):
     equalize_rows: bool = later(False)
     second_moment: Annotated[float, Field(ge=0, lt=1)] | None = later(None)
     weight_decay: NonNegativeFloat | Taper = 0.0
+
+    def problems(self) -> Iterator[Problem]:
+        """There are iterations."""
+        if self.steps < (least := LEAST_STEPS.get(self.method, 1)):
+            message = f"the first iteration of {self.method} is step {least}, and `steps` is {self.steps}"
+            yield Problem(("steps",), "S278", message, f"use at least {least}; without `steps` they are 5")
 
 
 OptimizerSpec = Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]

@@ -29,7 +29,7 @@ from specc.runtime.evaluate_text import (
     evaluate_opened,
 )
 from specc.runtime.exact import ExactMatch, exact_match
-from specc.runtime.launch import target_of
+from specc.runtime.launch import own_cpu, target_of
 from specc.runtime.load import device_of
 from specc.runtime.opened import Opened, Say, open_model, spec_at
 from specc.runtime.translate import translator
@@ -55,14 +55,16 @@ def evaluate(
     `options.adapt`, what a method that adapts makes of it, which is another thing.
 
     `progress` is called with tokens or lines scored and those in all. Several processes share the work where all call
-    it with their `world`, each on a device of its own; where a number of `gpus` was asked for, that is no CPU unless
-    it is the `target`. Raises as `open_model`, `evaluate_opened`, `evaluate_adapted` and `evaluate_lines` do;
-    RunFailure where the processes differ, EnvironmentFailure where there are fewer GPUs than processes.
+    it with their `world`, each on a device of its own; where a number of `gpus` was asked for, that is no CPU unless it
+    is the `target`, or where it is unset what `own_cpu` gives. Raises as `open_model`, `evaluate_opened`,
+    `evaluate_adapted` and `evaluate_lines` do; RunFailure where the processes differ, EnvironmentFailure where there
+    are fewer GPUs than processes.
     """
     if gpus is not None and world is not None and gpus != world.size:
         raise EvaluateError(f"--gpus {gpus}, but {world.size} processes were started", "leave --gpus out")
     if gpus is not None or (world is not None and world.size > 1):
-        target = target_of(spec_at(path), target, gpus)
+        spec = spec_at(path)
+        target = target_of(spec, target or own_cpu(path, spec), gpus)
         world = (world or World.alone()).on(torch.device(device or device_of(TARGETS[target])))
         device = str(world.device)
     world = world or World.alone()

@@ -15,12 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.errors import EnvironmentFailure, RunFailure
 from specc.runtime.load import choose_target, device_of
+from specc.runtime.run import Run
 
 PEER_LOST = 76  # what a process ends with when it only follows another; never what a command ends with
 GRACE = 20.0  # seconds that the others have to end by themselves, once one has failed
@@ -57,7 +59,7 @@ def place() -> tuple[int, int, int, int]:
 
 
 def require_devices(count: int, spec: Spec, target: str | None) -> None:
-    """Raises EnvironmentFailure unless `count` processes can train here: on a GPU each, or, where that is the
+    """Raises EnvironmentFailure unless `count` processes can run here: on a GPU each, or, where that is the
     `target`, on the CPU; TargetError for a target that the spec does not list."""
     if target in spec.targets and device_of(TARGETS[target]) == "cpu":
         return
@@ -67,7 +69,7 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
         choose_target(spec, target)
     if (found := torch.cuda.device_count()) < count:
         message = f"--gpus {count} needs {count} NVIDIA GPU{'s' if count > 1 else ''}, and torch finds {found}"
-        raise EnvironmentFailure(message, "with --target cpu, so many processes train on the CPU")
+        raise EnvironmentFailure(message, "with --target cpu, so many processes run on the CPU")
 
 
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
@@ -80,6 +82,16 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
         message = f"no target of {spec.name} runs on the GPUs of this machine"
         raise EnvironmentFailure(message, f"its targets are {', '.join(spec.targets)}")
     return chosen
+
+
+def own_cpu(path: Path, spec: Spec) -> str | None:
+    """The target for the CPU that the model of `spec` at `path` was trained on, or, of an artifact, has alone; None
+    where it is another one, or a target of the spec runs on a GPU here. Raises as `Run.open`."""
+    own = Run.open(path).target if path.is_dir() else spec.targets[0]
+    alone = path.is_dir() or len(spec.targets) == 1
+    if not alone or device_of(TARGETS[own]) != "cpu" or device_of(TARGETS[choose_target(spec, None)]) != "cpu":
+        return None
+    return own
 
 
 def launch(size: int, arguments: Sequence[str], say: Callable[[str], None]) -> int:

@@ -56,11 +56,13 @@ class BitsPerByte:
         return {"nats": nats, "tokens": self.tokens, "bpb": self.bpb, "bpb_pieces": self.bpb_pieces}
 
     def line(self) -> str:
-        bpb = self.bpb if self.bpb is not None else self.bpb_pieces
-        return f"{self.nats / self.tokens:.4f} nats/token, {bpb:.4f} bpb"
+        return f"{self.nats / self.tokens:.4f} nats/token, {self.summary()}"
 
     def summary(self) -> str:
-        return f"{self.bpb_pieces:.4f} bits per byte"
+        """Each metric by its name; the one by pieces where it is another number, too."""
+        bpb = "" if self.bpb is None else f"{self.bpb:.4f} bpb"
+        pieces = "" if self.bpb == self.bpb_pieces else f"{self.bpb_pieces:.4f} bpb_pieces"
+        return ", ".join(filter(None, (bpb, pieces)))
 
     def report(self) -> list[str]:
         """For people: the loss and both metrics, and the audit."""

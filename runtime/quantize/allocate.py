@@ -9,6 +9,12 @@ from specc.runtime.errors import QuantizeError
 Measure = Callable[[Mapping[str, Scheme]], int]
 
 
+def too_large(size: int, when: str, budget: int, code: int, hint: str) -> QuantizeError:
+    """Of an artifact of `size` bytes at its smallest. `budget` is what the bytes of `code` leave of the one given."""
+    less = f", less {code:,} for the code" if code else ""
+    return QuantizeError(f"the artifact takes {size:,} bytes {when}, and the budget is {budget + code:,}{less}", hint)
+
+
 def promote(
     traces: Mapping[str, float],
     base: Mapping[str, Scheme],
@@ -55,10 +61,8 @@ def promote(
 
     smallest = measure(chosen)
     if smallest > budget_bytes:
-        raise QuantizeError(
-            f"the artifact takes {smallest:,} bytes before any promotion, and the budget is {budget_bytes:,}",
-            "use fewer bits, a smaller model, or a larger quant.budget_bytes",
-        )
+        hint = "use fewer bits, a smaller model, or a larger quant.budget_bytes"
+        raise too_large(smallest, "before any promotion", budget_bytes, 0, hint)
     for name in order[:limit]:
         candidate = {**chosen, name: wider[name]}
         if measure(candidate) > budget_bytes:

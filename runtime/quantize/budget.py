@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping
 
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import QuantSpec
-from specc.runtime.errors import QuantizeError
-from specc.runtime.quantize.allocate import Measure, promote
+from specc.runtime.quantize.allocate import Measure, promote, too_large
 
 Allocation = Mapping[str, Scheme]
 
@@ -17,12 +16,14 @@ def choose(
     estimate: Measure,
     exact: Measure,
     say: Callable[[str], None],
+    code: int = 0,
 ) -> Allocation:
     """`base` with the parameters of largest `sensitivity` promoted as `quant.promote` says.
 
     Both measures give bytes. With a byte budget the quick `estimate`, moved to be right for `base`, finds
     about how many promotions fit. Then `exact`, which compresses everything as the artifact will be, takes
-    the last ones back or admits more, so that as many are promoted as the budget and the order allow.
+    the last ones back or admits more, so that as many are promoted as the budget and the order allow. `code` are
+    the bytes that the budget was lowered by, for what is said of it.
 
     Raises QuantizeError when `base` alone exceeds the budget, or promotion cannot be done as asked.
     """
@@ -44,8 +45,11 @@ def choose(
         return base if wish is None else promoted_within(None, None)
     smallest = exact(base)
     if smallest > budget:
-        raise QuantizeError(
-            f"the artifact takes {smallest:,} bytes before any promotion, and the budget is {budget:,}",
+        raise too_large(
+            smallest,
+            "before any promotion",
+            budget,
+            code,
             "`quant.allocate: {bits: [4, 5, 6]}` in place of quant.promote chooses among widths that fit; or raise "
             "quant.budget_bytes",
         )

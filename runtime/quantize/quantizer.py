@@ -137,12 +137,12 @@ class Quantizer:
         if quant.budget_bytes is not None:
             quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
         if quant.allocate is None or quant.budget_bytes is None:
-            return choose(quant, base, traces(self.hessians), self.estimate, self.exact, say)
+            return choose(quant, base, traces(self.hessians), self.estimate, self.exact, say, reserved)
 
         def alone(name: str, scheme: Scheme) -> int:
             return self.estimate({name: scheme})
 
-        return solve_bits(quant.allocate, quant.budget_bytes, base, self.cost, alone, self.exact, say)
+        return solve_bits(quant.allocate, quant.budget_bytes, base, self.cost, alone, self.exact, say, reserved)
 
     def error(self, name: str, scheme: Scheme) -> Tensor:
         """What a parameter loses by a scheme, where the parameter is."""

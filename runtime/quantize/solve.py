@@ -15,7 +15,7 @@ from specc.compiler.pattern import matches
 from specc.compiler.quant.scheme import Scheme, SchemeError
 from specc.compiler.spec import Allocate
 from specc.runtime.errors import QuantizeError
-from specc.runtime.quantize.allocate import Measure
+from specc.runtime.quantize.allocate import Measure, too_large
 
 CELLS = 2**16  # bytes are counted in this many parts of the budget
 ROUNDS = 8  # exact sizes that are measured at most: each compresses everything
@@ -80,12 +80,14 @@ def solve_bits(
     estimate: Callable[[str, Scheme], int],
     exact: Measure,
     say: Callable[[str], None],
+    code: int = 0,
 ) -> dict[str, Scheme]:
     """`base` with the widths of `wish.bits` that cost least within `budget` bytes.
 
     Parameters that `wish.match` covers are chosen for, where their scheme can have other widths and `cost` (nats a
     token) knows them; others keep their scheme. `estimate` gives about the bytes of one parameter; how far all of them
-    together are off is found by `exact`, the bytes of the whole artifact, which decides.
+    together are off is found by `exact`, the bytes of the whole artifact, which decides. `code` are the bytes that the
+    budget was lowered by, for what is said of it.
 
     Raises QuantizeError when nothing fits, or nothing can be chosen for.
     """
@@ -111,10 +113,8 @@ def solve_bits(
     smallest = tuple(min(range(len(item)), key=lambda i: item[i][0]) for item in sized)
     tried: dict[tuple[int, ...], int] = {smallest: exact(schemes(smallest))}
     if tried[smallest] > budget:
-        raise QuantizeError(
-            f"the artifact takes {tried[smallest]:,} bytes with the fewest bits, and the budget is {budget:,}",
-            "allow fewer bits or wider clips under quant.allocate, or a larger quant.budget_bytes",
-        )
+        hint = "allow fewer bits or wider clips under quant.allocate, or a larger quant.budget_bytes"
+        raise too_large(tried[smallest], "with the fewest bits", budget, code, hint)
     low, high = estimated(smallest), None  # what may be taken by estimate: it fits, it does not
     target = low + budget - tried[smallest]
     for _ in range(4 * ROUNDS):

@@ -43,6 +43,19 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.data.corpus", "find_corpus"): (_KNOWN, "find_corpus"),
     ("specc.runtime.data.record", "read_record"): (_KNOWN, "read_record"),
 }
+# Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.
+CHECKS: Mapping[Symbol, tuple[str, ...]] = {
+    ("specc.compiler.strict", "StrictModel"): ("problems", "problems_with"),
+    ("specc.compiler.train_spec", "ScheduleSpec"): ("lowest",),
+    ("specc.compiler.train_spec", "TrainSpec"): (
+        "problems_of_lengths",
+        "problems_of_a_step",
+        "_problems_of_beginning",
+    ),
+    ("specc.compiler.blocks.init", "Init"): ("refusal",),
+    ("specc.compiler.quant.scheme", "Scheme"): ("estimate_bytes",),
+    ("specc.compiler.quant.rows", "PerRow"): ("normal_clip",),
+}
 LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 STUB = """\
 import base64,json,lzma,os,shutil,sys,tempfile
@@ -70,7 +83,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> dict[str, str]:
     """The files of the package that train_gpt.py unpacks, by path."""
     plan, generated = _plan(spec, lock, targets, tokenizer, codec)
-    shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE)
+    shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE, CHECKS)
     shaker.reach(ENTRY, "main")
     files = {name: shaker.rewritten(text) if name.endswith(".py") else text for name, text in generated.items()}
     return dict(sorted({**files, **shaker.texts()}.items()))

@@ -7,6 +7,7 @@ from pathlib import Path
 from specc.runtime.errors import IntegrityError
 from specc.runtime.export.artifact import peek_spec
 from specc.runtime.opened import deployment_of
+from specc.runtime.run import is_run
 from specc.runtime.submission.names import CODE, LIMIT, WEIGHTS
 
 
@@ -42,8 +43,17 @@ class SubmissionSize:
 
 
 def is_submission(path: Path) -> bool:
-    """Whether the folder `path` holds the code of a submission."""
-    return (path / CODE).exists()
+    """Whether the folder `path` holds the code of a submission.
+
+    Raises IntegrityError for what an export leaves there that was killed: nothing, or weights without the code.
+    """
+    if (path / CODE).exists() or not path.is_dir() or is_run(path):
+        return (path / CODE).exists()
+    names = [entry.name for entry in path.iterdir()]
+    if not names or any(own in name for name in names for own in (CODE, WEIGHTS)):
+        message = f"{path} holds no submission: {CODE}, which is written last, is not there"
+        raise IntegrityError(message, "export it again: specc export RUN --format submission --force")
+    return False
 
 
 def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:

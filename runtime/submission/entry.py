@@ -189,7 +189,7 @@ def trained(
 
 
 def run(trainer: Trainer, world: World, vocabulary: int, steps: int | None) -> None:
-    """All updates, by the clock of rank 0."""
+    """All updates, by the clock of rank 0. Raises RunFailure where they do not come to the last phase."""
     if trainer.compiled or trainer.train.budget_seconds is not None:
         trainer.warm_up(vocabulary)
     trainer.clock.start()
@@ -201,6 +201,8 @@ def run(trainer: Trainer, world: World, vocabulary: int, steps: int | None) -> N
             trainer.clock.agree(world.most(trainer.clock.seconds if not world.rank else 0.0)[0])
     trainer.settle()
     trainer.clock.stop()
+    if trainer.stretch.phase.score != "score":  # the weights file would be scored as a model that was not trained
+        raise RunFailure(f"{trainer.step} steps end before the last phase of the run", "give a larger --steps, or none")
 
 
 def quantize(

@@ -19,6 +19,7 @@ from specc.runtime.quantize.pipeline import REPORT
 from specc.runtime.run import Run
 from specc.runtime.sources.tokens import tokenizer_of
 from specc.runtime.submission.bundle import train_gpt
+from specc.runtime.submission.count import SubmissionSize, submission_size
 from specc.runtime.submission.names import CODE, LIMIT, WEIGHTS
 
 
@@ -31,8 +32,9 @@ def export_submission(
     search: Sequence[Path] = (),
     force: bool = False,
     say: Say | None = None,
-) -> tuple[Path, Path]:
-    """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`; returns both.
+) -> SubmissionSize:
+    """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`; returns what they
+    take.
 
     The weights are those of the run's artifact, compressed by `codec`; the code, for `targets` (all of the spec's where
     none is named), trains, quantizes and scores with torch and numpy alone, and brotli where that is the codec. The
@@ -89,12 +91,12 @@ def export_submission(
     python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
-    limit = spec.quant.budget_bytes or LIMIT
-    if (total := len(text.encode()) + weights.stat().st_size) > limit:
-        say(f"{total:,} bytes, code included, are over the budget of {limit:,}")
+    size = submission_size(out, spec.quant.budget_bytes or LIMIT)
+    if size.over:
+        say(f"{size.total:,} bytes, code included, are over the budget of {size.budget:,}; both files are written")
         fits = f"specc quantize {path} --for submission, then export again with --force"
         say(f"what leaves room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
-    return code, weights
+    return size
 
 
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:

@@ -8,15 +8,10 @@ anew, so that a module that is only named in an annotation is not reached at all
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-# Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.
-_CHECKS = (
-    *("problems", "problems_with", "problems_of_a_step", "_problems_of_beginning", "refusal"),
-    *("estimate_bytes", "normal_clip", "lowest"),
-)
 Symbol = tuple[str, str | None]  # a module and a name in it; None for the module itself
 
 
@@ -44,12 +39,19 @@ class Shaker:
         replaced: symbols to take others for, as (module, name) pairs; a module outside the package stands for all of
             its names.
         package: what the new modules are part of, each under its own name with `_` for `.`.
+        dropped: methods that a class, and all that derive from it, go without.
     """
 
     def __init__(
-        self, root: str, sources: Mapping[str, str], replaced: Mapping[Symbol, Symbol], package: str = "parts"
+        self,
+        root: str,
+        sources: Mapping[str, str],
+        replaced: Mapping[Symbol, Symbol],
+        package: str = "parts",
+        dropped: Mapping[Symbol, Collection[str]] | None = None,
     ) -> None:
         self._root, self._sources, self._replaced, self._package = root, sources, replaced, package
+        self._dropped = dropped or {}
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, int]] = []
 
@@ -163,6 +165,9 @@ class Shaker:
 
     def _follow(self, owner: str, statement: ast.stmt) -> None:
         module = self._modules[owner]
+        if isinstance(statement, ast.ClassDef) and (gone := self._gone((owner, statement.name))):
+            kept = [one for one in statement.body if not (isinstance(one, ast.FunctionDef) and one.name in gone)]
+            statement.body = kept or [ast.Pass()]
         attributes = {
             id(node.value): node.attr
             for node in ast.walk(statement)
@@ -186,6 +191,16 @@ class Shaker:
                 if symbol != (owner, node.id):
                     module.used[node.id] = symbol
                 self._reach(symbol)
+
+    def _gone(self, symbol: Symbol) -> set[str]:
+        """The methods that a class goes without: its own, and those of what it derives from, by name."""
+        gone, (owner, name) = set(self._dropped.get(symbol, ())), symbol
+        module = self._module(owner) if owner in self._sources else _Module([], False)
+        for statement in (module.body[place] for place in module.bound.get(name or "", ())):
+            for base in statement.bases if isinstance(statement, ast.ClassDef) else ():
+                if isinstance(base, ast.Name) and (base.id in module.imports or base.id in module.bound):
+                    gone |= self._gone(self._resolved((owner, base.id)))
+        return gone
 
     def _through(self, module: str, attribute: str | None) -> None:
         """What `module.attribute` needs. The name must be the module's own, as its imports are written anew."""
@@ -249,9 +264,7 @@ class _Strip(ast.NodeTransformer):
         self._in_class = before
         return node
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef | None:
-        if self._annotations and self._in_class and node.name in _CHECKS:
-            return None
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         before, self._in_class = self._in_class, False
         self._bare(node)
         if self._annotations:

@@ -289,6 +289,16 @@ def test_explain_gives_every_reason(specc: Shell, monkeypatch: pytest.MonkeyPatc
     assert specc.out.startswith("blocks.*.attention.q on cpu: torch (torch)\n")
 
 
+def test_explain_says_which_targets_have_no_kernels(here: Path, specc: Shell) -> None:
+    """Without a node that was asked for there is none that could be wrong."""
+    assert specc("explain", "specs/tiny.yaml") == 0 and "no kernels of its own" not in specc.out
+    (here / "specs/tiny.yaml").write_text(json.dumps(spec_data(fuse=())))
+    assert specc("explain", "specs/tiny.yaml") == 0
+    assert specc.out == "tiny has no kernels of its own on cpu: Torch and its compiler take all nodes\n"
+    assert specc("explain", "specs/tiny.yaml", "--json") == 0 and json.loads(specc.out) == []
+    assert specc("explain", "specs/tiny.yaml", "nope") == 2 and "is named nope" in specc.err
+
+
 def test_ir_after_each_pass(here: Path, specc: Shell) -> None:
     assert specc("ir", "specs/tiny.yaml", "--after", "lower") == 0
     assert "fused_mlp" not in specc.out

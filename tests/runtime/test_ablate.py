@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from specc.runtime.run import readable
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LISTS = sorted(BENCHMARKS.glob("*.yaml"))
+START = {"event": "start", "step": 0}
 LIST = """\
 spec: specs/gpt_mini.yaml
 common: [train.steps=2]
@@ -20,6 +22,21 @@ seeds: [1, 2]
 changes: {no decay: [train.optimizers.0.weight_decay=0], "gelu(x)": [], never run: []}
 quantize: {to nearest: [quant.default.scheme=round], no decay: []}
 """
+
+
+def log(place: Path, *events: dict[str, Any]) -> None:
+    (place / "run").mkdir(parents=True)
+    (place / "run/log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def validation(weights: str, nats: float) -> dict[str, Any]:
+    return {"event": "validation", "step": 2, "weights": weights, "nats": nats}
+
+
+def ended(nats: float, complete: bool = True) -> list[dict[str, Any]]:
+    """The log of a run to its end; its raw weights score 1 more than the average."""
+    end = {"event": "end", "step": 2, "complete": complete, "weights": "average"}
+    return [START, validation("raw", nats + 1), validation("average", nats), end]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +62,18 @@ def test_every_change_of_a_list_builds(path: Path, ablate: ModuleType, tmp_path:
         validate(whole, tuple(sets))
 
 
+def test_adamw_for_all_changes_what_has_the_matrices_alone(ablate: ModuleType) -> None:
+    """The other groups keep their rates, so that the change is of one thing."""
+    path = BENCHMARKS / "gpt_golf.yaml"
+    plan = ablate.Plan.read(path)
+    before, after = (
+        load(BENCHMARKS.parent / plan.spec, (*plan.common, *sets))[0].train.optimizers
+        for sets in ((), plan.changes["AdamW for all"])
+    )
+    assert after[1:] == before[1:] and after[0].match == before[0].match
+    assert (after[0].kind, after[0].lr, before[0].kind) == ("adamw", 0.003, "muon")
+
+
 def test_work_is_shared_and_told(
     ablate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,12 +93,7 @@ def test_work_is_shared_and_told(
             (place / "run/quantized").mkdir()
             (place / "run/quantized/report.json").write_text(json.dumps(report))
         elif place.name in scores:
-            (place / "run").mkdir()
-            raw, average = (
-                {"event": "validation", "weights": w, "nats": scores[place.name] + d}
-                for w, d in (("raw", 1), ("average", 0))
-            )
-            (place / "run/log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (raw, average)))
+            log(place, *ended(scores[place.name]))
 
     monkeypatch.setattr(ablate, "specc", specc)
     given = [str(tmp_path / "list.yaml"), "--out", str(tmp_path / "out")]
@@ -84,12 +108,73 @@ def test_work_is_shared_and_told(
     }
     assert '"nats": 3.0' in copied["to_nearest"] and '"nats": 3.15' in copied["no_decay"]  # of the first, of its own
     assert ran[0][-4:] == ["--set", "train.steps=2", "--set", "train.seed=1"]
-    assert capsys.readouterr().out.splitlines()[-7:] == [
+    assert capsys.readouterr().out.splitlines()[-9:] == [
         "| | nats a token | to the whole |",
         "|---|---|---|",
         "| the whole model, mean of 2 seeds, which differ by 0.1000 | 3.0500 | |",
         "| no averaging: the raw weights of these 2 | 4.0500 | +1.0000 |",
         "| no decay | 3.1500 | +0.1000 |",
+        "| gelu(x) | not finished: still at it, or killed | |",
+        "| never run | not finished: still at it, or killed | |",
         "| quantized: to nearest, 1,234 bytes | 3.0200 | +0.0200 to 3.0000 as trained |",
         "| quantized: no decay, 1,234 bytes | 3.0200 | +0.0200 to 3.0000 as trained |",
     ]
+
+
+def test_only_a_run_that_ended_complete_counts(
+    ablate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one that was killed in its midst or before its average was scored, nor one that ended early; it is not
+    quantized either, and the table says why it has no score."""
+    (tmp_path / "list.yaml").write_text(
+        "spec: specs/gpt_mini.yaml\ncommon: []\nseeds: [1, 2]\n"
+        "changes: {killed: [], killed late: [], early: [], went on: [], raw only: [], refused: [], waits: []}\n"
+        "quantize: {killed: [], refused: [], went on: []}\n"
+    )
+    out = tmp_path / "out"
+    log(out / "whole__seed_1", *ended(3.0))
+    log(out / "whole__seed_2", START, validation("raw", 5.0))
+    log(out / "killed", START, validation("raw", 5.0))
+    with (out / "killed/run/log.jsonl").open("a") as file:
+        file.write('{"event": "val')  # torn
+    log(out / "killed_late", *ended(2.0)[:-1])
+    log(out / "early", *ended(2.0, complete=False))
+    log(out / "went_on", *ended(2.0, complete=False), *ended(3.5))
+    log(out / "raw_only", START, validation("raw", 3.2), {"event": "end", "complete": True, "weights": "raw"})
+    (out / "refused").mkdir()
+    (out / "early/exit_code.txt").write_text("0\n")
+    (out / "refused/exit_code.txt").write_text("2\n")
+    assert [ablate.score(out / name) for name in ("killed", "killed_late", "early", "went_on")] == [None] * 3 + [3.5]
+
+    def fails(place: Path, arguments: list[str]) -> None:
+        (place / "exit_code.txt").write_text("4\n")
+
+    monkeypatch.setattr(ablate, "specc", fails)
+    ablate.main([str(tmp_path / "list.yaml"), "--out", str(out), "--minutes", "0", "--table"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2:] == [
+        "| the whole model, mean of 1 seeds, which differ by 0.0000 | 3.0000 | |",
+        "| no averaging: the raw weights of these 1 | 4.0000 | +1.0000 |",
+        "| the whole model, seed 2 | not finished: still at it, or killed | |",
+        "| killed | not finished: still at it, or killed | |",
+        "| killed late | not finished: still at it, or killed | |",
+        "| early | not finished: ended early | |",
+        "| went on | 3.5000 | +0.5000 |",
+        "| raw only | 3.2000 | +0.2000 |",
+        "| refused | failed (2): see refused/output.txt | |",
+        "| waits | not begun | |",
+        "| quantized: killed | not begun | |",
+        "| quantized: refused | not begun | |",
+        "| quantized: went on | not begun | |",
+    ]
+    ablate.main([str(tmp_path / "list.yaml"), "--out", str(out)])
+    assert [path.name for path in sorted(out.glob("quantized_*"))] == ["quantized_went_on"]
+    *_, waits, _, _, quantized = capsys.readouterr().out.splitlines()
+    assert waits == "| waits | failed (4): see waits/output.txt | |"
+    assert quantized == "| quantized: went on | failed (4): see quantized_went_on/output.txt | |"
+
+
+def test_the_exit_code_is_kept(ablate: ModuleType, tmp_path: Path) -> None:
+    ablate.specc(tmp_path, ["no-such-command"])
+    assert ablate.why_not(tmp_path) == f"failed (2): see {tmp_path.name}/output.txt"
+    assert "no-such-command" in (tmp_path / "output.txt").read_text()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from adapt_scene import METHODS, all_of
 from run_samples import make_run, one_thread, small_spec, write_text
 
@@ -71,10 +72,10 @@ def test_the_command_shares_the_work_and_only_rank_0_speaks(run: Run) -> None:
     options = ["--stride", "8", "--max-tokens", "300"]
     found = [
         subprocess.run([*command, *options, *more], env=environment(), capture_output=True, text=True, timeout=300)
-        for more in ([], ["--gpus", "2", "--target", "cpu"])
+        for more in ([], ["--gpus", "2"], ["--gpus", "2", "--target", "cpu"])
     ]
-    assert [one.returncode for one in found] == [0, 0], found[1].stderr
-    assert json.loads(found[0].stdout) == json.loads(found[1].stdout)
+    assert [one.returncode for one in found] == [0, 0, 0], found[1].stderr
+    assert json.loads(found[0].stdout) == json.loads(found[1].stdout) == json.loads(found[2].stdout)
     assert json.loads(found[0].stdout)["tokens"] == 300
 
 
@@ -103,5 +104,26 @@ def test_mistakes_end_with_exit_code_2(run: Run, capsys: pytest.CaptureFixture[s
     ):
         assert specc([*given, *more]) == 2
         assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert specc([*given, "--gpus", "2"]) == 3  # no GPU, and no --target cpu
-    assert "--gpus 2 needs 2 NVIDIA GPUs" in capsys.readouterr().err
+
+
+def test_the_cpu_is_taken_unasked_where_nothing_else_is_the_models_own(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was trained there, or an artifact for it alone; not where a GPU of this machine would do, nor for a
+    run that was trained on one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    both = small_spec("targets=[sm80, cpu]")
+    assert launch.own_cpu(run.directory, run.spec) == "cpu"
+    assert launch.own_cpu(make_run(tmp_path / "both", both, run.data).directory, both) == "cpu"
+    trained = Run.create(tmp_path / "gpu", both, "sm80", run.data)
+    assert launch.own_cpu(trained.directory, both) is None
+    assert launch.own_cpu(tmp_path / "x.specc", run.spec) == "cpu"
+    assert launch.own_cpu(tmp_path / "x.specc", both) is None
+    assert specc(["eval", str(trained.directory), "--gpus", "2"]) == 3
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "--gpus 2 needs 2 NVIDIA GPUs" in shown and "with --target cpu, so many processes run on the CPU" in shown
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert launch.own_cpu(tmp_path / "both", both) is None
+    assert launch.own_cpu(run.directory, run.spec) == "cpu"

@@ -88,6 +88,20 @@ def score(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return 0.25 + ((ids * 7919 + targets * 104729) % 1009).double() / 100
 
 
+@pytest.mark.parametrize(
+    ("bpb", "pieces", "lossless", "told"),
+    [
+        (0.9627, 1.0856, False, "0.9627 bpb, 1.0856 bpb_pieces"),
+        (None, 1.0856, False, "1.0856 bpb_pieces"),
+        (1.0856, 1.0856, True, "1.0856 bpb"),
+    ],
+)
+def test_metrics_are_told_by_their_own_names(bpb: float | None, pieces: float, lossless: bool, told: str) -> None:
+    """The same in a line of a run and in what its end says."""
+    found = BitsPerByte(11.345, 10, None, 9, bpb, pieces, lossless)
+    assert found.summary() == told and found.line() == f"1.1345 nats/token, {told}"
+
+
 def second_implementation(name: str, folder: Path, last: int | None) -> tuple[float, float, int]:
     """bpb, bpb_pieces and bytes by pieces, token by token, from the libraries and the raw documents."""
     texts = list(documents(folder / "val.jsonl", "val"))

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specc.compiler.optimizer_spec import MuonSpec
+from specc.compiler.optimizer_spec import LEAST_STEPS, MuonSpec
 from specc.compiler.train_spec import TrainSpec
 from specc.runtime.optim.groups import Optimizers
 from specc.runtime.optim.muon import Muon
@@ -123,6 +123,19 @@ def test_the_spec_names_the_methods_and_their_published_lengths() -> None:
     assert list(plain) == ["kind", "match", "lr", "momentum", "nesterov", "steps", "weight_decay"]
     every = {"method": "turbo", "equalize_rows": True, "second_moment": 0.95}
     assert every.items() <= spec(**every).model_dump(mode="json").items()
+
+
+def test_no_method_is_left_without_an_iteration() -> None:
+    """The fewest steps that a spec may have are those in which the runtime iterates once."""
+    matrix = random(1, 6, 9)
+    for name, method in METHODS.items():
+        least = LEAST_STEPS.get(name, 1)
+        prepared, _ = method.prepare(matrix / (matrix.norm(dim=(-2, -1), keepdim=True) + 1e-7))
+        assert least == method.replaces + 1
+        assert not torch.allclose(orthogonalize(matrix, least, method), prepared)
+        for steps in (1, least, 5):
+            spec = MuonSpec.model_validate({"kind": "muon", "match": "*", "lr": 0.1, "method": name, "steps": steps})
+            assert [one.code for one in spec.problems()] == (["S278"] if steps < least else [])
 
 
 def reference_step(

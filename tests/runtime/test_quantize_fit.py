@@ -149,7 +149,7 @@ def test_room_is_left_for_the_code_of_a_submission(
     run = make_run(tmp_path / "run", small_spec(*BLOCKS, f"quant.budget_bytes={budget}"), data)
     where = str(run.directory)
     assert specc(["quantize", where, "--max-tokens", "50"]) == 0
-    assert specc(["export", where, "--format", "submission"]) == 0
+    assert specc(["export", where, "--format", "submission"]) == 1
     told = " ".join(capsys.readouterr().err.split())
     assert f"code included, are over the budget of {budget:,}" in told
     assert f"specc quantize {where} --for submission" in told

@@ -203,13 +203,16 @@ def test_what_was_trained_outlives_a_quantization_that_fails(made: Made, tmp_pat
     data = ("--data", str(made.shards))
     done = alone(made, folder, *data, "--steps", "2")
     assert done.returncode == 4 and "bytes with the fewest bits" in done.stderr
+    size = f"the budget is {code + 9000:,}, less {(folder / CODE).stat().st_size:,} for the code"
+    assert size in done.stderr
     kept = folder / f"{WEIGHTS}.trained"
     goes_on = f"go on with: python {CODE} quantize {WEIGHTS} --budget BYTES"
     assert goes_on in done.stderr.replace("[", "").replace("]", "") and kept.is_file()
     assert not (folder / WEIGHTS).exists()
     trained, budget = kept.read_bytes(), (folder / CODE).stat().st_size + 21_000
-    done = alone(made, folder, "quantize", *data)
+    done = alone(made, folder, "quantize", *data, "--budget", "1000")
     assert done.returncode == 4 and kept.read_bytes() == trained
+    assert f"the budget is 1,000, less {(folder / CODE).stat().st_size:,} for the code" in done.stderr
     done = alone(made, folder, "quantize", *data, "--budget", str(budget))
     assert done.returncode == 0, done.stderr
     assert not submission_size(folder, budget).over and not kept.exists()

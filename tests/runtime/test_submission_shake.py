@@ -1,5 +1,6 @@
 """What is taken out of a package, and the stand-in for pydantic in it."""
 
+import ast
 import importlib
 import json
 import sys
@@ -9,8 +10,9 @@ from typing import Annotated, Any
 import pytest
 
 from specc.compiler.quant.gptq import Gptq
+from specc.compiler.strict import StrictModel
 from specc.compiler.train_spec import TrainSpec
-from specc.runtime.submission.bundle import spelled
+from specc.runtime.submission.bundle import CHECKS, spelled
 from specc.runtime.submission.records import BaseModel, Field, ValidationError
 from specc.runtime.submission.shake import ShakeError, Shaker
 
@@ -62,6 +64,46 @@ def test_what_is_kept_runs_alone(package: Path) -> None:
     for name, text in texts.items():
         (package / name).write_text(text)
     assert importlib.import_module("shaken.main").main() == ("42/a!", "mine")
+
+
+def test_methods_go_from_the_classes_that_are_named_and_what_derives_from_them() -> None:
+    """Also where the base is imported by another name, or through another module; not from a class of its own."""
+    sources = {
+        "p": "from p.base import Base\n",
+        "p.base": "class Base:\n    def check(self): return missing\n    def keep(self): return 1\n",
+        "p.mid": "from p import Base as Root\nclass Mid(Root):\n    def check(self): return missing\n",
+        "p.own": "class Own:\n    def check(self): return 2\n    def inner(self): return 3\n",
+        "p.main": (
+            "from p.mid import Mid\nfrom p.own import Own\n"
+            "class Low(Mid):\n    def check(self): return missing\n    def inner(self): return 4\n"
+            "def main(): return Low().keep(), Low().inner(), Own().check(), Own().inner()\n"
+        ),
+    }
+    dropped = {("p.base", "Base"): ("check",), ("p.own", "Own"): ("inner",)}
+    shaker = Shaker("p", sources, {}, "shaken", dropped)
+    shaker.reach("p.main", "main")
+    texts = shaker.texts()
+    left = {
+        node.name: [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
+        for text in texts.values()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert left == {"Base": ["keep"], "Mid": [], "Low": ["inner"], "Own": ["check"]}
+
+
+def test_what_a_submission_goes_without_is_there() -> None:
+    """A method that was renamed would travel unseen."""
+    for (module, name), methods in CHECKS.items():
+        owner = getattr(importlib.import_module(module), name)
+        assert issubclass(owner, StrictModel)
+        for method in methods:
+            heirs = [owner, *all_subclasses(owner)]
+            assert any(method in vars(one) for one in heirs), (name, method)
+
+
+def all_subclasses(owner: type) -> list[type]:
+    return [one for heir in owner.__subclasses__() for one in (heir, *all_subclasses(heir))]
 
 
 def test_a_symbol_can_be_replaced() -> None:
