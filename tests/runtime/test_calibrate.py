@@ -8,6 +8,8 @@ from run_samples import VARIANTS, model_of, one_thread, small_spec, write_text
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specc.compiler import pipeline
+from specc.compiler.passes.assign_quant import calibrated
 from specc.compiler.spec import Calibrate, Spec
 from specc.runtime.data import ByteTokenizer, TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
@@ -82,6 +84,7 @@ def test_every_matrix_of_every_block_is_captured(variant: str) -> None:
     named = Capture(model, lambda name, value: None).names
     matrices = {n for n, p in model.named_parameters() if p.dim() == 2 and p.shape[1] > 1}
     assert set(named) == matrices  # the tied embedding among them, by the head
+    assert calibrated(pipeline.lower(small_spec(*VARIANTS[variant]), "cpu")) == matrices  # what a check is told
     assert len(named) == len(set(named))
 
 
