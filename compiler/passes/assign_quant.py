@@ -123,7 +123,8 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
 
 
 def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """An allocation that matches nothing, or no parameter that calibration knows and that can have several widths."""
+    """An allocation that matches nothing, that passes over parameters which have none of its widths, or where none
+    that calibration knows can have several."""
     if (wish := quant.allocate) is None:
         return
     covered = [name for name in chosen if matches(wish.match, name)]
@@ -134,14 +135,17 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     if not known:
         yield _unseen(("quant", "allocate", "match"), f"allocate {wish.match}")
         return
-    if any(len(variants(chosen[name], wish.bits, wish.clip_stds)) > 1 for name in known):
-        return
-    able = {chosen[name].label(): _widths(chosen[name]) for name in known}
-    named = ", ".join(map(str, sorted(set(wish.bits))))
-    clips = f" and {len(set(wish.clip_stds))} clips" if wish.clip_stds else ""
-    message = f"allocate has nothing to choose: no parameter of {wish.match} can have several of {named} bits{clips}"
-    hint = "; ".join(f"{label} can have {widths or 'no other width'}" for label, widths in able.items())
-    yield Problem(("quant", "allocate", "bits"), "S311", message, hint)
+    options = {name: len(variants(chosen[name], wish.bits, wish.clip_stds)) for name in known}
+    named, path = ", ".join(map(str, sorted(set(wish.bits)))), ("quant", "allocate", "bits")
+    if left := [name for name in known if not options[name] and _widths(chosen[name])]:
+        more = f" (and {len(left) - 1} more parameters)" if len(left) > 1 else ""
+        message = f"{left[0]}: {chosen[left[0]].label()} can have none of {named} bits{more}"
+        hint = f"it can have {_widths(chosen[left[0]])}: name some of them, or narrow allocate's match"
+        yield Problem(path, "S311", message, hint)
+    elif max(options.values()) < 2:
+        labels = {chosen[name].label(): _widths(chosen[name]) or "no other width" for name in known}
+        message = f"allocate has nothing to choose: no parameter of {wish.match} can have several of {named} bits"
+        yield Problem(path, "S311", message, "; ".join(f"{label} can have {text}" for label, text in labels.items()))
 
 
 def _widths(scheme: Scheme) -> str:

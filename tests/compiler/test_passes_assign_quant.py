@@ -117,7 +117,9 @@ def test_a_table_that_is_only_looked_up_has_nothing_for_gptq() -> None:
     [
         ({"allocate": {"match": "zzz.*"}}, "S305", ("allocate", "match")),
         ({"allocate": {"bits": [2, 3]}}, "S311", ("allocate", "bits")),
+        ({"allocate": {"bits": [2, 3]}, "rules": [{"match": "embed.token", **INT8}]}, "S311", ("allocate", "bits")),
         ({"allocate": {"bits": [3, 4]}}, "S311", ("allocate", "bits")),
+        ({"allocate": {"bits": [3, 4]}, "rules": [{"match": "embed.token", **INT8}]}, "", ()),
         ({"allocate": {"bits": [4, 5], "match": "embed.token"}}, "S311", ("allocate", "bits")),
         ({"allocate": {"bits": [2, 6], "clip_stds": [9, 12]}}, "", ()),
         ({"allocate": {"bits": [3, 4, 5], "match": "*.up"}}, "", ()),
