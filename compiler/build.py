@@ -54,6 +54,8 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
     problems: list[Problem] = []
     for target in targets or spec.targets:
         try:
+            if source is not None:  # `specc eval` itself tells of settings that stand in no file
+                problems += [one for one in _of_evaluation(spec, target) if one not in problems]
             plans[target] = pipeline.plan(spec, target, name, lock)
             if (other := pipeline.deployed_plan(spec, target, name)) is not None:
                 deployed[target] = other
@@ -64,6 +66,11 @@ def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] =
             raise LoweringError(tuple(problems))
         raise SpecError(to_diagnostics(problems, source), source.texts)
     return Built(spec, plans, _files(spec, plans, deployed, lock), deployed, lock_use(lock, plans, spec.targets))
+
+
+def _of_evaluation(spec: Spec, target: str) -> list[Problem]:
+    shapes = {param.name: param.shape for param in pipeline.lower(spec, target).params}
+    return [problem.under("eval") for problem in spec.eval.problems_of(shapes)]
 
 
 def validate(path: Path, overrides: Iterable[str] = ()) -> Spec:

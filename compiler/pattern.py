@@ -1,5 +1,5 @@
-"""Name patterns of rules and fusion points: `*` stands for any characters, dots included; `{a,b}` for one of
-several."""
+"""Name patterns of rules and fusion points: `*` stands for any characters, dots included; `{a,b.*}` for one of
+several, which may have a `*` too."""
 
 import re
 from functools import cache
@@ -7,16 +7,18 @@ from functools import cache
 
 @cache
 def _compiled(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*|\{[^{}]*\})", pattern)
     spelled = []
-    for part in parts:
-        if part == "*":
-            spelled.append(".*")
-        elif part.startswith("{"):
-            spelled.append("(?:" + "|".join(re.escape(choice.strip()) for choice in part[1:-1].split(",")) + ")")
+    for part in re.split(r"(\{[^{}]*\})", pattern):
+        if re.fullmatch(r"\{[^{}]*\}", part):
+            spelled.append("(?:" + "|".join(_starred(choice.strip()) for choice in part[1:-1].split(",")) + ")")
         else:
-            spelled.append(re.escape(part))
+            spelled.append(_starred(part))
     return re.compile("".join(spelled))
+
+
+def _starred(text: str) -> str:
+    """The regular expression of a text without choices."""
+    return ".*".join(map(re.escape, text.split("*")))
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -11,12 +11,14 @@ from specc.compiler.fusions.fusion import Fusion
 from specc.compiler.ir import TensorType
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import CropColumns, QuantizeRows, padded
-from specc.compiler.passes.assign_quant import Allocation, allocation
+from specc.compiler.passes.assign_quant import Allocation, allocation, calibrated
 from specc.compiler.passes.select_kernels import group_pattern
+from specc.compiler.pattern import matches
 from specc.compiler.pipeline import lower
 from specc.compiler.plan import Alternatives, Choice, Plan, place_pattern
 from specc.compiler.plan_products import product_lines, products
 from specc.compiler.programs import Group, Programs
+from specc.compiler.quant.variants import variants
 from specc.compiler.spec import Spec
 
 
@@ -61,6 +63,33 @@ def promotion(spec: Spec) -> str:
     many = f"the {rule.count} tensors" if rule.count is not None else "as many tensors"
     fit = f" within {spec.quant.budget_bytes:,} bytes" if spec.quant.budget_bytes is not None else ""
     return f"then {many} of largest Hessian trace among `{rule.match}` to int{rule.bits}{fit}, chosen at quantization"
+
+
+def too_large(spec: Spec, target: str, schemes: Allocation) -> Iterator[str]:
+    """A warning where what `quant.allocate` can choose may exceed the budget however it chooses, in two lines: about
+    how many bytes there are at the least, and the largest parameters that it does not choose for."""
+    if (quant := spec.quant) is None or (wish := quant.allocate) is None or quant.budget_bytes is None:
+        return
+    programs, total, kept = lower(spec, target), 0, dict[tuple[str, str], int]()
+    seen = calibrated(programs)
+    for param in programs.params:
+        scheme = schemes[param.name]
+        chosen = matches(wish.match, param.name) and param.name in seen
+        options = variants(scheme, wish.bits, wish.clip_stds) if chosen else ()
+        if len(options) > 1:
+            total += min(one.estimate_bytes(param.shape) for one in options)
+            continue
+        alike = ".".join("*" if word.isdigit() else word for word in param.name.split("."))
+        size = scheme.estimate_bytes(param.shape)
+        kept[alike, scheme.label()] = kept.get((alike, scheme.label()), 0) + size
+        total += size
+    if total <= quant.budget_bytes:
+        return
+    largest = sorted(kept.items(), key=lambda item: -item[1])[:3]
+    named = "; ".join(f"{name} {size:,} ({label})" for (name, label), size in largest)
+    yield f"  may not fit: with the fewest bits that `allocate` may choose still about {total:,} bytes"
+    if named:
+        yield f"  not for it to choose: {named}"
 
 
 def first_programs(plans: Mapping[str, Plan]) -> Programs:
@@ -255,6 +284,7 @@ def summary(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] 
     lines.append(f"artifact     at most about {total:,} bytes{against}, compressed; by the entropy of normal rows")
     if budget and total > budget and spec.quant is not None and spec.quant.allocate is None:
         lines.append("  may not fit: `quant.allocate` chooses among widths, fewer bits too, so that it does")
+    lines += too_large(spec, next(iter(plans)), schemes)
     for label, n, numbers, size, _ in rows[:6]:
         lines.append(f"  {label:<22} {n:>4} tensors {numbers:>12,} parameters {size:>12,} bytes")
     if words := promotion(spec):

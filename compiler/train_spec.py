@@ -1,6 +1,6 @@
 """The `train:` and `eval:` sections of a spec: data, batch, length, optimizers, schedules, averaging; the metric."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, Field
@@ -294,6 +294,11 @@ class BitsSpec(StrictModel):
             found = self.adapt.problems_with(own, self.stride or own)
             yield from (problem.under("adapt") for problem in found)
 
+    def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+        """An adaptation of what the model has: parameters of these shapes, by name."""
+        if self.adapt is not None:
+            yield from (problem.under("adapt") for problem in self.adapt.problems_of(shapes))
+
 
 class ExactMatchSpec(StrictModel):
     """`specc eval` by exact match: the share of lines whose decoded text is the target, character for character.
@@ -314,6 +319,10 @@ class ExactMatchSpec(StrictModel):
         if not pairs:
             message = "exact match is of lines, and the model reads one stream of tokens"
             yield Problem(("metric",), "S228", message, "use bits_per_byte")
+
+    def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+        """Nothing of parameters is asked."""
+        yield from ()
 
     def problems(self) -> Iterator[Problem]:
         """A beam has a width, and nothing else has one."""

@@ -1,6 +1,6 @@
 """What a method that adapts a model to the text it is scored on is asked."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 from specc.compiler.strict import Problem, StrictModel
@@ -22,4 +22,8 @@ class Adaptation(StrictModel):
 
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:
         """Why it cannot work in windows of so many tokens, each so many after the one before."""
+        yield from ()
+
+    def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+        """Why it cannot work on a model of parameters of these shapes, by name."""
         yield from ()

@@ -1,12 +1,13 @@
 """Test-time training: a chunk is scored, and only then trained on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from specc.compiler.adapt.adaptation import Adaptation
 from specc.compiler.optimizer_spec import Pattern
+from specc.compiler.pattern import matches
 from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Problem, StrictModel, Unit
 
 
@@ -65,3 +66,13 @@ class TestTimeTraining(Adaptation):
     schedule: Literal["cosine", "constant"] = "cosine"
     clip_norm: PositiveFloat | None = 1.0
     lora: LoraSettings | None = None
+
+    def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+        """Something learns."""
+        covered = [shape for name, shape in shapes.items() if matches(self.match, name)]
+        if not covered:
+            message, hint = f"ttt {self.match} matches no parameter", f"parameters are named like {next(iter(shapes))}"
+            yield Problem(("match",), "S305", message, f"{hint}; e.g. `blocks.*` or `*`")
+        elif self.lora is not None and not any(len(shape) == 2 for shape in covered):
+            message = f"ttt {self.match} matches no matrix, and lora corrects matrices"
+            yield Problem(("match",), "S305", message, "widen it, or take lora out")

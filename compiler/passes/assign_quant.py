@@ -1,22 +1,30 @@
-"""Which scheme stores each parameter: the one rule that names it, else the default."""
+"""Which scheme stores each parameter: the one rule that names it, else the default; and whether what a spec leaves to
+choose once there are weights can be chosen."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from specc.compiler.ops.linear import Linear
 from specc.compiler.pattern import matches
-from specc.compiler.programs import LoweringError, Parameter, Programs
+from specc.compiler.programs import LoweringError, Parameter, Programs, flatten
 from specc.compiler.quant.none import Unquantized
+from specc.compiler.quant.rows import correctable
 from specc.compiler.quant.scheme import Scheme, SchemeError
+from specc.compiler.quant.variants import variants
 from specc.compiler.spec import QuantSpec
 from specc.compiler.strict import Path, Problem
 
 Allocation = Mapping[str, Scheme]
 
 
-def allocation(quant: QuantSpec | None, params: tuple[Parameter, ...]) -> Allocation:
-    """The scheme of every parameter, by name; all are kept in f32 where the spec quantizes nothing.
+def allocation(
+    quant: QuantSpec | None, params: tuple[Parameter, ...], seen: frozenset[str] | None = None
+) -> Allocation:
+    """The scheme of every parameter, by name; all are kept in f32 where the spec quantizes nothing. `seen` are the
+    names whose products calibration sees, as `calibrated` gives them; None where it is not asked for.
 
-    Raises LoweringError with every rule that matches nothing, overlaps another, or cannot take what it matches.
+    Raises LoweringError with every rule that matches nothing, overlaps another, or cannot take what it matches, and
+    with all wishes for more bits, other bits or corrections that no parameter can have.
     """
     if quant is None:
         return {param.name: Unquantized(dtype="f32") for param in params}
@@ -25,10 +33,8 @@ def allocation(quant: QuantSpec | None, params: tuple[Parameter, ...]) -> Alloca
     for i, rule in enumerate(quant.rules):
         covered = [param for param in params if matches(rule.match, param.name)]
         if not covered:
-            hint = f"parameters are named like {_examples(params)}"
-            problems.append(
-                Problem(("quant", "rules", i, "match"), "S305", f"rule {rule.match} matches no parameter", hint)
-            )
+            names = [param.name for param in params]
+            problems.append(_unmatched(("quant", "rules", i, "match"), f"rule {rule.match}", names))
         for param in covered:
             first = ruled.setdefault(param.name, i)
             if first != i:
@@ -39,18 +45,24 @@ def allocation(quant: QuantSpec | None, params: tuple[Parameter, ...]) -> Alloca
                 break
     chosen: dict[str, Scheme] = {}
     refused: dict[Path, list[tuple[str, str]]] = {}
+    blind: dict[Path, list[str]] = {}
     for param in params:
         index = ruled.get(param.name)
         scheme: Scheme = quant.default if index is None else quant.rules[index]
+        path: Path = ("quant", "default") if index is None else ("quant", "rules", index)
         if reason := scheme.rejects(param.shape):
-            path: Path = ("quant", "default") if index is None else ("quant", "rules", index)
             refused.setdefault(path, []).append((param.name, reason))
+        elif scheme.needs_hessian and seen is not None and param.name not in seen:
+            blind.setdefault(path, []).append(param.name)
         chosen[param.name] = scheme
     for path, found in refused.items():
         hint = keeping(chosen[found[0][0]], pattern_of(name for name, _ in found), "f16")
         more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
         problems.append(Problem(path, "S307", f"{found[0][0]}: {found[0][1]}{more}", hint))
-    problems += _promotion_problems(quant, params, chosen)
+    problems += [_blind(path, names, chosen) for path, names in blind.items()]
+    known = frozenset(chosen) if seen is None else seen
+    for wish in (_promotion_problems, _allocation_problems, _correction_problems):
+        problems += wish(quant, chosen, known)
     if problems:
         raise LoweringError(tuple(problems))
     return chosen
@@ -79,19 +91,27 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
     return f"a parameter has one rule: {narrowed}; then keep what it cannot take, e.g. {kept}"
 
 
-def _promotion_problems(quant: QuantSpec, params: tuple[Parameter, ...], chosen: Allocation) -> Iterator[Problem]:
+def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
+    """Parameters whose scheme wants the inputs of their product, as tables that are only looked up have none."""
+    more = f" (and {len(names) - 1} more parameters)" if len(names) > 1 else ""
+    scheme = chosen[names[0]]
+    message = f"{names[0]}: {scheme.label()} needs inputs of its product, and calibration sees none{more}"
+    rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
+    return Problem(path, "S307", message, f"`scheme: round` needs none, e.g. by a rule {rule}")
+
+
+def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
     """A promotion that matches nothing, or no parameter that could have more bits, or fewer than it counts."""
     if quant.promote is None:
         return
-    covered = [param.name for param in params if matches(quant.promote.match, param.name)]
+    covered = [name for name in chosen if matches(quant.promote.match, name)]
     if not covered:
-        message, hint = (
-            f"promote {quant.promote.match} matches no parameter",
-            f"parameters are named like {_examples(params)}",
-        )
-        yield Problem(("quant", "promote"), "S305", message, hint)
+        yield _unmatched(("quant", "promote"), f"promote {quant.promote.match}", chosen)
         return
-    able = [name for name in covered if _has_more_bits(chosen[name], quant.promote.bits)]
+    if not seen.intersection(covered):
+        yield _unseen(("quant", "promote"), f"promote {quant.promote.match}")
+        return
+    able = [name for name in covered if name in seen and _has_more_bits(chosen[name], quant.promote.bits)]
     if not able:
         message = f"promote to {quant.promote.bits} bits gives no parameter more than it has"
         yield Problem(("quant", "promote", "bits"), "S311", message, "promote to more bits than the default has")
@@ -100,6 +120,61 @@ def _promotion_problems(quant: QuantSpec, params: tuple[Parameter, ...], chosen:
             f"promote counts {quant.promote.count} tensors, but only {len(able)} can have {quant.promote.bits} bits"
         )
         yield Problem(("quant", "promote", "count"), "S311", message, f"use at most {len(able)}")
+
+
+def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
+    """An allocation that matches nothing, that passes over parameters which have none of its widths, or where none
+    that calibration knows can have several."""
+    if (wish := quant.allocate) is None:
+        return
+    covered = [name for name in chosen if matches(wish.match, name)]
+    if not covered:
+        yield _unmatched(("quant", "allocate", "match"), f"allocate {wish.match}", chosen)
+        return
+    known = [name for name in covered if name in seen]
+    if not known:
+        yield _unseen(("quant", "allocate", "match"), f"allocate {wish.match}")
+        return
+    options = {name: len(variants(chosen[name], wish.bits, wish.clip_stds)) for name in known}
+    named, path = ", ".join(map(str, sorted(set(wish.bits)))), ("quant", "allocate", "bits")
+    if left := [name for name in known if not options[name] and _widths(chosen[name])]:
+        more = f" (and {len(left) - 1} more parameters)" if len(left) > 1 else ""
+        message = f"{left[0]}: {chosen[left[0]].label()} can have none of {named} bits{more}"
+        hint = f"it can have {_widths(chosen[left[0]])}: name some of them, or narrow allocate's match"
+        yield Problem(path, "S311", message, hint)
+    elif max(options.values()) < 2:
+        labels = {chosen[name].label(): _widths(chosen[name]) or "no other width" for name in known}
+        message = f"allocate has nothing to choose: no parameter of {wish.match} can have several of {named} bits"
+        yield Problem(path, "S311", message, "; ".join(f"{label} can have {text}" for label, text in labels.items()))
+
+
+def _widths(scheme: Scheme) -> str:
+    """The widths that a scheme can have, e.g. `4 to 8 bits`; empty where it has none."""
+    widths = [int(one.bits_per_value()) for one in variants(scheme, range(2, 9), ())]
+    return f"{widths[0]} to {widths[-1]} bits" if widths else ""
+
+
+def _correction_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
+    """A correction that matches nothing, or fewer parameters with codes than it counts."""
+    if (wish := quant.correct) is None:
+        return
+    if not any(matches(wish.match, name) for name in chosen):
+        yield _unmatched(("quant", "correct", "match"), f"correct {wish.match}", chosen)
+        return
+    count = sum(matches(wish.match, name) and correctable(scheme) for name, scheme in chosen.items())
+    if count < wish.count:
+        message = f"correct counts {wish.count} tensors, but only {count} of {wish.match} can have a correction"
+        hint = f"use at most {count}" if count else "corrections are for `scheme: round` and `scheme: gptq`"
+        yield Problem(("quant", "correct", "count"), "S311", message, hint)
+
+
+def _unseen(path: Path, what: str) -> Problem:
+    hint = 'cover matrices that a model of text multiplies with, e.g. `match: "blocks.*"`'
+    return Problem(path, "S311", f"{what} covers nothing whose product calibration sees", hint)
+
+
+def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
+    return Problem(path, "S305", f"{what} matches no parameter", f"parameters are named like {_examples(params)}")
 
 
 def _has_more_bits(scheme: Scheme, bits: int) -> bool:
@@ -115,9 +190,19 @@ def _has_more_bits(scheme: Scheme, bits: int) -> bool:
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
     """The programs with each parameter's storage stated in the table. Raises LoweringError as `allocation` does."""
-    schemes = allocation(quant, programs.params)
+    schemes = allocation(quant, programs.params, calibrated(programs))
     params = tuple(replace(param, storage=storage_name(schemes[param.name])) for param in programs.params)
     return replace(programs, params=params)
+
+
+def calibrated(programs: Programs) -> frozenset[str]:
+    """The parameters whose inputs calibration sees: the weights of products in `score`, as it is before any pass, of a
+    model of text."""
+    graph = flatten(programs, programs.program("score"))
+    if [name for name, _ in graph.inputs] != ["ids", "targets"]:
+        return frozenset()
+    refs = (ref for node in graph.nodes if isinstance(node.op, Linear) for ref in node.inputs[1:])
+    return frozenset(ref[1:] for ref in refs if ref.startswith("@"))
 
 
 def storage_name(scheme: Scheme) -> str:
@@ -125,6 +210,6 @@ def storage_name(scheme: Scheme) -> str:
     return scheme.label().split(" ")[0].rstrip(",")
 
 
-def _examples(params: tuple[Parameter, ...]) -> str:
-    names = [param.name for param in params]
+def _examples(params: Iterable[str]) -> str:
+    names = list(params)
     return ", ".join(dict.fromkeys((names[0], names[len(names) // 2], names[-1])))

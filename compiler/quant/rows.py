@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeGuard
 
 from pydantic import Field, ValidationError
 
@@ -146,6 +146,11 @@ class PerRow(Scheme):
     def nearest(self, weight: Tensor, scale: Tensor) -> Tensor:
         """The codes nearest to `weight` [rows, columns], float64; halves go to the even code."""
         return (weight.double() / scale.double()[:, None]).round_().clamp_(-self.top, self.top)
+
+
+def correctable(scheme: Scheme) -> TypeGuard[PerRow]:
+    """Whether a correction of low rank can mend what `scheme` leaves."""
+    return isinstance(scheme, PerRow) and not scheme.integer
 
 
 def arrays_of(codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> dict[str, Array]:

@@ -81,21 +81,23 @@ def capture_hessians(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """The mean of X^T X over all rows of all windows, f64 [features, features] on `device`, by parameter.
+    """X^T X a token, f64 [features, features] on `device`, by parameter: summed over the calls of a weight that a loop
+    of blocks uses again, and a mean over all tokens of all windows.
 
     `model` is one made without fusion points, on `device`. After each batch `progress` is told the number of
     windows so far. Raises QuantizeError where an input holds NaN or infinity.
     """
     hessians = Hessians(device=device)
     capture = Capture(model, hessians.add)
-    done = 0
+    done = tokens = 0
     with torch.no_grad():
         for ids, targets in windows:
             capture.run(ids.to(device), targets.to(device))
             done += ids.shape[0]
+            tokens += ids.numel()
             if progress is not None:
                 progress(done)
-    return hessians.mean()
+    return hessians.a_token(tokens)
 
 
 def capture_gradients(
@@ -104,8 +106,9 @@ def capture_gradients(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """How much the loss hangs on each output of every linear: the mean over all rows of all windows of (dl/dy_i)^2, f64
-    [features out] on `device`, by parameter; l is the sum of all targets' nats.
+    """How much the loss hangs on each output of every linear: the mean over all rows of all calls of (dl/dy_i)^2, f64
+    [features out] on `device`, by parameter; l is the sum of all targets' nats. That there are several calls a token is
+    told by `capture_hessians`, which sums over them.
 
     `model` is as for `capture_hessians`. Raises QuantizeError where a gradient holds NaN or infinity.
     """

@@ -47,8 +47,9 @@ class Hessians:
                 total.add_((exact.T @ exact).to(total.device))
         self._rows[name] += rows.shape[0]
 
-    def mean(self) -> dict[str, Tensor]:
-        """X^T X / rows by name, [features, features].
+    def a_token(self, tokens: int) -> dict[str, Tensor]:
+        """X^T X / tokens by name, [features, features], where `tokens` went through the model: a sum over the calls of
+        a weight that each of them meets several times. What its error does to the loss adds up as they do.
 
         Raises QuantizeError for a name that got no rows, or NaN or infinity.
         """
@@ -58,7 +59,7 @@ class Hessians:
                 raise QuantizeError(f"{name}: calibration gave its input no rows")
             if not bool(total.isfinite().all()):
                 raise QuantizeError(f"{name}: its input holds NaN or infinity", "calibrate from an earlier checkpoint")
-            means[name] = total / self._rows[name]
+            means[name] = total / tokens
         return means
 
 

@@ -8,10 +8,9 @@ from torch import Tensor
 from specc.compiler.build import canonical
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.pattern import matches
-from specc.compiler.quant.rows import PerRow
+from specc.compiler.quant.rows import correctable
 from specc.compiler.quant.scheme import Range, Scheme, Seen
 from specc.compiler.spec import RULES, SCHEMES, Spec
-from specc.runtime.errors import QuantizeError
 from specc.runtime.export.artifact import measured_bytes
 from specc.runtime.export.table import described
 from specc.runtime.log import Say
@@ -112,20 +111,12 @@ class Quantizer:
         return kept[:size]
 
     def corrected(self, schemes: Allocation) -> Allocation:
-        """With the corrections of low rank that the spec asks for. Raises QuantizeError where fewer parameters can have
-        one."""
+        """With the corrections of low rank that the spec asks for, of which `assign_quant` knows that they can be."""
         assert self.spec.quant is not None
         wish = self.spec.quant.correct
         if wish is None:
             return schemes
-        able = {
-            name: scheme
-            for name, scheme in schemes.items()
-            if isinstance(scheme, PerRow) and not scheme.integer and matches(wish.match, name)
-        }
-        if len(able) < wish.count:
-            message = f"correct asks for {wish.count} parameters, and only {len(able)} that it covers have codes"
-            raise QuantizeError(message, "lower quant.correct.count or widen quant.correct.match")
+        able = {name: scheme for name, scheme in schemes.items() if correctable(scheme) and matches(wish.match, name)}
         taken = largest_errors(list(able), lambda name: self.error(name, able[name]), wish.count)
         return {n: able[n].with_correction(wish.rank) if n in taken else s for n, s in schemes.items()}
 

@@ -5,14 +5,15 @@ token, by the second-order estimate below. To choose one width each is a multipl
 programming over bytes.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specc.compiler.pattern import matches
-from specc.compiler.quant.scheme import Scheme, SchemeError
+from specc.compiler.quant.scheme import Scheme
+from specc.compiler.quant.variants import variants
 from specc.compiler.spec import Allocate
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.allocate import Measure, too_large
@@ -27,9 +28,10 @@ Option = tuple[int, float]  # bytes, cost
 
 def added_nats(delta: Tensor, hessian: Tensor, gradients: Tensor) -> float:
     """What an error `delta` [rows, columns] of a linear's weight adds to the loss, in nats a token, to second order:
-    1/2 sum_i g_i dw_i H dw_i^T, with H [columns, columns] = E[x x^T] of its inputs and g [rows] = E[(dl/dy_i)^2] of its
-    outputs y. That is the Fisher information with inputs and gradients taken as independent and outputs as uncorrelated
-    (Martens and Grosse 2015, "K-FAC", kept to its diagonal on the side of the outputs).
+    1/2 sum_i g_i dw_i H dw_i^T, with H [columns, columns] = E[x x^T] of its inputs, summed over the calls that a token
+    makes, and g [rows] = E[(dl/dy_i)^2] of its outputs y. That is the Fisher information with inputs and gradients
+    taken as independent and outputs, those of several calls too, as uncorrelated (Martens and Grosse 2015, "K-FAC",
+    kept to its diagonal on the side of the outputs).
     """
     exact = delta.double()
     curved = ((exact @ hessian.double()) * exact).sum(1).clamp_(min=0.0)
@@ -143,25 +145,11 @@ def _widths(
     if not matches(wish.match, name):
         return []
     found: list[tuple[Scheme, float]] = []
-    for other in dict.fromkeys(_others(scheme, wish)):
+    for other in variants(scheme, wish.bits, wish.clip_stds):
         nats = cost(name, other)
         if nats is not None:
             found.append((other, nats))
     return found
-
-
-def _others(scheme: Scheme, wish: Allocate) -> Iterator[Scheme]:
-    """The scheme at every width and clip that it can have, of few bits first."""
-    for bits in sorted(set(wish.bits)):
-        try:
-            wider = scheme.with_bits(bits)
-        except SchemeError:
-            continue
-        for clip in sorted(set(wish.clip_stds), reverse=True) or (None,):
-            try:
-                yield wider if clip is None else wider.with_clip(clip)
-            except SchemeError:
-                yield wider
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:

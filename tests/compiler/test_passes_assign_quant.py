@@ -95,6 +95,61 @@ def test_a_promotion_that_matches_nothing() -> None:
     assert (problem.code, problem.path) == ("S305", ("quant", "promote"))
 
 
+def test_a_table_that_is_only_looked_up_has_nothing_for_gptq() -> None:
+    embed = [{"kind": "token"}, {"kind": "bigram", "buckets": 32, "dim": 4}]
+    rules = [{"match": "*.scale", "scheme": "none", "dtype": "f16"}]
+    (problem,) = refused({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
+    assert (problem.code, problem.path) == ("S307", ("quant", "default"))
+    assert problem.message.startswith("embed.bigram.table: int5 gptq")
+    rules.append({"match": "*.table", "scheme": "gptq", "bits": 8})
+    (problem,) = refused({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
+    assert problem.path == ("quant", "rules", 1)
+    rules[1] = {"match": "*.table", **INT8}
+    found = quantized({"default": {"scheme": "gptq", "bits": 5}, "rules": rules}, embed=embed)
+    assert found["embed.token"] == "int5"  # tied: the head multiplies with it
+    assert [problem.code for problem in refused({"default": {"scheme": "gptq", "bits": 5}}, head={"tied": False})] == [
+        "S307"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wish", "code", "path"),
+    [
+        ({"allocate": {"match": "zzz.*"}}, "S305", ("allocate", "match")),
+        ({"allocate": {"bits": [2, 3]}}, "S311", ("allocate", "bits")),
+        ({"allocate": {"bits": [2, 3]}, "rules": [{"match": "embed.token", **INT8}]}, "S311", ("allocate", "bits")),
+        ({"allocate": {"bits": [3, 4]}}, "S311", ("allocate", "bits")),
+        ({"allocate": {"bits": [3, 4]}, "rules": [{"match": "embed.token", **INT8}]}, "", ()),
+        ({"allocate": {"bits": [4, 5], "match": "embed.token"}}, "S311", ("allocate", "bits")),
+        ({"allocate": {"bits": [2, 6], "clip_stds": [9, 12]}}, "", ()),
+        ({"allocate": {"bits": [3, 4, 5], "match": "*.up"}}, "", ()),
+        ({"correct": {"match": "zzz"}}, "S305", ("correct", "match")),
+        ({"correct": {"count": 3, "match": "*.up"}}, "S311", ("correct", "count")),
+        ({"correct": {"count": 1, "match": "embed.token"}}, "S311", ("correct", "count")),
+        ({"correct": {"count": 2, "match": "*.up"}}, "", ()),
+        ({"promote": {"bits": 6, "count": 2, "match": "*.up"}}, "", ()),
+    ],
+)
+def test_what_is_left_to_choose_can_be_chosen(wish: dict[str, Any], code: str, path: tuple[str, ...]) -> None:
+    rules = [{"match": "embed.token", "scheme": "none", "dtype": "f16"}]
+    quant = {"default": {"scheme": "gptq", "bits": 5}, "rules": rules, "budget_bytes": 10_000, **wish}
+    if not code:
+        quantized(quant)
+        return
+    (problem,) = refused(quant)
+    assert (problem.code, problem.path) == (code, ("quant", *path)) and problem.hint
+
+
+@pytest.mark.parametrize("wish", [{"promote": {"bits": 6, "count": 1}}, {"allocate": {"bits": [4, 5]}}])
+def test_what_no_calibration_sees_gets_no_bits(wish: dict[str, Any]) -> None:
+    """Both ask for the Hessian of a product, which a table that is only looked up is no weight of."""
+    key = next(iter(wish))
+    quant = {"default": {"scheme": "round", "bits": 5}, "budget_bytes": 10_000, key: wish[key] | {"match": "embed.*"}}
+    quantized(quant)
+    (problem,) = refused(quant, head={"tied": False}, name="untied")
+    assert problem.code == "S311" and "calibration" in problem.message
+
+
 def test_all_problems_are_told_at_once() -> None:
     rules = [{"match": "nothing", **INT8}, {"match": "*.up", **INT8}, {"match": "*.{up,q}", **INT8}]
     assert [problem.code for problem in refused({"default": INT8, "rules": rules})] == ["S305", "S306"]

@@ -31,10 +31,33 @@ from specc.compiler.pattern import matches
         ("*a*", "bab", True),
         ("UP", "up", False),
         ("a\n", "a", False),
+        ("{embed.token,*.table}", "embed.token", True),
+        ("{embed.token,*.table}", "embed.bigram.table", True),
+        ("{embed.token,*.table}", "*.table", True),  # a star is any character
+        ("{embed.token,*.table}", "embed.bigram.tables", False),
+        ("{embed.token,*.table}", "embedxtoken", False),
+        ("blocks.{0,1*}.{up,d*n}", "blocks.17.mlp.down", True),
+        ("blocks.{0,1*}.{up,d*n}", "blocks.0.mlp.down", False),
+        ("blocks.{0,1*}.{up,d*n}", "blocks.0.down", True),
+        ("{*}", "a.b", True),
+        ("{,*.}up", "blocks.0.up", True),
+        ("{a", "{a", True),  # a brace alone is a brace
+        ("{a,*", "{a,b", True),
+        ("{a{b,c}", "{ac", True),
     ],
 )
 def test_patterns(pattern: str, name: str, covered: bool) -> None:
     assert matches(pattern, name) is covered
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_choices_are_the_patterns_that_they_stand_for(seed: int) -> None:
+    """`x{p,q}y` covers what `xpy` or `xqy` covers, stars inside or out."""
+    rng = random.Random(seed)
+    before, *choices, after = ("".join(rng.choice("ab.*") for _ in range(rng.randint(0, 2))) for _ in range(5))
+    name = "".join(rng.choice("ab.") for _ in range(rng.randint(0, 5)))
+    one_by_one = any(matches(before + choice + after, name) for choice in choices)
+    assert matches(f"{before}{{{','.join(choices)}}}{after}", name) is one_by_one
 
 
 @pytest.mark.parametrize("seed", range(200))

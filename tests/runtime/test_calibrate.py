@@ -8,12 +8,16 @@ from run_samples import VARIANTS, model_of, one_thread, small_spec, write_text
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specc.compiler import pipeline
+from specc.compiler.passes.assign_quant import calibrated
 from specc.compiler.spec import Calibrate, Spec
 from specc.runtime.data import ByteTokenizer, TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.calibrate import Capture, calibration_windows, capture_hessians
 
 CPU = torch.device("cpu")
+LOOP = ("model.blocks.loop={first: 0, last: 1, passes: 3}",)
+KINDS = {**VARIANTS, "a loop": LOOP}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +41,7 @@ def unfused(spec: Spec) -> nn.Module:
 def watched_sums(
     model: nn.Module, batches: list[tuple[Tensor, Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Tensor]:
-    """X^T X / rows of every linear, seen from inside `F.linear` while the model runs untraced."""
+    """X^T X a token of every linear, seen from inside `F.linear` while the model runs untraced."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     inputs: dict[str, list[Tensor]] = {}
     linear = F.linear
@@ -51,14 +55,15 @@ def watched_sums(
         for ids, targets in batches:
             model.score(ids, targets)  # type: ignore[operator]
     rows = {name: torch.cat(parts) for name, parts in inputs.items()}
-    return {name: row.T @ row / row.shape[0] for name, row in rows.items()}
+    tokens = sum(ids.numel() for ids, _ in batches)
+    return {name: row.T @ row / tokens for name, row in rows.items()}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", KINDS)
 def test_every_hessian_is_that_of_what_the_linear_gets(
     variant: str, stream: TokenStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = small_spec(*VARIANTS[variant])
+    spec = small_spec(*KINDS[variant])
     assert spec.quant is not None
     model = unfused(spec)
     batches = list(calibration_windows(stream, spec.quant.calibrate, 32, seed=1))
@@ -79,6 +84,7 @@ def test_every_matrix_of_every_block_is_captured(variant: str) -> None:
     named = Capture(model, lambda name, value: None).names
     matrices = {n for n, p in model.named_parameters() if p.dim() == 2 and p.shape[1] > 1}
     assert set(named) == matrices  # the tied embedding among them, by the head
+    assert calibrated(pipeline.lower(small_spec(*VARIANTS[variant]), "cpu")) == matrices  # what a check is told
     assert len(named) == len(set(named))
 
 

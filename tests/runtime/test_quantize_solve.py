@@ -118,9 +118,9 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TokenStream]:
     opened.close()
 
 
-def trained(stream: TokenStream) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def trained(stream: TokenStream, *changes: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """A small model after some steps, in float64, and the windows that it is looked at with."""
-    model = model_of(small_spec(), fuse=False).model.double()
+    model = model_of(small_spec(*changes), fuse=False).model.double()
     with torch.no_grad():
         for i, param in enumerate(model.parameters()):
             noise = torch.randn(param.shape, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
@@ -162,6 +162,45 @@ def test_gradients_are_those_of_each_output(stream: TokenStream) -> None:
             total += gradient.flatten(0, -2).square().sum(0)
             rows += gradient.flatten(0, -2).shape[0]
         torch.testing.assert_close(found[wanted], total / rows, rtol=1e-8, atol=1e-14)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_weight_that_runs_again_costs_what_all_its_calls_do(stream: TokenStream, passes: int) -> None:
+    """Against the definition, call by call: 1/2 (dl/dy . dW x)^2 summed over the calls of a weight, a token; of weights
+    behind a norm, whose inputs are of one size and so as good as independent of the gradients."""
+    loop = f"model.blocks.loop={{first: 1, last: 1, passes: {passes}}}"
+    model, batches = trained(stream, *[loop] * (passes > 1))
+    device = torch.device("cpu")
+    hessians = capture_hessians(model, iter(batches), device)
+    gradients = capture_gradients(model, iter(batches), device)
+    linear, params = nn.functional.linear, dict(model.named_parameters())
+    names = {id(param): name for name, param in params.items()}
+    calls: list[tuple[str, Tensor, Tensor]] = []
+
+    def watch(value: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = linear(value, weight, bias)
+        calls.append((names[id(weight)], value.detach().flatten(0, -2), out))
+        return out
+
+    wanted = ("blocks.0.mlp.up", "blocks.1.mlp.up", "blocks.1.attention.q")
+    generator = torch.Generator().manual_seed(0)
+    noises = {name: torch.randn(50, *params[name].shape, generator=generator).double() for name in wanted}
+    sums, tokens = dict.fromkeys(wanted, 0.0), 0
+    for ids, targets in batches:
+        calls.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.functional, "linear", watch)
+            nats = model.score(ids, targets)  # type: ignore[operator]
+        found = torch.autograd.grad(nats.sum(), [out for _, _, out in calls])
+        tokens += nats.numel()
+        for (name, value, _), gradient in zip(calls, found, strict=True):
+            if name in wanted:
+                moved = torch.einsum("rn,snk,rk->sr", gradient.flatten(0, -2), noises[name], value)
+                sums[name] += 0.5 * float(moved.square().sum()) / len(noises[name])
+    assert [name for name, _, _ in calls].count("blocks.1.mlp.up") == passes
+    for name in wanted:
+        told = sum(added_nats(noise, hessians[name], gradients[name]) for noise in noises[name]) / len(noises[name])
+        assert told == pytest.approx(sums[name] / tokens, rel=0.3), name
 
 
 def test_the_estimate_ranks_errors_as_the_loss_does(stream: TokenStream) -> None:

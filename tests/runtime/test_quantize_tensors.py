@@ -42,7 +42,7 @@ def model() -> tuple[dict[str, Tensor], dict[str, Scheme], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("device", [None, "cpu"])
-def test_hessians_are_the_mean_of_outer_products(dtype: torch.dtype, device: str | None) -> None:
+def test_hessians_are_sums_of_outer_products_a_token(dtype: torch.dtype, device: str | None) -> None:
     generator = torch.Generator().manual_seed(1)
     sums, rows = np.zeros((7, 7)), 0
     hessians = Hessians(dtype, device)
@@ -52,7 +52,7 @@ def test_hessians_are_the_mean_of_outer_products(dtype: torch.dtype, device: str
         sums += exact.T @ exact
         rows += exact.shape[0]
         hessians.add("a", x)
-    got = hessians.mean()["a"]
+    got = hessians.a_token(rows)["a"]
     assert got.dtype == dtype
     assert np.allclose(got.double().numpy(), sums / rows, rtol=1e-12 if dtype == torch.float64 else 2e-5, atol=1e-6)
 
@@ -63,17 +63,18 @@ def test_float64_sums_do_not_lose_small_batches() -> None:
     for _ in range(100):
         hessians.add("a", torch.full((1, 2), 0.1))
     want = (9e8 + 100 * float(np.float32(0.1)) ** 2) / 101
-    assert abs(float(hessians.mean()["a"][0, 1]) - want) < 1e-6
+    assert abs(float(hessians.a_token(101)["a"][0, 1]) - want) < 1e-6
 
 
 def test_hessians_leave_no_graph_and_do_not_keep_the_input() -> None:
     hessians = Hessians()
     x = torch.ones(4, 3, requires_grad=True)
     hessians.add("a", x * 2)
-    assert not hessians.mean()["a"].requires_grad
+    assert not hessians.a_token(4)["a"].requires_grad
     with torch.no_grad():
         x.fill_(math.nan)
-    assert bool(hessians.mean()["a"].eq(4.0).all())
+    assert bool(hessians.a_token(4)["a"].eq(4.0).all())
+    assert bool(hessians.a_token(2)["a"].eq(8.0).all())  # each token twice
 
 
 def test_bad_inputs_to_hessians_are_named() -> None:
@@ -83,11 +84,11 @@ def test_bad_inputs_to_hessians_are_named() -> None:
         hessians.add("a.b", torch.ones(2, 4))
     hessians.add("a.b", torch.tensor([[1.0, math.nan, 1.0]]))
     with pytest.raises(QuantizeError, match=r"a\.b: its input holds NaN"):
-        hessians.mean()
+        hessians.a_token(3)
     empty = Hessians()
     empty.add("c", torch.ones(0, 3))
     with pytest.raises(QuantizeError, match="c: calibration gave its input no rows"):
-        empty.mean()
+        empty.a_token(3)
 
 
 def test_traces_are_sums_of_the_diagonal() -> None:
