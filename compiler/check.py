@@ -84,6 +84,8 @@ CODES: Mapping[str, str] = {
     "S249": "a mark of documents that is no id",
     "S250": "lengths of rows that do not begin with the run, or go back",
     "S251": "a length of rows that windows cannot be cut into",
+    "S252": "a residual factor of a stage that has no residual branch",
+    "S253": "a decoder that reads nothing of its encoder",
     "S259": "a way to adapt to a text whose settings, or whose windows, do not go together",
     "S260": "a setting of text that the model writes itself, where it is calibrated on other text",
     "S261": "a model that writes no text, to be calibrated on its own",

@@ -67,7 +67,8 @@ def bench(
     from specc.compiler.build import compile_loaded
     from specc.compiler.check import load
     from specc.compiler.lock import lock_path, read_lock
-    from specc.runtime.launch import is_launched, launch, require_devices, target_of
+    from specc.runtime.launch import is_launched, launch, require_devices
+    from specc.runtime.load import choose_target
 
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
@@ -81,10 +82,11 @@ def bench(
         loaded, source = load(spec, overrides)
         lock = read_lock(lock_path(spec, loaded.name))
         compile_loaded(loaded, source, (), lock)
+        chosen = choose_target(loaded, target)  # one, however many processes: --gpus 2 beside --gpus 1 compares
         if gpus is not None and world is not None and gpus != world.size:
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
         if gpus is not None and world is None:
-            require_devices(gpus, loaded, target)
+            require_devices(gpus, loaded, chosen)
             if gpus > 1:
                 context = click.get_current_context()
                 assert context is not None
@@ -103,7 +105,6 @@ def bench(
         words += ["--at", at] if at else []
         words += ["--weights", str(weights)] if weights is not None else []
         words += ["--gpus", str(gpus)] if gpus is not None else []
-        chosen = target_of(loaded, target, gpus)
         command = shlex.join([*words, "--target", chosen, "--steps", str(steps)])
         options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights)
         if world is not None and world.rank:

@@ -34,7 +34,8 @@ class Words:
         path = group[0].path
         limits = [one for one in group if one.kind not in TYPES]
         if not limits or (len(limits) < len(group) and all(one.choices for one in limits)):
-            said, hint = wrong_type(group)
+            beside = self._data(path[:-1]) if path and isinstance(path[-1], int) else ()
+            said, hint = wrong_type(group, self._annotation(path), beside)
             yield self._at(self.source.place(path), "S103", f"{self._name(path)} {said}", hint)
         elif self._is_tag(limits[0]):
             yield self._no_kind(path, limits[0].choices)

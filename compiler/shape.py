@@ -86,6 +86,12 @@ def item_of(annotation: Any, index: int) -> Any:
     return None
 
 
+def size_of(annotation: Any) -> int:
+    """How many items a list of this type has, where that is fixed; else 0."""
+    members = next((get_args(one) for one in alternatives(annotation) if get_origin(one) is tuple), (Ellipsis,))
+    return 0 if members[-1] is Ellipsis else len(members)
+
+
 def range_of(annotation: Any) -> str:
     """The numbers that a type allows, in words, e.g. `at least 2 and at most 8`; empty for all."""
     limits: dict[str, float] = {}

@@ -78,6 +78,7 @@ RESERVED = frozenset(
         "score",
         "skip",
         "step",
+        "train_step",
         "mix",
         "parallel",
         "lanes",

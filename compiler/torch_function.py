@@ -82,7 +82,8 @@ class Speller:
         if isinstance(node.op, Fused):
             return f"{node.op.group}({', '.join(args)})"
         if isinstance(node.op, Scan):
-            return f"self.{node.op.at}({', '.join(args)})"
+            which = ["training=True"] if node.op.drops else []
+            return f"self.{node.op.at}({', '.join((*args, *which))})"
         if isinstance(node.op, Call):
             return f"self.{node.op.at}.{node.op.callee.partition('.')[2]}({', '.join(args)})"
         choice = self.plan.choice(self.graph, node)

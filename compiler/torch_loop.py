@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from specc.compiler.ir import Graph, Node
-from specc.compiler.ops.region import Call, Scan
+from specc.compiler.ops.region import STEP, TRAIN_STEP, Call, Scan
 from specc.compiler.plan import Plan
 from specc.compiler.torch_code import LINE, Body
 from specc.compiler.torch_function import Function
@@ -112,8 +112,9 @@ def scans(graphs: Sequence[Graph]) -> Iterator[tuple[Node, Scan]]:
     return ((node, node.op) for graph in graphs for node in graph.nodes if isinstance(node.op, Scan))
 
 
-def time_loop(step: Graph, scan: Node) -> Function:
-    """The method that runs `step` over all positions."""
+def time_loop(step: Graph, scan: Node, drops: bool) -> Function:
+    """The method that runs `step` over all positions; where training `drops`, one that is told which of the two steps
+    to run."""
     assert isinstance(scan.op, Scan)
     names = [name for name, _ in step.inputs]
     last = scan.op.carried + scan.op.stepped
@@ -122,15 +123,18 @@ def time_loop(step: Graph, scan: Node) -> Function:
     over = [f"{name}.split(1, dim=1)" for name in stepped]
     items = f"for {', '.join(each)} in "
     items += f"zip({', '.join(over)}, strict=True):" if len(over) > 1 else f"{over[0]}:"
+    run = STEP if drops else f"self.{STEP}"
     lines = (
+        *([f"{STEP} = self.{TRAIN_STEP} if training else self.{STEP}"] if drops else []),
         "outputs: list[Tensor] = []",
         items,
-        f"    {', '.join((*carried, 'y'))} = self.step({', '.join((*carried, *each, *names[last:]))})",
+        f"    {', '.join((*carried, 'y'))} = {run}({', '.join((*carried, *each, *names[last:]))})",
         "    outputs.append(y)",
     )
-    doc = f"`step` at each position of {' and '.join(stepped)}, one after another: the last {', '.join(carried)}, and "
+    which = f"`{STEP}`, or `{TRAIN_STEP}` in `training`," if drops else f"`{STEP}`"
+    doc = f"{which} at each position of {' and '.join(stepped)}, one after another: the last {', '.join(carried)}, and "
     doc += f"all y {scan.types[-1]}."
-    arguments = ("self", *(f"{name}: Tensor" for name in names))
+    arguments = ("self", *(f"{name}: Tensor" for name in names), *(["training: bool = False"] if drops else []))
     returns = f"{', '.join(carried)}, torch.cat(outputs, dim=1)"
     annotation = f"tuple[{', '.join('Tensor' for _ in scan.types)}]"
     compiled = "@torch.compiler.disable(recursive=False)  # a loop: only its step is compiled, once"

@@ -149,8 +149,10 @@ def _block_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContex
     methods = tuple(_method(plan, graph, reserved) for graph in functions)
     layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes if "." in node.name))
     what = "One block"
-    for scan, op in [found for found in scans(plan.programs.programs) if owner(found[1].callee) == name][:1]:
-        methods = (time_loop(plan.programs.function(op.callee), scan), *methods)
+    loops = [(scan, op) for scan, op in scans(plan.programs.programs) if owner(op.callee) == name]
+    for scan, op in loops[:1]:
+        drops = any(other.drops for _, other in loops)
+        methods = (time_loop(plan.programs.function(op.callee), scan, drops), *methods)
         what = "A loop over time"
     doc = f"{what}: {layers}." if layers else f"One {name}."
     return ClassContext(class_name(name), tuple(docstring(doc)), first.scalars, init, methods)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from specc.compiler.errors import quote
-from specc.compiler.shape import joined, nearest, range_of
+from specc.compiler.shape import item_of, joined, nearest, range_of, size_of
 from specc.compiler.strict import Path
 
 # The kinds of Pydantic error that say only that a value has another type.
@@ -63,16 +63,17 @@ class Found:
         return re.findall(r"'([^']*)'", expected) or ([expected] if expected else [])
 
 
-def wrong_type(group: list[Found]) -> tuple[str, str]:
-    """What the value should be and is, and a hint; `group` holds what each member of its type says."""
+def wrong_type(group: list[Found], annotation: Any, beside: tuple[object, ...] = ()) -> tuple[str, str]:
+    """What the value should be and is, and a hint; `group` holds what each member of its type (`annotation`) says.
+    `beside` are the items of the list that it stands in, itself among them."""
     words: list[str] = []
     for one in group:
         words += [quote(choice) for choice in one.choices] or [TYPES[one.kind]]
     value, form = group[0].value, joined(dict.fromkeys(words))
-    return f"takes {form}, not {_given(value)}", _remedy(value, words) or f"write {form}"
+    return f"takes {form}, not {_given(value)}", _remedy(value, words, annotation, beside) or f"write {form}"
 
 
-def _remedy(value: object, words: list[str]) -> str:
+def _remedy(value: object, words: list[str], annotation: Any, beside: tuple[object, ...]) -> str:
     numbers = "a whole number" in words or "a number" in words
     if isinstance(value, str):
         plain = value.replace("_", "")
@@ -92,8 +93,20 @@ def _remedy(value: object, words: list[str]) -> str:
     if "text" in words and isinstance(value, bool | int | float):
         return f'put it in quotes: "{_given(value)}"'
     if "a list" in words and isinstance(value, bool | int | float | str):
-        return f"put it in brackets: [{quote(value).strip('`')}]"
+        size, each = size_of(annotation), size_of(item_of(annotation, 0))
+        if not size and not each:
+            return f"put it in brackets: [{_plain(value)}]"
+        if isinstance(value, str) or (size and not beside):
+            return f"write a list of {size}" if size else f"write a list of lists of {each}"
+        if size and size == len(beside) and not any(isinstance(item, tuple | dict) for item in beside):
+            return f"put all of it in brackets: [[{', '.join(map(_plain, beside))}]]"
+        point = f"[{', '.join(['0'] * ((size or each) - 1) + [_plain(value)])}]"  # points of a run begin at 0
+        return f"put it in brackets: {point if size else f'[{point}]'}"
     return ""
+
+
+def _plain(value: object) -> str:
+    return quote(value).strip("`")
 
 
 def wrong_value(group: list[Found], annotation: Any) -> tuple[str, str]:
@@ -144,4 +157,4 @@ def _given(value: object) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return "a mapping"
-    return f"the text {quote(value)}" if isinstance(value, str) else quote(value).strip("`")
+    return f"the text {quote(value)}" if isinstance(value, str) else _plain(value)

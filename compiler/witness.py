@@ -146,6 +146,8 @@ class _Comparison:
         self.seen[node.name] = found
         if isinstance(node.op, Scan):
             self.expect(found.op == "call_module" and found.target == node.op.at, node.name, "is a loop", found)
+            which = {"training": True} if node.op.drops else {}
+            self.expect(found.kwargs == which, node.name, f"runs {node.op.callee}", found)
             for ref, have in zip(node.inputs, found.args, strict=True):
                 self.value(ref, have)
             return

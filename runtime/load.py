@@ -18,14 +18,15 @@ from specc.compiler.ops.region import Call
 from specc.compiler.programs import Programs
 from specc.compiler.spec import Spec
 from specc.compiler.targets import TARGETS, Target
-from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure, RuntimeFailure
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
 
 class TargetError(RuntimeFailure):
-    """A target that the spec does not list."""
+    """A target that the spec does not list, or a device that no target's code runs on."""
 
     exit_code = 2
 
@@ -178,3 +179,26 @@ def runs_on(target: Target, capability: int) -> bool:
 def device_of(target: Target) -> str:
     """The device that a target's code runs on."""
     return "cuda" if target.arch else "cpu"
+
+
+def device_for(target: Target, wanted: str | None) -> "torch.device":
+    """The device to run a target's code on: the one asked for, else its own.
+
+    Raises TargetError for what is no CPU and no NVIDIA GPU, EnvironmentFailure for a GPU that is not there.
+    """
+    import torch
+
+    try:
+        device = torch.device(wanted or device_of(target))
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise TargetError(f"no model runs on a device {wanted}", "name cpu, cuda, or one GPU of several as cuda:1")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        if wanted is None:
+            message = f"target {target.name} needs an NVIDIA GPU, and torch finds none"
+            raise EnvironmentFailure(message, "name another target of the spec")
+        raise EnvironmentFailure(f"device {wanted} is an NVIDIA GPU, and torch finds none", "leave the device out")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise EnvironmentFailure(f"there is no device {wanted}: torch finds {count}", "GPUs are counted from 0")
+    return device

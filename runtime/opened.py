@@ -29,10 +29,10 @@ from specc.compiler.spec import Spec
 from specc.runtime import checkpoint, committed
 from specc.runtime.data import CharTokenizer, Tokenizer
 from specc.runtime.dtypes import DTYPES
-from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
+from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.artifact import read_artifact
 from specc.runtime.export.table import require_values, unpacked
-from specc.runtime.load import Loaded, assign, choose_target, device_of, instantiate
+from specc.runtime.load import Loaded, assign, choose_target, device_for, instantiate
 from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.constants import constants, fill
 from specc.runtime.quantize.stored import require_products
@@ -161,7 +161,7 @@ def open_model(
 
     Args:
         target: one of the spec's; None takes the best that this machine can run.
-        device: a torch device; None takes the one that the target is for.
+        device: `cpu`, `cuda` or one GPU as `cuda:1`; None takes the one that the target is for.
         quantized: of a run, take what `specc quantize` made of it.
         search: more folders to look for the tokenizer in.
         say: is told of damaged checkpoints that are passed over, and of an artifact of another compiler.
@@ -169,7 +169,7 @@ def open_model(
 
     Raises RunDirectoryError when there is neither at `path`; IntegrityError when anything about the file is
     wrong, with nothing of it handed out; RunFailure for a run without a checkpoint, a target that does not
-    run here; EnvironmentFailure without the GPU.
+    run here; TargetError for another target or device; EnvironmentFailure without the GPU.
     """
     say = say or (lambda _: None)
     if path.is_dir():
@@ -194,7 +194,7 @@ def opened_run(
 ) -> Opened:
     """As `open_model` of a run, with these weights (f32, by parameter name)."""
     loaded = realize(run.spec, target, device, weights, lock=run.lock)
-    where, places = _device(loaded, device), _places(run, search)
+    where, places = device_for(loaded.target, device), _places(run, search)
     return Opened(run.spec, loaded, "run", run.directory, where, None, run.data, places)
 
 
@@ -218,7 +218,7 @@ def realize(
         loaded = instantiate(spec.at_rest, target, directory, fuse, lock, constants is not None)
         assign(loaded, weights)
         fill(loaded, constants or {})
-        where = _device(loaded, device)
+        where = device_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
             compile_ahead(loaded.directory)  # all of them run, and one after another they would take minutes
         kinds = {p.name: DTYPES[p.dtype] for p in loaded.programs.params if p.dtype in DTYPES}
@@ -374,7 +374,7 @@ def _open_artifact(
         loaded = realize_stored(spec, target, device, found.stored, found.weights)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
-    where = _device(loaded, device)
+    where = device_for(loaded.target, device)
     return Opened(spec, loaded, "artifact", path, where, found.same_code, data, search)
 
 
@@ -382,11 +382,3 @@ def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:
     """Where the tokenizer of a run may be: where the caller says, in the run, beside the data."""
     data = Path(run.data)
     return (*search, run.directory, data if data.is_dir() else data.parent)
-
-
-def _device(loaded: Loaded, wanted: str | None) -> torch.device:
-    device = torch.device(wanted or device_of(loaded.target))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        message = f"target {loaded.target.name} needs an NVIDIA GPU, and torch finds none"
-        raise EnvironmentFailure(message, "name another target of the spec")
-    return device

@@ -50,13 +50,15 @@ class Translator:
         that are no numbers.
 
         With `limits`, one a line, only so many tokens of each are wanted, its stop among them: a greedy one may end
-        anywhere behind them."""
+        anywhere behind them. Raises ValueError where there are more or fewer of them than lines."""
         if isinstance(lines, str):
             raise TypeError("translate takes a list of lines, not one text")
         lines = list(lines)
         for i, line in enumerate(lines):
             if not isinstance(line, str):
                 raise TypeError(f"line {i} is {type(line).__name__}, not text")
+        if limits is not None and len(limits) != len(lines):
+            raise ValueError(f"translate takes a limit for each line: {len(limits)} for {len(lines)} lines")
         encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
         order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # lines of a batch end at about the same step
         found = [""] * len(lines)

@@ -35,6 +35,7 @@ else:
 Stages = Annotated[tuple[AnyStage, ...], Field(min_length=1, max_length=64)]
 IDS = "i64"
 AHEAD = "use `directions: forward`"
+BEFORE_THE_LOOP = "put it before the stage that asks with a later state"
 
 
 class EncoderDecoder(Architecture):
@@ -95,6 +96,9 @@ class EncoderDecoder(Architecture):
                     related = (("the first one", (side, first)),)
                     yield Problem((side, i), "S207", message, "give one of them a `name:`", related)
                 yield from (problem.under(side, i) for problem in _stage_problems(side, stages, i))
+        if self.bridge is None and not any(stage.reads_source or stage.reads_final for stage in self.decoder):
+            hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
+            yield Problem(("decoder",), "S253", "nothing of the decoder reads the encoder", hint)
 
     def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
         return _Lowering(self, name, dtype).run()
@@ -116,10 +120,16 @@ def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Pro
     if stage.asks is not None and all(other.title != stage.asks or not other.recurrent for other in after):
         message = f"{stage.title} asks with the state of {stage.asks}, which is no recurrent stage after it"
         yield Problem((), "S236", message, "name an lstm that follows it")
+    if isinstance(stage, Layer) and stage.residual is not None:
+        message = f"{stage.title} weighs its residual branch, and outside of blocks no stage has one"
+        yield Problem(("residual",), "S252", message, "take `residual` out, or put the layer into `blocks`")
     inside = next((stage for first, last in spans(stages) if first < i <= last), None)
     if inside is not None and not stage.recurrent and stage.in_place:
         message = f"{stage.title} keeps what it has seen in place, which a loop over time cannot"
-        yield Problem((), "S237", message, "put it before the stage that asks with a later state")
+        yield Problem((), "S237", message, BEFORE_THE_LOOP)
+    elif inside is not None and isinstance(stage, BlocksStage):
+        message = f"{stage.title} has functions of its own, which a loop over time cannot run"
+        yield Problem((), "S237", message, BEFORE_THE_LOOP)
 
 
 def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:

@@ -109,7 +109,9 @@ class _Run:
         prefix = f"{side.name}.{stage.title}"
         b.scope = prefix
         try:
-            lowered = stage.lower(b, self.value, shape, self.around_of(stage))
+            around = self.around_of(stage)
+            lowered = stage.lower(b, self.value, shape, around)
+            lowered = replace(lowered, value=stage.dropped(b, lowered.value, around))
         except TypeRuleError as error:
             raise LoweringError((self.mismatch(error, i),)) from None
         self.keep(stage, lowered)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from specc.compiler.blocks.roles import FunctionTable, Lowered, Part, Shape, Surroundings
 from specc.compiler.ir import Builder, Graph, TensorType, output_ref
-from specc.compiler.ops.region import Call, Scan, returned
+from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.region import STEP, TRAIN_STEP, Call, Scan, returned
 from specc.compiler.programs import LoweringError
 
 
@@ -107,9 +108,11 @@ class Span:
                 cache = {key: b.input(f"{stage.title}_{key}", type) for key, type in kept}
             b.scope = stage.title
             lowered = stage.lower(b, value, self._shape_of(stage), replace(inside, cache=cache, start=first))
-            value = values[stage.title] = lowered.value
+            value = values[stage.title] = stage.dropped(b, lowered.value, inside)
         outputs = {**{f"next_{key}": ref for key, ref in lowered.state.items()}, "y": value}
-        graph = self.functions.keep(b, (f"{self.side}_step.step",), self.at, outputs)
+        drops = any(isinstance(node.op, Dropout) for node in b.nodes)  # as no step of a line that is written does
+        method = TRAIN_STEP if drops else STEP
+        graph = self.functions.keep(b, (f"{self.side}_step.{method}",), self.at, outputs)
         return graph, tuple(f"{self.side}.{last.title}.{key}" for key in lowered.state)
 
     def _shape_of(self, stage: Part) -> Shape:

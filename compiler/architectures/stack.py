@@ -24,7 +24,6 @@ from specc.compiler.blocks.roles import (
 )
 from specc.compiler.catalog import models
 from specc.compiler.ir import Builder, Dim, Graph, TensorType, TypeRuleError, output_ref
-from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.region import Call, returned
 from specc.compiler.programs import LoweringError
 from specc.compiler.strict import Path, Problem, StrictModel, later
@@ -346,9 +345,7 @@ class Stack:
         b.scope = layer.title
         lowered = layer.lower(b, normed, self.shape, replace(around, cache=cache))
         state |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
-        if around.training and layer.dropout:
-            return b.add("dropped", Dropout(layer.dropout), (lowered.value,))
-        return lowered.value
+        return layer.dropped(b, lowered.value, around)
 
     def _beside(
         self, b: Builder, read: Sequence[str], lanes: Sequence[str], around: Surroundings, kept: Mapping[str, str]

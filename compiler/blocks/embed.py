@@ -7,7 +7,6 @@ from pydantic import Field
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
 from specc.compiler.ir import Builder
-from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.ops.sinusoid import Sinusoid
@@ -41,6 +40,4 @@ class EmbedStage(Stage):
             place = b.add("place", Sinusoid(self.dim, shape.dtype), (around.positions,))
         if self.positions is not None:
             y = b.add("x", Pointwise(("x + place",), ("x", "place")), (y, place))
-        if around.training and self.dropout:
-            y = b.add("dropped", Dropout(self.dropout), (y,))
         return Lowered(y)

@@ -9,7 +9,6 @@ from pydantic import Field
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
 from specc.compiler.ir import Builder, TensorType
-from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.recurrent import GATES, Lstm, LstmCell
 from specc.compiler.ops.sequence import AsStep, Repeat, Reversed, Zeros
 from specc.compiler.strict import Positive
@@ -69,8 +68,6 @@ class LstmStage(Stage):
         y = made = b.add("lstm", op, (x, start["h"], start["c"], *weights))
         if self.directions == "backward":
             y = b.add("y.reversed", Reversed(), (made,))
-        if around.training and self.dropout:
-            y = b.add("dropped", Dropout(self.dropout), (y,))
         return Lowered(y, {"h": f"{made}:1", "c": f"{made}:2"})
 
     def _weights(self, b: Builder, side: str, shape: Shape) -> list[str]:

@@ -9,6 +9,7 @@ from pydantic import Field
 from specc.compiler.blocks.init import Init, constant, formula, value_of
 from specc.compiler.expr import ExprError, parse, variables
 from specc.compiler.ir import Builder, Dim, Graph, TensorType, output_refs
+from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import PartName, Path, Problem, StrictModel
 
@@ -303,6 +304,11 @@ class Part(StrictModel):
     def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
         """Adds the part itself, from x [B, T, D] to its value."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
+
+    def dropped(self, b: Builder, y: str, around: Surroundings) -> str:
+        """Its value `y`, in training with each element dropped with the probability that it calls `dropout`."""
+        share = getattr(self, "dropout", 0.0)
+        return b.add("dropped", Dropout(share), (y,)) if around.training and share else y
 
 
 class Stage(Part):

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced
 
+STEP, TRAIN_STEP = "step", "train_step"  # methods of a loop over time: the second is there where training drops
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 
@@ -81,6 +82,11 @@ class Scan(Op):
     @property
     def arity(self) -> int:
         return 0
+
+    @property
+    def drops(self) -> bool:
+        """Whether its step is one of training alone."""
+        return self.callee.rpartition(".")[2] == TRAIN_STEP
 
     @property
     def output_labels(self) -> tuple[str, ...]:

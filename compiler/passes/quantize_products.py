@@ -297,6 +297,11 @@ class Editor:
 
     def inverse(self, weight: str) -> str:
         leader, width = self.leader(weight), self.types[weight].width
+        for at in self.places:
+            names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
+            if len({self.schemes[name].input_by_feature for name in names}) > 1:
+                message = f"{names[0]} and others that share its input want one scale for it and one for each feature"
+                raise Unfit(message, names, at_once=True)
         return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
 
     def input_bits(self, weight: str) -> Literal[8, 16]:

@@ -62,7 +62,7 @@ class Int8(PerRow):
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         if len(shape) == 1:
             return (Stored("codes", "i32", shape), Stored("scale", "f32", shape))
-        return (*super().stored(shape), Stored("input_scale", "f32", (shape[1] if self._by_feature else 1,)))
+        return (*super().stored(shape), Stored("input_scale", "f32", (shape[1] if self.input_by_feature else 1,)))
 
     def rejects(self, shape: tuple[int, ...]) -> str | None:
         if len(shape) not in (1, 2):
@@ -113,7 +113,7 @@ class Int8(PerRow):
         return self.activation_bits
 
     @property
-    def _by_feature(self) -> bool:
+    def input_by_feature(self) -> bool:
         return self.activations == "per_channel"
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor:
@@ -126,8 +126,8 @@ class Int8(PerRow):
         inputs of 16 bits it is chosen alike, as if they had 8.
         """
         top = float(seen.largest.max())
-        if not self._by_feature or not top:
-            size = len(seen.largest) if self._by_feature else 1
+        if not self.input_by_feature or not top:
+            size = len(seen.largest) if self.input_by_feature else 1
             return seen.largest.new_full((size,), (top or 1.0) / 127).float()
         largest = seen.largest.clamp(min=top * QUIETEST)
         choices = [top ** (1 - a) * largest**a / 127 for a in EXPONENTS]
@@ -198,7 +198,7 @@ class Int8(PerRow):
         if len(shape) == 1:
             return 5 * shape[0]
         codes, *others = self.stored(shape)
-        bits = normal_bits(self.normal_clip(shape[1]), self.top) * (1.0 if self._by_feature else 1.02)
+        bits = normal_bits(self.normal_clip(shape[1]), self.top) * (1.0 if self.input_by_feature else 1.02)
         return math.ceil(codes.bytes * bits / 8) + sum(stored.bytes for stored in others)
 
 

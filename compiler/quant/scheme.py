@@ -122,6 +122,11 @@ class Scheme(StrictModel):
         """Bits of the input that a weight is multiplied by, where the scheme rounds inputs."""
         return 8
 
+    @property
+    def input_by_feature(self) -> bool:
+        """Whether `input_scale` is one number a feature, [K]; all weights that share an input have to agree."""
+        return False
+
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
         """As `quantize`, for a scheme that may ask for more than a Hessian."""
         return self.quantize(weight, seen.hessian)

@@ -33,6 +33,8 @@ _LETTERS = np.array([VARIABLES.index(letter) for letter in "sincostanxyzhijk"])
 _A = np.array([a for a in range(-9, 9) if a])
 _B = np.array([b for b in range(-32, 32) if b])
 _LARGEST_A, _LARGEST_B = 9, 32
+_DRAWN_A, _DRAWN_B = ({*numbers.tolist()} for numbers in (_A, _B))
+_OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})  # of `outer`, by binomials
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,16 +258,22 @@ _PRODUCT = re.compile(rf"{_TIMES}(V\*\*2|V\*F|F\*V|F\*\*2|F\*F)")
 def parse(factors: Iterable[str]) -> Lines:
     """The coefficients of left sides, such as `4*(3*sin(k)-17)*sin(k)`.
 
-    Raises DataError for a text that is no product of the task: another form, or a number that is never drawn.
+    Raises DataError for a text that is no product of the task: one that is printed in another form, or a number that is
+    never drawn.
     """
-    read = [_parsed(text) for text in factors]
+    texts = list(factors)
+    read = [_parsed(text) for text in texts]
     variable, function, outer = (np.array([one[i] for one in read], np.int64) for i in range(3))
-    return Lines.of(variable, function, outer, np.array([one[3] for one in read], np.int64).reshape(-1, 2, 2))
+    lines = Lines.of(variable, function, outer, np.array([one[3] for one in read], np.int64).reshape(-1, 2, 2))
+    for text, row in zip(texts, lines.factors(), strict=True):
+        if (printed := row[row != 0].tobytes().decode("ascii")) != text:
+            raise DataError(f"{text!r} is not in the form of the task", f"there it is {printed}")
+    return lines
 
 
 def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
     bad = DataError(f"{text!r} is no product of two linear forms", "e.g. (7-3*z)*(-5*z-9), 3*x*(x+7) or -9*s**2")
-    if (found := _V.search(text)) is None:
+    if (found := _V.search(text)) is None or "V" in text:
         raise bad
     plain = text.replace(found[0], "V")
     product = _PRODUCT.fullmatch(_FORM.sub("F", plain))
@@ -275,12 +283,11 @@ def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
     for times, constant, leading, last in _FORM.findall(plain):
         forms.append((_factor(times if constant else last), int(constant or leading)))
     forms = forms * 2 if product[2] == "F**2" else forms
-    forms += [(1, 0)] * (2 - len(forms))
     outer = _factor(product[1])
-    small = all(0 < abs(a) <= _LARGEST_A and abs(b) <= _LARGEST_B for a, b in forms)
-    if not small or not 0 < abs(outer) <= _LARGEST_A**2 or (outer != 1 and all(b for _, b in forms)):
+    if not all(a in _DRAWN_A and b in _DRAWN_B for a, b in forms) or outer not in _OUTERS[len(forms)]:
         raise bad
-    return VARIABLES.index(found[2] or found[3]), FUNCTIONS.index(found[1] or ""), outer, forms[:2]
+    forms += [(1, 0)] * (2 - len(forms))
+    return VARIABLES.index(found[2] or found[3]), FUNCTIONS.index(found[1] or ""), outer, forms
 
 
 def _factor(text: str) -> int:

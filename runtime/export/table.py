@@ -17,6 +17,7 @@ from specc.compiler.quant.scheme import NUMPY_TYPES, Scheme, Stored
 from specc.runtime.errors import IntegrityError
 
 Array = npt.NDArray[Any]
+AGAIN = "quantize the run again"  # what to do about arrays that do not fit
 ROWS, COLUMNS = "rows", "columns"  # what lies together in memory: the last axis, or the first
 
 
@@ -80,7 +81,7 @@ def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
                 raise ValueError(f"{name}, {suffix} twice")
             found[entry.key] = entry
     except (ValueError, TypeError, RecursionError) as error:
-        raise IntegrityError("its table of arrays cannot be read", "quantize the run again") from error
+        raise IntegrityError("its table of arrays cannot be read", AGAIN) from error
     return found
 
 
@@ -91,15 +92,15 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Sequence[tupl
     for key in [*wanted, *table]:
         what = f"{key[0]}, {key[1]}"
         if key not in table:
-            raise IntegrityError(f"{what} is not in the file", "quantize the run again")
+            raise IntegrityError(f"{what} is not in the file", AGAIN)
         if key not in wanted:
-            raise IntegrityError(f"{what} is in the file, and its spec has no such array", "quantize the run again")
+            raise IntegrityError(f"{what} is in the file, and its spec has no such array", AGAIN)
         entry, stored = table[key], wanted[key]
         shape = f"{stored.dtype}[{','.join(map(str, stored.shape))}]"
         if entry.words != shape:
-            raise IntegrityError(f"{what} is {entry.words} in the file but {shape} in the model")
+            raise IntegrityError(f"{what} is {entry.words} in the file but {shape} in the model", AGAIN)
         if entry.order != ROWS:
-            raise IntegrityError(f"{what} is stored by {entry.order}, and is read by {ROWS}")
+            raise IntegrityError(f"{what} is stored by {entry.order}, and is read by {ROWS}", AGAIN)
 
 
 def require_values(table: Mapping[tuple[str, str], Entry], tensors: Mapping[str, Mapping[str, Array]]) -> None:

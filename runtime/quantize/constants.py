@@ -9,7 +9,7 @@ from specc.compiler.ops.quantized import padded
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.quant.int8 import steps
 from specc.runtime.errors import IntegrityError
-from specc.runtime.export.table import entries
+from specc.runtime.export.table import AGAIN, entries
 from specc.runtime.load import Loaded
 from specc.runtime.quantize.stored import require_product
 from specc.runtime.quantize.tensors import Array, QuantizedModel
@@ -31,10 +31,8 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
         require_product(source, table, (n, k))
         shared = stored.tensors[source.leader]["input_scale"]
         if weight["input_scale"].tobytes() != shared.tobytes():
-            raise IntegrityError(
-                f"{source.node}: {source.weight} and {source.leader} share an input, but scale "
-                f"{_first_difference(weight['input_scale'], shared)}"
-            )
+            said = f"share an input, but scale {_first_difference(weight['input_scale'], shared)}"
+            raise IntegrityError(f"{source.node}: {source.weight} and {source.leader} {said}", AGAIN)
         scale = steps(weight)
         codes = torch.zeros(padded(n), padded(k), dtype=torch.int8)
         codes[:n, :k] = torch.from_numpy(weight["codes"].copy())
@@ -43,7 +41,7 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
             bias = stored.tensors[source.bias]
             if bias["scale"].tobytes() != scale.numpy().tobytes():
                 message = f"{source.node}: {source.bias} was made for other scales than those of {source.weight}"
-                raise IntegrityError(message, "quantize the run again")
+                raise IntegrityError(message, AGAIN)
             offset[:n] = torch.from_numpy(bias["codes"].copy())
         if stored.schemes[source.weight].input_bits == 16 and not source.made:
             made[f"{source.weight}_zeros"] = torch.zeros_like(offset)
@@ -68,7 +66,8 @@ def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
     """Copies `tensors` into the constants of a module. Raises IntegrityError where names, shapes or dtypes differ."""
     found = dict(loaded.model.named_buffers())
     if odd := sorted(found.keys() ^ tensors.keys()):
-        raise IntegrityError(f"{len(odd)} constants have a place or a value, not both: {', '.join(odd[:5])}")
+        message = f"{len(odd)} constants have a place or a value, not both: {', '.join(odd[:5])}"
+        raise IntegrityError(message, AGAIN)
     for name, buffer in found.items():
         have, want = tensors[name], (buffer.dtype, buffer.shape)
         if (have.dtype, have.shape) != want:

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from specc.compiler.passes.quantize_products import Source
 from specc.runtime.errors import IntegrityError
-from specc.runtime.export.table import ROWS, Entry, require_layout, unpacked
+from specc.runtime.export.table import AGAIN, ROWS, Entry, require_layout, unpacked
 from specc.runtime.quantize.tensors import Layout
 
 Table = Mapping[tuple[str, str], Entry]
-AGAIN = "quantize the run again"
 
 
 def require_products(
@@ -32,7 +31,7 @@ def require_product(source: Source, table: Table, extent: tuple[int, int]) -> No
         _entry(source, source.weight, suffix, table) for suffix in ("codes", "scale", "input_scale")
     )
     if codes.dtype != "i8":
-        raise IntegrityError(f"{node}: the weight is stored as {codes.dtype}, and its product reads i8")
+        raise IntegrityError(f"{node}: the weight is stored as {codes.dtype}, and its product reads i8", AGAIN)
     if codes.shape != (n, k):
         transposed = ": it is stored transposed" if codes.shape == (k, n) else ""
         if len(codes.shape) != 2 or codes.shape[1] != k:

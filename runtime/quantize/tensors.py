@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specc.compiler.quant.scheme import Scheme, SchemeError, Seen, Stored
 from specc.runtime.errors import IntegrityError, QuantizeError
+from specc.runtime.export.table import AGAIN
 
 Array = npt.NDArray[Any]
 Layout = tuple[tuple[str, Stored], ...]
@@ -73,13 +74,13 @@ def dequantized(model: QuantizedModel) -> dict[str, Tensor]:
     """
     if not set(model.schemes) == set(model.shapes) == set(model.tensors):
         odd = sorted(set(model.schemes) ^ set(model.tensors) | set(model.schemes) ^ set(model.shapes))
-        raise IntegrityError(f"stored parameters differ from the spec's: {', '.join(odd[:5])}")
+        raise IntegrityError(f"stored parameters differ from the spec's: {', '.join(odd[:5])}", AGAIN)
     params: dict[str, Tensor] = {}
     for name, scheme in model.schemes.items():
         try:
             params[name] = scheme.dequantize(model.tensors[name], model.shapes[name])
         except SchemeError as error:
-            raise IntegrityError(f"{name}: {error}") from error
+            raise IntegrityError(f"{name}: {error}", AGAIN) from error
     return params
 
 

@@ -104,6 +104,17 @@ def test_what_is_to_be_kept_is_said_so_that_it_can_be_done() -> None:
     assert by_default.path == ("quant", "default") and by_default.hint.startswith("add a rule")
 
 
+def test_weights_that_share_an_input_scale_it_alike() -> None:
+    """Those of other blocks have an input of their own."""
+    by_feature = {"scheme": "int8", "activations": "per_channel"}
+    keep = {"match": "embed.token", **NONE}
+    problem = problem_of(keep, {"match": "blocks.*.attention.v", **by_feature}, default={"scheme": "int8"})
+    wanted = "blocks.0.attention.q and others that share its input want one scale for it and one for each feature"
+    assert (problem.code, problem.path, problem.message) == ("S312", ("quant", "rules", 1), wanted)
+    assert '{match: "blocks.*.attention.{q,k,v}", ...}' in problem.hint
+    assert deployed({"match": "blocks.0.attention.{q,k,v}", **by_feature}).programs
+
+
 def test_a_weight_that_is_kept_stays_a_product_of_floats() -> None:
     block = deployed({"match": "blocks.*.mlp.down", **NONE}).function("block.forward")
     assert not isinstance(block.by_name["mlp.down"].op, Int8Linear)

@@ -234,7 +234,8 @@ def test_what_it_refuses(arguments: list[str], code: int, message: str, capsys: 
 
 
 def test_rows_of_two_processes(spec_file: Path) -> None:
-    words = ["bench", str(spec_file), "--target", "cpu", "--only", "table", "--gpus", "2", "--steps", "3", "--json"]
+    """On the target that one process chooses too, here the spec's only one."""
+    words = ["bench", str(spec_file), "--only", "table", "--gpus", "2", "--steps", "3", "--json"]
     code = "import sys; from specc.compiler.cli import run; sys.exit(run(sys.argv[1:]))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -140,11 +140,39 @@ def test_what_is_printed_is_read_back(a: int, b: int, c: int, d: int, function: 
         "(x+40)*(x+1)",
         "(x+1)**3",
         "x*(3+x)",
+        "(x+0)*(x+1)",
+        "(x+1)*V",
+        "V**2",
+        "x*x",
+        f"({10**40}*x+1)*(x+2)",
+        "(9*x+1)*(x+2)",  # a is at most 8, and b at most 31
+        "(x+32)*(x+1)",
+        "9*x*(x+1)",
+        "10*x*(x+1)",
+        "82*x**2",
     ],
 )
 def test_what_is_no_product_is_refused(text: str) -> None:
     with pytest.raises(DataError, match="is no product of two linear forms"):
-        parse([text])
+        parse(["x**2", text])
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("(x+2)*(x+1)", "(x+1)*(x+2)"),
+        ("(x+1)*x", "x*(x+1)"),
+        ("(x+1)*(x+1)", "(x+1)**2"),
+        ("1*x**2", "x**2"),
+        ("(x+01)*(x+2)", "(x+1)*(x+2)"),
+        ("(-1*x+1)*(x+2)", "(1-x)*(x+2)"),
+    ],
+)
+def test_a_product_in_another_form_is_refused(text: str, printed: str) -> None:
+    assert parse([printed]).texts()[0].startswith(f"{printed}=")
+    with pytest.raises(DataError, match="is not in the form of the task") as raised:
+        parse([printed, text])
+    assert raised.value.hint == f"there it is {printed}"
 
 
 def test_splits_are_apart_from_the_training_set() -> None:

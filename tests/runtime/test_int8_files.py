@@ -192,6 +192,7 @@ def test_a_file_that_was_changed_and_sealed_anew_is_refused(what: str, tmp_path:
     with pytest.raises(IntegrityError, match=message) as raised:
         open_model(path, "cpu", "cpu")
     assert raised.value.message.startswith(f"{path}: ") and raised.value.exit_code == 5
+    assert raised.value.hint == table.AGAIN
 
 
 def test_a_square_weight_that_was_transposed_is_refused(tmp_path: Path) -> None:
@@ -213,8 +214,9 @@ def test_a_weight_column_by_column_is_refused(tmp_path: Path) -> None:
         (unknown, "is stored by [?], and is read by rows"),
     ):
         path = sealed(tmp_path / "m.specc", arrays(), table.packed(changed.values()))
-        with pytest.raises(IntegrityError, match=message):
+        with pytest.raises(IntegrityError, match=message) as raised:
             read_verified(path)
+        assert raised.value.hint == table.AGAIN
 
 
 def test_a_file_without_its_table_is_refused(tmp_path: Path) -> None:

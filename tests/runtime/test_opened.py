@@ -13,11 +13,12 @@ import torch
 from run_samples import add_checkpoint, make_run, one_thread, random_weights, small_spec, write_text
 
 from specc.compiler.build import canonical
+from specc.compiler.targets import TARGETS
 from specc.runtime import opened
 from specc.runtime.data import DataError
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import peek_spec, read_artifact, write_artifact
-from specc.runtime.load import TargetError
+from specc.runtime.load import TargetError, device_for
 from specc.runtime.opened import Deployment, deployment_of, open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.run import Run, RunDirectoryError
@@ -141,8 +142,24 @@ def test_what_is_not_there_is_a_usage_error(run: Run, tmp_path: Path) -> None:
 def test_a_gpu_target_without_a_gpu_is_an_environment_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run = make_run(tmp_path / "run", small_spec("targets=[sm90]", "fuse=[]"), "stdlib")
-    with pytest.raises(EnvironmentFailure, match="needs an NVIDIA GPU"):
+    with pytest.raises(EnvironmentFailure, match="target sm90 needs an NVIDIA GPU"):
         open_model(run.directory, target="sm90")
+
+
+def test_a_device_that_is_not_there_is_told_as_it_was_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_model(run.directory, device="cpu").device.type == "cpu"
+    for name in ("xyz", "meta", "cuda:first"):
+        with pytest.raises(TargetError, match=f"no model runs on a device {name}"):
+            open_model(run.directory, device=name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("cuda", "cuda:0"):
+        with pytest.raises(EnvironmentFailure, match=f"device {name} is an NVIDIA GPU, and torch finds none"):
+            open_model(run.directory, device=name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(EnvironmentFailure, match="there is no device cuda:2: torch finds 2"):
+        device_for(TARGETS["cpu"], "cuda:2")
+    assert device_for(TARGETS["cpu"], "cuda:1").index == 1
 
 
 def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> None:

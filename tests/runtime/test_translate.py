@@ -225,6 +225,14 @@ def test_one_text_is_no_list_of_lines(loaded: Loaded) -> None:
     assert of(loaded).translate(iter(LINES)) == of(loaded).translate(LINES)
 
 
+def test_there_is_one_limit_a_line(loaded: Loaded) -> None:
+    for limits in ([], [3], [3, 3, 3]):
+        with pytest.raises(ValueError, match=f"a limit for each line: {len(limits)} for 2 lines"):
+            of(loaded).translate(["x+1", "x"], limits)
+    assert len(of(loaded).translate(["x+1", "x"], [3, 4])) == 2
+    assert of(loaded).translate([], []) == []
+
+
 def test_a_batch_has_fewer_sources_where_each_has_beams(loaded: Loaded) -> None:
     assert [of(loaded, batch=12, beam=beam).batch for beam in (1, 4, 5, 100)] == [12, 3, 2, 1]
 
