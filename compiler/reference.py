@@ -9,7 +9,7 @@ from specc.compiler.ops.region import Scan
 from specc.compiler.programs import Programs, flatten, scalar_values
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 # Is told of each node, under its full name, what went in and what came out.
@@ -27,12 +27,13 @@ def run(
     import torch
 
     graph = flatten(programs, programs.program(program))
+    dtype = next((tensor.dtype for tensor in params.values() if tensor.is_floating_point()), torch.float64)
     numbers = {
         f"${name}": torch.tensor(value, dtype=torch.float64)
         for name, value in scalar_values(programs.program(program)).items()
     }
     fixed = {**{f"@{name}": tensor for name, tensor in params.items()}, **numbers}
-    return _outputs(programs, graph, inputs, fixed, observe)
+    return _outputs(programs, graph, inputs, fixed, observe, dtype)
 
 
 def _outputs(
@@ -41,12 +42,19 @@ def _outputs(
     inputs: Mapping[str, "Tensor"],
     fixed: Mapping[str, "Tensor"],
     observe: Observe | None,
+    dtype: "dtype",
 ) -> dict[str, "Tensor"]:
-    """The outputs of a flattened graph by label; `fixed` are parameters and numbers."""
+    """The outputs of a flattened graph by label; `fixed` are parameters and numbers. Floats that are made of whole
+    numbers alone, as waves are, have no precision to go on with and get that of `dtype`."""
     values = {**inputs, **fixed}
     for node in graph.nodes:
         given = [values[ref] for ref in node.inputs]
-        made = _loop(programs, node.op, given, fixed, observe) if isinstance(node.op, Scan) else node_value(node, given)
+        if isinstance(node.op, Scan):
+            made = _loop(programs, node.op, given, fixed, observe, dtype)
+        else:
+            made = node_value(node, given)
+        if not any(value.is_floating_point() for value in given):
+            made = tuple(value.to(dtype) if value.is_floating_point() else value for value in made)
         if observe is not None:
             observe(node, given, made)
         values |= zip(node.outputs, made, strict=True)
@@ -59,6 +67,7 @@ def _loop(
     inputs: list["Tensor"],
     fixed: Mapping[str, "Tensor"],
     observe: Observe | None,
+    dtype: "dtype",
 ) -> tuple["Tensor", ...]:
     """A loop over time, step by step."""
     import torch
@@ -70,7 +79,7 @@ def _loop(
     for t in range(stepped[0].shape[1]):
         given = (*carried, *(sequence.narrow(1, t, 1) for sequence in stepped), *others)
         named = {name: value for (name, _), value in zip(step.inputs, given, strict=True)}
-        made = list(_outputs(programs, step, named, fixed, observe).values())
+        made = list(_outputs(programs, step, named, fixed, observe, dtype).values())
         carried = made[: scan.carried]
         rows.append(made[scan.carried :])
     return *carried, *(torch.cat(outputs, 1) for outputs in zip(*rows, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
 Program = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
+
+
+class Batches(Protocol):
+    """Where batches come from, with a place in an order that can be saved."""
+
+    def next(self) -> Batch: ...
+
+    def state(self) -> dict[str, int]: ...
+
+    def restore(self, state: Mapping[str, int]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Feed(Protocol):

@@ -134,7 +134,9 @@ class Loop:
             if trainer.stretch != before:
                 self._say(f"step {trainer.step:,}: from here on {trainer.stretch.words}")
             self._look()
-            commits, validates = self._due(train.checkpoint_every), self._due(train.validate_every)
+            # a run whose scales cannot be measured goes on from there
+            commits = self._due(train.checkpoint_every) or trainer.measures
+            validates = self._due(train.validate_every)
             if (commits or validates) and not self._ended():
                 self._report(trainer.settle())
                 with trainer.paused():

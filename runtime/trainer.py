@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from specc.runtime.data.bits import Sums
 from specc.runtime.distributed import World
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.feed import Batch, Feed, Windows
+from specc.runtime.feed import Batch, Batches, Feed, Windows
 from specc.runtime.log import Step
 from specc.runtime.micro_batches import micro_batches
 from specc.runtime.optim import schedule
@@ -49,18 +49,6 @@ class _Launched:
     numbers: Tensor  # f32 [2]: loss, gradient norm
     arrived: torch.cuda.Event | None
     counted: tuple[int | None, int]  # samples and tokens given so far, these included
-
-
-class Batches(Protocol):
-    """Where batches come from, with a place in an order that can be saved."""
-
-    def next(self) -> Batch: ...
-
-    def state(self) -> dict[str, int]: ...
-
-    def restore(self, state: Mapping[str, int]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Trainer:
@@ -134,6 +122,13 @@ class Trainer:
     def rounds(self) -> bool:
         """Whether the model computes with rounded weights by now."""
         return self.masters.rounds
+
+    @property
+    def measures(self) -> bool:
+        """Whether the coming update begins with measuring what int8 products read."""
+        moment = schedule.moment(self.train, self.step, self.clock.common)
+        begins = self._begins(moment, current(self._run, moment.done))
+        return begins and self._inputs is not None and not self._inputs.measured
 
     @property
     def coming(self) -> int:
@@ -339,14 +334,16 @@ class Trainer:
 
     def _round(self, moment: schedule.Moment, number: int) -> None:
         """Lets the model compute with rounded weights, once the spec says so; `number` is of the coming stretch."""
-        if any(one.phase.rounds for one in self._run):  # weights and what reads them change as one
-            begins = self._run[number].phase.rounds
-        else:
-            begins = self.train.qat is not None and moment.warm_down < self.train.qat.below
-        if begins and self._grids is not None:
+        if self._grids is not None and self._begins(moment, number):
             if self._inputs is not None and not self._inputs.measured:
                 self._inputs.measure(self.masters.tensors)
             self._round_to(self._grids)
+
+    def _begins(self, moment: schedule.Moment, number: int) -> bool:
+        """Whether weights are rounded at a moment in a stretch."""
+        if any(one.phase.rounds for one in self._run):  # weights and what reads them change as one
+            return self._run[number].phase.rounds
+        return self.train.qat is not None and moment.warm_down < self.train.qat.below
 
     def _round_to(self, grids: Mapping[str, Scheme] | None) -> None:
         if self.masters.round_to(grids, self._inputs.shares() if self._inputs is not None else None):

@@ -27,7 +27,13 @@ from specc.runtime.quantize.tensors import QuantizedModel, dequantized
 from specc.runtime.verify import STEPPED, Check, batch_of, not_here, traces
 
 ROWS = (1, 7, 16, 33, 129)
-SHARE = 0.1  # of what int8 itself costs: a number that differs in its last bit can fall to the next code
+SAMPLES = 16
+# Of what int8 itself costs, an RMS over all tokens. A number that differs in its last bit can fall to the next code,
+# and all that its sample computes from there on differs: most samples meet no such tie, and what one costs is no more
+# than other roundings do. Of 180 small models none had more than 0.02 in the middle and 0.2 in all.
+SHARE = 0.1  # of the sample in the middle
+WHOLE_SHARE = 0.5  # of all samples together
+ROUNDING = 1e-5  # nats, of sums in f32
 
 
 def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
@@ -70,7 +76,7 @@ def _tokens(spec: Spec) -> int:
 def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterator[Check]:
     """Scores against the deployed programs' references in float64, with the same codes; and token by token."""
     target, model = loaded.target.name, loaded.model
-    inputs = batch_of(spec, loaded.programs, "score", 4, _tokens(spec), device_of(loaded.target))
+    inputs = batch_of(spec, loaded.programs, "score", SAMPLES, _tokens(spec), device_of(loaded.target))
     own: Any = model
     stored = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     exact = {n: t.detach().cpu() for n, t in stored.items()}
@@ -84,12 +90,18 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
         found = own.score(*inputs.values()).cpu().double()
         stepped = next(STEPPED[program.name] for program in loaded.programs.programs if program.name in STEPPED)
         read, nats = stepped(own, _tokens(spec), *inputs.values())
-    for name, error in (
-        ("score against float64", _rms(found - truth)),
-        ("cached equals uncached", _rms(nats.cpu().double() - truth[:, read])),
+    for name, wrong in (
+        ("score against float64", found - truth),
+        ("cached equals uncached", nats.cpu().double() - truth[:, read]),
     ):
-        detail = f"RMS error {error:.1e} nats; int8 itself costs {cost:.1e}"
-        yield Check(target, f"{name}, deployed", error <= SHARE * cost + 1e-5, detail)
+        detail = f"RMS error {_rms(wrong):.1e} nats, of the middle sample {_middle(wrong):.1e}; int8 costs {cost:.1e}"
+        yield Check(target, f"{name}, deployed", near(wrong, cost), detail)
+
+
+def near(wrong: Tensor, cost: float) -> bool:
+    """Whether the errors [samples, tokens] are those of sound code, where int8 costs an RMS of `cost` beside the
+    floats; never for NaN."""
+    return _middle(wrong) <= SHARE * cost + ROUNDING and _rms(wrong) <= WHOLE_SHARE * cost + ROUNDING
 
 
 def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
@@ -135,3 +147,8 @@ def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
 
 def _rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
+
+
+def _middle(values: Tensor) -> float:
+    """The median over samples, the first dim, of their RMS."""
+    return float(values.square().flatten(1).mean(1).sqrt().median())

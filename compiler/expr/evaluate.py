@@ -91,14 +91,16 @@ def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
     """Evaluates with Torch operations, independently of the printers; differentiable, with Torch's
     subgradients.
 
-    Shapes broadcast. Constants take the dtype and device of the first tensor in `values` (float64 on the
-    CPU if there is none), so float64 values give a float64 reference.
+    Shapes broadcast. Constants take the dtype and device of the first tensor of floats in `values`, else of the
+    first tensor (float64 on the CPU if there is none), so float64 values give a float64 reference, beside sums in
+    whole numbers too.
     """
     import torch
     from torch.nn import functional as F
 
     tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
-    like = tensors[0] if tensors else torch.empty((), dtype=torch.float64)
+    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+    like = [*floats, *tensors, torch.empty((), dtype=torch.float64)][0]
     functions: dict[str, Callable[..., Tensor]] = {
         "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu,
         "sigmoid": torch.sigmoid, "tanh": torch.tanh, "exp": torch.exp, "log": torch.log, "sqrt": torch.sqrt,

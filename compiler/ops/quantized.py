@@ -191,6 +191,26 @@ class CropColumns(Moves):
 
 
 @dataclass(frozen=True, slots=True)
+class RowByRow(Moves):
+    """The same values, row by row in memory; a copy only where they are not yet."""
+
+    name: ClassVar[str] = "row_by_row"
+    keeps_features: ClassVar[bool] = True
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (inputs[0],)
+
+    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
+        return f"{operand(args[0])}.contiguous()"
+
+    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+        return Traced("contiguous", (Input(0),))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0]
+
+
+@dataclass(frozen=True, slots=True)
 class TimeMajor(Moves):
     """[B, T, D] as [T, B, D], row by row in memory, `backward` in time; with `back`, a view of such a value as
     [B, T, D]."""

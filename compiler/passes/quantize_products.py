@@ -8,10 +8,10 @@ from specc.compiler import quant
 from specc.compiler.blocks.init import constant
 from specc.compiler.catalog import catalog
 from specc.compiler.ir import Graph, Node, Op, TensorType, TypeRuleError, node_of, walk
-from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, padded
+from specc.compiler.ops.quantized import QuantizeRows, padded
 from specc.compiler.ops.region import Call, Scan
 from specc.compiler.passes.assign_quant import Allocation, keeping, pattern_of, stated
+from specc.compiler.passes.finish_products import finished, told_apart, without_unread
 from specc.compiler.programs import LoweringError, Parameter, Programs
 from specc.compiler.quant.int8_form import Factor, Int8Form
 from specc.compiler.spec import QuantSpec
@@ -123,11 +123,12 @@ def quantize_products(programs: Programs, quant: QuantSpec, schemes: Allocation)
     problems += _left_over(changed, places, quant, schemes)
     if problems:
         raise LoweringError(tuple(dict.fromkeys(problems)))  # programs share code
+    told = {graph.name: graph for graph in told_apart(changed.values())}
     return replace(
         deployed,
         params=(*kept, *added.values()),
-        functions=(*(changed[graph.name] for graph in deployed.functions), *made.values()),
-        programs=tuple(changed[graph.name] for graph in deployed.programs),
+        functions=(*(told[graph.name] for graph in deployed.functions), *made.values()),
+        programs=tuple(told[graph.name] for graph in deployed.programs),
     )
 
 
@@ -249,12 +250,14 @@ class Editor:
             nodes += self.new.get(node.name, [])
             if node.name not in self.gone:
                 nodes.append(node)
+        outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
+        nodes = [replace(node, inputs=tuple(map(self._name, node.inputs))) for node in nodes]
+        made = {node.name for group in self.new.values() for node in group}
+        nodes = without_unread(nodes, [ref for _, ref in outputs], made)
         read = {ref for node in nodes for ref in node.inputs}
         params = tuple(entry for entry in self.graph.params if f"@{entry[0]}" in read)
         params += tuple(self.added.items())
-        outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
-        named = tuple(replace(node, inputs=tuple(map(self._name, node.inputs))) for node in nodes)
-        return _requantized(replace(self.graph, nodes=named, params=params, outputs=outputs))
+        return finished(replace(self.graph, nodes=tuple(nodes), params=params, outputs=outputs))
 
     def _full(self, refs: Iterable[str]) -> list[str]:
         """The names of those of `refs` that are parameters, wherever the graph runs."""
@@ -348,36 +351,9 @@ class Editor:
             raise TypeRuleError(f"two functions are named {graph.name}")
         return graph.name
 
+    def taken(self, old: Node) -> bool:
+        return old.name in self.gone
+
     def replace(self, old: Node, *refs: str) -> None:
         self.gone.add(old.name)
         self.names |= {a: b for a, b in zip(old.outputs, refs, strict=False) if a != b}
-
-
-def _requantized(graph: Graph) -> Graph:
-    """The graph with every int8 product that only codes are made of writing these codes itself."""
-    for node in graph.nodes:
-        if not isinstance(node.op, QuantizeRows):
-            continue
-        maker = graph.by_name.get(node_of(node.inputs[0]))
-        if maker is None or not isinstance(maker.op, Int8Linear) or graph.uses(maker.name) != 1:
-            continue
-        tail = maker.epilogue
-        assert isinstance(tail, Pointwise)
-        if maker.type.width != node.type.width:
-            continue
-        text = f"({tail.outputs[0]}) * inverse"
-        title = f"{tail.title.rpartition('_')[0]}_i8".lstrip("_")
-        joined = replace(tail, outputs=(text,), variables=(*tail.variables, "inverse"), title=title)
-        made = replace(
-            maker,
-            inputs=(*maker.inputs, node.inputs[1]),
-            types=(replace(node.type),),
-            epilogue=joined,
-            members=(*maker.members, node.name),
-        )
-        nodes = tuple(made if old is maker else old for old in graph.nodes if old is not node)
-        swapped = tuple(
-            replace(old, inputs=tuple(maker.name if ref == node.name else ref for ref in old.inputs)) for old in nodes
-        )
-        return _requantized(replace(graph, nodes=swapped))
-    return graph

@@ -56,8 +56,9 @@ class Int8(PerRow):
     )  # a correction would be a product of floats beside that of whole numbers
 
     def label(self) -> str:
-        wide = "" if self.activation_bits == 8 else f", inputs of {self.activation_bits} bits"
-        return f"int8 products, {self.weights.replace('_', ' ')}{wide}"
+        inputs = [" per channel"] if self.activations == "per_channel" else []
+        inputs += [f" in {self.activation_bits} bits"] if self.activation_bits != 8 else []
+        return f"int8 products, {self.weights.replace('_', ' ')}{', inputs' if inputs else ''}{''.join(inputs)}"
 
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
         if len(shape) == 1:

@@ -60,6 +60,9 @@ class Editing(Protocol):
     def function(self, graph: Graph) -> str:
         """Adds a function, unless an equal one is there; returns its name."""
 
+    def taken(self, old: Node) -> bool:
+        """Whether an old node was taken out."""
+
     def replace(self, old: Node, *refs: str) -> None:
         """Takes an old node out and lets the readers of its outputs read `refs`; none where another took it in."""
 

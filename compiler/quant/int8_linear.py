@@ -93,6 +93,8 @@ def _tail(edit: Editing, last: Node, operands: Mapping[str, str]) -> Node | None
     if graph.uses(last.name) != 1 or not readers or not isinstance(readers[0].op, Pointwise):
         return None
     (tail,) = readers
+    if edit.taken(tail):  # it reads two products, and the other has it
+        return None
     if len(tail.types) != 1 or tail.type.shape != last.type.shape or tail.epilogue is not None:
         return None
     shapes = (last.type.shape, (last.type.width,))
@@ -115,7 +117,7 @@ def _joined(expr: Expr, tail: Node, last: Node, operands: Mapping[str, str]) -> 
         if ref == last.name:
             swap[variable] = expr
             continue
-        name = ref.rpartition(".")[2].lstrip("@").replace(":", "_")
+        name = variable  # its role: what differs only in whose bias it reads is one kernel
         while name in WORDS or any(name == taken and other != ref for other, taken in named.items()):
             name += "_"
         swap[variable] = Var(named.setdefault(ref, name))

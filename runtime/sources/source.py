@@ -15,9 +15,8 @@ from specc.compiler.spec import Spec
 from specc.runtime import sources
 from specc.runtime.data.pairs import Pairs
 from specc.runtime.distributed import World
-from specc.runtime.feed import Feed
+from specc.runtime.feed import Batches, Feed
 from specc.runtime.load import Loaded
-from specc.runtime.trainer import Batches
 from specc.runtime.validation import Validates
 
 

@@ -27,7 +27,7 @@ from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.norm_rope import NormRope, NormRopeGrad
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 from specc.compiler.ops.previous import KeepLast, Previous, PreviousKept, Reset
-from specc.compiler.ops.quantized import CropColumns, Int8Linear, Part, QuantizeRows, TimeMajor
+from specc.compiler.ops.quantized import CropColumns, Int8Linear, Part, QuantizeRows, RowByRow, TimeMajor
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Call, Fused, Scan
 from specc.compiler.ops.rope import Positions, Rope, RopeAngles
@@ -150,6 +150,7 @@ SAMPLES = [
     Sample(QuantizeRows(8, second=True), (X, "f32[8]")),
     Sample(QuantizeRows(16, second=True), (X, "f32[8]")),
     Sample(CropColumns(5), (X,)),
+    Sample(RowByRow(), (X,)),
     Sample(TimeMajor(), (X,)),
     Sample(TimeMajor(backward=True), (X,)),
     Sample(TimeMajor(back=True), (X,)),

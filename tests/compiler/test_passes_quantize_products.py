@@ -5,7 +5,8 @@ from tiny_models import ATTENTION, MLP, spec_data, spec_of
 
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
-from specc.compiler.ops.quantized import Int8Linear, QuantizeRows
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, RowByRow
 from specc.compiler.programs import LoweringError, Programs
 from specc.compiler.strict import Problem
 
@@ -119,3 +120,52 @@ def test_a_weight_that_is_kept_stays_a_product_of_floats() -> None:
     block = deployed({"match": "blocks.*.mlp.down", **NONE}).function("block.forward")
     assert not isinstance(block.by_name["mlp.down"].op, Int8Linear)
     assert block.by_name["mlp.up"].types[0].dtype == "f32"
+
+
+def rewritten(layers: tuple[object, ...], *patterns: str, **words: object) -> Programs:
+    """A model of 16 features with int8 of `patterns` alone."""
+    data = spec_data(layers, fuse=(), dim=16, **words)  # type: ignore[arg-type]
+    data["quant"] = {"default": NONE, "rules": [{"match": match, "scheme": "int8"} for match in patterns]}
+    programs = pipeline.deployed(spec_of(data), "cpu")
+    assert programs is not None
+    return programs
+
+
+def test_what_reads_two_products_joins_one_of_them() -> None:
+    """The first, which reads the other."""
+    gated = {**MLP, "hidden": 32, "act": "silu(gate) * x"}
+    block = rewritten((ATTENTION, gated), "*.mlp.{up,gate}").function("block.forward")
+    up, gate = block.by_name["mlp.up"], block.by_name["mlp.gate"]
+    assert up.members == ("mlp.up", "mlp.act") and up.inputs[4:] == ("mlp.gate",)
+    assert gate.members == ("mlp.gate",) and gate.epilogue is not None and gate.epilogue.outputs == ("p * scale",)  # type: ignore[attr-defined]
+    assert "mlp.act" not in block.by_name
+
+
+def epilogues(programs: Programs) -> dict[str, set[str]]:
+    """The expressions of int8 products by the title that they have."""
+    found: dict[str, set[str]] = {}
+    for node in [node for graph in programs.graphs for node in graph.nodes if isinstance(node.op, Int8Linear)]:
+        assert isinstance(node.epilogue, Pointwise)
+        found.setdefault(node.epilogue.title, set()).update(node.epilogue.outputs)
+    return found
+
+
+def test_float_biases_of_one_role_have_one_kernel() -> None:
+    """And what they join otherwise, as a residual, has another, though both add something."""
+    found = epilogues(rewritten(({**ATTENTION, "bias": True}, {**MLP, "hidden": 32}), "*.{q,k,v,down}"))
+    assert found == {"add_f32": {"p * scale + bias"}, "add_f32_2": {"x_ + p * scale"}}
+
+
+def test_factors_are_told_apart() -> None:
+    half, whole = {**MLP, "hidden": 32, "residual": 0.5}, {**ATTENTION, "residual": 0.25}
+    found = epilogues(rewritten((whole, half), "*.{out,down}"))
+    assert found == {"add_f32": {"x_ + 0.25 * (p * scale)"}, "add_f32_2": {"x_ + 0.5 * (p * scale)"}}
+
+
+def test_only_what_may_be_a_view_is_laid_out_anew() -> None:
+    """The stream that a block is given, not what a product of it wrote."""
+    block = rewritten((ATTENTION, {**MLP, "hidden": 32}), "*.{out,up,down}").function("block.forward")
+    laid = [node for node in block.nodes if isinstance(node.op, RowByRow)]
+    assert [(node.name, node.inputs) for node in laid] == [("attention.out.x_rows", ("x",))]
+    assert block.by_name["attention.out"].inputs[4] == laid[0].name
+    assert block.by_name["mlp.down"].inputs[4] == "attention.out"

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import ATTENTION, MLP, spec_data
@@ -9,6 +10,7 @@ from tiny_models import ATTENTION, MLP, spec_data
 from specc.compiler.build import compile_spec
 from specc.compiler.cli import run
 from specc.compiler.plan_products import product_lines, products
+from specc.compiler.quant.int8 import Int8
 
 SPECS = Path(__file__).parents[2] / "specs"
 
@@ -69,3 +71,19 @@ def test_explain_answers_for_the_nodes_that_are_deployed(capsys: pytest.CaptureF
     assert run(["explain", path, "decoder.lstm.step", "--target", "cpu"]) == 0
     text = capsys.readouterr().out
     assert text.count("int8_lstm_torch (torch)") == 1 and "no fused group" not in text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({}, "int8 products, per channel"),
+        ({"activation_bits": 16}, "int8 products, per channel, inputs in 16 bits"),
+        ({"activations": "per_channel"}, "int8 products, per channel, inputs per channel"),
+        (
+            {"activations": "per_channel", "activation_bits": 16},
+            "int8 products, per channel, inputs per channel in 16 bits",
+        ),
+    ],
+)
+def test_what_a_scheme_is_called_tells_of_its_inputs(inputs: dict[str, Any], words: str) -> None:
+    assert Int8.model_validate(inputs).label() == words

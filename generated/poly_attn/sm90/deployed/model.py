@@ -39,7 +39,7 @@ def quantize_rows_second(x: Tensor, inverse: Tensor, columns: int) -> Tensor:
     """What codes of x [..., K] leave of x * inverse [K], in steps of 1 / 254, as codes i8 [..., columns], halves to
     even; beyond the largest code, and of NaN, nothing. Zeros follow column K."""
     steps = (x.float() * inverse).clamp(-127, 127)
-    codes = ((steps - steps.round()) * 254).round().nan_to_num(0.0).to(torch.int8)
+    codes = ((steps - steps.round()) * 254).round().nan_to_num(0.0).to(torch.int8).contiguous()
     return F.pad(codes, (0, columns - codes.shape[-1]))
 
 
