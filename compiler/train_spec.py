@@ -97,9 +97,9 @@ class QatSpec(StrictModel):
     """Quantization-aware training: once the warm-down has taken the multiplier below `below`, the model computes with
     weights rounded as `quant` will store them, before any promotion; gradients pass as if they were not.
 
-    Where `quant` has products in int8, the scales of their inputs are measured at that moment and kept for the artifact,
-    and with `inputs` the inputs are rounded too, as the deployed model will. Steps are slower then, as recurrences go
-    step by step.
+    Where `quant` has products in int8, the scales of their inputs are measured at that moment and kept for the
+    artifact, and with `inputs` the inputs are rounded too, as the deployed model will. Steps are slower then, as
+    recurrences go step by step.
     """
 
     below: Annotated[float, Field(gt=0, le=1)] = 0.15

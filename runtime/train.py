@@ -159,8 +159,8 @@ def _prepare(
 
 
 def _inputs(run: Run, loaded: Loaded, opened: Opened, schemes: Allocation, world: World) -> InputScales | None:
-    """The scales of what int8 products will read, measured on the data that `specc quantize` calibrates with; None where
-    the run deploys no such products."""
+    """The scales of what int8 products will read, measured on the data that `specc quantize` calibrates with; None
+    where the run deploys no such products."""
     assert run.spec.quant is not None
     wanted, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
     sources = integer_products(programs, schemes)

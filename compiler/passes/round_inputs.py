@@ -28,9 +28,9 @@ SUFFIX = "_rounded"
 
 
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
-    """With quantization-aware training of int8 products' inputs, the programs with one more for each phase that `train.qat`
-    reaches: its training program with each input of an int8 product rounded to the codes that the deployed model will
-    make of it, states of recurrences at every step. Where a decoder is not always fed the truth, what it writes instead
+    """With quantization-aware training of int8 products' inputs, the programs with one more for each phase that
+    `train.qat` reaches: its training program with each input of an int8 product rounded to the codes that the deployed
+    model will make of it, states of recurrences at every step. Where a decoder is not always fed the truth, what it writes instead
     is of such copies too. Their scales are `programs.buffers`.
 
     Weights are the caller's to round. All other specs get back what they gave. Raises LoweringError for a quantization
@@ -155,7 +155,8 @@ class _Copied:
                     f"{loop.name} loops over time with {nodes} inside, and it can do so only in an lstm by itself"
                 )
                 names = [name for _, name in found]
-                hint = f"give qat inputs: false, which rounds weights alone; or {keeping(self._schemes[names[0]], covering(names))}"
+                kept = keeping(self._schemes[names[0]], covering(names))
+                hint = f"give qat inputs: false, which rounds weights alone; or {kept}"
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:
