@@ -30,8 +30,8 @@ SUFFIX = "_rounded"
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
     """With quantization-aware training of int8 products' inputs, the programs with one more for each phase that
     `train.qat` reaches: its training program with each input of an int8 product rounded to the codes that the deployed
-    model will make of it, states of recurrences at every step. Where a decoder is not always fed the truth, what it writes instead
-    is of such copies too. Their scales are `programs.buffers`.
+    model will make of it, states of recurrences at every step. Where a decoder is not always fed the truth, what it
+    writes instead is of such copies too. Their scales are `programs.buffers`.
 
     Weights are the caller's to round. All other specs get back what they gave. Raises LoweringError for a quantization
     with nothing to round, a loop over time that is no LSTM, and for a beginning that no share of the run tells.
