@@ -45,7 +45,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
             path.removesuffix(".padded"),
             *(path.rpartition(".")[0] + "." + word for word in choice.site.label.split(" + ")[1:]),
         ]
-        if node is None or any(_covers(node, member) for member in members):
+        if node in (None, choice.site.label) or any(_covers(node, member) for member in members):
             files = tuple(choice.rendered.files)
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
@@ -69,7 +69,11 @@ def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
     for graph in programs.graphs:
         for node in graph.nodes:
             if not isinstance(node.op, Call | Fused) and plan.choice(graph, node) is None:
-                yield place_pattern(programs, (graph.name,), node.name), node, "the node is in no fused group"
+                yield (
+                    place_pattern(programs, (graph.name,), node.name),
+                    node,
+                    f"in {graph.name} the node is in no fused group",
+                )
     for group in programs.groups:
         for graph in (group.forward, group.backward):
             for node in graph.nodes:

@@ -200,8 +200,10 @@ def locked_kernel(entry: Entry) -> Kernel:
         raise SpeccError(
             f"the lock names kernel {entry.kernel} for {entry.node}, which this compiler does not have", hint
         )
-    if entry.tile is None:
+    if entry.tile is None and kernel.TILE is None:
         return kernel
+    if entry.tile is None:
+        raise SpeccError(f"the lock gives {entry.kernel} no tile for {entry.node}, and it was measured with one", hint)
     if kernel.TILE is None:
         raise SpeccError(f"the lock gives {entry.kernel} a tile for {entry.node}, but it has none", hint)
     known = {field.name for field in fields(kernel.TILE)}

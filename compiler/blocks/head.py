@@ -1,11 +1,18 @@
 """From features to logits."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.roles import Head, Shape
 from specc.compiler.ir import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.strict import PositiveFloat
+
+# Where kernels take tanh of numbers this much smaller than 1, its cancellation shows in the logits; and no logit comes
+# near it.
+Cap = Annotated[float, Field(gt=0, le=1e4)]
 
 
 class LogitHead(Head):
@@ -13,7 +20,7 @@ class LogitHead(Head):
     +-softcap by softcap * tanh(z / softcap). `bias` adds a vector to them."""
 
     tied: bool = True
-    softcap: PositiveFloat | None = None
+    softcap: Cap | None = None
     bias: bool = False
     init: Init | None = None
 

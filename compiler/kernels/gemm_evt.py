@@ -168,6 +168,10 @@ class GemmEvt(Kernel):
         dtype = site.inputs[0].dtype
         if other := next((type.dtype for type in site.node.types if type.dtype != dtype), None):
             return f"writes the dtype that it multiplies, {dtype}; an output is {other}"
+        # Two stages are the fewest that a producer and a consumer can share; 2 bytes a value.
+        if (needed := 4 * self.tile.k * (self.tile.m + self.tile.n)) > site.target.shared_memory:
+            known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
+            return f"has {known}; two stages of {self.tile} take {needed:,}"
         for value in tail_of(site).operands:
             if not value.column and value.type.dtype != dtype:
                 return f"reads tiles of the dtype that it multiplies, {dtype}; it is given {value}"

@@ -88,6 +88,9 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
             if node.name.startswith(f"{scope}.")
         ]
         unknown = [member for member in members if member not in known]
+        if any(f"{scope}.{unknown[0]}" in group.members for group in programs.groups if group.scope == scope):
+            hint = "let one of the two points have it, or make them one"
+            raise _Unmatched("S302", f"{pattern} has {unknown[0]} in another fusion point already", hint)
         raise _Unmatched("S302", f"{pattern} has no node {unknown[0]}", f"its nodes are {_short(known)}")
     for name, scope in fusable:
         programs = _fuse_graph(programs, name, scope, members)

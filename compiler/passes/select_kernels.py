@@ -187,13 +187,18 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
 
 
 def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
-    """The kernel of a lock's entry. Raises SpeccError where it no longer takes the node."""
-    kernel = locked_kernel(entry)
+    """The kernel of a lock's entry. Raises SpeccError, which names the lock, where it no longer takes the node."""
+    file = f"{site.module}.lock.json"
+    try:
+        kernel = locked_kernel(entry)
+    except SpeccError as error:
+        raise SpeccError(f"{file}, {site.target.name}: {error.message}", error.hint) from None
     reason: str | None = dict(rejected).get(kernel.name, "computes something else")
     if any(other.name == kernel.name for other in taking):
         reason = kernel.rejects(site)  # with the tile that was measured
     if reason is not None:
-        raise SpeccError(f"the lock chose {kernel.name} for {entry.node}, which {reason}", MEASURE_AGAIN)
+        told = f"the lock chose {kernel.name} for {entry.node}, which {reason}"
+        raise SpeccError(f"{file}, {site.target.name}: {told}", MEASURE_AGAIN)
     return kernel
 
 

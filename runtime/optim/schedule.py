@@ -92,7 +92,8 @@ def _up(step: int, span: float) -> float:
 
 
 def _down(left: float, span: float, floor: float) -> float:
-    return 1.0 if left >= span else max(left / span, floor)
+    # behind the last update, where a bench goes on, nothing is left
+    return max(left / span, floor) if left < span and span else 1.0
 
 
 def value_at(value: float | Ramp, step: int) -> float:

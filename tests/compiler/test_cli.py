@@ -285,6 +285,9 @@ def test_explain_gives_every_reason(specc: Shell, monkeypatch: pytest.MonkeyPatc
     assert specc("explain", "specs/gpt_mlp35.yaml", "blocks.*.mlp.up", "--target", "cpu") == 0
     assert specc.out.startswith("blocks.*.mlp.up + act on cpu: torch_epilogue (torch)\n")
     assert "  not linear_triton: cpu has no triton\n" in specc.out
+    assert "in block.extend the node is in no fused group" in specc.out
+    assert specc("explain", "specs/gpt_mlp35.yaml", "blocks.*.mlp.up + act", "--target", "cpu") == 0  # as it is printed
+    assert specc.out.startswith("blocks.*.mlp.up + act on cpu: torch_epilogue (torch)\n")
     assert specc("explain", "specs/gpt_mlp35.yaml", "blocks.0.attention.q", "--target", "cpu") == 0
     assert specc.out.startswith("blocks.*.attention.q on cpu: torch (torch)\n")
 

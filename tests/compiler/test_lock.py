@@ -132,6 +132,11 @@ def test_what_was_measured_for_another_node_is_not_taken(spec: Path) -> None:
         ({"kernel": "gone"}, "names kernel gone for blocks.*.mlp.up + act, which this compiler does not have"),
         ({"kernel": "torch", "tile": {"m": 1}}, "gives torch a tile"),
         ({"kernel": "torch", "tile": None}, "chose torch for blocks.*.mlp.up + act, which has an epilogue"),
+        ({"tile": None}, "gives gemm_evt no tile for blocks.*.mlp.up + act, and it was measured with one"),
+        (
+            {"tile": {**GIVEN, "m": 256, "n": 256, "k": 256, "schedule": "Cooperative"}},
+            "which has 232,448 bytes of shared memory on sm90; two stages of 256x256x256, cooperative",
+        ),
         ({"tile": {"m": 64, "warmth": 3}}, "has warmth, which tiles of gemm_evt lack"),
         ({"tile": {"m": 64}}, "is not one of gemm_evt"),
         ({"tile": {**GIVEN, "schedule": "Solo"}}, "schedule"),
@@ -162,6 +167,7 @@ def test_a_lock_that_cannot_be_followed_is_an_error(spec: Path, changed: dict[st
     with pytest.raises(SpeccError) as error:
         compile_spec(spec)
     assert words in error.value.message and "specc tune" in error.value.hint
+    assert error.value.message.startswith(f"{spec.stem}.lock.json, sm90: ")
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,9 @@ def test_all_bad_points_are_told_at_once() -> None:
 
 def test_a_node_is_in_one_group() -> None:
     (problem,) = problems(fuse=(FUSE_MLP, {"blocks.*.mlp": ["up", "act"]}))
-    assert problem.message == "blocks.*.mlp has no node up"
+    assert problem.message == "blocks.*.mlp has up in another fusion point already"
+    (problem,) = problems(fuse=(FUSE_MLP, {"blocks.*.mlp": ["upper", "act"]}))
+    assert problem.message == "blocks.*.mlp has no node upper"
 
 
 def test_a_number_that_differs_by_layer_is_no_tensor() -> None:

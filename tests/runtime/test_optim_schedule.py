@@ -26,7 +26,7 @@ def test_shares_are_steps_of_the_run_that_it_is() -> None:
 
 
 def test_without_warm_up_and_warm_down_it_is_one_throughout() -> None:
-    assert [by_steps(ScheduleSpec(), 3, step) for step in range(4)] == [1, 1, 1, 1]
+    assert [by_steps(ScheduleSpec(), 3, step) for step in range(6)] == [1] * 6  # a bench goes on behind the last
     assert [by_clock(ScheduleSpec(), 3.0, step, float(step)) for step in range(5)] == [1, 1, 1, 1, 1]
 
 
