@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ def _has_gpu() -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT_OUT] = []
+    with suppress(ImportError):  # GPU machines may have no hypothesis, and no test there wants it
+        from hypothesis import HealthCheck, settings
+
+        # how fast examples are drawn and tried is the machine's business
+        settings.register_profile("specc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("specc")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ import torch
 from specc.compiler.build import compile_loaded
 from specc.compiler.check import load
 from specc.compiler.errors import SpeccError
-from specc.compiler.lock import NO_LOCK, Entry, Lock, Machine, site_digest
+from specc.compiler.lock import NO_LOCK, Entry, Lock, Machine, site_digest, tile_data
 from specc.runtime.errors import RunFailure
 from specc.runtime.tune import search
 from specc.runtime.tune.candidates import tuned_choices
@@ -43,7 +43,8 @@ def options(tmp_path: Path, rows: int, machine: Machine = MACHINE, fresh: bool =
     plan = compile_loaded(spec, None, ("sm90",)).plans["sm90"]
     choice = next(one for one in tuned_choices(plan) if "dgrad_mul" in one.rendered.module)
     digest = site_digest(choice.site)
-    entry = Entry(node=choice.site.label, site=digest, kernel="gemm_evt", rows=rows, ms=1.0, floor_ms=0.5)
+    kernel, tile = choice.kernel.name, tile_data(choice.kernel)
+    entry = Entry(node=choice.site.label, site=digest, kernel=kernel, tile=tile, rows=rows, ms=1.0, floor_ms=0.5)
     lock: Lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry, machine)
     return TuneOptions(spec, "sm90", lock, tmp_path / "gpt_mini.lock.json", only=only, fresh=fresh)
 
