@@ -22,6 +22,7 @@ QUANT: dict[str, Any] = {
     "rules": [{"match": "*.{token,positions,norm_weight,norm_bias}", "scheme": "none", "dtype": "f32"}],
 }
 WIDE: dict[str, Any] = {**QUANT, "default": {"scheme": "int8", "activation_bits": 16}}
+BY_FEATURE: dict[str, Any] = {**QUANT, "default": {"scheme": "int8", "activations": "per_channel"}}
 LSTM: dict[str, Any] = {
     "kind": "encoder_decoder",
     "vocab": {"chars": CHARS},

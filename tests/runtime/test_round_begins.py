@@ -1,24 +1,21 @@
 """Where a run begins to round for int8 it measures what products read: all until then is kept, whatever comes of it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from int8_models import BLOCKS, LSTM, QUANT, data_of
+from int8_models import BLOCKS
 from log_lines import read_log
+from round_runs import go
 from run_samples import one_thread
 
-from specc.compiler.check import load
 from specc.runtime import checkpoint
 from specc.runtime.errors import QuantizeError
-from specc.runtime.loop import TrainResult
 from specc.runtime.opened import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.rounding import InputScales
-from specc.runtime.train import TrainOptions, train
 
 WAVES = {
     **BLOCKS,
@@ -31,22 +28,6 @@ WAVES = {
 def single() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def go(folder: Path, model: Any, *overrides: str, **more: Any) -> TrainResult:
-    """A run of 8 steps, the last 4 rounded."""
-    data = data_of(model, {**QUANT, "calibrate": {"sequences": 32, "batch": 16}})
-    data["train"] |= {
-        "data": {"kind": "polynomial", "lines": 200},
-        "steps": 8,
-        "batch": 8,
-        "schedule": {"warmdown_fraction": 1.0},
-        "qat": {"below": 0.6},
-        "optimizers": [{"match": "*", "kind": "adamw", "lr": 0.01}],
-    }
-    data["eval"] = {"metric": "exact_match", "lines": 20, "batch": 20}
-    spec = load(json.dumps(data), overrides)[0]
-    return train(TrainOptions(spec, "cpu", "polynomial", folder, **more), lambda line: None)
 
 
 def committed(folder: Path) -> list[int]:
@@ -66,23 +47,23 @@ def test_what_cannot_be_measured_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(InputScales, "measure", failing)
         with pytest.raises(QuantizeError, match="no scale"):
-            go(tmp_path / "run", LSTM, *alone)
+            go(tmp_path / "run", *alone)
     (begun,) = committed(tmp_path / "run")
-    assert begun in (3, 4)
-    go(tmp_path / "run", LSTM, *alone, resume="auto")
-    whole = go(tmp_path / "whole", LSTM, *alone)
-    mine, other = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 8)) for at in (tmp_path / "run", whole.run))
+    assert begun in (6, 7)
+    go(tmp_path / "run", *alone, resume="auto")
+    whole = go(tmp_path / "whole", *alone)
+    mine, other = (checkpoint.load(checkpoint.path_of(at / "checkpoints", 12)) for at in (tmp_path / "run", whole.run))
     assert all(torch.equal(mine.weights[name], other.weights[name]) for name in other.weights)
-    assert committed(whole.run) == [begun, 8]
+    assert committed(whole.run) == [begun, 12]
 
 
 def test_nothing_more_is_kept_where_nothing_is_measured(tmp_path: Path) -> None:
-    assert committed(go(tmp_path / "run", LSTM, "train.qat=null").run) == [8]
+    assert committed(go(tmp_path / "run", "train.qat=null").run) == [12]
 
 
 def test_positions_that_are_waves_are_trained_for_int8_and_stored(tmp_path: Path) -> None:
     """Their ranges are measured in the weights' precision."""
-    result = go(tmp_path / "run", WAVES)
+    result = go(tmp_path / "run", model=WAVES)
     assert result.complete
     stored = read_verified(quantize(result.run, QuantizeOptions(), lambda line: None).artifact).stored
     assert stored.schemes["decoder.blocks.0.attention.q"].integer
