@@ -181,7 +181,7 @@ def device_of(target: Target) -> str:
     return "cuda" if target.arch else "cpu"
 
 
-def device_for(target: Target, wanted: str | None) -> "torch.device":
+def device_asked_for(target: Target, wanted: str | None) -> "torch.device":
     """The device to run a target's code on: the one asked for, else its own.
 
     Raises TargetError for what is no CPU and no NVIDIA GPU, EnvironmentFailure for a GPU that is not there.

@@ -32,7 +32,7 @@ from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.artifact import read_artifact
 from specc.runtime.export.table import require_values, unpacked
-from specc.runtime.load import Loaded, assign, choose_target, device_for, instantiate
+from specc.runtime.load import Loaded, assign, choose_target, device_asked_for, instantiate
 from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.constants import constants, fill
 from specc.runtime.quantize.stored import require_products
@@ -194,7 +194,7 @@ def opened_run(
 ) -> Opened:
     """As `open_model` of a run, with these weights (f32, by parameter name)."""
     loaded = realize(run.spec, target, device, weights, lock=run.lock)
-    where, places = device_for(loaded.target, device), _places(run, search)
+    where, places = device_asked_for(loaded.target, device), _places(run, search)
     return Opened(run.spec, loaded, "run", run.directory, where, None, run.data, places)
 
 
@@ -218,7 +218,7 @@ def realize(
         loaded = instantiate(spec.at_rest, target, directory, fuse, lock, constants is not None)
         assign(loaded, weights)
         fill(loaded, constants or {})
-        where = device_for(loaded.target, device)
+        where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
             compile_ahead(loaded.directory)  # all of them run, and one after another they would take minutes
         kinds = {p.name: DTYPES[p.dtype] for p in loaded.programs.params if p.dtype in DTYPES}
@@ -374,7 +374,7 @@ def _open_artifact(
         loaded = realize_stored(spec, target, device, found.stored, found.weights)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
-    where = device_for(loaded.target, device)
+    where = device_asked_for(loaded.target, device)
     return Opened(spec, loaded, "artifact", path, where, found.same_code, data, search)
 
 

@@ -18,7 +18,7 @@ from specc.runtime import opened
 from specc.runtime.data import DataError
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.artifact import peek_spec, read_artifact, write_artifact
-from specc.runtime.load import TargetError, device_for
+from specc.runtime.load import TargetError, device_asked_for
 from specc.runtime.opened import Deployment, deployment_of, open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.run import Run, RunDirectoryError
@@ -158,8 +158,8 @@ def test_a_device_that_is_not_there_is_told_as_it_was_named(run: Run, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(EnvironmentFailure, match="there is no device cuda:2: torch finds 2"):
-        device_for(TARGETS["cpu"], "cuda:2")
-    assert device_for(TARGETS["cpu"], "cuda:1").index == 1
+        device_asked_for(TARGETS["cpu"], "cuda:2")
+    assert device_asked_for(TARGETS["cpu"], "cuda:1").index == 1
 
 
 def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> None:
