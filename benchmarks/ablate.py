@@ -1,8 +1,8 @@
 """What each technique of a model is worth: its spec is trained as it is, by several seeds, and with one change at a
 time.
 
-    python benchmarks/ablate.py benchmarks/gpt_golf.yaml --data PACKED --out DIR --target sm90
-    python benchmarks/ablate.py benchmarks/gpt_golf.yaml --out DIR --table
+    python benchmarks/ablate.py benchmarks/gpt_mlp35.yaml --data PACKED --out DIR --target sm90
+    python benchmarks/ablate.py benchmarks/gpt_mlp35.yaml --out DIR --table
 
 A list names the spec, the `--set` texts that all its runs have, the seeds of the whole model and the changes, each a
 name and its `--set` texts; under `quantize`, further ones, each laid over a run when that is quantized: the run of the

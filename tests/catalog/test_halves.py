@@ -68,7 +68,7 @@ def test_gradients_pass_through_both(name: str, fuse: bool, tmp_path: Path) -> N
             torch.testing.assert_close(have, exact, rtol=1e-8, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["gpt_golf", "gpt_mini"])
+@pytest.mark.parametrize("name", ["gpt_mlp35", "gpt_mini"])
 def test_only_a_spec_that_adapts_has_them_and_fx_finds_them(name: str, tmp_path: Path) -> None:
     path = ROOT / "specs" / f"{name}.yaml"
     plain, asking = (load(path, over)[0] for over in ((), ("eval.adapt={kind: ttt}",)))

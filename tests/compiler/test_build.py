@@ -23,9 +23,9 @@ from specc.compiler.programs import LoweringError
 
 ROOT = Path(__file__).parents[2]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
-GOLF = (ROOT / "specs/gpt_mlp35.yaml").read_text()
-BASE = compile_spec(ROOT / "specs/gpt_mlp35.yaml").files
-LOCK = read_lock(ROOT / "specs/gpt_mlp35.lock.json")
+GOLF = (ROOT / "specs/gpt_mlp35_base.yaml").read_text()
+BASE = compile_spec(ROOT / "specs/gpt_mlp35_base.yaml").files
+LOCK = read_lock(ROOT / "specs/gpt_mlp35_base.lock.json")
 
 
 def files_of(text: str) -> Mapping[str, str]:

@@ -141,7 +141,7 @@ def test_a_disk_that_refuses_is_no_bug(here: Path, specc: Shell) -> None:
 
 def test_a_reader_that_leaves_is_no_error() -> None:
     text = "from specc.compiler.cli import main; main()"
-    command = f"{sys.executable} -c '{text}' ir specs/gpt_mlp35.yaml | head -1"
+    command = f"{sys.executable} -c '{text}' ir specs/gpt_mlp35_base.yaml | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -262,7 +262,7 @@ def test_two_specs_of_one_name_do_not_share_a_folder(here: Path, specc: Shell) -
 
 def test_plan_is_short_and_says_the_same_as_json(specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for name, count in (("gpt_mini", 1_017_496), ("gpt_mlp35", 29_374_040), ("gpt2_124m", 123_532_032)):
+    for name, count in (("gpt_mini", 1_017_496), ("gpt_mlp35_base", 29_374_040), ("gpt2_124m", 123_532_032)):
         assert specc("plan", f"specs/{name}.yaml") == 0
         lines = specc.out.splitlines()
         assert len(lines) <= 25
@@ -276,19 +276,20 @@ def test_plan_is_short_and_says_the_same_as_json(specc: Shell, monkeypatch: pyte
 
 def test_explain_gives_every_reason(specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert specc("explain", "specs/gpt_mlp35.yaml", "blocks.3.mlp.down.dgrad", "--target", "sm90", "--json") == 0
+    assert specc("explain", "specs/gpt_mlp35_base.yaml", "blocks.3.mlp.down.dgrad", "--target", "sm90", "--json") == 0
     (row,) = json.loads(specc.out)
     assert row["kernel"] == "gemm_evt (cutlass)"
     assert row["files"] == ["dgrad_mul__n1792_k512.cu", "dgrad_mul__n1792_k512.py"]
     assert {entry["kernel"] for entry in row["rejected"]} == {"linear_triton", "torch", "torch_epilogue"}
     assert all(entry["reason"] for entry in row["rejected"])
-    assert specc("explain", "specs/gpt_mlp35.yaml", "blocks.*.mlp.up", "--target", "cpu") == 0
+    assert specc("explain", "specs/gpt_mlp35_base.yaml", "blocks.*.mlp.up", "--target", "cpu") == 0
     assert specc.out.startswith("blocks.*.mlp.up + act on cpu: torch_epilogue (torch)\n")
     assert "  not linear_triton: cpu has no triton\n" in specc.out
     assert "in block.extend the node is in no fused group" in specc.out
-    assert specc("explain", "specs/gpt_mlp35.yaml", "blocks.*.mlp.up + act", "--target", "cpu") == 0  # as it is printed
+    # as it is printed
+    assert specc("explain", "specs/gpt_mlp35_base.yaml", "blocks.*.mlp.up + act", "--target", "cpu") == 0
     assert specc.out.startswith("blocks.*.mlp.up + act on cpu: torch_epilogue (torch)\n")
-    assert specc("explain", "specs/gpt_mlp35.yaml", "blocks.0.attention.q", "--target", "cpu") == 0
+    assert specc("explain", "specs/gpt_mlp35_base.yaml", "blocks.0.attention.q", "--target", "cpu") == 0
     assert specc.out.startswith("blocks.*.attention.q on cpu: torch (torch)\n")
 
 
@@ -321,19 +322,19 @@ def test_diff_shows_and_counts(here: Path, specc: Shell) -> None:
 
 
 def test_init_keeps_comments_and_refuses_to_overwrite(here: Path, specc: Shell) -> None:
-    shutil.copy(ROOT / "specs/gpt_mlp35.yaml", "specs/gpt_mlp35.yaml")
-    before = Path("specs/gpt_mlp35.yaml").read_text()
-    for name, origin in (("mine", "gpt_mlp35"), ("mine2", "specs/gpt_mlp35.yaml")):
+    shutil.copy(ROOT / "specs/gpt_mlp35_base.yaml", "specs/gpt_mlp35_base.yaml")
+    before = Path("specs/gpt_mlp35_base.yaml").read_text()
+    for name, origin in (("mine", "gpt_mlp35_base"), ("mine2", "specs/gpt_mlp35_base.yaml")):
         assert specc("init", name, "--from", origin) == 0
         assert specc.out == f"wrote specs/{name}.yaml; next: specc plan specs/{name}.yaml\n"
-        assert Path(f"specs/{name}.yaml").read_text() == before.replace("name: gpt_mlp35\n", f"name: {name}\n")
+        assert Path(f"specs/{name}.yaml").read_text() == before.replace("name: gpt_mlp35_base\n", f"name: {name}\n")
     assert specc("init", "mine", "--from", "gpt_mini") == 2
-    assert specc("init", "mine", "--from", "gpt_mlp35") == 2
+    assert specc("init", "mine", "--from", "gpt_mlp35_base") == 2
     assert "specs/mine.yaml exists already" in specc.err
-    assert specc("init", "a/b", "--from", "gpt_mlp35") == 2
+    assert specc("init", "a/b", "--from", "gpt_mlp35_base") == 2
     assert "'a/b' is no model name" in specc.err
     assert sorted(path.name for path in Path("specs").iterdir()) == [
-        "gpt_mlp35.yaml",
+        "gpt_mlp35_base.yaml",
         "mine.yaml",
         "mine2.yaml",
         "tiny.yaml",

@@ -30,14 +30,14 @@ def test_help_imports_little(arguments: list[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["validate", "specs/gpt_mlp35.yaml"],
-        ["plan", "specs/gpt_mlp35.yaml"],
-        ["build", "specs/gpt_mlp35.yaml", "--check"],
+        ["validate", "specs/gpt_mlp35_base.yaml"],
+        ["plan", "specs/gpt_mlp35_base.yaml"],
+        ["build", "specs/gpt_mlp35_base.yaml", "--check"],
         ["build", "--all", "--diff"],
-        ["diff", "specs/gpt_mini.yaml", "specs/gpt_mlp35.yaml"],
+        ["diff", "specs/gpt_mini.yaml", "specs/gpt_mlp35_base.yaml"],
         ["schema"],
-        ["explain", "specs/gpt_mlp35.yaml"],
-        ["ir", "specs/gpt_mlp35.yaml"],
+        ["explain", "specs/gpt_mlp35_base.yaml"],
+        ["ir", "specs/gpt_mlp35_base.yaml"],
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -11,7 +11,7 @@ from specc.compiler.compare import compare
 from specc.compiler.errors import SpecError
 
 SPECS = Path(__file__).parents[2] / "specs"
-GOLF = (SPECS / "gpt_mlp35.yaml").read_text()
+GOLF = (SPECS / "gpt_mlp35_base.yaml").read_text()
 
 
 def compared(tmp_path: Path, *changes: tuple[str, str]) -> tuple[tuple[str, ...], str]:
@@ -21,8 +21,8 @@ def compared(tmp_path: Path, *changes: tuple[str, str]) -> tuple[tuple[str, ...]
         text = text.replace(before, after)
     path = tmp_path / "other.yaml"
     path.write_text(text)
-    shutil.copy(SPECS / "gpt_mlp35.lock.json", tmp_path)
-    return compare(SPECS / "gpt_mlp35.yaml", path)
+    shutil.copy(SPECS / "gpt_mlp35_base.lock.json", tmp_path)
+    return compare(SPECS / "gpt_mlp35_base.yaml", path)
 
 
 def heads(text: str) -> list[tuple[str, str]]:
@@ -40,7 +40,7 @@ def test_equal_specs_have_no_diff(tmp_path: Path) -> None:
 def test_kernels_are_paired_by_node(tmp_path: Path) -> None:
     summary, text = compared(tmp_path, ("leaky_relu(x, 0.5) ** 2", "relu(x) ** 2"))
     assert heads(text) == [
-        (str(SPECS / "gpt_mlp35.yaml"), str(tmp_path / "other.yaml")),
+        (str(SPECS / "gpt_mlp35_base.yaml"), str(tmp_path / "other.yaml")),
         ("a/PLAN.md", "b/PLAN.md"),
         ("a/cpu/dgrad_mul__n1792_k512.py", "b/cpu/dgrad_mul_sqrt__n1792_k512.py"),
         ("a/cpu/linear_leaky_relu2__n1792_k512.py", "b/cpu/linear_relu2__n1792_k512.py"),
@@ -54,7 +54,7 @@ def test_kernels_are_paired_by_node(tmp_path: Path) -> None:
     was = "-    slope = torch.where(x > 0, 2.0 * x, 0.5 * x)\n-    return 0.5 * slope * x, slope\n"
     assert f"{was}+    return F.relu(x) ** 2\n" in text
     assert summary[:4] == (
-        "gpt_mlp35 -> gpt_mlp35",
+        "gpt_mlp35_base -> gpt_mlp35_base",
         "parameters   29,374,040 -> 29,374,040 (+0)",
         summary[2],
         "changed      PLAN.md, cpu/model.py, sm90/model.py",
@@ -64,14 +64,14 @@ def test_kernels_are_paired_by_node(tmp_path: Path) -> None:
 
 
 def test_a_kernel_in_another_language_is_removed_and_added(tmp_path: Path) -> None:
-    lock = json.loads((SPECS / "gpt_mlp35.lock.json").read_text())
+    lock = json.loads((SPECS / "gpt_mlp35_base.lock.json").read_text())
     entry = lock["targets"]["sm90"]["kernels"]["linear_leaky_relu2__n1792_k512"]
     tile = {"m": 128, "n": 128, "k": 64, "warps": 4, "stages": 3, "resident": 2}
     entry |= {"kernel": "linear_triton", "tile": tile}
     path = tmp_path / "other.yaml"
     path.write_text(GOLF)
-    (tmp_path / "gpt_mlp35.lock.json").write_text(json.dumps(lock))
-    summary, text = compare(SPECS / "gpt_mlp35.yaml", path)
+    (tmp_path / "gpt_mlp35_base.lock.json").write_text(json.dumps(lock))
+    summary, text = compare(SPECS / "gpt_mlp35_base.yaml", path)
     words = {line.partition(" ")[0]: line for line in summary}
     assert words["removed"] == "removed      sm90/linear_leaky_relu2__n1792_k512.cu"
     assert words["changed"] == "changed      PLAN.md, sm90/linear_leaky_relu2__n1792_k512.py"
@@ -89,13 +89,14 @@ def test_a_gate_adds_kernels_and_replaces_others(tmp_path: Path) -> None:
 
 def test_a_learning_rate_is_in_the_spec_diff_alone(tmp_path: Path) -> None:
     summary, text = compared(tmp_path, ("lr: 0.035", "lr: 0.034"))
-    assert heads(text) == [(str(SPECS / "gpt_mlp35.yaml"), str(tmp_path / "other.yaml"))]
+    assert heads(text) == [(str(SPECS / "gpt_mlp35_base.yaml"), str(tmp_path / "other.yaml"))]
     assert summary[-1] == "changed      nothing"
 
 
 def test_another_width_renames_every_kernel_and_adds_none(tmp_path: Path) -> None:
     summary, _ = compared(tmp_path, ("ratio: 3.5", "ratio: 4"))
-    assert [line.partition(" ")[0] for line in summary] == ["gpt_mlp35", "parameters", "FLOP", "changed", "replaced"]
+    words = ["gpt_mlp35_base", "parameters", "FLOP", "changed", "replaced"]
+    assert [line.partition(" ")[0] for line in summary] == words
     assert summary[-1].count(" -> ") == 6
 
 

@@ -21,7 +21,7 @@ def test_a_token_of_gpt2_costs_797_8_megaflop_forward_and_backward() -> None:
     assert 3 * forward / 1e6 == pytest.approx(797.8, abs=0.1)
 
 
-@pytest.mark.parametrize(("name", "padding"), [("gpt_mini", 63 * 128), ("gpt_mlp35", 0), ("gpt2_124m", 47 * 768)])
+@pytest.mark.parametrize(("name", "padding"), [("gpt_mini", 63 * 128), ("gpt_mlp35_base", 0), ("gpt2_124m", 47 * 768)])
 def test_fusing_costs_the_same_but_for_padding(name: str, padding: int) -> None:
     spec, _ = load(SPECS / f"{name}.yaml")
     before, after = (flops_per_token(pipeline.run(spec, "cpu", until), 64) for until in ("lower", "fuse"))

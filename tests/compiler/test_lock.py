@@ -203,7 +203,7 @@ def test_a_tile_that_no_search_could_have_found_is_an_error(
     assert words in error.value.message and "specc tune" in error.value.hint
 
 
-@pytest.mark.parametrize("name", ["gpt2_124m", "gpt_golf", "gpt_mini", "gpt_mlp35"])
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt_mlp35", "gpt_mini", "gpt_mlp35_base"])
 def test_every_tile_that_a_search_tries_may_stand_in_a_lock(name: str) -> None:
     for plan in compile_spec(ROOT / f"specs/{name}.yaml", (), ("sm90",)).plans.values():
         for choice in plan.choices:
@@ -274,7 +274,7 @@ def test_entries_that_apply_to_no_node_are_told(spec: Path, capsys: pytest.Captu
     assert f"sm90 {forward.rendered.module}" in changed.lock_use.idle
 
 
-@pytest.mark.parametrize("name", ["gpt2_124m", "gpt_mlp35"])
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt_mlp35_base"])
 def test_every_entry_of_a_committed_lock_applies(name: str) -> None:
     found = compile_spec(ROOT / f"specs/{name}.yaml").lock_use
     assert found.entries > 5 and not found.idle

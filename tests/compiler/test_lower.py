@@ -83,8 +83,8 @@ attention_k: f32[B,S,1,4], attention_v: f32[B,S,1,4]) {
 
 COUNTS = {
     "gpt_mini": 1_017_496,
-    "gpt_golf": 29_951_068,
-    "gpt_mlp35": 29_374_040,
+    "gpt_mlp35": 29_951_068,
+    "gpt_mlp35_base": 29_374_040,
     "gpt2_124m": 123_532_032,
     "poly_lstm": 3_725_472,
     "poly_attn": 405_215,
@@ -100,7 +100,7 @@ def test_the_specs_have_the_parameters_that_they_should(name: str) -> None:
 
 
 def test_the_parameters_of_the_golf_model() -> None:
-    table = {param.name: param.shape for param in of_spec("gpt_mlp35").params}
+    table = {param.name: param.shape for param in of_spec("gpt_mlp35_base").params}
     block = {
         "attention.q": (512, 512),
         "attention.k": (256, 512),
@@ -135,7 +135,7 @@ def test_a_target_sets_the_dtype() -> None:
 
 
 def test_equal_blocks_share_a_function_and_skipping_ones_have_another() -> None:
-    train = of_spec("gpt_mlp35").program("train")
+    train = of_spec("gpt_mlp35_base").program("train")
     calls = [node for node in train.nodes if isinstance(node.op, Call)]
     assert [node.op.callee for node in calls if isinstance(node.op, Call)] == [
         *["block.forward"] * 5,

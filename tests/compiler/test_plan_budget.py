@@ -8,7 +8,7 @@ from specc.compiler.build import compile_spec
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.plan_page import first_programs, summary
 
-GOLF = Path(__file__).parents[2] / "specs" / "gpt_golf.yaml"
+GOLF = Path(__file__).parents[2] / "specs" / "gpt_mlp35.yaml"
 GATED = "model.blocks.layers.1.act=silu(gate) * x"
 SMALL = ("targets=[cpu]", "model.dim=128", "model.blocks.count=4", "model.blocks.layers.0.values.layers=[2, 3]")
 
@@ -50,7 +50,7 @@ def test_what_a_rule_keeps_from_it_is_named_first() -> None:
 
 
 def test_the_gate_of_an_mlp_is_as_its_other_matrices() -> None:
-    """gpt_golf keeps the gate of its smearing, a vector, and of either form."""
+    """gpt_mlp35 keeps the gate of its smearing, a vector, and of either form."""
     built = compile_spec(GOLF, (*SMALL, GATED))
     storage = {param.name: param.storage for param in first_programs(built.plans).params}
     assert storage["blocks.0.mlp.gate"] == storage["blocks.0.mlp.up"] == "int5"

@@ -114,9 +114,9 @@ def test_the_manifest_lists_every_file(path: Path) -> None:
 
 PLANS = {
     "gpt2_124m": ("123,532,032 parameters", 797.8),
-    "gpt_golf": ("29,951,068 parameters", 245.9),
+    "gpt_mlp35": ("29,951,068 parameters", 245.9),
     "gpt_golf_sp8192": ("35,944,536 parameters", 426.3),
-    "gpt_mlp35": ("29,374,040 parameters", 245.4),
+    "gpt_mlp35_base": ("29,374,040 parameters", 245.4),
     "gpt_mini": ("1,017,496 parameters", 7.3),
     "poly_transformer": ("4,758,528 parameters", 29.1),
     "poly_lstm": ("3,725,472 parameters", 19.9),
@@ -140,7 +140,7 @@ def test_the_plan_page_counts_right(name: str) -> None:
 
 
 def test_the_plan_page_names_the_kernels_of_the_golf_model() -> None:
-    text = (GENERATED / "gpt_mlp35/PLAN.md").read_text()
+    text = (GENERATED / "gpt_mlp35_base/PLAN.md").read_text()
     hopper = text[text.index("## sm90") : text.index("## cpu")]
     forward = "| linear, `0.5 * slope * x`, also slope | linear_leaky_relu2__n1792_k512.cu (cutlass) |"
     assert f"| blocks.*.mlp.up + act {forward}" in hopper

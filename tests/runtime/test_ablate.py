@@ -64,7 +64,7 @@ def test_every_change_of_a_list_builds(path: Path, ablate: ModuleType, tmp_path:
 
 def test_adamw_for_all_changes_what_has_the_matrices_alone(ablate: ModuleType) -> None:
     """The other groups keep their rates, so that the change is of one thing."""
-    path = BENCHMARKS / "gpt_golf.yaml"
+    path = BENCHMARKS / "gpt_mlp35.yaml"
     plan = ablate.Plan.read(path)
     before, after = (
         load(BENCHMARKS.parent / plan.spec, (*plan.common, *sets))[0].train.optimizers

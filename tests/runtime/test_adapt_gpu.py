@@ -73,6 +73,7 @@ def test_what_comes_later_moves_nothing_before_it_where_that_is_promised(run: Ru
         return {"data": data, "cache": tmp_path, "stride": STRIDE}
 
     before, after, again = (nats(model, how, where(data)) for data in (*texts, texts[0]))
-    assert np.array_equal(before, again)
-    assert np.array_equal(before[:899], after[:899]) == (kind != "slot")
-    assert not np.array_equal(before[899:], after[899:])
+    # not to the last bit: compiled again for another shape, it sums in the order that Inductor then times as fastest
+    repeat, earlier, later = (abs(before - again), *np.split(abs(before - after), [899]))
+    assert repeat.max() < 0.01 < later.max()
+    assert (earlier.max() < 0.01) == (kind != "slot")

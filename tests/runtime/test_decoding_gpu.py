@@ -1,4 +1,4 @@
-"""gpt_golf in its full size on a GPU: 64 texts of 2,048 tokens, cached and captured, against the uncached model."""
+"""gpt_mlp35 in its full size on a GPU: 64 texts of 2,048 tokens, cached and captured, against the uncached model."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ from specc.runtime.opened import Generated, realize
 
 pytestmark = pytest.mark.gpu
 
-SPEC = load(Path(__file__).parents[2] / "specs/gpt_golf.yaml")[0]
+SPEC = load(Path(__file__).parents[2] / "specs/gpt_mlp35.yaml")[0]
 ROWS, WINDOW, VOCAB = 64, 2048, 1024
 
 

@@ -1,4 +1,4 @@
-"""gpt_golf itself, all 29,951,068 parameters, against the independent plain-Torch model: loss and every gradient, in
+"""gpt_mlp35 itself, all 29,951,068 parameters, against the independent plain-Torch model: loss and every gradient, in
 f32, and in bf16 as it computes on a GPU."""
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specc.compiler.check import load
 from specc.runtime.load import instantiate
 
-SPEC = Path(__file__).parents[2] / "specs/gpt_golf.yaml"
+SPEC = Path(__file__).parents[2] / "specs/gpt_mlp35.yaml"
 PUBLISHED = Plain(
     vocab=1024,
     dim=512,

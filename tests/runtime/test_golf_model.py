@@ -18,7 +18,7 @@ from specc.compiler.ops.rope import RopeAngles
 from specc.compiler.programs import Programs
 from specc.runtime.load import initialize, instantiate
 
-SPEC = Path(__file__).parents[2] / "specs/gpt_golf.yaml"
+SPEC = Path(__file__).parents[2] / "specs/gpt_mlp35.yaml"
 FULL = Plain()
 OPTIONS = {
     "full": FULL,

@@ -151,7 +151,7 @@ def test_muon_orthogonalizes_in_bf16(shape: tuple[int, int]) -> None:
 
 
 def test_gradients_are_collected_in_few_kernels() -> None:
-    """105 matrices in bf16, as many as gpt_mlp35 has: one kernel each would be 105."""
+    """105 matrices in bf16, as many as gpt_mlp35_base has: one kernel each would be 105."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(96 + i, 40, device="cuda")) for i in range(105)])
     masters = Masters(model, {name: torch.bfloat16 for name, _ in model.named_parameters()})
     masters.clear()

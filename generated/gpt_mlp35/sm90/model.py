@@ -31,6 +31,13 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
     return holder
 
 
+def exclusive(y: Tensor, v: Tensor) -> Tensor:
+    """y [B, T, H, C] without its part along the value v [B, T, G, C] of the same token."""
+    y = y.unflatten(2, (v.shape[2], -1))  # the heads that share a value; the value itself is never repeated
+    unit = F.normalize(v, dim=-1).unsqueeze(3)
+    return (y - (y * unit).sum(-1, keepdim=True) * unit).flatten(2, 3)
+
+
 def rope_partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first 2R channels of each head of x [B, T, H, C] by angles f32[T, R], in f32."""
     half = cos.shape[-1]
@@ -47,6 +54,12 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     q, k, v = q.unflatten(2, (groups, heads)).transpose(1, 2).flatten(2, 3), k.transpose(1, 2), v.transpose(1, 2)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
     return y.unflatten(2, (-1, heads)).transpose(1, 2).flatten(2, 3)
+
+
+def bigram_hash(ids: Tensor, previous: Tensor, buckets: int) -> Tensor:
+    """The bucket, i32[B, T], of each token and the one before it; the last bucket where that is none, below 0."""
+    pairs = (36313 * ids.int() ^ 27191 * previous.int()) % (buckets - 1)
+    return torch.where(previous < 0, buckets - 1, pairs)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::rope_table", mutates_args=())
@@ -67,6 +80,13 @@ def _(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
 def rope_angles(positions: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
     """The table of angles, which every block of the model reads."""
     return rope_table(positions, dims, base)
+
+
+def previous_kept(x: Tensor, kept: Tensor, start: Tensor, fill: int) -> Tensor:
+    """x [B, T, ...] one token later, for tokens that follow `start` others: first what was `kept` of the last of
+    these, or `fill` where there are none."""
+    first = torch.where(start > 0, kept, fill)
+    return torch.cat((first, x[:, :-1]), dim=1)
 
 
 class FusedAttention(torch.autograd.Function):
@@ -179,10 +199,11 @@ def fused_head_score(x: Tensor, token: Tensor, targets: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One block: attention, mlp."""
+    """One block: mix, attention, mlp."""
 
     def __init__(self, norm_scale: float) -> None:
         super().__init__()
+        self.mix = weights(stream=(512,), embedded=(512,))
         self.attention = weights(
             q=(512, 512),
             k=(256, 512),
@@ -194,28 +215,31 @@ class Block(nn.Module):
         self.mlp = weights(up=(1792, 512), down=(512, 1792), residual=(512,))
         self.norm_scale = norm_scale
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x bf16[B,T,512], cos f32[T,8], sin f32[T,8] -> bf16[B,T,512]."""
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x bf16[B,T,512], x0 bf16[B,T,512], cos f32[T,8], sin f32[T,8] -> bf16[B,T,512]."""
+        x = self.mix.stream * x + self.mix.embedded * x0
         h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
+        v = F.linear(h, self.attention.v).unflatten(-1, (4, 64))
         q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
-        k = fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin)
-        y = fused_attention(q, k, F.linear(h, self.attention.v).unflatten(-1, (4, 64))).flatten(-2)
-        x = x + self.attention.residual * F.linear(y, self.attention.out)
+        y = fused_attention(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
+        x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
         down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
         return x + self.mlp.residual * down
 
     def extend(
         self,
         x: Tensor,
+        x0: Tensor,
         cos: Tensor,
         sin: Tensor,
         positions: Tensor,
         attention_k: Tensor,
         attention_v: Tensor,
     ) -> Tensor:
-        """x bf16[B,T,512], cos f32[T,8], sin f32[T,8], positions i64[T], attention_k bf16[B,S,4,64],
-        attention_v bf16[B,S,4,64] -> bf16[B,T,512]. Caches are updated in place.
+        """x bf16[B,T,512], x0 bf16[B,T,512], cos f32[T,8], sin f32[T,8], positions i64[T], attention_k
+        bf16[B,S,4,64], attention_v bf16[B,S,4,64] -> bf16[B,T,512]. Caches are updated in place.
         """
+        x = self.mix.stream * x + self.mix.embedded * x0
         h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
         v = F.linear(h, self.attention.v).unflatten(-1, (4, 64))
         q = F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), (64,), eps=1e-06)
@@ -224,18 +248,19 @@ class Block(nn.Module):
         attention_k = attention_k.index_copy_(1, positions, k)
         attention_v = attention_v.index_copy_(1, positions, v)
         q = rope_partial(q, cos, sin) * self.attention.q_gain
-        y = attend_cached(q, attention_k, attention_v, positions).flatten(-2)
+        y = exclusive(attend_cached(q, attention_k, attention_v, positions), v).flatten(-2)
         x = x + self.attention.residual * F.linear(y, self.attention.out)
         up = F.linear(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up)
         return x + self.mlp.residual * F.linear(F.leaky_relu(up, 0.5) ** 2, self.mlp.down)
 
 
 class SkipBlock(nn.Module):
-    """One block: skip, attention, mlp."""
+    """One block: skip, mix, attention, mlp."""
 
     def __init__(self, norm_scale: float) -> None:
         super().__init__()
         self.skip = weights(scale=(512,))
+        self.mix = weights(stream=(512,), embedded=(512,))
         self.attention = weights(
             q=(512, 512),
             k=(256, 512),
@@ -247,20 +272,23 @@ class SkipBlock(nn.Module):
         self.mlp = weights(up=(1792, 512), down=(512, 1792), residual=(512,))
         self.norm_scale = norm_scale
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, skip: Tensor) -> Tensor:
-        """x bf16[B,T,512], cos f32[T,8], sin f32[T,8], skip bf16[B,T,512] -> bf16[B,T,512]."""
-        x = x + self.skip.scale * skip
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, skip: Tensor) -> Tensor:
+        """x bf16[B,T,512], x0 bf16[B,T,512], cos f32[T,8], sin f32[T,8], skip bf16[B,T,512] ->
+        bf16[B,T,512].
+        """
+        x = self.mix.stream * (x + self.skip.scale * skip) + self.mix.embedded * x0
         h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
+        v = F.linear(h, self.attention.v).unflatten(-1, (4, 64))
         q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
-        k = fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin)
-        y = fused_attention(q, k, F.linear(h, self.attention.v).unflatten(-1, (4, 64))).flatten(-2)
-        x = x + self.attention.residual * F.linear(y, self.attention.out)
+        y = fused_attention(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
+        x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
         down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
         return x + self.mlp.residual * down
 
     def extend(
         self,
         x: Tensor,
+        x0: Tensor,
         cos: Tensor,
         sin: Tensor,
         positions: Tensor,
@@ -268,10 +296,11 @@ class SkipBlock(nn.Module):
         attention_v: Tensor,
         skip: Tensor,
     ) -> Tensor:
-        """x bf16[B,T,512], cos f32[T,8], sin f32[T,8], positions i64[T], attention_k bf16[B,S,4,64],
-        attention_v bf16[B,S,4,64], skip bf16[B,T,512] -> bf16[B,T,512]. Caches are updated in place.
+        """x bf16[B,T,512], x0 bf16[B,T,512], cos f32[T,8], sin f32[T,8], positions i64[T], attention_k
+        bf16[B,S,4,64], attention_v bf16[B,S,4,64], skip bf16[B,T,512] -> bf16[B,T,512]. Caches are updated
+        in place.
         """
-        x = x + self.skip.scale * skip
+        x = self.mix.stream * (x + self.skip.scale * skip) + self.mix.embedded * x0
         h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
         v = F.linear(h, self.attention.v).unflatten(-1, (4, 64))
         q = F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), (64,), eps=1e-06)
@@ -280,7 +309,143 @@ class SkipBlock(nn.Module):
         attention_k = attention_k.index_copy_(1, positions, k)
         attention_v = attention_v.index_copy_(1, positions, v)
         q = rope_partial(q, cos, sin) * self.attention.q_gain
-        y = attend_cached(q, attention_k, attention_v, positions).flatten(-2)
+        y = exclusive(attend_cached(q, attention_k, attention_v, positions), v).flatten(-2)
+        x = x + self.attention.residual * F.linear(y, self.attention.out)
+        up = F.linear(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up)
+        return x + self.mlp.residual * F.linear(F.leaky_relu(up, 0.5) ** 2, self.mlp.down)
+
+
+class SkipBlock9(nn.Module):
+    """One block: skip, mix, attention, mlp."""
+
+    def __init__(self, norm_scale: float) -> None:
+        super().__init__()
+        self.skip = weights(scale=(512,))
+        self.mix = weights(stream=(512,), embedded=(512,))
+        self.attention = weights(
+            q=(512, 512),
+            k=(256, 512),
+            v=(256, 512),
+            value_scale=(1,),
+            q_gain=(8, 1),
+            out=(512, 512),
+            residual=(512,),
+        )
+        self.mlp = weights(up=(1792, 512), down=(512, 1792), residual=(512,))
+        self.norm_scale = norm_scale
+
+    def forward(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention_values: Tensor,
+        skip: Tensor,
+    ) -> Tensor:
+        """x bf16[B,T,512], x0 bf16[B,T,512], cos f32[T,8], sin f32[T,8], attention_values bf16[B,T,256],
+        skip bf16[B,T,512] -> bf16[B,T,512].
+        """
+        x = self.mix.stream * (x + self.skip.scale * skip) + self.mix.embedded * x0
+        h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
+        v = F.linear(h, self.attention.v) + self.attention.value_scale * attention_values
+        v = v.unflatten(-1, (4, 64))
+        q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
+        y = fused_attention(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
+        x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
+        down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
+        return x + self.mlp.residual * down
+
+    def extend(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        attention_k: Tensor,
+        attention_v: Tensor,
+        attention_values: Tensor,
+        skip: Tensor,
+    ) -> Tensor:
+        """x bf16[B,T,512], x0 bf16[B,T,512], cos f32[T,8], sin f32[T,8], positions i64[T], attention_k
+        bf16[B,S,4,64], attention_v bf16[B,S,4,64], attention_values bf16[B,T,256], skip bf16[B,T,512] ->
+        bf16[B,T,512]. Caches are updated in place.
+        """
+        x = self.mix.stream * (x + self.skip.scale * skip) + self.mix.embedded * x0
+        h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
+        v = F.linear(h, self.attention.v) + self.attention.value_scale * attention_values
+        v = v.unflatten(-1, (4, 64))
+        q = F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), (64,), eps=1e-06)
+        k = F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), (64,), eps=1e-06)
+        k = rope_partial(k, cos, sin)
+        attention_k = attention_k.index_copy_(1, positions, k)
+        attention_v = attention_v.index_copy_(1, positions, v)
+        q = rope_partial(q, cos, sin) * self.attention.q_gain
+        y = exclusive(attend_cached(q, attention_k, attention_v, positions), v).flatten(-2)
+        x = x + self.attention.residual * F.linear(y, self.attention.out)
+        up = F.linear(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up)
+        return x + self.mlp.residual * F.linear(F.leaky_relu(up, 0.5) ** 2, self.mlp.down)
+
+
+class Block10(nn.Module):
+    """One block: mix, attention, mlp."""
+
+    def __init__(self, norm_scale: float) -> None:
+        super().__init__()
+        self.mix = weights(stream=(512,), embedded=(512,))
+        self.attention = weights(
+            q=(512, 512),
+            k=(256, 512),
+            v=(256, 512),
+            value_scale=(1,),
+            q_gain=(8, 1),
+            out=(512, 512),
+            residual=(512,),
+        )
+        self.mlp = weights(up=(1792, 512), down=(512, 1792), residual=(512,))
+        self.norm_scale = norm_scale
+
+    def forward(self, x: Tensor, x0: Tensor, cos: Tensor, sin: Tensor, attention_values: Tensor) -> Tensor:
+        """x bf16[B,T,512], x0 bf16[B,T,512], cos f32[T,8], sin f32[T,8], attention_values bf16[B,T,256] ->
+        bf16[B,T,512].
+        """
+        x = self.mix.stream * x + self.mix.embedded * x0
+        h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
+        v = F.linear(h, self.attention.v) + self.attention.value_scale * attention_values
+        v = v.unflatten(-1, (4, 64))
+        q = fused_q(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), cos, sin, self.attention.q_gain)
+        y = fused_attention(q, fused_k(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), cos, sin), v)
+        x = x + self.attention.residual * F.linear(exclusive(y, v).flatten(-2), self.attention.out)
+        down = fused_mlp(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up, self.mlp.down)
+        return x + self.mlp.residual * down
+
+    def extend(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        attention_k: Tensor,
+        attention_v: Tensor,
+        attention_values: Tensor,
+    ) -> Tensor:
+        """x bf16[B,T,512], x0 bf16[B,T,512], cos f32[T,8], sin f32[T,8], positions i64[T], attention_k
+        bf16[B,S,4,64], attention_v bf16[B,S,4,64], attention_values bf16[B,T,256] -> bf16[B,T,512]. Caches
+        are updated in place.
+        """
+        x = self.mix.stream * x + self.mix.embedded * x0
+        h = F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale
+        v = F.linear(h, self.attention.v) + self.attention.value_scale * attention_values
+        v = v.unflatten(-1, (4, 64))
+        q = F.rms_norm(F.linear(h, self.attention.q).unflatten(-1, (8, 64)), (64,), eps=1e-06)
+        k = F.rms_norm(F.linear(h, self.attention.k).unflatten(-1, (4, 64)), (64,), eps=1e-06)
+        k = rope_partial(k, cos, sin)
+        attention_k = attention_k.index_copy_(1, positions, k)
+        attention_v = attention_v.index_copy_(1, positions, v)
+        q = rope_partial(q, cos, sin) * self.attention.q_gain
+        y = exclusive(attend_cached(q, attention_k, attention_v, positions), v).flatten(-2)
         x = x + self.attention.residual * F.linear(y, self.attention.out)
         up = F.linear(F.rms_norm(x, (512,), eps=1e-06) * self.norm_scale, self.mlp.up)
         return x + self.mlp.residual * F.linear(F.leaky_relu(up, 0.5) ** 2, self.mlp.down)
@@ -297,9 +462,13 @@ BLOCKS = (
     (SkipBlock, 0.3779644730092272),
     (SkipBlock, 0.35355339059327373),
     (SkipBlock, 0.3333333333333333),
-    (SkipBlock, 0.31622776601683794),
-    (Block, 0.30151134457776363),
+    (SkipBlock9, 0.31622776601683794),
+    (Block10, 0.30151134457776363),
 )
+
+
+# blocks that also read attention_values
+ATTENTION_VALUES = {9, 10}
 
 
 # block -> the earlier block whose output it also reads
@@ -312,27 +481,48 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = weights(token=(1024, 512))
+        self.embed.bigram = weights(table=(3072, 112), project=(512, 112), scale=(1,))
+        self.embed.smear = weights(gate=(512,))
+        self.attention_values = weights(table=(1024, 128), project=(256, 128), scale=(1,))
         self.blocks = nn.ModuleList(make(*numbers) for make, *numbers in BLOCKS)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """train: ids i64[B,T], targets i64[B,T] -> f32[]."""
+        bigram = F.embedding(bigram_hash(ids, F.pad(ids, (1, -1), value=-1), 3072), self.embed.bigram.table)
+        bigram = F.linear(bigram, self.embed.bigram.project)
+        bigram = F.embedding(ids, self.embed.token) + self.embed.bigram.scale * bigram
+        norm = F.rms_norm(bigram, (512,), eps=1e-06)
+        x0 = norm + torch.sigmoid(self.embed.smear.gate) * (F.pad(norm, (0, 0, 1, -1)) - norm)
         positions = torch.arange(ids.shape[1], device=ids.device)
-        cos, sin = rope_angles(positions, 16, 10000.0)
-        x = F.rms_norm(F.embedding(ids, self.embed.token), (512,), eps=1e-06)
+        cos, sin = rope_angles(positions, 16, 22081.790273476247)
+        project = F.linear(F.embedding(ids, self.attention_values.table), self.attention_values.project)
+        attention_values = self.attention_values.scale * project
+        x = x0
         outputs: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, outputs[SKIPS[i]]) if i in SKIPS else block(x, cos, sin)
+            more = (attention_values,) if i in ATTENTION_VALUES else ()
+            read = (outputs[SKIPS[i]],) if i in SKIPS else ()
+            x = block(x, x0, cos, sin, *more, *read)
             outputs.append(x)
         return fused_head(F.rms_norm(x, (512,), eps=1e-06), self.embed.token, targets)
 
     def score(self, ids: Tensor, targets: Tensor) -> Tensor:
         """score: ids i64[B,T], targets i64[B,T] -> f32[B,T]."""
+        bigram = F.embedding(bigram_hash(ids, F.pad(ids, (1, -1), value=-1), 3072), self.embed.bigram.table)
+        bigram = F.linear(bigram, self.embed.bigram.project)
+        bigram = F.embedding(ids, self.embed.token) + self.embed.bigram.scale * bigram
+        norm = F.rms_norm(bigram, (512,), eps=1e-06)
+        x0 = norm + torch.sigmoid(self.embed.smear.gate) * (F.pad(norm, (0, 0, 1, -1)) - norm)
         positions = torch.arange(ids.shape[1], device=ids.device)
-        cos, sin = rope_angles(positions, 16, 10000.0)
-        x = F.rms_norm(F.embedding(ids, self.embed.token), (512,), eps=1e-06)
+        cos, sin = rope_angles(positions, 16, 22081.790273476247)
+        project = F.linear(F.embedding(ids, self.attention_values.table), self.attention_values.project)
+        attention_values = self.attention_values.scale * project
+        x = x0
         outputs: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = block(x, cos, sin, outputs[SKIPS[i]]) if i in SKIPS else block(x, cos, sin)
+            more = (attention_values,) if i in ATTENTION_VALUES else ()
+            read = (outputs[SKIPS[i]],) if i in SKIPS else ()
+            x = block(x, x0, cos, sin, *more, *read)
             outputs.append(x)
         return fused_head_score(F.rms_norm(x, (512,), eps=1e-06), self.embed.token, targets)
 
@@ -340,20 +530,36 @@ class Model(nn.Module):
         """prefill: ids i64[B,T], start i64[] -> f32[B,1024], with the tokens added to `cache`, which holds
         `start` of them.
         """
+        bigram_previous, smear_previous = cache[0]
+        previous = previous_kept(ids, bigram_previous, start, -1)
+        bigram_previous.copy_(ids[:, -1:])
+        bigram = F.embedding(bigram_hash(ids, previous, 3072), self.embed.bigram.table)
+        bigram = F.linear(bigram, self.embed.bigram.project)
+        bigram = F.embedding(ids, self.embed.token) + self.embed.bigram.scale * bigram
+        norm = F.rms_norm(bigram, (512,), eps=1e-06)
+        previous = previous_kept(norm, smear_previous, start, 0)
+        smear_previous.copy_(norm[:, -1:])
+        x0 = norm + torch.sigmoid(self.embed.smear.gate) * (previous - norm)
         positions = start + torch.arange(ids.shape[1], device=ids.device)
-        cos, sin = rope_angles(positions, 16, 10000.0)
-        x = F.rms_norm(F.embedding(ids, self.embed.token), (512,), eps=1e-06)
+        cos, sin = rope_angles(positions, 16, 22081.790273476247)
+        project = F.linear(F.embedding(ids, self.attention_values.table), self.attention_values.project)
+        attention_values = self.attention_values.scale * project
+        x = x0
         outputs: list[Tensor] = []
-        for i, (block, kept) in enumerate(zip(self.blocks, cache, strict=True)):
+        for i, (block, kept) in enumerate(zip(self.blocks, cache[1:], strict=True)):
+            more = (attention_values,) if i in ATTENTION_VALUES else ()
             read = (outputs[SKIPS[i]],) if i in SKIPS else ()
-            x = block.extend(x, cos, sin, positions, *kept, *read)
+            x = block.extend(x, x0, cos, sin, positions, *kept, *more, *read)
             outputs.append(x)
         logits = F.linear(F.rms_norm(x, (512,), eps=1e-06)[:, -1], self.embed.token)
         return 30.0 * torch.tanh(logits.float() / 30.0)
 
     def new_cache(self, rows: int, positions: int) -> list[tuple[Tensor, ...]]:
-        """Empty state for `rows` sequences of at most `positions` tokens."""
+        """Empty state for `rows` sequences of at most `positions` tokens: the embedding's own, then each
+        block's.
+        """
         new = self.embed.token.new_zeros
-        return [(new(rows, positions, 4, 64), new(rows, positions, 4, 64)) for _ in self.blocks]
+        own = (new(rows, 1, dtype=torch.int64), new(rows, 1, 512))
+        return [own, *((new(rows, positions, 4, 64), new(rows, positions, 4, 64)) for _ in self.blocks)]
 
     decode = prefill  # the same code, a token at a time
