@@ -189,7 +189,11 @@ def trained(
 
 
 def run(trainer: Trainer, world: World, vocabulary: int, steps: int | None) -> None:
-    """All updates, by the clock of rank 0. Raises RunFailure where they do not come to the last phase."""
+    """All updates, by the clock of rank 0. Raises RunFailure where they do not come to the last phase: before the first
+    one, if the run goes by steps."""
+    planned, ends = trainer.train.steps, [phase.until for phase in plan.PHASES]
+    if steps is not None and planned is not None and any((steps - 1) / planned < end for end in ends):
+        raise _too_few(steps)
     if trainer.compiled or trainer.train.budget_seconds is not None:
         trainer.warm_up(vocabulary)
     trainer.clock.start()
@@ -202,7 +206,11 @@ def run(trainer: Trainer, world: World, vocabulary: int, steps: int | None) -> N
     trainer.settle()
     trainer.clock.stop()
     if trainer.stretch.phase.score != "score":  # the weights file would be scored as a model that was not trained
-        raise RunFailure(f"{trainer.step} steps end before the last phase of the run", "give a larger --steps, or none")
+        raise _too_few(trainer.step)
+
+
+def _too_few(steps: int) -> RunFailure:
+    return RunFailure(f"{steps} steps end before the last phase of the run", "give a larger --steps, or none")
 
 
 def quantize(

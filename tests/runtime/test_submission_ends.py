@@ -28,6 +28,7 @@ def test_a_training_that_ends_before_the_last_phase_is_refused(made: Made, tmp_p
         done = alone(made, tmp_path / "out", "--data", str(made.shards), "--steps", steps)
         assert done.returncode == code, done.stderr
         assert (f"{steps} steps end before the last phase" in done.stderr) == (code == 4)
+        assert ("step 1: loss" in done.stdout) == (code == 0)  # not after training
         assert (tmp_path / "out" / WEIGHTS).is_file() == (code == 0)
 
 
