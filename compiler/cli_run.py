@@ -6,7 +6,7 @@ import time
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import rich_click as click
 from click import get_current_context
@@ -261,7 +261,7 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
 @click.option("--prompt", default="", help="The start of a document.")
 @click.option(
     "--lines",
-    type=click.File("r", encoding="utf-8-sig"),
+    type=click.File("rb"),  # as text, a lone carriage return would end a line
     help="A file of lines, or -; each is turned into another line.",
 )
 @click.option(
@@ -283,7 +283,7 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
 def generate(
     model: Path,
     prompt: str,
-    lines: TextIO | None,
+    lines: BinaryIO | None,
     beam: int | None,
     max_tokens: int,
     temperature: float,
@@ -306,7 +306,7 @@ def generate(
 
         opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
         try:
-            given = lines_of(lines.read())
+            given = lines_of(lines.read().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise click.UsageError(f"{lines.name} is not valid UTF-8 at byte {error.start}") from None
         try:

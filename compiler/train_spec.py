@@ -206,7 +206,8 @@ class TrainSpec(StrictModel):
                 "train needs exactly one of tokens_per_step and batch",
                 "keep `tokens_per_step:` for text, or `batch:`, in rows, for pairs of lines",
             )
-        points = self.forcing.points if self.forcing is not None else ((0, 1.0),)
+        given = self.teacher_forcing
+        points = given.points if isinstance(given, ForcingSpec) else given if given is not None else ((0, 1.0),)
         times = [when for when, _ in points]
         if times[:1] != [0] or sorted(set(times)) != times:
             yield Problem(

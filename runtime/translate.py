@@ -87,6 +87,8 @@ class Translator:
             search = search.extended(self.steps.extend(search.last, t, state), t, state)
             if (t + 1) % CHECK and t + 1 < self.window:
                 continue
+            if search.broken:  # now: of all NaN the stop's is the maximum, so such rows end, and leave
+                raise RunFailure("the largest logit is no number", "the model is broken: try an earlier checkpoint")
             done = search.done(t + 1)
             going = (~done).nonzero()[:, 0]
             if len(going) == 0 or t + 1 == self.window:
@@ -98,8 +100,6 @@ class Translator:
                 state = self.steps.begin(_select(state, search.beams_of(kept)))
                 search = search.only(kept)
         found[search.index] = search.best
-        if search.broken:
-            raise RunFailure("the largest logit is no number", "the model is broken: try an earlier checkpoint")
         return found
 
 

@@ -23,7 +23,7 @@ class PolynomialData(DataKind):
     generated: ClassVar[bool] = True
 
     kind: Literal["polynomial"]
-    lines: Annotated[int, Field(ge=1, le=10_000_000)] = 800_000
+    lines: Annotated[int, Field(ge=1, le=5_000_000)] = 800_000
     seed: NonNegative = 42
     fresh: bool = False
 

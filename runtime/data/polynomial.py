@@ -272,8 +272,9 @@ def parse(factors: Iterable[str]) -> Lines:
 
 
 def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
-    bad = DataError(f"{text!r} is no product of two linear forms", "e.g. (7-3*z)*(-5*z-9), 3*x*(x+7) or -9*s**2")
-    if (found := _V.search(text)) is None or "V" in text:
+    shown = repr(text) if len(text) <= 60 else f"{text[:60]!r}..."
+    bad = DataError(f"{shown} is no product of two linear forms", "e.g. (7-3*z)*(-5*z-9), 3*x*(x+7) or -9*s**2")
+    if (found := _V.search(text)) is None or "V" in text or len(text) > LONGEST:
         raise bad
     plain = text.replace(found[0], "V")
     product = _PRODUCT.fullmatch(_FORM.sub("F", plain))

@@ -15,6 +15,7 @@ from specc.runtime.data.polynomial import BLOCK, Ints, Lines, draw, joined
 from specc.runtime.data.reading import READ_ERRORS, open_file
 
 MOST_HELD_OUT = 100_000  # lines of each split; fresh samples avoid this many
+MOST_DRAWN = 1 << 25  # lines, to find those; beside five million of training structure-disjoint takes half of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     duplicate-free: distinct lines, none in `training`.
     structure-disjoint: distinct lines, whose coefficients are in no line of `training`, in whatever variable.
 
-    Raises DataError for a split that there is not, or a count above MOST_HELD_OUT.
+    Raises DataError for a split that there is not, a count above MOST_HELD_OUT, or a training set that leaves too few
+    lines apart from it.
     """
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r}", f"there are {', '.join(SPLITS)}")
@@ -65,6 +67,12 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
     seen = np.zeros(0, np.int64)
     start = 0
     while len(seen) < count:
+        if start >= MOST_DRAWN:
+            raise DataError(
+                f"{split}: beside {len(training):,} lines to train on, {start:,} drawn ones have {len(seen):,} apart, "
+                f"not {count:,}",
+                "train on fewer lines (train.data.lines)",
+            )
         drawn = draw(split, seed, start, BLOCK)
         start += BLOCK
         fitting = drawn[~_in(apart(drawn), known)]

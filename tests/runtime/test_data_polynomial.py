@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specc.runtime.data import DataError, DataIntegrityError
+from specc.runtime.data import DataError, DataIntegrityError, polynomial_sets
 from specc.runtime.data.polynomial import BLOCK, FUNCTIONS, LONGEST, SYMBOLS, VARIABLES, Lines, draw, parse
 from specc.runtime.data.polynomial_sets import Fresh, held_out, overlap, read_lines, training_set
 
@@ -145,6 +145,7 @@ def test_what_is_printed_is_read_back(a: int, b: int, c: int, d: int, function: 
         "V**2",
         "x*x",
         f"({10**40}*x+1)*(x+2)",
+        "1" * 5_000 + "*x**2",  # more digits than Python reads
         "(9*x+1)*(x+2)",  # a is at most 8, and b at most 31
         "(x+32)*(x+1)",
         "9*x*(x+1)",
@@ -184,7 +185,7 @@ def test_splits_are_apart_from_the_training_set() -> None:
     assert overlap(plain, training).lines == np.mean([key in lines for key in plain.keys.tolist()]) > 0.05
     assert overlap(plain, training).structures == np.mean([key in structures for key in plain.structures.tolist()])
     assert len(set(plain.keys.tolist())) < 5_000  # the law repeats itself
-    assert lines.isdisjoint(free.texts())
+    assert lines.isdisjoint(free.keys.tolist())
     for split in (free, disjoint):
         assert len(split) == len(set(split.texts())) == 5_000
         assert overlap(split, training).lines == 0
@@ -195,6 +196,15 @@ def test_splits_are_apart_from_the_training_set() -> None:
         held_out("random", 3, 10, training)
     with pytest.raises(DataError, match="cannot hold out 100,001 lines"):
         held_out("same-law", 3, 100_001, training)
+
+
+def test_a_training_set_that_leaves_too_few_lines_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polynomial_sets, "MOST_DRAWN", 1 << 17)
+    training = training_set(3, 800_000)
+    with pytest.raises(DataError, match=r"beside 800,000 lines .*, 131,072 drawn ones have [\d,]+ apart") as told:
+        held_out("structure-disjoint", 3, 100_000, training)
+    assert told.value.hint == "train on fewer lines (train.data.lines)"
+    assert len(held_out("structure-disjoint", 3, 1_000, training)) == 1_000
 
 
 def test_the_published_protocol_overlaps_as_published() -> None:

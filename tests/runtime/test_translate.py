@@ -186,6 +186,20 @@ def test_a_model_that_gives_no_numbers_is_refused() -> None:
         Translator(Eager(chain), TOKENIZER, 5, True, torch.device("cpu")).tokens(torch.ones(2, 1, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("beam", [1, 2])
+def test_a_row_without_numbers_is_refused_though_the_others_go_on(beam: int) -> None:
+    """Of all NaN the stop's is the maximum: the row ends at once, and leaves the batch long before the others."""
+
+    class Part(Countdown):
+        def extend(self, ids: Tensor, start: Tensor, state: dict[str, tuple[Tensor, ...]]) -> Tensor:
+            logits = super().extend(ids, start, state)
+            return logits.masked_fill(state["decoder.count"][1] == 19, float("nan"))
+
+    search = Translator(Eager(Part(1, window=24)), TOKENIZER, 24, True, torch.device("cpu"), beam=beam)
+    with pytest.raises(RunFailure, match="no number"):
+        search.tokens(torch.arange(200)[:, None] * 7 % 20)
+
+
 def test_a_line_that_is_too_long_or_has_another_character_is_refused(loaded: Loaded) -> None:
     with pytest.raises(DataError, match="holds 29 and a stop"):
         of(loaded).translate(["x", "x" * 30])

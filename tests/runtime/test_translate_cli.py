@@ -61,6 +61,7 @@ def test_a_bad_line_is_an_error_and_gives_nothing(
             "y\n" + "x" * 30 + "\nx=2\n",
             f"{path}:2: '{'x' * 30}' has 30 characters; a context of 30 tokens holds 29 and a stop",
         ),
+        ("x\ry\n", f"{path}:1: 'x\\ry' holds '\\r', which is not"),  # of two lines it would be another
         ("x" * 5_000_000 + "\n" + "x\n" * 2000, f"{path}:1: '{'x' * 60}'... has 5,000,000 characters"),
     ):
         path.write_text(text)
