@@ -17,6 +17,7 @@ EXIT_ENVIRONMENT, EXIT_BUG, EXIT_INTERRUPTED = 3, 70, 130
 click.rich_click.STYLE_HELPTEXT = ""
 spec_argument = click.argument("spec", type=click.Path(path_type=Path))
 target_option = click.option("--target", help="One target; all of the spec's where unset.")
+device_option = click.option("--target", help="One of the spec's targets; the one that suits this machine where unset.")
 format_option = click.option(
     "--format", "form", type=click.Choice(["text", "json", "github"]), default="text", help="How errors are shown."
 )

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import rich_click as click
 
-from specc.compiler.cli import cli, format_option, formatted, json_option, target_option
+from specc.compiler.cli import cli, device_option, format_option, formatted, json_option
 from specc.compiler.cli_run import Stages, folder, model_argument, run_argument, say, tokenizers_option, with_data
 
 
@@ -27,7 +27,7 @@ from specc.compiler.cli_run import Stages, folder, model_argument, run_argument,
     show_default=True,
     help="What shall fit quant.budget_bytes: the artifact alone, or as a submission with its train_gpt.py.",
 )
-@target_option
+@device_option
 @tokenizers_option
 @json_option
 @format_option
@@ -45,6 +45,7 @@ def quantize(
     """Quantize the weights that a run ends with, as its spec says, into one artifact."""
     from specc.runtime.quantize.pipeline import QuantizeOptions
     from specc.runtime.quantize.pipeline import quantize as run_quantize
+    from specc.runtime.quantize.report import input_table, solution_line
 
     places, code = with_data(tokenizers, data), 0
     if purpose == "submission":
@@ -62,9 +63,9 @@ def quantize(
     if result.calibration is not None:
         told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
         click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
+    if line := solution_line(result.rows):
+        click.echo(f"solved       {line}")
     if result.inputs:
-        from specc.runtime.quantize.report import input_table
-
         click.echo(input_table(result.inputs))
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
@@ -167,17 +168,17 @@ def size(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
     two files."""
     from specc.runtime.submission.count import is_submission, submission_size
 
+    more: dict[str, object] = {}
     if plain:
         from specc.runtime.export.plain import plain_size
 
         compared = plain_size(model)
-        facts = {"path": str(compared.path), "own": compared.own, "plain": compared.plain}
-        click.echo(json.dumps(facts, indent=2) if as_json else compared.report())
-        if as_json:
-            return 0
+        more = {"own": compared.own, "plain": compared.plain}
+        if not as_json:
+            click.echo(compared.report())
     if is_submission(model):
         counted = submission_size(model, budget)
-        for line in [json.dumps(counted.facts(), indent=2)] if as_json else counted.report():
+        for line in [json.dumps({**counted.facts(), **more}, indent=2)] if as_json else counted.report():
             click.echo(line)
         return int(counted.over)
     from specc.runtime.size import size as count
@@ -194,6 +195,7 @@ def size(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
             "budget": found.budget,
             "over": found.over,
             "groups": groups,
+            **more,
         }
         click.echo(json.dumps(data, indent=2))
         return int(found.over)

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.compiler.cli import cli, format_option, formatted, json_option, set_option, spec_argument, target_option
+from specc.compiler.cli import (
+    cli,
+    device_option,
+    format_option,
+    formatted,
+    json_option,
+    set_option,
+    spec_argument,
+    target_option,
+)
 from specc.compiler.cli_run import Repeatable, joined_world, say
 
 PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
@@ -15,7 +24,7 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 
 @cli.command(cls=Repeatable)
 @spec_argument
-@target_option
+@device_option
 @set_option
 @click.option(
     "--only", multiple=True, type=click.Choice(PARTS), help="One part; may be repeated. All of the spec where unset."

@@ -13,8 +13,10 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from specc.compiler.cli import (
+    SPECS,
     checked_targets,
     cli,
+    device_option,
     format_option,
     formatted,
     json_option,
@@ -73,10 +75,14 @@ class Repeatable(click.RichCommand):
     help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, or "
     "`polynomial`. Where unset, `stdlib` or `polynomial`, as the spec's kind of data is.",
 )
-@target_option
+@device_option
 @click.option("--gpus", type=click.IntRange(min=1), help="Processes here, one a GPU; with --target cpu, on the CPU.")
 @set_option
-@click.option("--resume", type=click.Choice(["auto"]), help="Go on from the newest sound checkpoint.")
+@click.option(
+    "--resume",
+    type=click.Choice(["auto"]),
+    help="Go on from the newest sound checkpoint; with --run, all that is unset is as the run has it.",
+)
 @click.option("--steps", type=click.IntRange(min=0), help="End this run early; the schedule does not change.")
 @click.option("--max-seconds", type=click.FloatRange(min=0), help="End this run early, after so many seconds.")
 @tokenizers_option
@@ -101,11 +107,19 @@ def train(
     from specc.runtime.launch import is_launched, target_of
 
     with joined_world() if is_launched() else nullcontext() as world:
-        path = spec or only_spec()
-        overrides = (*overrides, *selecting(path, overrides, data))
-        loaded, source = load(path, overrides)
-        lock = read_lock(lock_path(path, loaded.name))
-        compile_loaded(loaded, source, (), lock)
+        known = begun(directory) if resume else None
+        data, target = data or (known and known.data), target or (known and known.target)
+        if known is not None and spec is None:
+            if overrides:
+                raise click.UsageError("a run keeps its spec: --set has no effect on it")
+            beside, loaded, lock, overrides = SPECS, known.spec, known.lock, known.overrides
+        else:
+            path = spec or only_spec()
+            beside = path.parent
+            overrides = (*overrides, *selecting(path, overrides, data))
+            loaded, source = load(path, overrides)
+            lock = read_lock(lock_path(path, loaded.name))
+            compile_loaded(loaded, source, (), lock)
         if gpus is not None and world is not None and gpus != world.size:
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
         if gpus is not None and world is None and (code := ran_on(gpus, loaded, target)) is not None:
@@ -122,7 +136,7 @@ def train(
             resume,
             steps,
             max_seconds,
-            (*with_data(tokenizers, data), path.parent, Path()),
+            (*with_data(tokenizers, data), beside, Path()),
             lock=lock,
         )
         result = run(options, say, world)
@@ -131,6 +145,13 @@ def train(
             click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
             click.echo(f"next: specc quantize {result.run}")
     return 0
+
+
+def begun(directory: Path | None) -> Any:
+    """The run in a directory, if there is one."""
+    from specc.runtime.run import Run, is_run
+
+    return Run.open(directory) if directory is not None and is_run(directory) else None
 
 
 def ran_on(gpus: int, spec: Any, target: str | None) -> int | None:
@@ -195,7 +216,7 @@ class Stages:
     type=click.IntRange(min=1),
     help="Processes here, one a GPU; on the CPU with --target cpu, or where that is the run's own and no GPU fits.",
 )
-@target_option
+@device_option
 @tokenizers_option
 @json_option
 @format_option
@@ -276,7 +297,7 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
     "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Texts, of seeds SEED, SEED + 1, ..."
 )
 @click.option("--quantized", is_flag=True, help="Of a run, use the quantized model.")
-@target_option
+@device_option
 @tokenizers_option
 @format_option
 @formatted

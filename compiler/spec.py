@@ -77,7 +77,7 @@ class Allocate(StrictModel):
 
 class Correct(StrictModel):
     """A correction of low rank, in 2 and 4 bits (LQER), for the `count` tensors that `match` covers whose quantization
-    leaves the largest error."""
+    leaves the largest error, at the bits that `allocate` or `promote` gives them; these are then chosen anew."""
 
     rank: Annotated[int, Field(ge=1, le=256)] = 4
     count: Positive = 3

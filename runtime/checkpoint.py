@@ -90,7 +90,7 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
             committed.discard(old)
     except OSError as error:
         reason = error.strerror or str(error)
-        hint = "older checkpoints are whole: free some space, then continue with --resume auto"
+        hint = f"older checkpoints are whole: free some space, then: specc train --run {folder.parent} --resume auto"
         raise RunFailure(f"cannot write the checkpoint {path}: {reason}", hint) from error
     return path
 

@@ -158,7 +158,7 @@ class Adapted:
         """For people; the last line says what it is."""
         kind, first, second = self.how.kind, *self.counted.report()
         if self.how.causal:
-            about = f"causal: {kind} predicts each token from the artifact and earlier tokens alone"
+            about = f"causal: {kind} predicts each token from {self.how.sees}"
         else:
             about = f"NON-CAUSAL, not the model's score: {kind} is {self.how.leaks}"
         named = f"{kind} ({self.key.replace('_', '-')}), {self.done}"

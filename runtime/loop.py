@@ -90,7 +90,7 @@ class Loop:
                 self._train()
                 return self._finish()
             except Stopped as stop:
-                failure = stop.failure(f"saved as {self._commit()}; continue with --resume auto")
+                failure = stop.failure(f"saved as {self._commit()}; continue with: {self._run.goes_on}")
                 self._log.write("stopped", step=self._trainer.step, message=failure.message)
                 raise failure from None
             except torch.OutOfMemoryError as error:
@@ -193,7 +193,7 @@ class Loop:
                 f"{totals['samples_per_second']:,.0f} samples/s, {totals['tokens_per_second']:,.0f} tokens/s"
             )
         if not complete:
-            self._say(f"ended early after step {trainer.step:,}; continue with --resume auto")
+            self._say(f"ended early after step {trainer.step:,}; continue with: {self._run.goes_on}")
         return TrainResult(self._run.directory, path, trainer.step, trainer.clock.seconds, complete, raw, averaged)
 
     def _report(self, steps: list[Step]) -> None:

@@ -83,6 +83,11 @@ class Run:
         return self.directory / ".quantizing" / "quantized"
 
     @property
+    def goes_on(self) -> str:
+        """The command that goes on with it; `--gpus` and the limits of a run are not kept."""
+        return f"specc train --run {self.directory} --resume auto"
+
+    @property
     def spec_digest(self) -> str:
         """SHA-256 (hex) of the canonical spec; checkpoints carry it."""
         return hashlib.sha256(canonical(self.spec).encode()).hexdigest()

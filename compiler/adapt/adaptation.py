@@ -20,6 +20,11 @@ class Adaptation(StrictModel):
 
     kind: str
 
+    @property
+    def sees(self) -> str:
+        """What a token is predicted from, where that is causal."""
+        return "the artifact and earlier tokens alone"
+
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:
         """Why it cannot work in windows of so many tokens, each so many after the one before."""
         yield from ()

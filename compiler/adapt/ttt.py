@@ -51,8 +51,9 @@ class TestTimeTraining(Adaptation):
     each once an epoch, and the next chunk is scored with what they have become. The last chunk is not trained on.
 
     A chunk is `chunk` tokens, in whole windows. The learning rate goes from its value to 0 over the chunks (`cosine`),
-    or stays. Gradients are clipped to `clip_norm` over all that learns. With `lora`, each matrix that `match` covers
-    learns a correction of low rank in its place, and what is no matrix stays as it is.
+    for which the length of the text has to be known before it is read, or stays. Gradients are clipped to `clip_norm`
+    over all that learns. The optimizer is gradient descent where unset. With `lora`, each matrix that `match` covers
+    learns a correction of low rank in its place, by AdamW where unset, and what is no matrix stays as it is.
     """
 
     causal: ClassVar[bool] = True
@@ -62,10 +63,21 @@ class TestTimeTraining(Adaptation):
     chunk: Positive = 32_768
     epochs: Positive = 3
     batch: Positive = 32
-    optimizer: Annotated[SgdSettings | AdamWSettings, Field(discriminator="kind")] = SgdSettings(kind="sgd")
+    optimizer: Annotated[SgdSettings | AdamWSettings, Field(discriminator="kind")] | None = None
     schedule: Literal["cosine", "constant"] = "cosine"
     clip_norm: PositiveFloat | None = 1.0
     lora: LoraSettings | None = None
+
+    @property
+    def learns_by(self) -> SgdSettings | AdamWSettings:
+        """The optimizer, also where unset. The rate of gradient descent would break a correction, which starts at 0."""
+        return self.optimizer or (SgdSettings(kind="sgd") if self.lora is None else AdamWSettings(kind="adamw"))
+
+    @property
+    def sees(self) -> str:
+        if self.schedule == "constant":
+            return super().sees
+        return "the artifact, earlier tokens and how many there are in all (schedule: cosine)"
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
         """Something learns."""

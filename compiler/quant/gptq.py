@@ -9,7 +9,7 @@ from pydantic import Field
 from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.gptq_solver import Factor, factorize, solve, weighted_error
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized, row_quantile
-from specc.compiler.quant.scheme import SchemeError, check_finite, check_shape
+from specc.compiler.quant.scheme import SchemeError, Seen, check_finite, check_shape
 from specc.compiler.strict import Positive, PositiveFloat, later
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ class Gptq(PerRow):
         return super().rejects(shape)
 
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
-        """As the base says. `hessian` [columns, columns] must be symmetric positive semidefinite.
+        return self.quantize_seen(weight, Seen(hessian))
+
+    def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
+        """As the base says. The Hessian [columns, columns] must be symmetric positive semidefinite.
 
         Raises SchemeError also when it is missing, has another shape, holds NaN or infinity, or stays
         indefinite under the largest damping.
@@ -72,12 +75,12 @@ class Gptq(PerRow):
         shape = tuple(weight.shape)
         check_shape(self, shape)
         check_finite(weight)
-        if hessian is None:
+        if seen.hessian is None:
             raise SchemeError("gptq needs the Hessian of its input, and there is none")
-        if tuple(hessian.shape) != (shape[1], shape[1]):
-            raise SchemeError(f"the Hessian is {list(hessian.shape)}, not [{shape[1]}, {shape[1]}]")
-        hessian = hessian.to(weight.device).double()
-        factor = factorize(hessian, self.damping, self.order)
+        if tuple(seen.hessian.shape) != (shape[1], shape[1]):
+            raise SchemeError(f"the Hessian is {list(seen.hessian.shape)}, not [{shape[1]}, {shape[1]}]")
+        factor = factorize(seen.hessian.to(weight.device).double(), self.damping, self.order)
+        seen.solved(factor.solution)
         candidates = len(self.clip_stds or self.clip_quantiles)
         step = max(1, CHUNK_VALUES // (shape[1] * (candidates + 1)))
         starts = range(0, shape[0], step)

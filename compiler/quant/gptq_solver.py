@@ -8,41 +8,38 @@ triangular, and U = R^-1.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from specc.compiler.quant.scheme import SchemeError
+from specc.compiler.quant.scheme import SchemeError, Solution
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-log = logging.getLogger(__name__)
 
 LARGEST_DAMPING = 10.0  # in mean diagonals; beyond it the solution is rounding to nearest in all but name
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """`hessian` undamped, scaled to a mean diagonal of 1; `upper` is U for the columns in `order`."""
+    """`hessian` undamped, scaled to a mean diagonal of 1; `upper` is U for the columns in `order`; what it took."""
 
     hessian: Tensor
     upper: Tensor
     order: Tensor
+    solution: Solution
 
 
 def factorize(hessian: Tensor, damping: float, order: Literal["descending", "natural"]) -> Factor:
     """The factor of `hessian` [n, n] float64, symmetric positive semidefinite.
 
     Columns without input (a zero on the diagonal) are decoupled: they are rounded to nearest. Where Cholesky
-    fails, the damping grows tenfold, with a log record each time, up to 10 mean diagonals; then SchemeError
-    is raised.
+    fails, the damping grows tenfold, up to 10 mean diagonals; then SchemeError is raised.
     """
     import torch
 
     if not bool(hessian.isfinite().all()):
         raise SchemeError("its Hessian holds NaN or infinity")
-    diagonal = hessian.diagonal()
+    asked, diagonal = damping, hessian.diagonal()
     if float(diagonal.min()) < 0:
         raise SchemeError("its Hessian has a negative diagonal, so it is not X^T X of any input")
     dead = diagonal == 0
@@ -52,8 +49,6 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
     live = scaled.diagonal()[~dead]
     scaled = scaled / live.mean() if live.numel() else scaled
     scaled = (scaled + scaled.T) / 2
-    if bool(dead.any()):
-        log.info("%d of %d columns had no input and are rounded to nearest", int(dead.sum()), dead.numel())
     coupled = scaled.masked_fill(dead[:, None] | dead[None, :], 0.0)
     coupled.diagonal()[dead] = 1.0
 
@@ -69,13 +64,11 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
             upper = lower.flip(0, 1)
             inverse = torch.linalg.solve_triangular(upper, torch.eye(len(dead)).to(upper), upper=True)
             if bool(inverse.isfinite().all()):
-                log.info("%d columns, damped by %g mean diagonals", len(dead), damping)
-                return Factor(scaled, inverse, by)
+                return Factor(scaled, inverse, by, Solution(asked, damping, int(dead.sum())))
         if damping * 10 > LARGEST_DAMPING:
             raise SchemeError(
                 f"its Hessian is not positive definite with {damping:g} mean diagonals added; calibrate again"
             )
-        log.warning("Cholesky failed with damping %g; trying %g", damping, damping * 10)
         damping *= 10
 
 

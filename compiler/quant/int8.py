@@ -90,19 +90,21 @@ class Int8(PerRow):
         scale = self.scales(self.clip_without_data(weight.double()))
         codes = self.nearest(weight, scale)
         if seen.hessian is not None:
-            codes = self._solved(weight.double(), scale, codes, seen.hessian.to(weight.device).double(), given)
+            codes = self._solved(weight.double(), scale, codes, seen, given)
         return {**arrays_of(codes, scale, shape), "input_scale": given}
 
-    def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, hessian: Tensor, given: Array) -> Tensor:
-        """The codes of GPTQ, or of a row whose sums they make no better the `nearest`. `hessian` is the mean of x^T x
+    def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, given: Array) -> Tensor:
+        """The codes of GPTQ, or of a row whose sums they make no better the `nearest`. The Hessian is the mean of x^T x
         for inputs x. What is multiplied is x_k / r_k, rounded: its second moments, with the rounding's own variance,
         which is all the damping that there is."""
         import torch
 
-        share = _shares(given).to(weight)
+        assert seen.hessian is not None
+        share, hessian = _shares(given).to(weight), seen.hessian.to(weight)
         moments = hessian / share[:, None] / share if len(share) > 1 else hessian.clone()
         moments.diagonal().add_((float(given.max()) * step_of(self.activation_bits)) ** 2 / 12)
         factor = factorize(moments, LEAST_DAMPING, "descending")
+        seen.solved(factor.solution)
         solved = solve(weight, scale.double(), factor, self.top, BLOCK)
         wrong, still = (
             weighted_error(weight - codes * scale.double()[:, None], factor.hessian) for codes in (nearest, solved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -69,14 +69,25 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
+class Solution:
+    """How a matrix was solved for by a Hessian: the damping that was `asked`, and the one that let Cholesky succeed, in
+    mean diagonals of the Hessian; how many columns are `dead`: without input, so that they were rounded to nearest."""
+
+    asked: float
+    damping: float
+    dead: int
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """What calibration saw of the product that a parameter is the weight of: X^T X of its input as `hessian`; the scale
     of its input, f32 [1] or [K], as its scheme chose it. Of a bias, `weight` are the stored arrays of the weight beside
-    it."""
+    it. `solved` is told how the Hessian was used, where it was."""
 
     hessian: Tensor | None = None
     input_scale: Tensor | None = None
     weight: Mapping[str, Array] | None = None
+    solved: Callable[[Solution], None] = lambda solution: None
 
 
 class Scheme(StrictModel):

@@ -97,7 +97,7 @@ class Learner:
         self.shown = shown
         self.weights = [_learning(name, weight, how, work.seed) for name, weight in shown.items()]
         self.leaves = [leaf for weight in self.weights for leaf in weight.leaves]
-        self.optimizer = OPTIMIZERS[type(how.optimizer)](self.leaves, how.optimizer)
+        self.optimizer = OPTIMIZERS[type(how.learns_by)](self.leaves, how.learns_by)
         self.sums = torch.zeros(sum(p.numel() for p in shown.values()), device=work.world.device, dtype=_dtype(shown))
 
     @contextmanager
@@ -116,7 +116,7 @@ class Learner:
     def learn(self, span: tuple[int, int], done: float) -> None:
         """Trains on the targets of a chunk when the share `done` of all chunks that are trained on is."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.how.optimizer.lr * SCHEDULES[self.how.schedule](done)
+            group["lr"] = self.how.learns_by.lr * SCHEDULES[self.how.schedule](done)
         rows = rows_of(span, self.work.account.windows.length)
         for _ in range(self.how.epochs):
             for first in range(0, len(rows), self.how.batch):

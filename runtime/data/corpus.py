@@ -55,10 +55,10 @@ class Corpus:
                     empty = False
                     yield document
         if empty:
-            raise DataError(
-                f"{self.source}: the {self.split} split has no documents",
-                "one document in ten, by hash, is val: give more, or a folder with train.* and val.* files",
-            )
+            hint = "put a text in it that is not empty"
+            if self.in_val is not None:
+                hint = "a share of the documents, by hash, is val: give more, or files of their own for each split"
+            raise DataError(f"{self.source}: the {self.split} split has no documents", hint)
 
     def listing(self) -> list[list[str | int]]:
         """What decides the documents, without reading them: label, path, size and time of each file."""
@@ -128,7 +128,7 @@ def split_corpus(
         val, in_val = files, is_val
     return {
         "train": Corpus(name, "train", tuple(train), in_val, bounds),
-        "val": Corpus(name, "val", tuple(val), in_val, bounds),
+        "val": Corpus(", ".join(map(str, validation)) or name, "val", tuple(val), in_val, bounds),
     }
 
 

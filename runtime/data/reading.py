@@ -141,7 +141,7 @@ def _json_lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes]:
             if not isinstance(record, dict):
                 found = f"a JSON {type(record).__name__}"
             else:
-                found = f'"text" is a {type(text).__name__}' if "text" in record else 'an object without "text"'
+                found = f'"text" of type {type(text).__name__}' if "text" in record else 'an object without "text"'
             raise DataError(f'{where}: expected an object with a string "text", found {found}', _LINE_HINT)
         try:
             yield text.encode("utf-8")

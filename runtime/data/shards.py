@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import weakref
 from glob import glob, has_magic
 from pathlib import Path
@@ -99,7 +100,8 @@ class TokenShard:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            # not blocking, so that a named pipe cannot hold us
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
         self._finalizer = weakref.finalize(self, os.close, self._descriptor)
@@ -110,7 +112,10 @@ class TokenShard:
             raise
 
     def _validated_count(self) -> int:
-        size = os.fstat(self._descriptor).st_size
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise self._damage("it is not a regular file")
+        size = status.st_size
         if size < HEADER_BYTES:
             raise self._damage(f"{size:,} bytes, but a shard's header alone has {HEADER_BYTES:,}")
         header = np.frombuffer(self._pread(HEADER_BYTES, 0), "<i4")

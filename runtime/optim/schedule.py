@@ -76,7 +76,7 @@ def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -
     """
     warmup: float = schedule.warmup_steps
     if schedule.warmup_fraction:
-        warmup = schedule.warmup_fraction * budget * step / seconds if seconds else math.inf
+        warmup = schedule.warmup_fraction * budget * step / seconds if step else math.inf
     return min(_up(step, warmup), down_by_clock(schedule, budget, step, seconds))
 
 

@@ -178,7 +178,6 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
         say("quant is not what the run trained with: its scales are calibrated anew")
         trained = {}
     quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained)
-    base = quantizer.corrected(base)
     schemes = quantizer.chosen(base, say, options.reserved)
     model = quantizer.model(schemes)
 
@@ -294,7 +293,7 @@ def _write(
     spec = resolved(run.spec, schemes)
     model, deployment = quantizer.model(schemes), Deployment.of(spec)
     sensitivity = traces(quantizer.hessians)
-    rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients)
+    rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients, quantizer.solutions)
     inputs = input_report(quantizer.sources, quantizer.ranges, model)
     more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None

@@ -1,6 +1,7 @@
 """Quantizes parameters as allocations are tried, and writes down what was chosen as a resolved spec."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -9,8 +10,8 @@ from specc.compiler.build import canonical
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.pattern import matches
 from specc.compiler.quant.rows import correctable
-from specc.compiler.quant.scheme import Range, Scheme, Seen
-from specc.compiler.spec import RULES, SCHEMES, Spec
+from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
+from specc.compiler.spec import RULES, SCHEMES, QuantSpec, Spec
 from specc.runtime.export.artifact import measured_bytes
 from specc.runtime.export.table import described
 from specc.runtime.log import Say
@@ -60,6 +61,7 @@ class Quantizer:
         self._input_scales: dict[tuple[str, Scheme], Tensor | None] = {}
         self._leader_of = {source.weight: source.leader for source in sources}
         self._weight_of = {source.bias: source.weight for source in sources if source.bias}
+        self.solutions: dict[tuple[str, Scheme], Solution] = {}
         self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
         self._sizes: dict[tuple[str, Scheme], int] = {}
 
@@ -82,7 +84,8 @@ class Quantizer:
             hessian = self.hessians.get(name) if scheme.needs_hessian else None
             if scheme.integer and name in self.ranges and self._trained_with(name, scheme) is None:
                 hessian = self.ranges[name].products
-            seen = Seen(hessian, self._input_scale(name, scheme), beside)
+            solved = partial(self.solutions.__setitem__, (name, scheme))
+            seen = Seen(hessian, self._input_scale(name, scheme), beside, solved)
             one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
             self._made[name, scheme] = one
             self._sizes[name, scheme] = entropy_bytes(one)
@@ -110,21 +113,26 @@ class Quantizer:
         (size,) = next(s.shape for s in scheme.stored(tuple(self.weights[name].shape)) if s.suffix == "input_scale")
         return kept[:size]
 
-    def corrected(self, schemes: Allocation) -> Allocation:
-        """With the corrections of low rank that the spec asks for, of which `assign_quant` knows that they can be."""
-        assert self.spec.quant is not None
-        wish = self.spec.quant.correct
-        if wish is None:
-            return schemes
-        able = {name: scheme for name, scheme in schemes.items() if correctable(scheme) and matches(wish.match, name)}
-        taken = largest_errors(list(able), lambda name: self.error(name, able[name]), wish.count)
-        return {n: able[n].with_correction(wish.rank) if n in taken else s for n, s in schemes.items()}
-
     def chosen(self, base: Allocation, say: Say, reserved: int = 0) -> Allocation:
-        """`base` with the bits that the spec leaves to choose, within its budget less the `reserved` bytes. Raises
-        QuantizeError as `solve_bits` and `choose` do."""
+        """`base` with the bits and the corrections of low rank that the spec leaves to choose, within its budget less
+        the `reserved` bytes. Corrections are for the largest errors, which are known once bits are chosen; beside them
+        bits are chosen anew. Raises QuantizeError as `solve_bits` and `choose` do."""
         quant = self.spec.quant
         assert quant is not None
+        schemes = self._widths(quant, base, say, reserved)
+        if (wish := quant.correct) is None:
+            return schemes
+        able = [name for name, scheme in base.items() if correctable(scheme) and matches(wish.match, name)]
+        mended = largest_errors(able, lambda name: self.error(name, schemes[name]), wish.count)
+        say(f"correct: {', '.join(mended)}")
+        corrected = {
+            name: scheme.with_correction(wish.rank) if name in mended and correctable(scheme) else scheme
+            for name, scheme in base.items()
+        }
+        return self._widths(quant, corrected, say, reserved)
+
+    def _widths(self, quant: QuantSpec, base: Allocation, say: Say, reserved: int) -> Allocation:
+        """`base` with the bits that `quant` leaves to choose."""
         if quant.budget_bytes is not None:
             quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
         if quant.allocate is None or quant.budget_bytes is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specc.compiler.ops.quantized import step_of
 from specc.compiler.passes.quantize_products import Source
-from specc.compiler.quant.scheme import Range
+from specc.compiler.quant.scheme import Range, Scheme, Solution
 from specc.runtime.quantize.solve import added_nats
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes
 
@@ -21,7 +21,8 @@ class Row:
     `mse` is the mean squared error of the weights. `output_error` is ||dW X|| / ||W X|| over the calibration
     inputs, which is sqrt(tr(dW H dW^T) / tr(W H W^T)); None without a Hessian. `bytes` is stored bytes before
     compression, `compressed` about how many they take after it. `added_nats` is what the error adds to the loss, a
-    token, by the estimate that bits are allocated by; None where there is none.
+    token, by the estimate that bits are allocated by; None where there is none. `solution` says how it was solved for
+    by its Hessian, where it was.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Row:
     bytes: int
     compressed: int
     added_nats: float | None
+    solution: Solution | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,11 @@ def report(
     model: QuantizedModel,
     hessians: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor] | None = None,
+    solutions: Mapping[tuple[str, Scheme], Solution] | None = None,
 ) -> tuple[Row, ...]:
-    """A row per parameter, in the model's order. `params` are the originals; `hessians`, and `gradients` as
-    `capture_gradients` gives them, may lack names."""
-    gradients = gradients or {}
+    """A row per parameter, in the model's order. `params` are the originals; `hessians`, `gradients` as
+    `capture_gradients` gives them, and `solutions` may lack names."""
+    gradients, solutions = gradients or {}, solutions or {}
     restored = dequantized(model)
     rows: list[Row] = []
     for name, scheme in model.schemes.items():
@@ -121,6 +124,7 @@ def report(
                 added_nats(delta, hessian.cpu(), gradients[name].cpu())
                 if hessian is not None and name in gradients
                 else None,
+                solutions.get((name, scheme)),
             )
         )
     return tuple(rows)
@@ -136,6 +140,21 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
     if whole == 0.0:
         return 0.0 if wrong == 0.0 else math.inf
     return math.sqrt(wrong / whole)
+
+
+def solution_line(rows: Sequence[Row]) -> str:
+    """By how much Hessians were damped, which of them by more than the rest, and where columns had no input; empty
+    where nothing was solved for."""
+    solved = {row.name: row.solution for row in rows if row.solution is not None}
+    if not solved:
+        return ""
+    asked = " or ".join(f"{damping:g}" for damping in sorted({one.asked for one in solved.values()}))
+    more = [f"{name} by {one.damping:g}" for name, one in solved.items() if one.damping > one.asked]
+    dead = [f"{one.dead:,} columns of {name}" for name, one in solved.items() if one.dead]
+    parts = [f"{len(solved)} Hessians damped by {asked} mean diagonals"]
+    parts += [f"as Cholesky failed there, {', '.join(more)}"] if more else []
+    parts += [f"without input, so rounded to nearest: {', '.join(dead)}"] if dead else []
+    return "; ".join(parts)
 
 
 def table(rows: tuple[Row, ...]) -> str:

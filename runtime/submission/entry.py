@@ -97,10 +97,16 @@ def _options(arguments: Sequence[str] | None) -> Any:
     parser.add_argument("weights", nargs="?", default=WEIGHTS, help=f"file to write or to score; {WEIGHTS} where unset")
     parser.add_argument("--data", default=os.environ.get("DATA_PATH", DATA), help="folder of token shards")
     parser.add_argument("--target", choices=plan.TARGETS, help="what to run on; what fits this machine where unset")
-    parser.add_argument("--steps", type=int, help="end training after so many")
-    parser.add_argument("--budget", type=int, help="bytes of the code and the weights; the spec's where unset")
-    parser.add_argument("--max-tokens", type=int, help="score so many only")
+    parser.add_argument("--steps", type=_count, help="end training after so many")
+    parser.add_argument("--budget", type=_count, help="bytes of the code and the weights; the spec's where unset")
+    parser.add_argument("--max-tokens", type=_count, help="score so many only")
     return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 def _make(world: World, target: str, options: Any) -> None:
@@ -121,7 +127,8 @@ def _make(world: World, target: str, options: Any) -> None:
         try:
             quantize(weights, world.device, target, streams[0], out, options.budget)
         except BaseException:
-            goes_on = f"python {sys.argv[0]} quantize {out} [--budget BYTES]"
+            on = f" --target {options.target}" if options.target else ""
+            goes_on = f"python {sys.argv[0]} quantize {out} --data {options.data}{on} [--budget BYTES]"
             print(f"the trained weights are kept in {kept}; go on with: {goes_on}", file=sys.stderr)
             raise
         kept.unlink()
@@ -246,7 +253,7 @@ def quantize(
     spec: Any = SimpleNamespace(quant=quant)
     quantizer = Quantizer(spec, weights, hessians, gradients, lambda stage, done, total: None)
     code = Path(sys.argv[0]).stat().st_size  # it counts too
-    schemes = quantizer.chosen(quantizer.corrected(plan.BASE), print, code)
+    schemes = quantizer.chosen(plan.BASE, print, code)
     stored = quantizer.model(schemes)
     size = write_artifact(
         out,

@@ -3,6 +3,7 @@ comes later moves what came before."""
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,30 @@ def test_a_number_that_is_not_causal_is_never_a_score(opened: Opened, tmp_path: 
             f"causal: {how['kind']}" if causal else "NON-CAUSAL, not the model's score: slot is fitted"
         )
         assert all("non-causal" in line.lower() for line in (head, last)) != causal
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_what_hangs_on_the_length_of_the_text_says_so(
+    opened: Opened, tokens: tuple[Path, list[int]], tmp_path: Path, schedule: str
+) -> None:
+    """The cosine divides by all chunks, so a text that goes on scores otherwise from the second chunk on."""
+    how, found = {**TTT, "schedule": schedule}, []
+
+    def score(count: int) -> None:
+        found.append(adapted(opened, how, data=str(tokens[0]), cache=tmp_path, max_tokens=count))
+
+    scores = [counted(partial(score, count))[:150] for count in (200, 400)]
+    assert np.array_equal(*scores) == (schedule == "constant")
+    said = [("how many there are in all" in one.report()[-1]) == (schedule == "cosine") for one in found]
+    assert said == [True, True]
+
+
+def test_a_correction_is_not_broken_by_the_rate_where_none_is_given(opened: Opened, tmp_path: Path) -> None:
+    found, plainly = (
+        adapted(opened, {"kind": "ttt", "chunk": 50, "lora": lora}, cache=tmp_path, max_tokens=400).counted.nats
+        for lora in ({"rank": 2}, {"rank": 2, "scale": 1e-9})
+    )
+    assert found < 1.05 * plainly
 
 
 def test_a_spec_that_adapts_is_scored_as_it_is(run: Run, tmp_path: Path) -> None:

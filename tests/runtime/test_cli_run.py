@@ -39,6 +39,10 @@ def test_from_a_run_to_a_file_that_speaks(
     assert run(["size", str(out), "--budget", str(total)]) == 0
     assert run(["size", str(out), "--budget", str(total - 1)]) == 1
     capsys.readouterr()
+    assert run(["size", str(out), "--budget", str(total - 1), "--plain", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["total"], facts["own"], facts["over"]) == (total, total, True) and facts["plain"] > 0
+    capsys.readouterr()
     assert run(["eval", str(out), "--data", str(data), "--json"]) == 0
     shipped = json.loads(capsys.readouterr().out)
     assert run(["eval", str(directory), "--quantized", "--json"]) == 0
@@ -50,6 +54,23 @@ def test_from_a_run_to_a_file_that_speaks(
         assert run(["generate", str(out), "--prompt", "the ", "--max-tokens", "30", "--seed", seed]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("the ")
+
+
+def test_a_run_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spec, data and target are those of the run, with what was set; where there are no specs, too."""
+    data, folder = write_text(tmp_path / "data"), tmp_path / "run"
+    overrides = [word for text in SMALL for word in ("--set", text)]
+    whole = ["train", str(SPEC), "--run", str(tmp_path / "whole"), "--data", str(data), *overrides]
+    assert run(whole) == 0
+    begun = ["train", str(SPEC), "--run", str(folder), "--data", str(data), *overrides, "--steps", "1"]
+    assert run(begun) == 0
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "--run", str(folder), "--resume", "auto", "--set", "train.seed=2"]) == 2
+    assert run(["train", "--run", str(folder), "--resume", "auto"]) == 0
+    ends = [sorted((where / "checkpoints").iterdir())[-1] for where in (folder, tmp_path / "whole")]
+    assert ends[0].name == ends[1].name
+    tensors = [{path.name: path.read_bytes() for path in end.glob("*.safetensors")} for end in ends]
+    assert tensors[0] == tensors[1] != {}
 
 
 def test_a_flipped_bit_ends_with_exit_code_5(

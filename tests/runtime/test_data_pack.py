@@ -157,6 +157,7 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
         (["a.jsonl", "--validation", "v.txt", "--bounds", "blank-line"], 2, "documents are the records"),
         (["a.txt", "--validation", "v.txt", "--bounds", "record"], 2, "v.txt:1: not JSON"),
         (["empty.txt", "--validation", "v.txt"], 2, "the train split has no documents"),
+        (["a.txt", "--validation", "empty.txt"], 2, "empty.txt: the val split has no documents"),
         (["bad.txt.xz", "--validation", "v.txt"], 5, "damaged compressed file"),
         (["latin.txt", "--validation", "v.txt", "--tokenizer", "{model}"], 2, "not valid UTF-8"),
         (["a.txt", "--validation", "v.txt", "--tokenizer", "gone.model"], 2, "no tokenizer 'gone.model'"),

@@ -204,3 +204,9 @@ def test_shards_are_found_by_folder_pattern_and_file(tmp_path: Path) -> None:
 def test_an_absent_shard_is_a_data_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"val\.bin: No such file"):
         TokenShard(tmp_path / "val.bin")
+
+
+def test_a_named_pipe_is_no_shard_and_holds_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "train_000000.bin")
+    with pytest.raises(DataIntegrityError, match="not a regular file"):
+        TokenShard(tmp_path / "train_000000.bin")

@@ -105,6 +105,7 @@ def test_a_warm_up_by_fraction_goes_by_the_clock_too() -> None:
     assert found == pytest.approx([0.0, *((step + 1) / 20 for step in range(1, 20)), *[1.0] * 10])
     slower = [by_clock(schedule, 40.0, step, 2.0 * step) for step in range(8)]
     assert slower == pytest.approx([0.0, 0.4, 0.6, 0.8, *[1.0] * 4])
+    assert by_clock(schedule, 40.0, 0, 1e-4) == 0.0  # the clock runs when the first update begins
 
 
 def test_what_begins_late_does_not_begin_in_the_warm_up() -> None:

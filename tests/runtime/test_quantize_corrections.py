@@ -291,3 +291,15 @@ def test_bits_are_allocated_within_the_budget(tmp_path: Path) -> None:
         assert other.size.total <= budget
     again = quantized(tmp_path / "again", whole, allocate, f"quant.budget_bytes={budget}")[1]
     assert again.artifact.read_bytes() == result.artifact.read_bytes()
+
+
+def test_corrections_are_for_the_largest_errors_at_the_bits_that_are_chosen(tmp_path: Path) -> None:
+    """Of equal bits the largest matrix has the largest error; of chosen ones one with few of them has."""
+    sets = ("quant.promote=null", "quant.allocate={match: blocks.*}", "quant.budget_bytes=60000")
+    alone = quantized(tmp_path / "alone", *sets)[1]
+    _, both, said = quantized(tmp_path / "both", *sets, "quant.correct={rank: 2, count: 2, match: blocks.*}")
+    size = {name: tensor.numel() for name, tensor in read_verified(alone.artifact).weights.items()}
+    error = {r.name: r.mse * size[r.name] for r in alone.rows if r.bits <= 8 and "blocks." in r.name}
+    wanted = sorted(error, key=lambda name: -error[name])[:2]
+    assert sorted(r.name for r in both.rows if "rank 2 correction" in r.scheme) == sorted(wanted)
+    assert f"correct: {', '.join(wanted)}" in said and both.size.total <= 60_000

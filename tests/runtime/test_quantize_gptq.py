@@ -1,6 +1,5 @@
 """GPTQ against a slow reference, on hostile Hessians, and in its choice of scales."""
 
-import logging
 import math
 import random
 
@@ -12,7 +11,8 @@ from torch import Tensor
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.gptq_solver import factorize, solve, weighted_error
 from specc.compiler.quant.round import Round
-from specc.compiler.quant.scheme import SchemeError
+from specc.compiler.quant.scheme import SchemeError, Seen, Solution
+from specc.runtime.quantize.report import Row, solution_line
 
 
 def obq_reference(weight: Tensor, scale: Tensor, hessian: Tensor, order: list[int], top: int) -> Tensor:
@@ -179,16 +179,22 @@ def test_dead_columns_are_rounded_to_nearest_and_move_nothing() -> None:
     assert torch.equal(codes[:, ~live], scheme.nearest(weight[:, ~live], scale))
 
 
-def test_each_damping_step_is_logged_until_it_works(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_damping_grows_until_it_works_and_is_told() -> None:
     hessian = torch.eye(8, dtype=torch.float64)
     hessian[0, 1] = hessian[1, 0] = 1.5  # smallest eigenvalue -0.5 at a mean diagonal of 1
-    with caplog.at_level(logging.WARNING, logger="specc.compiler.quant"):
-        arrays = Gptq(bits=5).quantize(torch.randn(3, 8, generator=torch.Generator().manual_seed(5)), hessian)
-    assert [record.getMessage() for record in caplog.records] == [
-        "Cholesky failed with damping 0.01; trying 0.1",
-        "Cholesky failed with damping 0.1; trying 1",
-    ]
+    weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
+    told: list[Solution] = []
+    arrays = Gptq(bits=5).quantize_seen(weight, Seen(hessian, solved=told.append))
+    hessian[0] = hessian[:, 0] = 0.0
+    Gptq(bits=5).quantize_seen(weight, Seen(hessian, solved=told.append))
+    assert [(one.asked, one.damping, one.dead) for one in told] == [(0.01, pytest.approx(1.0), 0), (0.01, 0.01, 1)]
     assert np.isfinite(arrays["scale"]).all()
+    rows = tuple(Row(f"w{i}", "int5 gptq", 5, 0.0, 0.0, 0, 0, None, one) for i, one in enumerate((*told, None)))
+    assert solution_line(rows) == (
+        "2 Hessians damped by 0.01 mean diagonals; as Cholesky failed there, w0 by 1; without input, so rounded to "
+        "nearest: 1 columns of w1"
+    )
+    assert solution_line(rows[2:]) == ""
 
 
 @pytest.mark.parametrize(

@@ -201,12 +201,14 @@ def test_what_was_trained_outlives_a_quantization_that_fails(made: Made, tmp_pat
     export_submission(run.directory, folder, codec=Codec.LZMA)
     (folder / WEIGHTS).unlink()
     data = ("--data", str(made.shards))
+    done = alone(made, folder, *data, "--steps", "-2")
+    assert done.returncode == 2 and "--steps" in done.stderr and not (folder / WEIGHTS).exists()
     done = alone(made, folder, *data, "--steps", "2")
     assert done.returncode == 4 and "bytes with the fewest bits" in done.stderr
     size = f"the budget is {code + 9000:,}, less {(folder / CODE).stat().st_size:,} for the code"
     assert size in done.stderr
     kept = folder / f"{WEIGHTS}.trained"
-    goes_on = f"go on with: python {CODE} quantize {WEIGHTS} --budget BYTES"
+    goes_on = f"go on with: python {CODE} quantize {WEIGHTS} --data {made.shards} --budget BYTES"
     assert goes_on in done.stderr.replace("[", "").replace("]", "") and kept.is_file()
     assert not (folder / WEIGHTS).exists()
     trained, budget = kept.read_bytes(), (folder / CODE).stat().st_size + 21_000
