@@ -153,10 +153,17 @@ CASES: Mapping[str, dict[str, Any]] = {
     ),
     "repeat": case(RECURRENT, [{"kind": "repeat"}, LSTM], head=UNTIED),
     "repeat_with_a_start": case([EMBED, LSTM], [{"kind": "repeat"}, LSTM], bridge={"kind": "concat"}, head=UNTIED),
+    "repeat_and_blocks": case([EMBED, LSTM], [{"kind": "repeat"}, blocks(SELF, CROSS, MLP)], head=UNTIED),
+    "repeat_and_a_loop": case(
+        [EMBED, LSTM],
+        [{"kind": "repeat"}, {**ADDITIVE, "form": "tanh", "width": 5}, {**CONCAT, "beside": "repeat"}, LSTM],
+        bridge={"kind": "concat"},
+        head=UNTIED,
+    ),
     "mlp_alone": case([EMBED, MLP], [EMBED, MLP, {**CROSS, "heads": 1}]),
     "softcap": case(ENCODER, [LEARNED, blocks(SELF, CROSS)], head={"tied": False, "softcap": 5}),
 }
-WITHOUT_TOKENS = {"repeat", "repeat_with_a_start"}
+WITHOUT_TOKENS = {name for name, words in CASES.items() if words["decoder"][0]["kind"] == "repeat"}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=list(CASES))
