@@ -66,6 +66,10 @@ CASES: Mapping[str, dict[str, Any]] = {
         [LEARNED, blocks({**SELF, "residual": "learned"}, {**MLP, "residual": "1/(layer + 1)"})],
         [LEARNED, blocks(SELF, CROSS, {**MLP, "residual": 0.5}, skips={"kind": "unet"})],
     ),
+    "norms_by_layer": case(
+        [LEARNED, blocks(SELF, MLP, norm={"kind": "rms", "scale": "1/sqrt(layer + 1)", "affine": True})],
+        [LEARNED, blocks(SELF, CROSS, norm={"kind": "layer", "scale": "0.5 + layer/layers"})],
+    ),
     "mixed": case(
         [LEARNED, blocks({**SELF, "exclude": {"layers": [1]}, "gate": {"features": 4}}, MLP, mix={"kind": "embedded"})],
         [LEARNED, blocks(SELF, {**CROSS, "gate": {}}, MLP, mix={"kind": "embedded"}, parallel=[0])],
