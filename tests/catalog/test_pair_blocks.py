@@ -289,6 +289,29 @@ def test_only_tokens_of_the_source_are_read(made: tuple[str, Pair]) -> None:
         assert (longer - before).abs().max() > 1e-9
 
 
+def test_a_source_of_pads_alone_is_as_nothing_seen(made: tuple[str, Pair]) -> None:
+    """Its scores and all gradients are numbers, those of the reference, and no other row's are touched."""
+    _, model = made
+    source, target = batch(model.spec)
+    empty = source.clone()
+    empty[1] = 0
+    with float64():
+        with torch.no_grad():
+            found, before = (model.model.score(ids, target) for ids in (empty, source))
+            want = model.reference("score", source=empty, target=target)["loss"]
+        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
+        assert bool(found.isfinite().all())
+        torch.testing.assert_close(found[[0, 2]], before[[0, 2]], rtol=1e-11, atol=1e-11)
+        model.model.zero_grad()
+        model.model(empty, shifted(target), target).backward()
+    gradients = [parameter.grad for parameter in model.model.parameters()]
+    assert all(grad is not None and bool(grad.isfinite().all()) for grad in gradients)
+    with float64(), torch.no_grad():
+        steps = stepped(model.model, empty, shifted(target))
+        nats = -steps.gather(-1, target[..., None])[..., 0] * (target != 0)
+        torch.testing.assert_close(nats, found, rtol=1e-9, atol=1e-10)
+
+
 def test_torch_fx_finds_the_plan(made: tuple[str, Pair]) -> None:
     _, model = made
     source = sys.modules[type(model.model).__module__]
