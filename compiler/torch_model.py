@@ -13,7 +13,7 @@ from specc.compiler.programs import Programs, owner
 from specc.compiler.torch_code import Body
 from specc.compiler.torch_function import LOCALS, Function, Speller, class_name, docstring, types_doc
 from specc.compiler.torch_group import GroupContext, group_context, scoring_function
-from specc.compiler.torch_loop import scans, stacks, time_loop
+from specc.compiler.torch_loop import field_of, scans, stacks, time_loop
 from specc.compiler.torch_program import CACHE, keeper, new_cache, program_method
 
 # What deployed models keep apart from their parameters: the numbers of products in int8.
@@ -109,8 +109,8 @@ def _owners(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(owner(graph.name) for graph in plan.programs.functions))
 
 
-def _params(params: Sequence[Named]) -> tuple[str, ...]:
-    """The lines that create parameters under their dotted names."""
+def _params(params: Sequence[Named], modules: Sequence[str] = ()) -> tuple[str, ...]:
+    """The lines that create parameters under their dotted names, and what holds `modules`, which others create."""
     holders: dict[str, list[str]] = {}
     lines: list[str] = []
     constants = [entry for entry in params if entry[1].storage]
@@ -125,8 +125,9 @@ def _params(params: Sequence[Named]) -> tuple[str, ...]:
             lines.append(f"self.{name} = nn.Parameter(torch.empty({shape.rstrip(',')}))")
     owners = dict.fromkeys(path.rpartition(".")[0] for path, _ in constants)
     bare = [holder for holder in owners if holder and holder not in holders]
-    parents = dict.fromkeys(parent for holder in (*holders, *bare) if (parent := holder.rpartition(".")[0]))
-    lines += [f"self.{parent} = nn.Module()" for parent in dict.fromkeys((*parents, *bare)) if parent not in holders]
+    parents = [parent for held in (*holders, *bare) if (parent := held.rpartition(".")[0])]
+    empty = dict.fromkeys((*parents, *bare, *(parent for at in modules if (parent := at.rpartition(".")[0]))))
+    lines += [f"self.{parent} = nn.Module()" for parent in empty if parent not in holders]
     for holder, entries in holders.items():
         line = f"self.{holder} = weights({', '.join(entries)})"
         if len(line) <= 100:
@@ -176,10 +177,11 @@ def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
 def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> ClassContext:
     programs = plan.programs
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
-    init = list(_params(params))
-    for calls in stacks(programs.programs[0].nodes):
-        init += _modules(calls, tables)
+    lists = list(stacks(programs.programs[0].nodes))
     loops = {op.at: class_name(owner(op.callee)) for _, op in scans(programs.programs)}
+    init = list(_params(params, (*(field_of(calls[0]) for calls in lists), *loops)))
+    for calls in lists:
+        init += _modules(calls, tables)
     init += [f"self.{at} = {name}()" for at, name in loops.items()]
     methods: dict[tuple[tuple[str, ...], ...], Function] = {}
     aliases: list[str] = []

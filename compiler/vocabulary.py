@@ -8,6 +8,7 @@ from specc.compiler.strict import StrictModel
 
 PAD, START, STOP = 0, 1, 2  # what fills a row, what the decoder is fed first, what ends a line
 MARKS = 3
+MOST = 2**8 - MARKS  # characters: data keeps a token as a byte
 
 
 def _distinct(chars: str) -> str:
@@ -21,7 +22,7 @@ def _distinct(chars: str) -> str:
 class Vocabulary(StrictModel):
     """Ids 0 pad, 1 start and 2 stop, then those of `chars`."""
 
-    chars: Annotated[str, Field(min_length=1, max_length=2**16), AfterValidator(_distinct)]
+    chars: Annotated[str, Field(min_length=1, max_length=MOST), AfterValidator(_distinct)]
 
     @property
     def size(self) -> int:

@@ -1,7 +1,6 @@
 """Blocks as one stage of an encoder or a decoder."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
 from specc.compiler.architectures.stack import Blocks, Stack
@@ -10,7 +9,8 @@ from specc.compiler.ir import Builder
 
 
 class BlocksStage(Blocks, Stage):
-    """Blocks as a stage of an encoder or a decoder, with a norm like theirs behind the last one."""
+    """Blocks as a stage of an encoder or a decoder, with a norm like theirs behind the last one. That is in no layer,
+    so it has no `scale`."""
 
     kind: Literal["blocks"]
 
@@ -31,4 +31,4 @@ class BlocksStage(Blocks, Stage):
         value, state = Stack(self, shape, around.site).run(b, x, around)
         side, _, title = b.scope.rpartition(".")
         b.scope = f"{side}.norm" if title == self.kind else f"{b.scope}_norm"
-        return Lowered(self.norm.lower(b, value, "y", replace(shape, layers=self.count)), state)
+        return Lowered(self.norm.normalize(b, value, "y"), state)

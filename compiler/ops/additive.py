@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Additive(Op):
     """softmax(scores) v for queries [B, T, A], keys [B, S, A] and values v [B, S, D], over the positions that
-    `seen`, bool[B, S], tells.
+    `seen`, bool[B, S], tells; 0 where it tells none.
 
     The score of a query and a key is relu(query + key), of A = 1, or w . tanh(query + key), where w [A] is the last
     input.
@@ -53,6 +53,7 @@ class Additive(Op):
         query, keys, values, seen, *weight = inputs
         sums = query.unsqueeze(2) + keys.unsqueeze(1)
         scores = (sums.tanh() * weight[0]).sum(-1) if weight else sums.clamp_min(0).squeeze(-1)
-        shown = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
-        attended: Tensor = shown.softmax(-1) @ values
+        hidden = ~seen.unsqueeze(1)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0.0)
+        attended: Tensor = weights @ values
         return attended

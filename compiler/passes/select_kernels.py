@@ -234,7 +234,10 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
         if not choice.rendered.files:
             continue
         function, file = symbol(site)
-        first, alike = functions.setdefault(function, site), files.setdefault(file, site)
+        # A function without an epilogue is named by its op alone, and what else it is by its file: steps of 8 bits may
+        # stand beside those of 16, as `Plan.called` calls them by their files.
+        first = functions.setdefault(file if site.epilogue is None else function, site)
+        alike = files.setdefault(file, site)
         message = ""
         if _computed(first) != _computed(site):
             message = f"two epilogues are named {function}: {_shown(first)} and {_shown(site)}"

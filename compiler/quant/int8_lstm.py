@@ -10,11 +10,10 @@ from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear, Part, TimeMajor, wide
 from specc.compiler.ops.recurrent import Lstm, LstmCell
-from specc.compiler.ops.region import Scan, returned
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
 from specc.compiler.ops.shape import Last
 from specc.compiler.quant.int8_form import Editing, Factor, Int8Form, sums_of, title_of, weighed
-from specc.compiler.quant.rounded_lstm import rehearsed
+from specc.compiler.quant.rounded_lstm import loop_of, rehearsed
 
 # The nodes of one direction, by the name to give them: x, h and c, its factors, whether it goes backward in time.
 Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]
@@ -135,11 +134,7 @@ def _direction(
     step = edit.function(_step([edit.type(ref) for ref in inputs], bits))
     kept = [edit.type(ref) for ref in state]
     y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
-    word = name.rpartition(".")[2]
-    op = Scan(
-        step, f"{name.rpartition('.')[0]}_{word}", 2, 1, returned((*kept, y)), tuple(f"{word}_{w}" for w in "hcy")
-    )
-    loop = edit.add(Node(f"{name}_loop", op, inputs, (*kept, y)), node)
+    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*kept, y)), inputs, (*kept, y)), node)
     out = f"{loop}:2"
     if backward:
         out = edit.add_op(f"{name}_y", Reversed(), (out,), node)

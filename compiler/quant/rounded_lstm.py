@@ -34,14 +34,19 @@ def rehearsed(
     step = edit.function(_step([edit.type(ref) for ref in inputs], edit.input_bits(hidden.weight)))
     kept = [edit.type(ref) for ref in state]
     y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
-    word = name.rpartition(".")[2]
-    at = f"{name.rpartition('.')[0]}_{word}"
-    op = Scan(step, at, 2, 1, returned((*kept, y)), tuple(f"{word}_{w}" for w in "hcy"))
-    loop = edit.add(Node(f"{name}_loop", op, inputs, (*kept, y)), node)
+    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*kept, y)), inputs, (*kept, y)), node)
     out = f"{loop}:2"
     if backward:
         out = edit.add_op(f"{name}_y", Reversed(), (out,), node)
     return out, loop, f"{loop}:1"
+
+
+def loop_of(step: str, name: str, backward: bool, types: Sequence[TensorType]) -> Scan:
+    """The loop of one direction, `name`, over `step`; `types` are those of h, c and y. It stands inside its stage,
+    where no other stage's name can be."""
+    scope, _, word = name.rpartition(".")
+    at = f"{scope}.{'back_' if backward else ''}steps"
+    return Scan(step, at, 2, 1, returned(types), tuple(f"{word}_{w}" for w in "hcy"))
 
 
 def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:

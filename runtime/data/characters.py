@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from specc.compiler.vocabulary import MOST
 from specc.runtime.data.errors import DataError, LineError
 
 Array = npt.NDArray[np.integer[Any]]
@@ -15,7 +16,6 @@ Tokens = npt.NDArray[np.uint8]
 
 PAD, START, STOP = 0, 1, 2
 SPECIAL = 3  # ids before the first character
-MAX_CHARACTERS = 256 - SPECIAL
 _SHOWN = 60  # characters of a line in a message
 
 
@@ -39,8 +39,8 @@ class CharTokenizer:
         twice = next((char for i, char in enumerate(chars) if char in chars[:i]), None)
         if twice is not None:
             raise DataError(f"the vocabulary has the character {twice!r} twice", "remove one of the two")
-        if not 0 < len(chars) <= MAX_CHARACTERS or "\0" in chars:
-            raise DataError(f"a vocabulary of characters has 1 to {MAX_CHARACTERS} of them, and no NUL")
+        if not 0 < len(chars) <= MOST or "\0" in chars:
+            raise DataError(f"a vocabulary of characters has 1 to {MOST} of them, and no NUL")
         self.chars = chars
         self.vocab = SPECIAL + len(chars)
         self._codes = _codes([chars])[0]

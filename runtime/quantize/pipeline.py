@@ -49,7 +49,7 @@ from specc.runtime.quantize.inputs import trained_scales
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_ranges
-from specc.runtime.quantize.report import InputRow, Row, input_report, report
+from specc.runtime.quantize.report import InputRow, Row, input_report, report, told_clipped
 from specc.runtime.quantize.tensors import dequantized
 from specc.runtime.run import SPEC, Run, locked, readable
 from specc.runtime.sources.source import source_of
@@ -156,6 +156,7 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
     sees = chooses or any(scheme.needs_hessian for scheme in base.values())
     on_device = {name: tensor.to(opened.device) for name, tensor in weights.items()}
     sources = integer_products(lower(run.spec, opened.loaded.target.name), base)
+    trained = _trained(run, step, sources, say)
     began = time.monotonic()
     if (sees or sources) and quant.calibrate.source == "self":
         seed = run.spec.train.seed
@@ -165,21 +166,16 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
     if sees:
         hessians, gradients = _calibrate(run, opened, options, weights, own, tell)
     if sources:
-        ranges = _ranges(run, opened, options, on_device, sources, own, tell)
+        ranges = _ranges(run, opened, options, on_device, sources, trained, own, tell)
     calibration, seconds = (_facts(run, own) if sees or sources else None), time.monotonic() - began
     if calibration is not None:
         say(f"calibrated in {seconds:.1f} s")
-    trained: Mapping[str, Tensor] = {}
-    if sources and run.spec.train.qat is not None:
-        trained = trained_scales(checkpoint.load(checkpoint.path_of(run.checkpoints, step)).optimizer, sources)
-    if trained and run.spec.quant == Run.open(run.directory).spec.quant:
-        say("inputs keep the scales that the run trained with, and weights are rounded as it rounded them")
-    elif trained:
-        say("quant is not what the run trained with: its scales are calibrated anew")
-        trained = {}
     quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained)
     schemes = quantizer.chosen(base, say, options.reserved)
     model = quantizer.model(schemes)
+    inputs = input_report(sources, ranges, model)
+    if line := told_clipped(inputs):
+        say(line)
 
     if sources:
         loaded = realize_stored(
@@ -190,9 +186,23 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
         assign(opened.loaded, dequantized(model))
         after = measure(opened)
     say(f"after: {after.report()[0]}")
-    result = _write(run, options, step, quantizer, schemes, base, (before, after), calibration, seconds)
+    result = _write(run, options, step, quantizer, schemes, base, inputs, (before, after), calibration, seconds)
     say(f"{result.artifact}: {result.size.total:,} bytes")
     return result
+
+
+def _trained(run: Run, step: int, sources: Sequence[Source], say: Say) -> Mapping[str, Tensor]:
+    """The scales of inputs, by leader, that the run trained with and quantizes by; empty where it has none, or trained
+    for another `quant`."""
+    if not sources or run.spec.train.qat is None:
+        return {}
+    trained = trained_scales(checkpoint.load(checkpoint.path_of(run.checkpoints, step)).optimizer, sources)
+    if trained and run.spec.quant != Run.open(run.directory).spec.quant:
+        say("quant is not what the run trained with: its scales are calibrated anew")
+        return {}
+    if trained:
+        say("inputs keep the scales that the run trained with, and weights are rounded as it rounded them")
+    return trained
 
 
 def _facts(run: Run, own: OwnText | None) -> dict[str, Any]:
@@ -253,11 +263,12 @@ def _ranges(
     options: QuantizeOptions,
     weights: Mapping[str, Tensor],
     sources: Sequence[Source],
+    trained: Mapping[str, Tensor],
     own: OwnText | None,
     tell: Progress,
 ) -> Mapping[str, Range]:
-    """What the inputs of int8 products hold, by weight, on the model's own text or the training
-    data."""
+    """What the inputs of int8 products hold, by weight, on the model's own text or the training data, and what the
+    scales that they were trained with cut off."""
     assert run.spec.quant is not None
     wanted = run.spec.quant.calibrate
     programs = lower(run.spec, opened.loaded.target.name)
@@ -271,9 +282,11 @@ def _ranges(
             rows = data.calibration(wanted.sequences, wanted.batch)
         batches = ({name: ids.to(opened.device) for name, ids in batch.items()} for batch in rows)
         try:
-            return input_ranges(
-                programs, sources, batches, weights, lambda done: tell("calibrate", done, wanted.sequences)
-            )
+
+            def telling(done: int) -> None:
+                tell("calibrate", done, wanted.sequences)
+
+            return input_ranges(programs, sources, batches, weights, telling, trained)
         except torch.OutOfMemoryError as error:
             raise _too_large(run, wanted) from error
 
@@ -285,6 +298,7 @@ def _write(
     quantizer: Quantizer,
     schemes: Allocation,
     base: Allocation,
+    inputs: tuple[InputRow, ...],
     losses: tuple[Scored, Scored],
     calibration: Mapping[str, Any] | None,
     seconds: float,
@@ -294,7 +308,6 @@ def _write(
     model, deployment = quantizer.model(schemes), Deployment.of(spec)
     sensitivity = traces(quantizer.hessians)
     rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients, quantizer.solutions)
-    inputs = input_report(quantizer.sources, quantizer.ranges, model)
     more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None
     staging = run.staged.parent

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specc.compiler import reference
 from specc.compiler.ir import Node
+from specc.compiler.ops.quantized import LARGEST
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.programs import Programs
 from specc.compiler.quant.scheme import Range
@@ -19,14 +20,16 @@ def input_ranges(
     batches: Iterable[Mapping[str, Tensor]],
     weights: Mapping[str, Tensor],
     progress: Callable[[int], None] | None = None,
+    scales: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Range]:
     """What each product of `sources` meets in the program `score`, by weight; those that share an input have it in
     common. Where a node reads or makes features of several products side by side, as two directions do, each has its
     part.
 
     `programs` are those before any pass, `batches` the inputs of `score` by name, on the device of `weights` (by name,
-    f32 or f64), in whose precision everything is computed, from the ops' references. After each batch `progress` is
-    told the rows so far. Raises QuantizeError for a product that no batch reached, and for an input of NaN or infinity.
+    f32 or f64), in whose precision everything is computed, from the ops' references. `scales`, f32 [1] or [K] by
+    leader, are those that inputs have already. After each batch `progress` is told the rows so far. Raises
+    QuantizeError for a product that no batch reached, and for an input of NaN or infinity.
     """
     by_weight = {f"@{source.weight}": source for source in sources}
     met: dict[str, _Met] = {}
@@ -40,7 +43,9 @@ def input_ranges(
                     raise QuantizeError(
                         f"{source.node}: its input holds NaN or infinity", "calibrate from an earlier checkpoint"
                     )
-                met.setdefault(source.leader, _Met(rows)).take(rows)
+                if source.leader not in met:
+                    met[source.leader] = _Met(rows, (scales or {}).get(source.leader))
+                met[source.leader].take(rows)
 
     done = 0
     with torch.no_grad():
@@ -55,18 +60,26 @@ def input_ranges(
 
 
 class _Met:
-    """Rows of one input as they come."""
+    """Rows of one input as they come, f64 [.., K], and what codes of its `scale` cut off, where it has one."""
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
         features = rows.shape[1]
         self._largest = rows.new_zeros(features)
         self._products, self._count = rows.new_zeros(features, features), 0
+        self._scale = None if scale is None else scale.to(rows)
+        self._beyond, self._clipped = rows.new_zeros(features), 0
 
     def take(self, rows: Tensor) -> None:
         self._largest = torch.maximum(self._largest, rows.abs().amax(0))
         self._products += rows.T @ rows
         self._count += len(rows)
+        if self._scale is not None:
+            lost = (rows.abs() - LARGEST * self._scale).clamp(min=0)
+            self._beyond += lost.square().sum(0)
+            self._clipped += int((lost > self._scale / 2).sum())
 
     @property
     def range(self) -> Range:
-        return Range(self._largest, self._products / self._count)
+        beyond = None if self._scale is None else self._beyond / self._count
+        share = self._clipped / (self._count * len(self._largest))
+        return Range(self._largest, self._products / self._count, beyond, share)

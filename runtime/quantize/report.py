@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specc.compiler.ops.quantized import step_of
+from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.quant.scheme import Range, Scheme, Solution
 from specc.runtime.quantize.solve import added_nats
@@ -40,9 +40,11 @@ class Row:
 class InputRow:
     """One input of int8 products. `maker` is what made it, `weights` what it is multiplied by. `peak` is the largest
     magnitude that calibration saw, `rms` the root mean square; `scale` the largest of its features', which differ by
-    the factor `spread`; of `bits` 16 a scale is of 254 steps. `error` is what rounding to these steps costs by
-    expectation, as a share of `rms`: sqrt(sum_k step_k^2 / 12) / sqrt(sum_k E[x_k^2]); what lies beyond `peak` is
-    clipped.
+    the factor `spread`; of `bits` 16 a scale is of 254 steps. `reach` is the largest magnitude as a share of the range
+    of its feature's scale, beyond which inputs are cut off: above 1 it can be where a run trained with the scale.
+    `clipped` is the share of numbers that lose more than half a step so. `error` is what rounding to these steps costs
+    by expectation, with what was cut off, as a share of `rms`: sqrt(sum_k (step_k^2 / 12 + E[lost_k^2])) / sqrt(sum_k
+    E[x_k^2]).
     """
 
     maker: str
@@ -53,6 +55,8 @@ class InputRow:
     scale: float
     spread: float
     bits: int
+    reach: float
+    clipped: float
     error: float
 
 
@@ -67,7 +71,8 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
         scale = torch.from_numpy(model.tensors[leader]["input_scale"].copy()).double().expand(features)
         square = float(seen.square.sum())
         bits = model.schemes[leader].input_bits
-        error = step_of(bits) * math.sqrt(float(scale.square().sum()) / 12 / square) if square else 0.0
+        wrong = step_of(bits) ** 2 / 12 * float(scale.square().sum())
+        wrong += float(seen.beyond.sum()) if seen.beyond is not None else 0.0
         rows.append(
             InputRow(
                 members[0].node if members[0].made else members[0].maker,
@@ -78,10 +83,22 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
                 float(scale.max()),
                 float(scale.max() / scale.min()),
                 bits,
-                error,
+                float((seen.largest.cpu() / (LARGEST * scale)).max()),
+                seen.clipped,
+                math.sqrt(wrong / square) if square else 0.0,
             )
         )
     return tuple(rows)
+
+
+def told_clipped(rows: Sequence[InputRow]) -> str:
+    """A line about the inputs that their scales do not reach to, the farthest first; empty where there are none."""
+    found = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
+    if not found:
+        return ""
+    each = [f"{row.weights[0]} (to {row.reach:.3g} times it, {row.clipped:.2%} of its numbers)" for row in found]
+    told = "inputs are cut off beyond the range of the scale that training measured"
+    return f"{told}: {', '.join(each)}; a smaller train.qat.below measures it later"
 
 
 def input_table(rows: Sequence[InputRow]) -> str:

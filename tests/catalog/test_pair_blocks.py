@@ -66,6 +66,10 @@ CASES: Mapping[str, dict[str, Any]] = {
         [LEARNED, blocks({**SELF, "residual": "learned"}, {**MLP, "residual": "1/(layer + 1)"})],
         [LEARNED, blocks(SELF, CROSS, {**MLP, "residual": 0.5}, skips={"kind": "unet"})],
     ),
+    "norms_by_layer": case(
+        [LEARNED, blocks(SELF, MLP, norm={"kind": "rms", "scale": "1/sqrt(layer + 1)", "affine": True})],
+        [LEARNED, blocks(SELF, CROSS, norm={"kind": "layer", "scale": "0.5 + layer/layers"})],
+    ),
     "mixed": case(
         [LEARNED, blocks({**SELF, "exclude": {"layers": [1]}, "gate": {"features": 4}}, MLP, mix={"kind": "embedded"})],
         [LEARNED, blocks(SELF, {**CROSS, "gate": {}}, MLP, mix={"kind": "embedded"}, parallel=[0])],
@@ -153,10 +157,17 @@ CASES: Mapping[str, dict[str, Any]] = {
     ),
     "repeat": case(RECURRENT, [{"kind": "repeat"}, LSTM], head=UNTIED),
     "repeat_with_a_start": case([EMBED, LSTM], [{"kind": "repeat"}, LSTM], bridge={"kind": "concat"}, head=UNTIED),
+    "repeat_and_blocks": case([EMBED, LSTM], [{"kind": "repeat"}, blocks(SELF, CROSS, MLP)], head=UNTIED),
+    "repeat_and_a_loop": case(
+        [EMBED, LSTM],
+        [{"kind": "repeat"}, {**ADDITIVE, "form": "tanh", "width": 5}, {**CONCAT, "beside": "repeat"}, LSTM],
+        bridge={"kind": "concat"},
+        head=UNTIED,
+    ),
     "mlp_alone": case([EMBED, MLP], [EMBED, MLP, {**CROSS, "heads": 1}]),
     "softcap": case(ENCODER, [LEARNED, blocks(SELF, CROSS)], head={"tied": False, "softcap": 5}),
 }
-WITHOUT_TOKENS = {"repeat", "repeat_with_a_start"}
+WITHOUT_TOKENS = {name for name, words in CASES.items() if words["decoder"][0]["kind"] == "repeat"}
 
 
 @pytest.fixture(scope="module", params=CASES, ids=list(CASES))
@@ -276,6 +287,29 @@ def test_only_tokens_of_the_source_are_read(made: tuple[str, Pair]) -> None:
         torch.testing.assert_close(longer, before, rtol=1e-11, atol=1e-11)
     else:
         assert (longer - before).abs().max() > 1e-9
+
+
+def test_a_source_of_pads_alone_is_as_nothing_seen(made: tuple[str, Pair]) -> None:
+    """Its scores and all gradients are numbers, those of the reference, and no other row's are touched."""
+    _, model = made
+    source, target = batch(model.spec)
+    empty = source.clone()
+    empty[1] = 0
+    with float64():
+        with torch.no_grad():
+            found, before = (model.model.score(ids, target) for ids in (empty, source))
+            want = model.reference("score", source=empty, target=target)["loss"]
+        torch.testing.assert_close(found, want, rtol=1e-11, atol=1e-11)
+        assert bool(found.isfinite().all())
+        torch.testing.assert_close(found[[0, 2]], before[[0, 2]], rtol=1e-11, atol=1e-11)
+        model.model.zero_grad()
+        model.model(empty, shifted(target), target).backward()
+    gradients = [parameter.grad for parameter in model.model.parameters()]
+    assert all(grad is not None and bool(grad.isfinite().all()) for grad in gradients)
+    with float64(), torch.no_grad():
+        steps = stepped(model.model, empty, shifted(target))
+        nats = -steps.gather(-1, target[..., None])[..., 0] * (target != 0)
+        torch.testing.assert_close(nats, found, rtol=1e-9, atol=1e-10)
 
 
 def test_torch_fx_finds_the_plan(made: tuple[str, Pair]) -> None:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from specc.compiler.vocabulary import Vocabulary
 from specc.runtime.data import CharTokenizer, DataError
 from specc.runtime.data.characters import lines_of
 from specc.runtime.data.polynomial import SYMBOLS, draw
@@ -60,6 +62,15 @@ def test_what_does_not_fit_is_refused() -> None:
     for chars in ("", "a\0", "".join(map(chr, range(200, 454)))):
         with pytest.raises(DataError, match="1 to 253"):
             CharTokenizer(chars)
+
+
+def test_what_a_spec_may_name_can_be_encoded() -> None:
+    """As many characters as there are ids in a byte; one more is refused in the spec already."""
+    chars = "".join(map(chr, range(0x4E00, 0x4E00 + 254)))
+    assert Vocabulary(chars=chars[:-1]).size == CharTokenizer(chars[:-1]).vocab == 256
+    assert CharTokenizer(chars[:-1]).encode(chars[-2]).tolist() == [255]
+    with pytest.raises(ValidationError, match="at most 253"):
+        Vocabulary(chars=chars)
 
 
 def test_lines_end_at_newlines_alone() -> None:

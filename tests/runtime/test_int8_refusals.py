@@ -162,11 +162,11 @@ def test_a_step_refuses_what_does_not_fit(changed: dict[str, Tensor], message: s
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("kernel", [INT8_LSTM_TORCH, INT8_LSTM_TRITON], ids=lambda kernel: str(kernel.name))
 def test_a_step_is_checked_when_it_is_launched(kernel: Kernel, bits: Literal[8, 16], tmp_path: Path) -> None:
-    label = "decoder.lstm.step and decoder.lstm_forward.recurrent.step"
+    label = "decoder.lstm.step and decoder.lstm.steps.recurrent.step"
     site = step_site(H, "cpu" if kernel is INT8_LSTM_TORCH else "sm90", label=label, bits=bits)
     function = step_module(kernel, site, tmp_path / f"step_refused_{kernel.name}_{bits}").int8_lstm_step
     given = step(scale=torch.ones(H))
-    message = r"^one of decoder.lstm.step, decoder.lstm_forward.recurrent.step: scale is \[12\]"
+    message = r"^one of decoder.lstm.step, decoder.lstm.steps.recurrent.step: scale is \[12\]"
     with pytest.raises(ValueError, match=message):
         function(*given.values())
 

@@ -20,9 +20,10 @@ def weights(**shapes: tuple[int, ...]) -> nn.Module:
 
 def attend_additive_relu(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     """Means of values [B, S, D] over the positions seen, bool[B, S], weighted by the softmax of relu(query + key):
-    query [B, T, 1], keys [B, S, 1] -> [B, T, D]."""
-    scores = F.relu(query + keys.transpose(1, 2)).masked_fill(~seen[:, None], float("-inf"))
-    return scores.softmax(-1) @ values
+    query [B, T, 1], keys [B, S, 1] -> [B, T, D]; 0 where none is seen."""
+    hidden = ~seen[:, None]
+    scores = F.relu(query + keys.transpose(1, 2)).masked_fill(hidden, float("-inf"))
+    return scores.softmax(-1).masked_fill(hidden, 0.0) @ values
 
 
 def lstm_cell(x: Tensor, h: Tensor, c: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -226,9 +226,9 @@ class Model(nn.Module):
         self.head.register_buffer("logits_offset", torch.empty(32, dtype=torch.int32))
         self.head.register_buffer("logits_scale", torch.empty(32, dtype=torch.float32))
         self.head.register_buffer("logits_inverse", torch.empty(128, dtype=torch.float32))
-        self.encoder.lstm_forward = Lstm64I16Steps()
-        self.encoder.lstm_back = Lstm64I16Steps()
-        self.decoder.lstm_forward = Lstm128I16Steps()
+        self.encoder.lstm.steps = Lstm64I16Steps()
+        self.encoder.lstm.back_steps = Lstm64I16Steps()
+        self.decoder.lstm.steps = Lstm128I16Steps()
 
     def score(self, source: Tensor, target: Tensor) -> Tensor:
         """score: source i64[B,S], target i64[B,T] -> f32[B,T]."""
@@ -256,7 +256,7 @@ class Model(nn.Module):
         )
         forward_steps = forward_x.transpose(0, 1)
         forward_h = h.chunk(2, -1)[0]
-        forward_h, forward_c, forward_y = self.encoder.lstm_forward(
+        forward_h, forward_c, forward_y = self.encoder.lstm.steps(
             forward_h,
             forward_c,
             forward_steps,
@@ -283,7 +283,7 @@ class Model(nn.Module):
         )
         back_steps = back_x.transpose(0, 1)
         back_h = h.chunk(2, -1)[1]
-        back_h, back_c, back_y = self.encoder.lstm_back(
+        back_h, back_c, back_y = self.encoder.lstm.back_steps(
             back_h,
             back_c,
             back_steps,
@@ -377,7 +377,7 @@ class Model(nn.Module):
         )
         forward_steps = forward_x.transpose(0, 1)
         both_h = torch.cat((forward_h, back_h), -1)
-        _, _, forward_y = self.decoder.lstm_forward(
+        _, _, forward_y = self.decoder.lstm.steps(
             both_h,
             both_c,
             forward_steps,
@@ -418,7 +418,7 @@ class Model(nn.Module):
         )
         forward_steps = forward_x.transpose(0, 1)
         forward_h = h.chunk(2, -1)[0]
-        forward_h, forward_c, forward_y = self.encoder.lstm_forward(
+        forward_h, forward_c, forward_y = self.encoder.lstm.steps(
             forward_h,
             forward_c,
             forward_steps,
@@ -445,7 +445,7 @@ class Model(nn.Module):
         )
         back_steps = back_x.transpose(0, 1)
         back_h = h.chunk(2, -1)[1]
-        back_h, back_c, back_y = self.encoder.lstm_back(
+        back_h, back_c, back_y = self.encoder.lstm.back_steps(
             back_h,
             back_c,
             back_steps,
