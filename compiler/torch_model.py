@@ -180,6 +180,9 @@ def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> Cla
     for calls in stacks(programs.programs[0].nodes):
         init += _modules(calls, tables)
     loops = {op.at: class_name(owner(op.callee)) for _, op in scans(programs.programs)}
+    for holder in dict.fromkeys(at.rpartition(".")[0] for at in loops):
+        if not any(line.startswith(f"self.{holder} = ") for line in init):  # all of its parameters are in loops
+            init.append(f"self.{holder} = nn.Module()")
     init += [f"self.{at} = {name}()" for at, name in loops.items()]
     methods: dict[tuple[tuple[str, ...], ...], Function] = {}
     aliases: list[str] = []

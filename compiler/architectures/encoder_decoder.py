@@ -10,7 +10,8 @@ from specc.compiler import blocks
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.functions import Functions
-from specc.compiler.architectures.side import Side, spans
+from specc.compiler.architectures.side import Side
+from specc.compiler.architectures.span import spans, step_name
 from specc.compiler.architectures.stack import one_of
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
@@ -137,12 +138,11 @@ def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
     yield "head", ("model", "head")
     yield "bridge", ("model", "bridge")
     for side, stages in (("encoder", model.encoder), ("decoder", model.decoder)):
-        loops = dict(spans(stages))
-        looped = {i for first, last in loops.items() for i in range(first, last + 1)}
+        looped = {i: step_name(n) for n, (first, last) in enumerate(spans(stages)) for i in range(first, last + 1)}
         for i, stage in enumerate(stages):
             yield f"{side}.{stage.title}", ("model", side, i)
             if i in looped:
-                yield f"{side}.step.{stage.title}", ("model", side, i)
+                yield f"{side}.{looped[i]}.{stage.title}", ("model", side, i)
             for j, layer in enumerate(getattr(stage, "layers", ())):
                 for k in range(getattr(stage, "count", 0)):
                     yield f"{side}.{stage.title}.{k}.{layer.title}", ("model", side, i, "layers", j)
