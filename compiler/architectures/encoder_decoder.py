@@ -10,6 +10,7 @@ from specc.compiler import blocks
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.functions import Functions
+from specc.compiler.architectures.names import collisions
 from specc.compiler.architectures.side import Side
 from specc.compiler.architectures.span import spans, step_name
 from specc.compiler.architectures.stack import one_of
@@ -97,6 +98,7 @@ class EncoderDecoder(Architecture):
                     related = (("the first one", (side, first)),)
                     yield Problem((side, i), "S207", message, "give one of them a `name:`", related)
                 yield from (problem.under(side, i) for problem in _stage_problems(side, stages, i))
+            yield from collisions(side, stages)
         if self.bridge is None and not any(stage.reads_source or stage.reads_final for stage in self.decoder):
             hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
             yield Problem(("decoder",), "S253", "nothing of the decoder reads the encoder", hint)

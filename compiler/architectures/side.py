@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from specc.compiler.architectures.names import owner_of
 from specc.compiler.architectures.span import Span, mismatch, spans
 from specc.compiler.blocks.roles import FunctionTable, Part, Shape, Site, Surroundings, Tokens
 from specc.compiler.ir import Builder, TensorType, TypeRuleError
@@ -198,5 +199,5 @@ class _Run:
             ids=self.ids,
             start=self.around.start if stage is first else {},
             values=self.values,
-            site=Site(prefix, f"{side.name}_{stage.title}".removesuffix("s"), place, side.places, side.functions),
+            site=Site(prefix, owner_of(side.name, stage), place, side.places, side.functions),
         )
