@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pair_models import BOTH, EMBED, MLP, batch, blocks, pairs_spec
+from pair_models import BOTH, CROSS, EMBED, MLP, SELF, batch, blocks, pairs_spec
 from tiny_models import Pair, float64, pair
 from torch import Tensor
 from torch.nn import functional as F
@@ -204,9 +204,9 @@ def plainly_named(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
     return scores_of(named(), tmp_path_factory.mktemp("named"))
 
 
-def scores_of(decoder: list[dict[str, Any]], folder: Path) -> Tensor:
+def scores_of(decoder: list[dict[str, Any]], folder: Path, **words: Any) -> Tensor:
     """Scores of the one program and of the other, a token at a time, with parameters that are the same by order."""
-    model = pair(pairs_spec([EMBED, BOTH], decoder, head={"tied": False}), folder, seed=3)
+    model = pair(pairs_spec([EMBED, BOTH], decoder, head={"tied": False}, **words), folder, seed=3)
     source, target = batch(model.spec)
     with float64(), torch.no_grad():
         state, inputs = model.model.encode(source), shifted(target)
@@ -222,6 +222,16 @@ def test_what_stages_are_called_changes_no_number(place: str, plainly_named: Ten
     for name in NAMES:
         scores = scores_of(named(place, name), tmp_path / name)
         torch.testing.assert_close(scores, plainly_named, rtol=1e-12, atol=1e-13, msg=f"{place} called {name}")
+
+
+def test_what_blocks_are_called_changes_no_number(tmp_path: Path) -> None:
+    """Their state before the first token is a value of its own in the code."""
+    made = []
+    for name in ("blocks", "self", "h", "c", "seen", "source", "torch", "lstm_one_bias", "attend_seen", "block"):
+        decoder = [EMBED, {**blocks(SELF, CROSS, MLP), "name": name}, LOW]
+        made.append(scores_of(decoder, tmp_path / name, bridge={"kind": "linear"}))
+    for scores in made[1:]:
+        torch.testing.assert_close(scores, made[0], rtol=1e-12, atol=1e-13)
 
 
 def test_names_that_only_clash_with_a_part_that_is_there_are_refused_beside_it() -> None:
