@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from specc.compiler.errors import SpecError
 from specc.runtime.feed import shifted
+from specc.runtime.verify import verify
 
 Weights = Mapping[str, Tensor]
 State = tuple[Tensor, Tensor]
@@ -173,6 +174,13 @@ def test_decoding_by_state_equals_plain_torch(made: tuple[Plain, Pair]) -> None:
             for tensors in state.values():
                 for kept in tensors:
                     kept.copy_(kept.roll(1, 0))
+
+
+def test_a_stage_that_nothing_reads_is_held_to_a_gradient_of_zero() -> None:
+    """An additive stage takes no value, so what stands before it has to be read by another."""
+    spec = pairs_spec([EMBED, BOTH], [EMBED, ASK_LOW, beside("embed"), LOW, ASK_TOP, TOP], head={"tied": False})
+    found = {check.name: check for check in verify(spec, ("cpu",))}
+    assert all(check.ok for check in found.values()) and "gradients against float64" in found
 
 
 # What the code of a loop and of the programs calls things, and what it could call things of stages.
