@@ -124,18 +124,21 @@ def time_loop(step: Graph, scan: Node, drops: bool) -> Function:
     items = f"for {', '.join(each)} in "
     items += f"zip({', '.join(over)}, strict=True):" if len(over) > 1 else f"{over[0]}:"
     run = STEP if drops else f"self.{STEP}"
+    values = [label for label, _ in step.outputs[scan.op.carried :]]
+    lists = {label: "outputs" if label == "y" else f"{label}s" for label in values}
     lines = (
         *([f"{STEP} = self.{TRAIN_STEP} if training else self.{STEP}"] if drops else []),
-        "outputs: list[Tensor] = []",
+        *(f"{name}: list[Tensor] = []" for name in lists.values()),
         items,
-        f"    {', '.join((*carried, 'y'))} = {run}({', '.join((*carried, *each, *names[last:]))})",
-        "    outputs.append(y)",
+        f"    {', '.join((*carried, *values))} = {run}({', '.join((*carried, *each, *names[last:]))})",
+        *(f"    {name}.append({label})" for label, name in lists.items()),
     )
     which = f"`{STEP}`, or `{TRAIN_STEP}` in `training`," if drops else f"`{STEP}`"
     doc = f"{which} at each position of {' and '.join(stepped)}, one after another: the last {', '.join(carried)}, and "
-    doc += f"all y {scan.types[-1]}."
+    doc += "".join(f"all {label} {type}, " for label, type in zip(values, scan.types[scan.op.carried :], strict=True))
+    doc = f"{doc[:-2]}."
     arguments = ("self", *(f"{name}: Tensor" for name in names), *(["training: bool = False"] if drops else []))
-    returns = f"{', '.join(carried)}, torch.cat(outputs, dim=1)"
+    returns = ", ".join((*carried, *(f"torch.cat({name}, dim=1)" for name in lists.values())))
     annotation = f"tuple[{', '.join('Tensor' for _ in scan.types)}]"
     compiled = "@torch.compiler.disable(recursive=False)  # a loop: only its step is compiled, once"
     return Function("forward", doc, arguments, lines, returns, annotation, compiled)
@@ -147,6 +150,9 @@ def begin_lines(body: Body, calls: Sequence[Node]) -> str:
     assert isinstance(op, Call) and len({call.inputs for call in calls}) == 1
     field = op.at.rpartition(".")[0]
     name = field.rpartition(".")[2]
+    if name in body.reserved or name in body.held:  # blocks may be called as a value or a function is
+        name = f"{name}_begun"
+    body.reserved |= {name}
     given = ", ".join(body.text(ref) for ref in calls[0].inputs)
     for ref in calls[0].inputs:
         if ref in body.pending:  # every block reads it, so it is computed once, before

@@ -143,8 +143,8 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
     loss = reference.run(programs, program, inputs, exact)["loss"].mean()
     loss.backward()  # type: ignore[no-untyped-call]
-    truth = {name: tensor.grad for name, tensor in exact.items()}
-    least = 1e-5 * max(tensor.norm().item() for tensor in truth.values() if tensor is not None)
+    truth = {name: _gradient(tensor) for name, tensor in exact.items()}
+    least = 1e-5 * max(tensor.norm().item() for tensor in truth.values())
     losses: dict[str, float] = {}
     errors: dict[str, dict[str, float]] = {}
     for name, loaded in (("fused", fused), ("plain", plain)):
@@ -154,9 +154,7 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
         found.backward()
         errors[name] = {}
         for path, parameter in loaded.model.named_parameters():
-            exact_grad = truth[path]
-            assert parameter.grad is not None and exact_grad is not None
-            errors[name][path] = _relative(parameter.grad, exact_grad, least)
+            errors[name][path] = _relative(_gradient(parameter), truth[path], least)
         losses[name] = abs(found.item() - loss.item()) / abs(loss.item())
         loaded.model.zero_grad()
     target = fused.target.name
@@ -172,6 +170,11 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
         plainly = max(errors["plain"][path] for path in paths)
         seen = f"worst {worst:.1e} at {at}; unfused {plainly:.1e}"
         yield Check(target, f"{title} against float64", Composed(worst, plainly).ok(dtype, room), seen)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Its gradient; zeros where the loss reads nothing of it."""
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
 
 
 def _relative(found: Tensor, exact: Tensor, least: float) -> float:

@@ -8,6 +8,11 @@ from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
 from specc.compiler.ir import Builder
 
 
+def norm_name(title: str) -> str:
+    """What the norm behind blocks is called beside them."""
+    return "norm" if title == "blocks" else f"{title}_norm"
+
+
 class BlocksStage(Blocks, Stage):
     """Blocks as a stage of an encoder or a decoder, with a norm like theirs behind the last one. That is in no layer,
     so it has no `scale`."""
@@ -30,5 +35,5 @@ class BlocksStage(Blocks, Stage):
         assert around.site is not None
         value, state = Stack(self, shape, around.site).run(b, x, around)
         side, _, title = b.scope.rpartition(".")
-        b.scope = f"{side}.norm" if title == self.kind else f"{b.scope}_norm"
+        b.scope = f"{side}.{norm_name(title)}"
         return Lowered(self.norm.normalize(b, value, "y"), state)

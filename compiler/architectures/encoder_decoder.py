@@ -10,7 +10,9 @@ from specc.compiler import blocks
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.functions import Functions
-from specc.compiler.architectures.side import Side, spans
+from specc.compiler.architectures.names import collisions
+from specc.compiler.architectures.side import Side
+from specc.compiler.architectures.span import spans, step_name
 from specc.compiler.architectures.stack import one_of
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
@@ -96,6 +98,7 @@ class EncoderDecoder(Architecture):
                     related = (("the first one", (side, first)),)
                     yield Problem((side, i), "S207", message, "give one of them a `name:`", related)
                 yield from (problem.under(side, i) for problem in _stage_problems(side, stages, i))
+            yield from collisions(side, stages)
         if self.bridge is None and not any(stage.reads_source or stage.reads_final for stage in self.decoder):
             hint = "give the decoder attention `of: encoder`, or put a `bridge:` between recurrent stages of both sides"
             yield Problem(("decoder",), "S253", "nothing of the decoder reads the encoder", hint)
@@ -137,12 +140,11 @@ def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
     yield "head", ("model", "head")
     yield "bridge", ("model", "bridge")
     for side, stages in (("encoder", model.encoder), ("decoder", model.decoder)):
-        loops = dict(spans(stages))
-        looped = {i for first, last in loops.items() for i in range(first, last + 1)}
+        looped = {i: step_name(n) for n, (first, last) in enumerate(spans(stages)) for i in range(first, last + 1)}
         for i, stage in enumerate(stages):
             yield f"{side}.{stage.title}", ("model", side, i)
             if i in looped:
-                yield f"{side}.step.{stage.title}", ("model", side, i)
+                yield f"{side}.{looped[i]}.{stage.title}", ("model", side, i)
             for j, layer in enumerate(getattr(stage, "layers", ())):
                 for k in range(getattr(stage, "count", 0)):
                     yield f"{side}.{stage.title}.{k}.{layer.title}", ("model", side, i, "layers", j)

@@ -3,23 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specc.compiler.architectures.span import Span
-from specc.compiler.blocks.roles import FunctionTable, Lowered, Part, Shape, Site, Surroundings, Tokens
+from specc.compiler.architectures.names import owner_of
+from specc.compiler.architectures.span import Span, mismatch, spans
+from specc.compiler.blocks.roles import FunctionTable, Part, Shape, Site, Surroundings, Tokens
 from specc.compiler.ir import Builder, TensorType, TypeRuleError
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.sequence import StateWrite
 from specc.compiler.programs import LoweringError
 from specc.compiler.strict import Path, Problem
-
-
-def spans(stages: Sequence[Part]) -> Iterator[tuple[int, int]]:
-    """The first and last stage of each loop over time: from one that asks with a later state to that state's own."""
-    titles = [stage.title for stage in stages]
-    done = -1
-    for i, stage in enumerate(stages):
-        if stage.asks in titles[i:] and i > done:
-            done = titles.index(stage.asks, i)
-            yield i, done
 
 
 @dataclass
@@ -37,36 +28,45 @@ class Side:
         """Adds the stages over ids i64[B, T], of which `start` stand before where it `extends`; returns the last one's
         value and the state after the last token, by stage and key. `around.cache` is the state before, likewise."""
         run = _Run(self, b, ids, around, start)
-        begins = dict(spans(self.stages))
-        i = 0
-        while i < len(self.stages):
-            last = begins.get(i, i)
-            if i in begins:
-                run.span(self.stages[i : last + 1], i)
+        for first, loop in self.parts():
+            if loop is not None:
+                run.span(loop)
             else:
-                run.stage(self.stages[i], i)
-            i = last + 1
+                run.stage(self.stages[first], first)
         return run.value, run.state
 
     def begin(self, b: Builder, around: Surroundings) -> dict[str, str]:
         """Adds what makes the state before the first token; returns it as `run` does."""
         run = _Run(self, b, "", around, "")
-        begins = dict(spans(self.stages))
         state: dict[str, str] = {}
-        i = 0
-        while i < len(self.stages):
-            last = begins.get(i, i)
-            if i in begins:
-                state |= Span(self.stages[i : last + 1], self.name, self.shape, self.functions, self.widths).begin(
-                    b, run.around_of(self.stages[last])
-                )
+        for first, loop in self.parts():
+            if loop is not None:
+                state |= loop.begin(b, run.around_of)
             else:
-                stage = self.stages[i]
+                stage = self.stages[first]
                 b.scope = f"{self.name}.{stage.title}"
                 begun = stage.begin(b, self.shape_of(stage), run.around_of(stage))
                 state |= {f"{self.name}.{stage.title}.{key}": begun[key] for key in stage.state(self.shape_of(stage))}
-            i = last + 1
         return state
+
+    def parts(self) -> Iterator[tuple[int, Span | None]]:
+        """Where each stage that is in no loop over time stands, and each loop, in order."""
+        done = -1
+        loops = {first: (number, last) for number, (first, last) in enumerate(spans(self.stages))}
+        for i in range(len(self.stages)):
+            if i in loops:
+                number, done = loops[i]
+                yield i, self._span(number, i, done)
+            elif i > done:
+                yield i, None
+
+    def _span(self, number: int, first: int, last: int) -> Span:
+        stages = self.stages[first : last + 1]
+        later = {stage.reads for stage in self.stages[last + 1 :]}
+        read = tuple(stage.title for stage in stages[:-1] if stage.title in later)
+        before = self.stages[first - 1].title if first else ""
+        place = self.place(first)
+        return Span(stages, self.name, number, self.shape, self.functions, self.widths, place, before, read)
 
     def state(self) -> Mapping[str, TensorType]:
         """What the stages keep between tokens, by stage and key. Known once the side has run."""
@@ -113,22 +113,20 @@ class _Run:
             lowered = stage.lower(b, self.value, shape, around)
             lowered = replace(lowered, value=stage.dropped(b, lowered.value, around))
         except TypeRuleError as error:
-            raise LoweringError((self.mismatch(error, i),)) from None
-        self.keep(stage, lowered)
+            raise LoweringError((mismatch(error, *side.place(i)),)) from None
+        self.write(stage, lowered.state)
+        self.value = self.values[stage.title] = lowered.value
 
-    def span(self, stages: Sequence[Part], i: int) -> None:
+    def span(self, loop: Span) -> None:
         """Adds a loop over time."""
-        b, side = self.b, self.side
-        given = {stage.reads: self.values[stage.reads] for stage in stages if stage.reads in self.values}
-        loop = Span(stages, side.name, side.shape, side.functions, side.widths, i)
-        try:
-            lowered = loop.run(b, self.value, given, self.around_of(stages[-1]), self.around.cache)
-        except TypeRuleError as error:
-            raise LoweringError((self.mismatch(error, i),)) from None
-        except LoweringError as error:
-            raise LoweringError(tuple(problem.under("model", side.name) for problem in error.problems)) from None
-        b.scope = f"{side.name}.{stages[-1].title}"
-        self.keep(stages[-1], lowered)
+        given = {stage.reads: self.values[stage.reads] for stage in loop.stages if stage.reads in self.values}
+        looped = loop.run(self.b, self.value, given, self.around_of, self.around.cache)
+        for stage in loop.stages:
+            if stage.recurrent:
+                self.b.scope = f"{self.side.name}.{stage.title}"
+                self.write(stage, looped.state[stage.title])
+        self.values |= looped.values
+        self.value = self.values[loop.stages[-1].title]
 
     def check(self, stage: Part, i: int) -> None:
         """Raises LoweringError with what is wrong with a stage of this width."""
@@ -139,15 +137,14 @@ class _Run:
         if problems := tuple(problem.under(*self.side.place(i)) for problem in stage.problems_in(width)):
             raise LoweringError(problems)
 
-    def keep(self, stage: Part, lowered: Lowered) -> None:
-        """Takes a stage's value and its new state, which a recurrent stage that extends has yet to write."""
+    def write(self, stage: Part, state: Mapping[str, str]) -> None:
+        """Takes a stage's new state, which a recurrent stage that extends has yet to write."""
         prefix = f"{self.side.name}.{stage.title}"
-        state = dict(lowered.state)
+        state = dict(state)
         if self.around.extends and stage.recurrent:
             for key, ref in state.items():
                 state[key] = self.b.add(f"{key}.kept", StateWrite(), (self.around.cache[f"{prefix}.{key}"], ref))
         self.state |= {f"{prefix}.{key}": ref for key, ref in state.items()}
-        self.value = self.values[stage.title] = lowered.value
 
     def width(self, stage: Part) -> int:
         """Features of what the stage is given; of the encoder's last state for one that starts from it."""
@@ -193,7 +190,6 @@ class _Run:
             if key.startswith(f"{prefix}.")
         }
         first = next((other for other in side.stages if other.recurrent), None)
-        owner = f"{side.name}_{stage.title}".removesuffix("s")
         place = side.place(list(side.stages).index(stage))
         return replace(
             self.around,
@@ -203,10 +199,5 @@ class _Run:
             ids=self.ids,
             start=self.around.start if stage is first else {},
             values=self.values,
-            site=Site(prefix, owner, place, side.places, side.functions),
+            site=Site(prefix, owner_of(side.name, stage), place, side.places, side.functions),
         )
-
-    def mismatch(self, error: TypeRuleError, i: int) -> Problem:
-        """A type error in a stage, told with its place in the spec."""
-        hint = "make the widths equal: each stage is given what the one before it makes"
-        return Problem(self.side.place(i), "S301", error.message, hint)

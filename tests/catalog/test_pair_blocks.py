@@ -28,6 +28,9 @@ LEARNED = {**EMBED, "positions": "learned"}
 WAVES = {**EMBED, "positions": "sinusoidal"}
 CONCAT = {"kind": "concat", "beside": "embed"}
 ADDITIVE = {"kind": "additive", "query": "lstm"}
+LOW, TOP = ({"kind": "lstm", "hidden": hidden, "name": name} for name, hidden in (("low", 6), ("top", 5)))
+TANH = {**ADDITIVE, "form": "tanh", "width": 3}  # relu of all positive or all negative sums has no gradient
+ASK_LOW, ASK_TOP = ({**TANH, "query": name, "name": f"ask_{name}"} for name in ("low", "top"))
 UNTIED = {"tied": False, "bias": True}
 ENCODER = [LEARNED, blocks(SELF, MLP)]
 RECURRENT = [EMBED, BOTH]
@@ -152,6 +155,47 @@ CASES: Mapping[str, dict[str, Any]] = {
         bridge={"kind": "linear"},
         head=UNTIED,
     ),
+    "lstms_in_a_loop": case(RECURRENT, [EMBED, ASK_TOP, CONCAT, LOW, TOP], bridge={"kind": "linear"}, head=UNTIED),
+    "two_queries_in_a_loop": case(
+        RECURRENT,
+        [EMBED, ASK_LOW, CONCAT, {**ASK_TOP, "name": "x"}, {**CONCAT, "beside": "concat", "name": "h"}, LOW, TOP],
+        bridge={"kind": "linear"},
+        head=UNTIED,
+    ),
+    "two_loops": case(
+        RECURRENT,
+        [EMBED, ASK_LOW, CONCAT, LOW, ASK_TOP, {**CONCAT, "beside": "low", "name": "y"}, TOP],
+        bridge={"kind": "linear"},
+        head=UNTIED,
+    ),
+    "attention_between_loops": case(
+        RECURRENT,
+        [
+            EMBED,
+            ASK_LOW,
+            CONCAT,
+            {**LOW, "hidden": 8},
+            SELF,
+            ASK_TOP,
+            {**CONCAT, "beside": "attention", "name": "c"},
+            TOP,
+        ],
+        head=UNTIED,
+    ),
+    "values_of_a_loop_behind_it": case(
+        RECURRENT,
+        [
+            {**EMBED, "name": "self"},
+            {"kind": "dropout", "p": 0.2, "name": "torch"},
+            ASK_TOP,
+            {**CONCAT, "beside": "self"},
+            {**LOW, "dropout": 0.3},
+            TOP,
+            *({**CONCAT, "beside": name, "name": f"late_{name}"} for name in ("low", "ask_top", "torch")),
+        ],
+        head=UNTIED,
+    ),
+    "all_in_a_loop": case(RECURRENT, [{"kind": "repeat"}, ADDITIVE, {**CONCAT, "beside": "repeat"}, LSTM], head=UNTIED),
     "dropout_of_layers_without_residuals": case(
         [EMBED, {**SELF, "dropout": 0.5}, MLP], [EMBED, {**SELF, "dropout": 0.3}, {**CROSS, "dropout": 0.2}]
     ),

@@ -48,6 +48,22 @@ ADDITIVE: dict[str, Any] = {
         {"kind": "lstm", "hidden": 12, "biases": 2},
     ],
 }
+LOOPS: dict[str, Any] = {
+    **LSTM,
+    "bridge": {"kind": "linear"},
+    "decoder": [
+        {"kind": "embed", "dim": 12},
+        {"kind": "additive", "query": "low", "name": "ask_low"},
+        {"kind": "additive", "query": "lstm"},
+        {"kind": "concat", "beside": "ask_low"},
+        {"kind": "concat", "name": "both", "beside": "embed"},
+        {"kind": "lstm", "name": "low", "hidden": 12},
+        {"kind": "lstm", "hidden": 8, "biases": 2},
+        {"kind": "additive", "query": "last", "name": "again"},
+        {"kind": "concat", "name": "late", "beside": "low"},
+        {"kind": "lstm", "name": "last", "hidden": 8},
+    ],
+}
 BLOCKS: dict[str, Any] = {
     **{key: LSTM[key] for key in ("kind", "vocab", "context")},
     "encoder": [
@@ -74,7 +90,7 @@ BLOCKS: dict[str, Any] = {
     ],
     "head": {"tied": True},
 }
-MODELS = {"lstm": LSTM, "additive": ADDITIVE, "blocks": BLOCKS}
+MODELS = {"lstm": LSTM, "additive": ADDITIVE, "loops": LOOPS, "blocks": BLOCKS}
 
 
 def data_of(model: Mapping[str, Any], quant: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:

@@ -27,6 +27,22 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder": [EMBED, ADDITIVE, {"kind": "concat", "beside": "embed"}, LSTM],
         "bridge": {"kind": "linear"},
     },
+    "loops": {
+        "encoder": [EMBED, BOTH],
+        "decoder": [
+            EMBED,
+            {**ADDITIVE, "query": "low", "name": "ask_low"},
+            ADDITIVE,
+            {"kind": "concat", "beside": "ask_low"},
+            {"kind": "concat", "beside": "embed", "name": "both"},
+            {**LSTM, "name": "low"},
+            LSTM,
+            {**ADDITIVE, "query": "last", "name": "again"},
+            {"kind": "concat", "beside": "low", "name": "late"},
+            {**LSTM, "name": "last"},
+        ],
+        "bridge": {"kind": "linear"},
+    },
 }
 LINES = ["(7-3*z)*(-5*z-9)", "x**2", "4*(3*sin(k)-17)*sin(k)", "", "z", "(2-2*n)*(n-1)", "x**2", "n*(n-11)"]
 TOKENIZER = CharTokenizer(CHARS)
@@ -37,7 +53,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A small model whose greedy lines end after different numbers of tokens, and some never."""
     spec = pairs_spec(**MODELS[request.param], init={"normal": 1.2})
     made = instantiate(spec, "cpu", tmp_path_factory.mktemp(request.param))
-    initialize(made, 11)
+    initialize(made, 28 if request.param == "loops" else 11)
     return made
 
 

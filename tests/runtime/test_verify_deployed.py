@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from int8_models import BLOCKS, LSTM, QUANT, WIDE, data_of
+from int8_models import BLOCKS, LOOPS, LSTM, QUANT, WIDE, data_of
 from tiny_models import ATTENTION, MLP, spec_data, spec_of
 
 from specc.compiler.spec import Spec
@@ -30,6 +30,7 @@ def text_spec() -> Spec:
 SPECS: dict[str, Any] = {
     "lstm": lambda: spec_of(data_of(LSTM)),
     "lstm of 16 bits": lambda: spec_of(data_of(LSTM, WIDE)),
+    "lstms in loops": lambda: spec_of(data_of(LOOPS)),
     "blocks": lambda: spec_of(data_of(BLOCKS)),
     "text": text_spec,
 }
