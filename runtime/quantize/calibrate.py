@@ -4,7 +4,8 @@ The unfused model is traced by torch.fx: its `score` program becomes a flat list
 parameter, and an interpreter that runs the list sees every `F.linear` with its input.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class Capture(fx.Interpreter):
         """The parameters that are weights of linears, in the order of their first use."""
         found = (_linear(node) for node in self.graph.nodes)
         return tuple(dict.fromkeys(linear[0] for linear in found if linear is not None))
+
+    @property
+    def repeated(self) -> frozenset[str]:
+        """Those of `names` that a loop of blocks uses more than once."""
+        found = [linear[0] for node in self.graph.nodes if (linear := _linear(node)) is not None]
+        return frozenset(name for name in found if found.count(name) > 1)
 
     def run_node(self, n: fx.Node) -> Any:
         linear = _linear(n)
@@ -108,16 +115,26 @@ def capture_gradients(
 ) -> Mapping[str, Tensor]:
     """How much the loss hangs on each output of every linear: the mean over all rows of all calls of (dl/dy_i)^2, f64
     [features out] on `device`, by parameter; l is the sum of all targets' nats. That there are several calls a token is
-    told by `capture_hessians`, which sums over them.
+    told by `capture_hessians`, which sums over them; that an error does to one about what it does to another is told
+    here, by the factor sum_n |sum_c g_cn x_cn^T|^2 / sum_n sum_c |g_cn x_cn^T|^2 over tokens n and calls c of inputs x
+    and gradients g (Frobenius norms).
 
     `model` is as for `capture_hessians`. Raises QuantizeError where a gradient holds NaN or infinity.
     """
     sums: dict[str, Tensor] = {}
     rows: dict[str, int] = {}
+    together: dict[str, tuple[float, float]] = {}
+    inputs: list[tuple[str, Tensor]] = []
     outputs: list[tuple[str, Tensor]] = []
-    capture = Capture(model, lambda name, value: None, lambda name, value: outputs.append((name, value)))
+    capture = Capture(
+        model,
+        lambda name, value: inputs.append((name, value.detach() if name in repeated else value[:0])),
+        lambda name, value: outputs.append((name, value)),
+    )
+    repeated = capture.repeated
     done = 0
     for ids, targets in windows:
+        inputs.clear()
         outputs.clear()
         with torch.enable_grad():
             nats = capture.run(ids.to(device), targets.to(device))
@@ -126,10 +143,30 @@ def capture_gradients(
             squares = gradient.detach().flatten(0, -2).double().square().sum(0)
             sums[name] = sums[name] + squares if name in sums else squares
             rows[name] = rows.get(name, 0) + value[..., 0].numel()
+        for name in repeated:
+            calls = [(x, g) for (one, x), g in zip(inputs, gradients, strict=True) if one == name]
+            before, found = together.get(name, (0.0, 0.0)), _whole_and_alone(calls)
+            together[name] = (before[0] + found[0], before[1] + found[1])
         done += ids.shape[0]
         if progress is not None:
             progress(done)
     for name, total in sums.items():
         if not bool(total.isfinite().all()):
             raise QuantizeError(f"{name}: the gradient of its output holds NaN or infinity", "calibrate otherwise")
-    return {name: total / rows[name] for name, total in sums.items()}
+    factors = {name: whole / alone for name, (whole, alone) in together.items() if alone}
+    return {name: total / rows[name] * factors.get(name, 1.0) for name, total in sums.items()}
+
+
+def _whole_and_alone(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """The sums over tokens of the squared norms of sum_c g_c x_c^T, and of each g_c x_c^T alone; x is [..., features
+    in], g [..., features out]."""
+    whole = alone = 0.0
+    for (i, (x, g)), (j, (other, beside)) in combinations_with_replacement(enumerate(calls), 2):
+        product = float((_inner(x, other) * _inner(g, beside)).sum())
+        whole += product if i == j else 2 * product
+        alone += product if i == j else 0.0
+    return whole, alone
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a.detach().float() * b.detach().float()).sum(-1, dtype=torch.float64)

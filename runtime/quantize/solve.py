@@ -30,8 +30,8 @@ def added_nats(delta: Tensor, hessian: Tensor, gradients: Tensor) -> float:
     """What an error `delta` [rows, columns] of a linear's weight adds to the loss, in nats a token, to second order:
     1/2 sum_i g_i dw_i H dw_i^T, with H [columns, columns] = E[x x^T] of its inputs, summed over the calls that a token
     makes, and g [rows] = E[(dl/dy_i)^2] of its outputs y. That is the Fisher information with inputs and gradients
-    taken as independent and outputs, those of several calls too, as uncorrelated (Martens and Grosse 2015, "K-FAC",
-    kept to its diagonal on the side of the outputs).
+    taken as independent and outputs as uncorrelated (Martens and Grosse 2015, "K-FAC", kept to its diagonal on the side
+    of the outputs). Of a weight with several calls a token, g also holds how much these have in common.
     """
     exact = delta.double()
     curved = ((exact @ hessian.double()) * exact).sum(1).clamp_(min=0.0)
