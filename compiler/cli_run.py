@@ -81,7 +81,7 @@ class Repeatable(click.RichCommand):
 @click.option(
     "--resume",
     type=click.Choice(["auto"]),
-    help="Go on from the newest sound checkpoint; with --run, all that is unset is as the run has it.",
+    help="Go on from the newest sound checkpoint; with --run and without SPEC, all is as the run has it.",
 )
 @click.option("--steps", type=click.IntRange(min=0), help="End this run early; the schedule does not change.")
 @click.option("--max-seconds", type=click.FloatRange(min=0), help="End this run early, after so many seconds.")

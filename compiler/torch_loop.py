@@ -150,7 +150,7 @@ def begin_lines(body: Body, calls: Sequence[Node]) -> str:
     assert isinstance(op, Call) and len({call.inputs for call in calls}) == 1
     field = op.at.rpartition(".")[0]
     name = field.rpartition(".")[2]
-    if name in body.reserved or name in body.held:  # blocks may be called as a value or a function is
+    while name in body.reserved or name in body.held:  # blocks may be called as a value or a function is
         name = f"{name}_begun"
     body.reserved |= {name}
     given = ", ".join(body.text(ref) for ref in calls[0].inputs)

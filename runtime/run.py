@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from specc.compiler.errors import SpecError
 from specc.compiler.lock import NO_LOCK, Lock, read_lock
 from specc.compiler.spec import Spec
 from specc.compiler.strict import StrictModel
+from specc.compiler.train_spec import GENERATED
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically
 
@@ -85,7 +87,7 @@ class Run:
     @property
     def goes_on(self) -> str:
         """The command that goes on with it; `--gpus` and the limits of a run are not kept."""
-        return f"specc train --run {self.directory} --resume auto"
+        return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
 
     @property
     def spec_digest(self) -> str:
@@ -154,10 +156,16 @@ class Run:
         here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
         changed = [f"{path}: {old} there, {new} now" for path, old, new in _differences(here, there)]
         changed += [f"the target: {self.target} there, {target} now"] if target != self.target else []
-        changed += [f"the data: {self.data} there, {data} now"] if data != self.data else []
+        changed += [f"the data: {self.data} there, {data} now"] if lasting(data) != lasting(self.data) else []
         if changed:
             hint = "resume with the settings of the run, or start a new one; --steps ends a run early"
             raise RunDirectoryError(f"{self.directory} is another run: {'; '.join(changed[:6])}", hint)
+
+
+def lasting(data: str) -> str:
+    """The data of a run by a name that holds in any folder: what is no file or folder here stays as it is."""
+    path = Path(data).expanduser()
+    return data if data in ("stdlib", *GENERATED) or not path.exists() else str(path.absolute())
 
 
 def is_run(directory: Path) -> bool:
@@ -172,7 +180,7 @@ def require_free(directory: Path) -> None:
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
     )
     if occupied:
-        hint = "continue that run with --resume auto, or name another directory with --run"
+        hint = f"continue that run with --run {shlex.quote(str(directory))} --resume auto, or name another directory"
         raise RunDirectoryError(f"{directory} is not empty", hint)
 
 

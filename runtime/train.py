@@ -25,7 +25,7 @@ from specc.runtime.loop import Limits, Loop, TrainResult
 from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.inputs import input_scales
 from specc.runtime.rounding import InputScales
-from specc.runtime.run import Run, default_run, is_run, locked, newest_run, require_free
+from specc.runtime.run import Run, default_run, is_run, lasting, locked, newest_run, require_free
 from specc.runtime.sources.source import Opened, Ready, source_of
 from specc.runtime.trainer import Trainer
 from specc.runtime.validation import Validates
@@ -88,7 +88,8 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
             if not options.resume:
                 require_free(directory)  # before the lock: it must leave no file where there is something else
             stack.enter_context(locked(directory))
-        run = Run(directory, spec, options.target, options.data, options.overrides, options.lock)
+        data = lasting(options.data)
+        run = Run(directory, spec, options.target, data, options.overrides, options.lock)
         if started := world.first(lambda: options.resume is not None and is_run(directory)):
             run = Run.open(directory)
             run.require_same(spec, options.target, options.data)
@@ -99,7 +100,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         if started:
             _resume(run, trainer, say)
         elif leads:  # only now that all fits: what failed before can be tried again in the same place
-            Run.create(directory, spec, options.target, options.data, options.overrides, options.lock)
+            Run.create(directory, spec, options.target, data, options.overrides, options.lock)
         limits = Limits(options.stop_after_steps, options.max_seconds)
         if not leads:
             return Loop(run, trainer, validation, Silence(), Silence(), say, limits).run()

@@ -1,6 +1,7 @@
 """Blocks as one stage of an encoder or a decoder."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from specc.compiler.architectures.stack import Blocks, Stack
@@ -15,7 +16,7 @@ def norm_name(title: str) -> str:
 
 class BlocksStage(Blocks, Stage):
     """Blocks as a stage of an encoder or a decoder, with a norm like theirs behind the last one. That is in no layer,
-    so it has no `scale`."""
+    so it has no `scale` that depends on the layer."""
 
     kind: Literal["blocks"]
 
@@ -36,4 +37,4 @@ class BlocksStage(Blocks, Stage):
         value, state = Stack(self, shape, around.site).run(b, x, around)
         side, _, title = b.scope.rpartition(".")
         b.scope = f"{side}.{norm_name(title)}"
-        return Lowered(self.norm.normalize(b, value, "y"), state)
+        return Lowered(self.norm.of_no_layer.lower(b, value, "y", replace(shape, layers=self.count)), state)

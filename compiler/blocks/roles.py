@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field
 
@@ -172,6 +172,11 @@ class Norm(StrictModel):
             return b.add(f"{name}.scaled", Pointwise(("x * scale",), ("x", "scale")), (normed, factor))
         value = value_of(self.scale, layers=float(shape.layers))
         return b.add(f"{name}.scaled", Pointwise((f"x * {value!r}",), ("x",)), (normed,))
+
+    @property
+    def of_no_layer(self) -> Self:
+        """This norm outside all layers: without a `scale` that depends on them."""
+        return self.model_copy(update={"scale": None}) if _by_layer(self.scale) else self
 
     def normalize(self, b: Builder, x: str, name: str) -> str:
         raise TypeError(f"{type(self).__name__} does not say how it normalizes")

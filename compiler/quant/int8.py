@@ -104,7 +104,6 @@ class Int8(PerRow):
         moments = hessian / share[:, None] / share if len(share) > 1 else hessian.clone()
         moments.diagonal().add_((float(given.max()) * step_of(self.activation_bits)) ** 2 / 12)
         factor = factorize(moments, LEAST_DAMPING, "descending")
-        seen.solved(factor.solution)
         solved = solve(weight, scale.double(), factor, self.top, BLOCK)
         wrong, still = (
             weighted_error(weight - codes * scale.double()[:, None], factor.hessian) for codes in (nearest, solved)

@@ -58,7 +58,7 @@ class Stored:
 class Range:
     """What calibration saw of a product's input x [.., K], in f64: the `largest` magnitude of each feature [K], and the
     mean of x^T x as `products` [K, K]. Where the input has a scale already, `beyond` [K] is the mean square of what its
-    codes cut off, and `clipped` the share of all numbers that lose more than half a step so."""
+    codes cut off, and `clipped` the share of all numbers that lose more than half a scale so."""
 
     largest: Tensor
     products: Tensor

@@ -76,7 +76,7 @@ def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -
     """
     warmup: float = schedule.warmup_steps
     if schedule.warmup_fraction:
-        warmup = schedule.warmup_fraction * budget * step / seconds if step else math.inf
+        warmup = schedule.warmup_fraction * budget * step / seconds if step and seconds else math.inf
     return min(_up(step, warmup), down_by_clock(schedule, budget, step, seconds))
 
 
@@ -87,7 +87,7 @@ def down_by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: flo
 
 
 def _up(step: int, span: float) -> float:
-    # the first update is already above 0: at 0 it would be a step that learns nothing
+    # the first update is already above 0, where the span is known: at 0 it would be a step that learns nothing
     return min(1.0, (step + 1) / span) if span else 1.0
 
 

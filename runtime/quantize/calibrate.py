@@ -161,6 +161,7 @@ def _whole_and_alone(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, flo
     """The sums over tokens of the squared norms of sum_c g_c x_c^T, and of each g_c x_c^T alone; x is [..., features
     in], g [..., features out]."""
     whole = alone = 0.0
+    assert len({x.shape[:-1] for x, _ in calls}) == 1, "calls of one weight are of the same tokens"
     for (i, (x, g)), (j, (other, beside)) in combinations_with_replacement(enumerate(calls), 2):
         product = float((_inner(x, other) * _inner(g, beside)).sum())
         whole += product if i == j else 2 * product

@@ -12,6 +12,7 @@ from specc.compiler.pattern import matches
 from specc.compiler.quant.rows import correctable
 from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
 from specc.compiler.spec import RULES, SCHEMES, QuantSpec, Spec
+from specc.runtime.errors import QuantizeError
 from specc.runtime.export.artifact import measured_bytes
 from specc.runtime.export.table import described
 from specc.runtime.log import Say
@@ -129,7 +130,11 @@ class Quantizer:
             name: scheme.with_correction(wish.rank) if name in mended and correctable(scheme) else scheme
             for name, scheme in base.items()
         }
-        return self._widths(quant, corrected, say, reserved)
+        try:
+            return self._widths(quant, corrected, say, reserved)
+        except QuantizeError as error:  # without them it fits
+            message = f"with corrections of rank {wish.rank}, for {', '.join(mended)}: {error.message}"
+            raise QuantizeError(message, "lower quant.correct's rank or count; without them it fits") from error
 
     def _widths(self, quant: QuantSpec, base: Allocation, say: Say, reserved: int) -> Allocation:
         """`base` with the bits that `quant` leaves to choose."""

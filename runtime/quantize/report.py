@@ -42,9 +42,9 @@ class InputRow:
     magnitude that calibration saw, `rms` the root mean square; `scale` the largest of its features', which differ by
     the factor `spread`; of `bits` 16 a scale is of 254 steps. `reach` is the largest magnitude as a share of the range
     of its feature's scale, beyond which inputs are cut off: above 1 it can be where a run trained with the scale.
-    `clipped` is the share of numbers that lose more than half a step so. `error` is what rounding to these steps costs
-    by expectation, with what was cut off, as a share of `rms`: sqrt(sum_k (step_k^2 / 12 + E[lost_k^2])) / sqrt(sum_k
-    E[x_k^2]).
+    `clipped` is the share of numbers that lose more than half a scale so, which is what a second code, of 16 bits,
+    still reaches. `error` is what rounding to these steps costs by expectation, with what was cut off, as a share
+    of `rms`: sqrt(sum_k (step_k^2 / 12 + E[lost_k^2])) / sqrt(sum_k E[x_k^2]).
     """
 
     maker: str

@@ -13,6 +13,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -104,9 +105,9 @@ def _options(arguments: Sequence[str] | None) -> Any:
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return int(text)
 
 
 def _make(world: World, target: str, options: Any) -> None:
@@ -128,7 +129,8 @@ def _make(world: World, target: str, options: Any) -> None:
             quantize(weights, world.device, target, streams[0], out, options.budget)
         except BaseException:
             on = f" --target {options.target}" if options.target else ""
-            goes_on = f"python {sys.argv[0]} quantize {out} --data {options.data}{on} [--budget BYTES]"
+            places = [shlex.quote(str(place)) for place in (sys.argv[0], out, options.data)]
+            goes_on = "python {} quantize {} --data {}".format(*places) + f"{on} [--budget BYTES]"
             print(f"the trained weights are kept in {kept}; go on with: {goes_on}", file=sys.stderr)
             raise
         kept.unlink()
@@ -255,6 +257,10 @@ def quantize(
     code = Path(sys.argv[0]).stat().st_size  # it counts too
     schemes = quantizer.chosen(plan.BASE, print, code)
     stored = quantizer.model(schemes)
+    for name, scheme in schemes.items():
+        solution = quantizer.solutions.get((name, scheme))
+        if solution is not None and solution.damping > solution.asked:
+            print(f"{name}: Cholesky failed; its Hessian is damped by {solution.damping:g} mean diagonals")
     size = write_artifact(
         out,
         spec=canonical(resolved(None, schemes)).encode(),

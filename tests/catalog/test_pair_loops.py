@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specc.compiler.errors import SpecError
+from specc.compiler.pipeline import lower
 from specc.runtime.feed import shifted
 from specc.runtime.verify import verify
 
@@ -253,3 +254,21 @@ def test_names_that_only_clash_with_a_part_that_is_there_are_refused_beside_it()
         with pytest.raises(SpecError, match=message):
             pairs_spec([EMBED, BOTH], [EMBED, *stages], head={"tied": False})
     pairs_spec([EMBED, BOTH], [EMBED, *loop, {**LOW, "name": "norm"}], head={"tied": False})
+
+
+def test_two_stages_of_blocks_whose_beginnings_could_have_one_name(tmp_path: Path) -> None:
+    """`seen` is a word of the code, so what blocks of that name begin with is called otherwise."""
+    made = []
+    for names in (("a", "b"), ("seen_begun", "seen"), ("seen", "seen_begun")):
+        decoder = [EMBED, *({**blocks(CROSS), "name": name} for name in names), LOW]
+        made.append(scores_of(decoder, tmp_path / names[0], bridge={"kind": "linear"}))
+    for scores in made[1:]:
+        torch.testing.assert_close(scores, made[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("scale", "behind"), [("0.5", True), ("1/sqrt(layers)", True), ("1/sqrt(layer + 1)", False)])
+def test_the_norm_behind_blocks_has_a_factor_where_it_hangs_on_no_layer(scale: str, behind: bool) -> None:
+    norm = {"kind": "rms", "scale": scale}
+    spec = pairs_spec([EMBED, BOTH], [EMBED, blocks(CROSS, norm=norm), LOW], head={"tied": False})
+    names = {node.name for node in lower(spec, "cpu").program("score").nodes}
+    assert "decoder.norm.y" in names and ("decoder.norm.y.scaled" in names) == behind

@@ -62,9 +62,11 @@ def test_a_run_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.M
     overrides = [word for text in SMALL for word in ("--set", text)]
     whole = ["train", str(SPEC), "--run", str(tmp_path / "whole"), "--data", str(data), *overrides]
     assert run(whole) == 0
-    begun = ["train", str(SPEC), "--run", str(folder), "--data", str(data), *overrides, "--steps", "1"]
-    assert run(begun) == 0
     monkeypatch.chdir(tmp_path)
+    begun = ["train", str(SPEC), "--run", str(folder), "--data", "data", *overrides, "--steps", "1"]
+    assert run(begun) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     assert run(["train", "--run", str(folder), "--resume", "auto", "--set", "train.seed=2"]) == 2
     assert run(["train", "--run", str(folder), "--resume", "auto"]) == 0
     ends = [sorted((where / "checkpoints").iterdir())[-1] for where in (folder, tmp_path / "whole")]

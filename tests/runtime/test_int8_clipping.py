@@ -84,4 +84,5 @@ def test_quantize_says_which_inputs_have_outgrown_their_scales(tmp_path: Path) -
         found.append({**hidden, "told": told})
     learned, stayed = found
     assert learned["reach"] > 1.5 and learned["clipped"] > 0.01 and learned["error"] > 0.05 > stayed["error"]
+    assert stayed["told"] == [] and stayed["clipped"] == 0
     assert len(learned["told"]) == 1 and "decoder.lstm.hidden (to " in learned["told"][0]

@@ -19,6 +19,7 @@ from specc.compiler.quant.gptq_solver import factorize, solve
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.rows import PerRow
 from specc.compiler.quant.scheme import SchemeError
+from specc.runtime.errors import QuantizeError
 from specc.runtime.opened import Deployment, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
 from specc.runtime.run import Run
@@ -295,11 +296,16 @@ def test_bits_are_allocated_within_the_budget(tmp_path: Path) -> None:
 
 def test_corrections_are_for_the_largest_errors_at_the_bits_that_are_chosen(tmp_path: Path) -> None:
     """Of equal bits the largest matrix has the largest error; of chosen ones one with few of them has."""
-    sets = ("quant.promote=null", "quant.allocate={match: blocks.*}", "quant.budget_bytes=60000")
+    sets = ("quant.promote=null", "quant.allocate={match: blocks.*}", "quant.budget_bytes=24000")
     alone = quantized(tmp_path / "alone", *sets)[1]
     _, both, said = quantized(tmp_path / "both", *sets, "quant.correct={rank: 2, count: 2, match: blocks.*}")
     size = {name: tensor.numel() for name, tensor in read_verified(alone.artifact).weights.items()}
     error = {r.name: r.mse * size[r.name] for r in alone.rows if r.bits <= 8 and "blocks." in r.name}
     wanted = sorted(error, key=lambda name: -error[name])[:2]
     assert sorted(r.name for r in both.rows if "rank 2 correction" in r.scheme) == sorted(wanted)
-    assert f"correct: {', '.join(wanted)}" in said and both.size.total <= 60_000
+    assert f"correct: {', '.join(wanted)}" in said and both.size.total <= 24_000
+    base = quantized(tmp_path / "base", "quant.promote=null", "quant.correct={rank: 2, count: 2, match: blocks.*}")[1]
+    assert sorted(wanted) != sorted(r.name for r in base.rows if "rank 2 correction" in r.scheme)
+    with pytest.raises(QuantizeError, match=r"^with corrections of rank 32, for .*: the artifact takes") as told:
+        quantized(tmp_path / "over", *sets[:2], "quant.budget_bytes=20500", "quant.correct={rank: 32, count: 9}")
+    assert "without them it fits" in told.value.hint
