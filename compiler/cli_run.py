@@ -13,7 +13,6 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from specc.compiler.cli import (
-    SPECS,
     checked_targets,
     cli,
     device_option,
@@ -112,7 +111,7 @@ def train(
         if known is not None and spec is None:
             if overrides:
                 raise click.UsageError("a run keeps its spec: --set has no effect on it")
-            beside, loaded, lock, overrides = SPECS, known.spec, known.lock, known.overrides
+            beside, loaded, lock, overrides = known.files, known.spec, known.lock, known.overrides
         else:
             path = spec or only_spec()
             beside = path.parent

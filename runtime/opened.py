@@ -381,4 +381,4 @@ def _open_artifact(
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:
     """Where the tokenizer of a run may be: where the caller says, in the run, beside the data."""
     data = Path(run.data)
-    return (*search, run.directory, data if data.is_dir() else data.parent)
+    return (*search, run.files, data if data.is_dir() else data.parent)

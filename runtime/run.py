@@ -4,6 +4,7 @@ runs/gpt_mini-001/
     spec.json        the resolved spec, overrides applied; readable wherever a spec is
     run.json         target, data and overrides, as given
     lock.json        the measured kernels it runs with, where the spec had any
+    files/           what else it needs, its tokenizer
     generated/       the code that runs
     log.jsonl        a line a step, and what happened between
     checkpoints/     see checkpoint.py
@@ -15,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -67,6 +69,10 @@ class Run:
         return self.directory / "generated"
 
     @property
+    def files(self) -> Path:
+        return self.directory / "files"
+
+    @property
     def log(self) -> Path:
         return self.directory / "log.jsonl"
 
@@ -103,15 +109,18 @@ class Run:
         data: str,
         overrides: Sequence[str] = (),
         lock: Lock = NO_LOCK,
+        files: Sequence[Path] = (),
     ) -> "Run":
-        """Makes the directory. Raises RunDirectoryError if there is something in it, RunFailure if it cannot
-        be written."""
+        """Makes the directory, with copies of `files`. Raises RunDirectoryError if there is something in it,
+        RunFailure if it cannot be written."""
         require_free(directory)
         run = cls(directory, spec, target, data, tuple(overrides), lock)
         record = _Record(format=1, target=target, data=data, overrides=run.overrides)
         try:
-            for folder in (run.generated, run.checkpoints, run.quantized):
+            for folder in (*([run.files] if files else []), run.generated, run.checkpoints, run.quantized):
                 folder.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                shutil.copyfile(file, run.files / file.name)
         except OSError as error:
             raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
         if lock.targets:
@@ -175,7 +184,7 @@ def is_run(directory: Path) -> bool:
 
 def require_free(directory: Path) -> None:
     """Raises RunDirectoryError unless a run can begin here: nothing is there but what a killed start left."""
-    left = {"run.json", LOCK, "generated", "checkpoints", "quantized"}
+    left = {"run.json", LOCK, "files", "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
     )

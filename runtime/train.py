@@ -100,7 +100,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         if started:
             _resume(run, trainer, say)
         elif leads:  # only now that all fits: what failed before can be tried again in the same place
-            Run.create(directory, spec, options.target, data, options.overrides, options.lock)
+            Run.create(directory, spec, options.target, data, options.overrides, options.lock, ready.files)
         limits = Limits(options.stop_after_steps, options.max_seconds)
         if not leads:
             return Loop(run, trainer, validation, Silence(), Silence(), say, limits).run()

@@ -14,6 +14,7 @@ from specc.runtime.data.tokenizer import (
     TiktokenTokenizer,
     Tokenizer,
     open_tokenizer,
+    tokenizer_files,
 )
 
 __all__ = [
@@ -36,4 +37,5 @@ __all__ = [
     "evaluate_bits",
     "open_stream",
     "open_tokenizer",
+    "tokenizer_files",
 ]

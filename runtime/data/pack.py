@@ -17,7 +17,7 @@ from specc.runtime.data.reading import Bounds
 from specc.runtime.data.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
 from specc.runtime.data.shards import Split, sync_folder
 from specc.runtime.data.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
-from specc.runtime.data.tokenizer import ByteTokenizer, open_tokenizer, tokenizer_file
+from specc.runtime.data.tokenizer import open_tokenizer, tokenizer_files
 from specc.runtime.errors import EnvironmentFailure
 
 Progress = Callable[[Split, int], None]
@@ -68,8 +68,8 @@ def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
     name = ", ".join(Path(source).absolute().name for source in options.sources)  # where it lies is not in the bytes
     out = options.out.expanduser().absolute()
     with _staged(out) as folder:
-        if options.tokenizer != ByteTokenizer.name:
-            _copy(tokenizer_file(options.tokenizer, options.search), folder / tokenizer.name)
+        for file in tokenizer_files(options.tokenizer, options.search):
+            _copy(file, folder / file.name)
         splits: dict[Split, SplitEntry] = {}
         for split in SPLITS:
             told = None if progress is None else _of(progress, split)

@@ -279,13 +279,19 @@ def open_tokenizer(name: str, search: Sequence[Path] = ()) -> Tokenizer:
             f"unknown tokenizer {name!r}",
             "use `bytes`, a SentencePiece file (*.model) or a tiktoken rank file (*.tiktoken)",
         )
-    return kind(tokenizer_file(name, search))
+    return kind(_found(name, search))
 
 
-def tokenizer_file(name: str, search: Sequence[Path] = ()) -> Path:
-    """Where the file of that name is: as given or in one of `search`. Raises DataError (see `open_tokenizer`)."""
+def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
+    """The files that `open_tokenizer` reads: none for `bytes`. Raises DataError where one is not found."""
+    return [] if name == ByteTokenizer.name else [_found(name, search)]
+
+
+def _found(name: str, search: Sequence[Path]) -> Path:
+    """Copies, of a run or of packed data, have the file's name alone."""
     given = Path(name).expanduser()
-    places = list(dict.fromkeys([given, *(Path(folder) / given for folder in search)]))
+    named = [Path(folder) / one for one in (given, given.name) for folder in search]
+    places = list(dict.fromkeys([given, *named]))
     for place in places:
         if place.is_file():
             return place

@@ -31,6 +31,7 @@ from specc.runtime.sources.tokens import characters_of
 class _Lines:
     spec: Spec
     tokenizer: CharTokenizer
+    files: Sequence[Path] = ()  # its lines are generated, or in the file that `--data` names
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> _Sets:
         """`polynomial` generates lines; else `data` is a file of them, of which one in ten, by SHA-256, validates."""

@@ -59,6 +59,11 @@ class Opened(Protocol):
 
 
 class Ready(Protocol):
+    @property
+    def files(self) -> Sequence[Path]:
+        """What a run keeps copies of, so that it can be opened where nothing but the run is."""
+        ...
+
     def open(self, data: str, cache: Path, stack: ExitStack) -> Opened:
         """Opens `data`, as `--data` names it. What takes long is made once, in `cache`. Raises DataError."""
         ...

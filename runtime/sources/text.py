@@ -14,7 +14,7 @@ from torch import Tensor
 from specc.compiler.data.text import TextData
 from specc.compiler.spec import Calibrate, Spec
 from specc.compiler.train_spec import BitsSpec
-from specc.runtime.data import Loader, Tokenizer, TokenStream, open_stream
+from specc.runtime.data import Loader, Tokenizer, TokenStream, open_stream, tokenizer_files
 from specc.runtime.distributed import World
 from specc.runtime.feed import Windows
 from specc.runtime.load import Loaded
@@ -28,6 +28,7 @@ from specc.runtime.validation import Validation
 class _Text:
     spec: Spec
     tokenizer: Tokenizer
+    files: Sequence[Path]
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> _Streams:
         streams = [open_stream(data, split, self.tokenizer, cache) for split in ("train", "val")]
@@ -98,7 +99,9 @@ def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Drill:
 
 
 def _ready(spec: Spec, search: Sequence[Path]) -> _Text:
-    return _Text(spec, tokenizer_of(spec, search))
+    tokenizer, data = tokenizer_of(spec, search), spec.train.data
+    assert isinstance(data, TextData)
+    return _Text(spec, tokenizer, tokenizer_files(data.tokenizer, search))
 
 
 TEXT = Source("text", _ready, _drill)

@@ -130,4 +130,4 @@ def _without_rules(text: str) -> object:
 
 def _places(run: Run) -> list[Path]:
     data = Path(run.data)
-    return [run.directory, data if data.is_dir() else data.parent, Path()]
+    return [run.files, data if data.is_dir() else data.parent, Path()]

@@ -2,6 +2,8 @@
 
 import json
 import random
+import shutil
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +75,26 @@ def test_a_run_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.M
     assert ends[0].name == ends[1].name
     tensors = [{path.name: path.read_bytes() for path in end.glob("*.safetensors")} for end in ends]
     assert tensors[0] == tensors[1] != {}
+
+
+def test_a_run_keeps_the_tokenizer_that_it_was_begun_with(tmp_path: Path) -> None:
+    """The spec names it within a folder of its own; both are gone when the run goes on, and it has moved."""
+    specs, moved = tmp_path / "specs", tmp_path / "elsewhere" / "run"
+    (specs / "words").mkdir(parents=True)
+    ranks = [f"{b64encode(bytes([value])).decode()} {value}\n" for value in range(256)]
+    (specs / "words" / "bytes.tiktoken").write_text("".join(ranks))
+    shutil.copy(SPEC, specs)
+    data = write_text(tmp_path / "data")
+    overrides = [word for text in (*SMALL, "train.data.tokenizer=words/bytes.tiktoken") for word in ("--set", text)]
+    begun = ["train", str(specs / SPEC.name), "--run", str(tmp_path / "run"), "--data", str(data), *overrides]
+    assert run([*begun, "--steps", "1"]) == 0
+    shutil.rmtree(specs)
+    moved.parent.mkdir()
+    (tmp_path / "run").rename(moved)
+    assert run(["train", "--run", str(moved), "--resume", "auto"]) == 0
+    assert run(["quantize", str(moved)]) == 0
+    assert run(["generate", str(moved), "--prompt", "the ", "--max-tokens", "3"]) == 0
+    assert run(["export", str(moved), "--format", "submission"]) == 0
 
 
 def test_a_flipped_bit_ends_with_exit_code_5(
