@@ -93,7 +93,11 @@ def _scan(text: str, deepest: int) -> None:
         if len(opened) > deepest:
             raise ExprError(f"nested more than {deepest} deep", column, "split the expression")
     if opened:
-        raise ExprError("this parenthesis is never closed", opened[-1])
+        raise ExprError(
+            "this parenthesis is never closed",
+            opened[-1],
+            "close it; within { } or [ ], put an expression with commas in quotes",
+        )
 
 
 class _Reader:

@@ -6,6 +6,7 @@ spec, and hold the artifact to its budget by its exact bytes.
 
 import json
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,7 +129,8 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     try:
         return _quantize(Run.open(path).requantized(options.overrides), options, say, progress)
     except QuantizeError as error:
-        kept = f"the trained weights are kept; go on with: specc quantize {path} --set quant.KEY=VALUE"
+        again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
+        kept = f"the trained weights are kept; go on with: {again}"
         raise QuantizeError(error.message, f"{error.hint}\n{kept}" if error.hint else kept) from error
 
 
@@ -253,7 +255,7 @@ def _calibrate(
 
 
 def _too_large(run: Run, wanted: Calibrate) -> RunFailure:
-    fewer = f"specc quantize {run.directory} --set quant.calibrate.batch={max(wanted.batch // 2, 1)}"
+    fewer = f"specc quantize {shlex.quote(str(run.directory))} --set quant.calibrate.batch={max(wanted.batch // 2, 1)}"
     return RunFailure("out of GPU memory while calibrating", f"the trained weights are kept; go on with: {fewer}")
 
 
