@@ -8,6 +8,7 @@ from pydantic import Field
 from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Problem, StrictModel, Unit, later
 
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean: with 1 it would never move
 # Of methods that do something in place of an iteration: the fewest `steps` in which one iteration is left.
 LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
 
@@ -35,7 +36,7 @@ class AdamWSpec(StrictModel):
     kind: Literal["adamw"]
     match: Pattern
     lr: NonNegativeFloat
-    betas: tuple[Unit, Unit] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat | Taper = 0.0
 
@@ -58,7 +59,7 @@ class MuonSpec(StrictModel):
     method: Literal["newton_schulz", "polar_express", "turbo"] = later("newton_schulz")
     steps: Annotated[int, Field(ge=1, le=20)] = 5
     equalize_rows: bool = later(False)
-    second_moment: Annotated[float, Field(ge=0, lt=1)] | None = later(None)
+    second_moment: Decay | None = later(None)
     weight_decay: NonNegativeFloat | Taper = 0.0
 
     def problems(self) -> Iterator[Problem]:

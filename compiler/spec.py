@@ -169,6 +169,7 @@ class Spec(StrictModel):
         yield from (problem.under("train") for problem in self.train.problems_of_a_step(self.model.window))
         lengths = self.train.problems_of_lengths(self.model.window, self.model.characters is not None)
         yield from (problem.under("train") for problem in lengths)
+        yield from self.train.problems_of_shares(self.model.late)
         yield from self.train.data.problems_with(self.model)
         pairs = self.model.characters is not None
         if self.train.teacher_forcing is not None and not pairs:

@@ -1,6 +1,6 @@
 """The `train:` and `eval:` sections of a spec: data, batch, length, optimizers, schedules, averaging; the metric."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, Field
@@ -10,9 +10,10 @@ from specc.compiler.adapt.adaptation import Adaptation
 from specc.compiler.catalog import models
 from specc.compiler.data.kind import DataKind
 from specc.compiler.data.text import TextData
-from specc.compiler.optimizer_spec import OptimizerSpec
+from specc.compiler.optimizer_spec import OptimizerSpec, Taper
 from specc.compiler.strict import (
     NonNegative,
+    Path,
     Positive,
     PositiveFloat,
     Problem,
@@ -52,7 +53,8 @@ class ScheduleSpec(StrictModel):
 
     def of(self, steps: int) -> tuple[int, int]:
         """Steps of warm-up and of warm-down in a run of so many."""
-        parts = (int(part * steps) for part in (self.warmup_fraction, self.warmdown_fraction))
+        # 0.29 * 100 is a little less than 29 in floats
+        parts = (int(part * steps + 1e-6) for part in (self.warmup_fraction, self.warmdown_fraction))
         up, down = (
             max(given, part) for given, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
         )
@@ -95,7 +97,8 @@ AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
 
 class QatSpec(StrictModel):
     """Quantization-aware training: once the warm-down has taken the multiplier below `below`, the model computes with
-    weights rounded as `quant` will store them, before any promotion; gradients pass as if they were not.
+    weights rounded as the rules of `quant` say, before any promotion, allocation or correction; gradients pass as if
+    they were not.
 
     Where `quant` has products in int8, the scales of their inputs are measured at that moment and kept for the
     artifact, and with `inputs` the inputs are rounded too, as the deployed model will. Steps are slower then, as
@@ -169,6 +172,22 @@ class TrainSpec(StrictModel):
         """The teacher forcing, written out."""
         given = self.teacher_forcing
         return ForcingSpec(points=given) if isinstance(given, tuple) else given
+
+    def problems_of_shares(self, model: Iterable[tuple[Path, str, float]]) -> Iterator[Problem]:
+        """What waits for a share of the run that no update begins with: of `model` (where, what, share), of the lengths
+        and of the optimizers. By the clock nobody knows before."""
+        found = [*model]
+        found += [
+            (("train", "lengths", i, 0), f"rows of {n} tokens", share)
+            for i, (share, n) in enumerate(self.lengths or ())
+        ]
+        for i, one in enumerate(self.optimizers):
+            if isinstance(one.weight_decay, Taper):
+                found.append((("train", "optimizers", i, "weight_decay", "after"), "the taper", one.weight_decay.after))
+        for path, what, share in found:
+            if self.steps is not None and share > (last := (self.steps - 1) / self.steps):
+                message = f"{what} would begin at {share:.4g} of the run, whose last step begins at {last:.4g}"
+                yield Problem(path, "S269", message, "begin earlier, or give the run more steps")
 
     def problems_of_lengths(self, window: int, pairs: bool) -> Iterator[Problem]:
         """Lengths that windows of so many tokens cannot be cut into."""

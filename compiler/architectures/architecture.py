@@ -3,7 +3,7 @@
 from typing import Self
 
 from specc.compiler.programs import Programs
-from specc.compiler.strict import StrictModel
+from specc.compiler.strict import Path, StrictModel
 
 
 class Architecture(StrictModel):
@@ -32,6 +32,16 @@ class Architecture(StrictModel):
     def after(self, done: float) -> Self:
         """The model that trains when the share `done` of a run is behind, which it then is for ever."""
         return self
+
+    @property
+    def late(self) -> tuple[tuple[Path, str, float], ...]:
+        """What begins when a share of the run is behind: where the spec says so, what, and the share."""
+        return ()
+
+    @property
+    def marks(self) -> tuple[tuple[Path, int], ...]:
+        """The ids that it takes for the start of a document, and where the spec says so."""
+        return ()
 
     @property
     def fed(self) -> str:

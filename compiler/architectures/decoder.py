@@ -112,6 +112,19 @@ class Decoder(Architecture):
         blocks = self.blocks.model_copy(update={"loop": loop.model_copy(update={"after": 1.0})})
         return self.model_copy(update={"blocks": blocks})
 
+    @property
+    def late(self) -> tuple[tuple[Path, str, float], ...]:
+        loop = self.blocks.loop
+        return (
+            () if loop is None or loop.after >= 1 else ((("model", "blocks", "loop", "after"), "the loop", loop.after),)
+        )
+
+    @property
+    def marks(self) -> tuple[tuple[Path, int], ...]:
+        marked: list[tuple[Path, int | None]] = [(("embed", i), step.mark) for i, step in enumerate(self.embed)]
+        marked += [(("blocks", "layers", i), layer.mark) for i, layer in enumerate(self.blocks.layers)]
+        return tuple((("model", *at, "bos"), mark) for at, mark in marked if mark is not None)
+
     def problems(self) -> Iterator[Problem]:
         """What the layers say of themselves in a model of this width."""
         yield from (problem.under("embed") for problem in order_problems(self.embed))
@@ -122,12 +135,10 @@ class Decoder(Architecture):
             yield Problem(("norm", "scale"), "S216", "the last norm is in no layer, but its scale reads `layer`", hint)
         else:
             yield from formula_problems(last, ("norm", "scale"), self.blocks.count)
-        marked: list[tuple[Path, int | None]] = [(("embed", i), step.mark) for i, step in enumerate(self.embed)]
-        marked += [(("blocks", "layers", i), layer.mark) for i, layer in enumerate(self.blocks.layers)]
-        for at, mark in marked:
-            if mark is not None and mark >= self.vocab:
+        for (_, *at), mark in self.marks:
+            if mark >= self.vocab:
                 message = f"the id {mark} starts a document, and ids end at {self.vocab - 1}"
-                yield Problem((*at, "bos"), "S249", message, "name the tokenizer's own mark, or leave it out")
+                yield Problem(tuple(at), "S249", message, "name the tokenizer's own mark, or leave it out")
         for i, layer in enumerate(self.blocks.layers):
             if layer.reads_source:
                 message = f"{layer.title} reads an encoder, and a decoder alone has none"

@@ -45,7 +45,7 @@ class RopeSpec(StrictModel):
     """
 
     dims: Annotated[int, Field(gt=0, le=4096)] | None = None
-    base: PositiveFloat = 10000.0
+    base: Annotated[float, Field(gt=0, le=1e15)] = 10000.0
     trained: Positive | None = later(None)
 
     def angles(self, size: int, context: int) -> RopeAngles:

@@ -1,7 +1,7 @@
 """How a parameter starts."""
 
 from collections.abc import Iterator
-from math import isfinite, prod
+from math import prod
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator
@@ -29,6 +29,7 @@ def value_of(value: float | str, **variables: float) -> float:
     return number(parse(value, tuple(variables)), **variables) if isinstance(value, str) else float(value)
 
 
+LARGEST = 3.4028234e38  # of f32
 Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 
 
@@ -69,8 +70,8 @@ class Init(StrictModel):
             way, value = self.numbers(shape, layers)
         except ExprError as error:
             return error.message
-        if not isfinite(value):
-            return f"it starts {way} with {value}"
+        if not abs(value) <= LARGEST:
+            return f"it starts {way} with {value:g}, which f32 does not hold"
         if way in ("normal", "uniform") and value < 0:
             return f"it starts {way} with {value:g}, which is below 0"
         return None

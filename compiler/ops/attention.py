@@ -44,11 +44,6 @@ def _within(allowed: "Tensor", column: "Tensor", starts: "Sequence[Tensor]") -> 
     return (allowed & (column >= starts[0].unsqueeze(-1))).unsqueeze(1) if starts else allowed
 
 
-def _support(name: str, documents: bool, window: int | None) -> str:
-    """The function of the generated code."""
-    return f"{name}{'_documents' if documents else ''}{'_window' if window is not None else ''}"
-
-
 @dataclass(frozen=True, slots=True)
 class Sdpa(Op):
     """softmax(q k^T / sqrt(C)) v for q [B, T, H, C] and k, v [B, T, G, C], G dividing H; each token sees itself and
@@ -78,15 +73,15 @@ class Sdpa(Op):
         return 4 * q.count(sizes) // tokens * pairs
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        window = () if self.window is None else (str(self.window),)
+        window = () if self.window is None else (f"window={self.window}",)
         return f"{self.support(inputs)}({', '.join((*args, *window))})"
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        return _support("attend", self.documents, self.window)
+        return "attend" if self.window is None and not self.documents else "attend_since"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        window = () if self.window is None else (self.window,)
-        return Traced(self.support(inputs), (*map(Input, range(len(inputs))), *window))
+        window = () if self.window is None else (("window", self.window),)
+        return Traced(self.support(inputs), tuple(map(Input, range(len(inputs)))), window)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -293,7 +288,8 @@ class SdpaCached(Op):
         return f"{self.support(inputs)}({', '.join((*args, *window))})"
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        return _support("attend_cached", self.documents, self.window)
+        words = ("_documents" if self.documents else "", "_window" if self.window is not None else "")
+        return f"attend_cached{''.join(words)}"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
         window = () if self.window is None else (self.window,)

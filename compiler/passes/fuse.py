@@ -80,6 +80,7 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
             hint = "let the pattern cover all blocks that share their code, e.g. `blocks.*.mlp`"
             raise _Unmatched("S303", f"fusion point {pattern} covers some blocks but leaves out {_short(left)}", hint)
     fusable = [key for key in chosen if _complete(programs, key, members)]
+    taken = [member for member in members if any(_taken(programs, key, member) for key in fusable or chosen)]
     if not fusable:
         name, scope = chosen[0]
         known = [
@@ -87,14 +88,21 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
             for node in _graph(programs, name).nodes
             if node.name.startswith(f"{scope}.")
         ]
-        unknown = [member for member in members if member not in known]
-        if any(f"{scope}.{unknown[0]}" in group.members for group in programs.groups if group.scope == scope):
-            hint = "let one of the two points have it, or make them one"
-            raise _Unmatched("S302", f"{pattern} has {unknown[0]} in another fusion point already", hint)
-        raise _Unmatched("S302", f"{pattern} has no node {unknown[0]}", f"its nodes are {_short(known)}")
+        unknown = [member for member in members if member not in known and member not in taken]
+        if unknown:
+            raise _Unmatched("S302", f"{pattern} has no node {unknown[0]}", f"its nodes are {_short(known)}")
+    if taken:
+        hint = "let one of the two points have it, or make them one"
+        raise _Unmatched("S302", f"{pattern} has {taken[0]} in another fusion point already", hint)
     for name, scope in fusable:
         programs = _fuse_graph(programs, name, scope, members)
     return programs
+
+
+def _taken(programs: Programs, key: tuple[str, str], member: str) -> bool:
+    """Whether a node of this graph stands for a group that has the member."""
+    fused = {node.op.group for node in _graph(programs, key[0]).nodes if isinstance(node.op, Fused)}
+    return any(f"{key[1]}.{member}" in group.members for group in programs.groups if group.name in fused)
 
 
 def _complete(programs: Programs, key: tuple[str, str], members: tuple[str, ...]) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specc.compiler.data.text import TextData
+from specc.compiler.shape import dotted
 from specc.compiler.spec import Spec
 from specc.runtime.data import CharTokenizer, DataError, Tokenizer, open_tokenizer
 
@@ -19,6 +20,11 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
             f"{tokenizer.name} has {tokenizer.vocab:,} ids, the model only {spec.model.vocabulary:,}",
             f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
         )
+    for path, mark in spec.model.marks:
+        if mark != tokenizer.bos:  # else documents would never begin, and nothing would tell
+            own = "writes none" if tokenizer.bos is None else f"writes {tokenizer.bos}"
+            message = f"{dotted(path)} is {mark}, and before each document {tokenizer.name} {own}"
+            raise DataError(message, "name the tokenizer's own mark, or leave it out")
     return tokenizer
 
 

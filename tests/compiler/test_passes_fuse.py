@@ -204,6 +204,9 @@ def test_a_node_is_in_one_group() -> None:
     assert problem.message == "blocks.*.mlp has up in another fusion point already"
     (problem,) = problems(fuse=(FUSE_MLP, {"blocks.*.mlp": ["upper", "act"]}))
     assert problem.message == "blocks.*.mlp has no node upper"
+    once = {"blocks.*.attention": ["y"]}
+    (problem,) = problems(fuse=(once, once))
+    assert problem.message == "blocks.*.attention has y in another fusion point already"
 
 
 def test_a_number_that_differs_by_layer_is_no_tensor() -> None:

@@ -169,12 +169,16 @@ def test_the_tokenizer_has_to_fit_and_is_looked_for_nearby(tmp_path: Path) -> No
     model = open_model(make_run(tmp_path / "run", small, "stdlib").directory, search=[tmp_path])
     with pytest.raises(DataError, match="has 257 ids, the model only 200"):
         _ = model.tokenizer
+    marked = small_spec("train.data={tokenizer: letters.tiktoken}", "model.blocks.layers.0.bos=0")
+    model = open_model(make_run(tmp_path / "marked", marked, "stdlib").directory, search=[tmp_path])
+    with pytest.raises(DataError, match=r"layers\[0\].bos is 0, and before each document letters.tiktoken writes 256"):
+        _ = model.tokenizer
     elsewhere = small_spec("train.data={tokenizer: some.model}")
     other = make_run(tmp_path / "other", elsewhere, str(write_text(tmp_path / "data")))
     named = open_model(other.directory, search=[tmp_path / "named"])
     with pytest.raises(DataError, match=r"no tokenizer 'some\.model'") as caught:
         _ = named.tokenizer
-    for place in ("named", "other", "data"):
+    for place in ("named", "other/files", "data"):
         assert str(tmp_path / place / "some.model") in caught.value.message
 
 

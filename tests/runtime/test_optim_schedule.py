@@ -9,6 +9,14 @@ from specc.compiler.train_spec import ScheduleSpec, TrainSpec
 from specc.runtime.optim.schedule import by_clock, by_steps, moment, multiplier, progress, tapered, value_at
 
 
+def test_a_fraction_of_a_run_is_a_whole_number_of_steps_where_people_say_so() -> None:
+    """In floats 0.29 * 100 is a little less than 29."""
+    for steps in (10, 20, 50, 100, 200, 1000):
+        for percent in range(1, 100):
+            found = ScheduleSpec(warmdown_fraction=percent / 100).of(steps)
+            assert found == (0, percent * steps // 100), (percent, steps)
+
+
 def test_by_steps_goes_up_stays_and_goes_down() -> None:
     schedule = ScheduleSpec(warmup_steps=4, warmdown_steps=5, floor=0.3)
     found = [by_steps(schedule, 12, step) for step in range(12)]
