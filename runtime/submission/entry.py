@@ -52,7 +52,7 @@ from specc.runtime.submission.names import WEIGHTS
 from specc.runtime.trainer import Trainer
 from specc.runtime.validation import Validation
 
-DATA = "data/datasets/fineweb10B_sp1024"  # the challenge's
+DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # where the challenge has its shards of that vocabulary
 SHAPES = {p.name: tuple(p.shape) for p in next(iter(plan.PARAMS.values()))}
 
 

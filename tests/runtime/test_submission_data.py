@@ -1,0 +1,53 @@
+"""What a submission says of its data and its surroundings, before it trains for minutes."""
+
+import json
+import shutil
+from pathlib import Path
+
+from run_samples import write_text
+from test_submission import Made, alone, made, single
+
+from specc.runtime.data.pack import PackOptions, pack
+from specc.runtime.data.record import RECORD
+from specc.runtime.evaluate import EvaluateOptions, evaluate
+from specc.runtime.submission.names import WEIGHTS
+
+__all__ = ["made", "single"]  # the fixtures of all tests here
+
+
+def packed(folder: Path, **changes: object) -> Path:
+    """Shards that fit the model, beside a record with other fields."""
+    pack(PackOptions((str(write_text(folder / "text")),), folder / "packed", "bytes", shard_tokens=2000))
+    record = folder / "packed" / RECORD
+    record.write_text(json.dumps(json.loads(record.read_text()) | changes))
+    return folder / "packed"
+
+
+def test_shards_that_are_not_those_of_their_record_are_refused(made: Made, tmp_path: Path) -> None:
+    """Of another tokenizer, whose bytes would be counted by the wrong table; and with shards missing, or no record."""
+    code = shutil.copytree(made.folder, tmp_path / "out")
+    other = packed(tmp_path / "other", tokenizer="else.model", tokenizer_digest="0" * 64, vocab=300)
+    cut, none = packed(tmp_path / "cut"), packed(tmp_path / "none")
+    (cut / "train_000001.bin").unlink()
+    (none / RECORD).write_text('{"format": 1, "splits": {"train": 5}}')
+    for command, data, status, words in (
+        ("train", other, 2, "holds tokens of else.model (300 ids), not of this bytes (257 ids)"),
+        ("score", other, 2, "holds tokens of else.model (300 ids), not of this bytes (257 ids)"),
+        ("train", cut, 5, f"lacks train_000001.bin, which {RECORD} lists"),
+        ("train", none, 5, f"{none / RECORD}: unreadable"),
+    ):
+        done = alone(made, code, command, "--data", str(data))
+        assert done.returncode == status and words in done.stderr, (command, data, done.stderr)
+        assert not done.stdout and "Traceback" not in done.stderr
+
+
+def test_without_data_it_takes_the_folder_of_its_vocabulary(made: Made, tmp_path: Path) -> None:
+    """Where the challenge has it; what the record there tells of the documents counts as for specc."""
+    code = shutil.copytree(made.folder, tmp_path / "out")
+    for vocab in (257, 1024):
+        shutil.copytree(packed(tmp_path / str(vocab)), code / f"data/datasets/fineweb10B_sp{vocab}")
+    (code / f"data/datasets/fineweb10B_sp1024/{RECORD}").write_text("another set")
+    done = alone(made, code, "score")
+    assert done.returncode == 0, done.stderr
+    facts = evaluate(code / WEIGHTS, EvaluateOptions(str(tmp_path / "257/packed"))).facts()
+    assert json.loads(done.stdout) == facts and json.loads(done.stdout)["document_bytes"]
