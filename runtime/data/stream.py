@@ -26,7 +26,7 @@ from specc.runtime.data.shards import Split, TokenShard, find_shards, shard_offs
 from specc.runtime.data.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
 from specc.runtime.data.tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2  # of the cache; 1 cut a file with a long first document
 _RECORD = "stream.json"
 _FINGERPRINT_TOKENS = 4096
 
