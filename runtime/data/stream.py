@@ -86,6 +86,18 @@ class TokenStream:
             index += 1
         return tokens
 
+    def require_scorable(self, tokenizer: Tokenizer) -> None:
+        """Raises DataError unless the first token is BOS, which has no bytes and is no target, and others follow."""
+        if self.tokens < 2:
+            raise DataError(f"nothing to score: the stream has {self.tokens} tokens", "give more text to validate on")
+        opening = int(self.read(0, 1)[0])
+        if opening != tokenizer.bos:
+            raise DataError(
+                f"the stream starts with token {opening}, not with the separator {tokenizer.bos} of "
+                f"{tokenizer.name}, so its first token could not be scored",
+                "give shards that have the separator before each document",
+            )
+
     def close(self) -> None:
         for shard in self.shards:
             shard.close()
@@ -104,20 +116,24 @@ def open_stream(
     change), the split and the tokenizer, so a changed file gets a new entry. An entry is a folder that is
     renamed into place when complete: two processes may ask at once (one builds, the other waits), and one
     that is killed leaves only a temporary folder, which the next build removes. Shards (`find_shards`) are
-    opened where they are, and held to the record of `specc data`, if one lies beside them.
+    opened where they are, and held to the record of `specc data`, if one lies beside them; val must be one that can be
+    scored, which is better known before the training than behind it.
 
     Args:
         progress: called with the bytes of documents tokenized so far.
 
     Raises:
-        DataError: the vocabulary has more than 65,536 ids or no BOS, the source is unusable, or the disk is
-            full.
+        DataError: the vocabulary has more than 65,536 ids or no BOS, the source is unusable, val does not begin with
+            BOS or holds nothing else, or the disk is full.
         DataIntegrityError: a shard is damaged.
     """
     require_16_bits(tokenizer)
     paths = find_shards(source, split)
     if paths is not None:
-        return _open_shards(paths, split, tokenizer, whole=Path(source).expanduser().is_dir())
+        stream = _open_shards(paths, split, tokenizer, whole=Path(source).expanduser().is_dir())
+        if split == "val":
+            stream.require_scorable(tokenizer)
+        return stream
     require_bos(tokenizer)
     corpus = find_corpus(source, split)
     key = _key(corpus, tokenizer)

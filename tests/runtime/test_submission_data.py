@@ -4,9 +4,13 @@ import json
 import shutil
 from pathlib import Path
 
-from run_samples import write_text
+import numpy as np
+import pytest
+from run_samples import SMALL, SPEC, write_text
 from test_submission import Made, alone, made, single
 
+from specc.compiler.cli import run as specc
+from specc.runtime.data import ShardWriter
 from specc.runtime.data.pack import PackOptions, pack
 from specc.runtime.data.record import RECORD
 from specc.runtime.evaluate import EvaluateOptions, evaluate
@@ -51,3 +55,25 @@ def test_without_data_it_takes_the_folder_of_its_vocabulary(made: Made, tmp_path
     assert done.returncode == 0, done.stderr
     facts = evaluate(code / WEIGHTS, EvaluateOptions(str(tmp_path / "257/packed"))).facts()
     assert json.loads(done.stdout) == facts and json.loads(done.stdout)["document_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([65, 66, 67], "the stream starts with token 65, not with the separator 256 of bytes"),
+        ([256], "nothing to score: the stream has 1 tokens"),
+    ],
+)
+def test_a_val_that_cannot_be_scored_is_told_before_training(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokens: list[int], words: str
+) -> None:
+    for name, values in (("train", [256, *b"text" * 999]), ("val", tokens)):
+        with ShardWriter(tmp_path / f"{name}.bin") as writer:
+            writer.write(np.array(values))
+    done = alone(made, made.folder, "--data", str(tmp_path))
+    assert done.returncode == 2 and words in done.stderr and not done.stdout
+    sets = [word for text in SMALL for word in ("--set", text)]
+    assert specc(["train", str(SPEC), "--data", str(tmp_path), "--run", str(tmp_path / "run"), *sets]) == 2
+    shown = capsys.readouterr()
+    assert words in " ".join(shown.err.split()) and "step" not in shown.out
+    assert not (tmp_path / "run" / "log.jsonl").exists()
