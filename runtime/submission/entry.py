@@ -38,7 +38,7 @@ from specc.runtime.distributed import World, joined
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 from specc.runtime.export.artifact import read_artifact, write_artifact
-from specc.runtime.export.codecs import Codec
+from specc.runtime.export.codecs import Codec, compress
 from specc.runtime.launch import is_launched
 from specc.runtime.load import choose_target, device_of
 from specc.runtime.native import compile_ahead
@@ -116,6 +116,7 @@ def _make(world: World, target: str, options: Any) -> None:
     out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # now, not after all the training
         raise RunFailure(f"{out} is not a place for a file", "name a file in a folder that exists")
+    compress(b"", 0, Codec(plan.CODEC))  # likewise: brotli may not be installed
     kept = out.with_name(f"{out.name}.trained")
     streams = [open_stream(options.data, split, tokenizer, Path()) for split in ("train", "val")]
     if options.command == "quantize":

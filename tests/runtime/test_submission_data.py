@@ -14,7 +14,9 @@ from specc.runtime.data import ShardWriter
 from specc.runtime.data.pack import PackOptions, pack
 from specc.runtime.data.record import RECORD
 from specc.runtime.evaluate import EvaluateOptions, evaluate
-from specc.runtime.submission.names import WEIGHTS
+from specc.runtime.export.codecs import Codec
+from specc.runtime.submission.export import export_submission
+from specc.runtime.submission.names import CODE, WEIGHTS
 
 __all__ = ["made", "single"]  # the fixtures of all tests here
 
@@ -77,3 +79,10 @@ def test_a_val_that_cannot_be_scored_is_told_before_training(
     shown = capsys.readouterr()
     assert words in " ".join(shown.err.split()) and "step" not in shown.out
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_brotli_is_missed_before_training(made: Made, tmp_path: Path) -> None:
+    export_submission(made.run.directory, tmp_path / "out", codec=Codec.BROTLI)
+    done = alone(made, tmp_path / "out", "--data", str(made.shards))
+    assert done.returncode == 3 and "brotli, which is not installed" in done.stderr and not done.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [WEIGHTS, CODE]
