@@ -30,7 +30,7 @@ class PackOptions:
 
     Attributes:
         sources, validation, share, bounds: as `specc.runtime.data.corpus.split_corpus` takes them.
-        out: the folder to make; it must not be there, or be empty.
+        out: the folder to make; it must not be there, or be empty. A link is followed.
         tokenizer: as `open_tokenizer` takes it; its file goes into the folder.
         search: where to look for it.
         marks: BOS before every document, or only at the start of a split, so that all its text can be scored.
@@ -66,7 +66,7 @@ def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
         corpus.require_files()
     listings = [corpus.listing() for corpus in corpora.values()]
     name = ", ".join(Path(source).absolute().name for source in options.sources)  # where it lies is not in the bytes
-    out = options.out.expanduser().absolute()
+    out = options.out.expanduser().resolve()
     with _staged(out) as folder:
         for file in tokenizer_files(options.tokenizer, options.search):
             _copy(file, folder / file.name)
@@ -123,6 +123,8 @@ def _staged(out: Path) -> Iterator[Path]:
     try:
         _lock(descriptor, staging, out)
         try:
+            if out.exists():
+                _require_replaceable(out)
             for stray in staging.iterdir():  # what a killed one left
                 shutil.rmtree(stray) if stray.is_dir() and not stray.is_symlink() else stray.unlink()
             begin_record(staging)
@@ -137,6 +139,17 @@ def _staged(out: Path) -> Iterator[Path]:
             raise
     finally:
         os.close(descriptor)
+
+
+def _require_replaceable(out: Path) -> None:
+    """Raises DataError for an empty folder that something is mounted on: better now than when all is packed. The kernel
+    alone knows of all kinds of mounts, and says so for any change of the name."""
+    try:
+        out.rmdir()
+    except OSError as error:
+        what = f"{out}: cannot be replaced by another folder: {error.strerror or error}"
+        raise DataError(what, f"name a folder in it: --out {out / 'packed'}") from error
+    out.mkdir()
 
 
 def _lock(descriptor: int, staging: Path, out: Path) -> None:
