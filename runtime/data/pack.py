@@ -48,7 +48,9 @@ class PackOptions:
     search: tuple[Path, ...] = ()
 
 
-def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
+def pack(
+    options: PackOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
+) -> ShardRecord:
     """Makes the folder; the same input gives the same bytes. A killed one leaves `.NAME.packing` beside it, which the
     next one begins again.
 
@@ -64,6 +66,10 @@ def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
     corpora = split_corpus(options.sources, options.validation, options.share, options.bounds)
     for corpus in corpora.values():
         corpus.require_files()
+    left = corpora["train"].left_out
+    if left and say is not None:
+        more = f" and {len(left) - 3:,} more" * (len(left) > 3)
+        say(f"left out, as their names begin with neither train nor val: {', '.join(left[:3])}{more}")
     listings = [corpus.listing() for corpus in corpora.values()]
     name = ", ".join(Path(source).absolute().name for source in options.sources)  # where it lies is not in the bytes
     out = options.out.expanduser().resolve()

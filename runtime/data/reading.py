@@ -38,13 +38,14 @@ def kind_of(path: Path) -> str:
 
 
 def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
-    """The documents of a file, empty ones too; they end where `bounds` says, or as usual for its kind. A large .txt is
-    read twice, to know whether there is a separator in it at all.
+    """The documents of a file, empty ones too; they end where `bounds` says, or as usual for its kind; those of jsonl
+    are always its records. A large .txt is read twice, to know whether there is a separator in it at all.
 
     Raises DataError for a file that cannot be read, a bad line of jsonl or a document of more than DOCUMENT_BYTES,
     DataIntegrityError for a damaged one.
     """
-    where = bounds or KINDS[kind_of(path)]
+    kind = kind_of(path)
+    where = KINDS[kind] if bounds is None or kind == ".jsonl" else bounds
     try:
         with open_file(path) as file:
             if where == "record":

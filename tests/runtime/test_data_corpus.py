@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specc.runtime.data import DataError, DataIntegrityError, documents
+from specc.runtime.data.corpus import split_corpus
 from specc.runtime.data.reading import BLOCK_BYTES, RUNNING_BYTES, Bounds, read_documents
 
 SEPARATOR = b"<|endoftext|>\n"
@@ -93,6 +94,18 @@ def test_text_is_cut_only_where_nobody_said_where_documents_end(tmp_path: Path, 
     (tmp_path / "book.txt").write_bytes(b"a line of text\n" * (2 * RUNNING_BYTES // 15))
     assert len(list(read_documents(tmp_path / "book.txt", bounds))) == 1
     assert len(list(read_documents(tmp_path / "book.txt"))) > 20
+
+
+def test_bounds_are_those_of_text_beside_jsonl(tmp_path: Path) -> None:
+    write_folder(
+        tmp_path, {"a.txt": b"one\n\ntwo\n", "b.jsonl": b'{"text": "3\\n\\n4"}', "v.jsonl": b'{"text": "5\\n\\n6"}'}
+    )
+    inputs = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    found = split_corpus(inputs, [tmp_path / "v.jsonl"], bounds="blank-line")
+    assert list(found["train"].documents()) == [b"one\n", b"two\n", b"3\n\n4"]
+    assert list(found["val"].documents()) == [b"5\n\n6"]
+    with pytest.raises(DataError, match="cannot end at `file`"):
+        split_corpus(inputs[1:], [tmp_path / "v.jsonl"], bounds="file")
 
 
 def test_one_document_in_ten_is_val_wherever_it_stands(tmp_path: Path) -> None:

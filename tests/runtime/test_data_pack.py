@@ -132,6 +132,18 @@ def test_documents_end_where_the_option_says(
     assert tokens_of(tmp_path / "out", "val") == [256, *b"held"]
 
 
+def test_files_that_are_in_no_split_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write_text(tmp_path / "text")
+    for number in range(5):
+        (text / f"t{number}.txt").write_text("more")
+    options = ["--tokenizer", "bytes", "--out"]
+    assert run(["data", "pack", str(text), *options, str(tmp_path / "a")]) == 0
+    assert "with neither train nor val: t0.txt, t1.txt, t2.txt and 2 more\n" in capsys.readouterr().err
+    (text / "train.txt").unlink()
+    assert run(["data", "pack", str(text), *options, str(tmp_path / "b")]) == 0
+    assert "left out" not in capsys.readouterr().err
+
+
 def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
     chooser = random.Random(1)
     texts = [chooser.randbytes(20).hex() for _ in range(2000)]
@@ -155,7 +167,7 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
         (["a.txt", "--validation", "v.txt", "--validation-fraction", "0.1"], 2, "name one of them"),
         (["a.txt", "--validation-fraction", "1"], 2, "0<x<1"),
         (["a.txt", "--validation-fraction", "0.000001"], 2, "the val split has no documents"),
-        (["a.jsonl", "--validation", "v.txt", "--bounds", "blank-line"], 2, "documents are the records"),
+        (["a.jsonl", "--validation-fraction", "0.5", "--bounds", "blank-line"], 2, "documents are the records"),
         (["a.txt", "--validation", "v.txt", "--bounds", "record"], 2, "v.txt:1: not JSON"),
         (["empty.txt", "--validation", "v.txt"], 2, "the train split has no documents"),
         (["a.txt", "--validation", "empty.txt"], 2, "empty.txt: the val split has no documents"),
