@@ -119,6 +119,10 @@ def _make(world: World, target: str, options: Any) -> None:
     compress(b"", 0, Codec(plan.CODEC))  # likewise: brotli may not be installed
     kept = out.with_name(f"{out.name}.trained")
     streams = [open_stream(options.data, split, tokenizer, Path()) for split in ("train", "val")]
+    before = out.with_name(f"{out.name}.before")
+    if not world.rank and out.exists():  # else it would be scored as new, should this run fail
+        out.replace(before)
+        print(f"{out} is {before} until there is a new one", file=sys.stderr)
     if options.command == "quantize":
         weights = recalled(kept, world.device)
     else:
@@ -135,6 +139,7 @@ def _make(world: World, target: str, options: Any) -> None:
             print(f"the trained weights are kept in {kept}; go on with: {goes_on}", file=sys.stderr)
             raise
         kept.unlink()
+        before.unlink(missing_ok=True)
     world.wait()
     for stream in streams:
         stream.close()

@@ -86,3 +86,17 @@ def test_brotli_is_missed_before_training(made: Made, tmp_path: Path) -> None:
     done = alone(made, tmp_path / "out", "--data", str(made.shards))
     assert done.returncode == 3 and "brotli, which is not installed" in done.stderr and not done.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [WEIGHTS, CODE]
+
+
+def test_earlier_weights_are_not_taken_for_those_of_a_run_that_failed(made: Made, tmp_path: Path) -> None:
+    """They are kept beside it, until there are new ones."""
+    out, data = shutil.copytree(made.folder, tmp_path / "out"), ("--data", str(made.shards))
+    good = (out / WEIGHTS).read_bytes()
+    done = alone(made, out, *data, "--budget", "1000")
+    assert done.returncode == 4 and f"{WEIGHTS} is {WEIGHTS}.before until" in done.stderr
+    assert (out / f"{WEIGHTS}.before").read_bytes() == good and not (out / WEIGHTS).exists()
+    done = alone(made, out, "score", *data)
+    assert done.returncode == 5 and WEIGHTS in done.stderr and "Traceback" not in done.stderr
+    done = alone(made, out, "quantize", *data)
+    assert done.returncode == 0 and (out / WEIGHTS).read_bytes() == good
+    assert sorted(path.name for path in out.iterdir()) == [WEIGHTS, CODE]
