@@ -23,7 +23,6 @@ from specc.runtime.data import (
     TokenStream,
     documents,
     open_stream,
-    stream,
     tokenized,
 )
 from specc.runtime.data.tokenizer import TokenArray
@@ -72,7 +71,7 @@ def test_each_document_is_bos_and_its_tokens(source: Path, tmp_path: Path) -> No
 
 
 def test_a_stream_of_many_shards_reads_as_one(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "SHARD_TOKENS", 5000)
+    monkeypatch.setattr("specc.runtime.data.cache.SHARD_TOKENS", 5000)
     monkeypatch.setattr(tokenized, "BATCH_BYTES", 900)
     found = open_stream(source, "train", ByteTokenizer(), tmp_path / "cache")
     expected = expected_tokens(source)
