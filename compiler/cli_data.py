@@ -41,7 +41,7 @@ def data() -> None:
     "--bounds",
     type=click.Choice(["endoftext", "blank-line", "record", "file"]),
     help="Where documents end: at lines `<|endoftext|>` (usual for .txt), at blank lines, with each record of jsonl "
-    "(usual there), or with the file.",
+    "(always there), or with the file.",
 )
 @click.option("--shard-tokens", type=click.IntRange(1, 2**31 - 1), default=100_000_000, show_default=True)
 @tokenizers_option
@@ -80,7 +80,7 @@ def pack(
             begun.append(split)
             say(f"{split} ...")
 
-    record = make(options, show)
+    record = make(options, show, say)
     if sys.stderr.isatty():
         click.echo(err=True)
     for name, split in record.splits.items():

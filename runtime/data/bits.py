@@ -222,16 +222,10 @@ def _last_target(stream: TokenStream, tokenizer: Tokenizer, max_tokens: int | No
             f"the stream was not made with the tokenizer {tokenizer.name}",
             "open the stream with the same tokenizer",
         )
+    stream.require_scorable(tokenizer)
     last = stream.tokens - 1 if max_tokens is None else min(stream.tokens - 1, max_tokens)
     if last < 1:
         raise DataError(f"nothing to score: the stream has {stream.tokens} tokens, max_tokens is {max_tokens}")
-    opening = int(stream.read(0, 1)[0])
-    if opening != tokenizer.bos:
-        raise DataError(
-            f"the stream starts with token {opening}, not with the separator {tokenizer.bos} of "
-            f"{tokenizer.name}, so its first token could not be scored",
-            "evaluate shards that have the separator before each document",
-        )
     return last
 
 

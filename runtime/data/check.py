@@ -146,7 +146,8 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
     try:
         record = read_record(folder)
     except DataIntegrityError as error:
-        findings.append(Finding(str(folder / RECORD), error.message, True))
+        what = error.message.removeprefix(f"{folder / RECORD}: ").removeprefix(f"{folder}: ")
+        findings.append(Finding(str(folder / RECORD), what, True))
     if record is not None and tokenizer is not None:
         record.require(tokenizer, folder)
     vocab = record.vocab if record else tokenizer.vocab if tokenizer else None

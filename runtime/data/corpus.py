@@ -31,6 +31,7 @@ class Corpus:
         files: (label, path), in order; the label is the path relative to the source.
         in_val: whether a document with these bytes is in val; None where the files decide it.
         bounds: where documents end; None for what is usual for the kind of each file.
+        left_out: labels of the source's files that are in no split, as others beside them are named for both.
     """
 
     source: str
@@ -38,6 +39,7 @@ class Corpus:
     files: tuple[tuple[str, Path], ...]
     in_val: Callable[[bytes], bool] | None = None
     bounds: Bounds | None = None
+    left_out: tuple[str, ...] = ()
 
     def require_files(self) -> None:
         """Raises DataError where the split has no files."""
@@ -108,10 +110,12 @@ def split_corpus(
     bounds: Bounds | None = None,
 ) -> dict[Split, Corpus]:
     """Both splits of sources taken together. With `validation`, these sources are val; with `share`, that share of all
-    documents, by SHA-256; with neither it is as `documents` says. Raises DataError for what cannot be read; a split
-    may have no files."""
-    name, files = ", ".join(map(str, sources)), _files(sources, bounds)
-    val, train = _files(validation, bounds), files
+    documents, by SHA-256; with neither it is as `documents` says. Raises DataError for what cannot be read, and for
+    bounds that no file can have; a split may have no files."""
+    name, files = ", ".join(map(str, sources)), _files(sources)
+    val, train = _files(validation), files
+    if bounds not in (None, "record") and all(kind_of(path) == ".jsonl" for _, path in files + val):
+        raise DataError(f"{name}: its documents are the records, and cannot end at `{bounds}`", "leave --bounds out")
     in_val: Callable[[bytes], bool] | None = None
     if validation:
         both = {path.resolve() for _, path in train} & {path.resolve() for _, path in val}
@@ -126,13 +130,14 @@ def split_corpus(
         train = [file for file in files if _named(file[0]) == "train"] or [file for file in files if file not in val]
     else:
         val, in_val = files, is_val
+    left = () if validation else tuple(label for label, path in files if (label, path) not in {*train, *val})
     return {
-        "train": Corpus(name, "train", tuple(train), in_val, bounds),
+        "train": Corpus(name, "train", tuple(train), in_val, bounds, left),
         "val": Corpus(", ".join(map(str, validation)) or name, "val", tuple(val), in_val, bounds),
     }
 
 
-def _files(sources: Sequence[str | Path], bounds: Bounds | None) -> list[tuple[str, Path]]:
+def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
     found: list[tuple[str, Path]] = []
     for source in sources:
         path = Path(source).expanduser()
@@ -149,8 +154,6 @@ def _files(sources: Sequence[str | Path], bounds: Bounds | None) -> list[tuple[s
         else:
             raise DataError(f"{source}: no such file or folder", "`stdlib` is a source that needs no files")
         found += files
-    if bounds not in (None, "record") and (lines := [path for _, path in found if kind_of(path) == ".jsonl"]):
-        raise DataError(f"{lines[0]}: its documents are the records, and cannot end at `{bounds}`", "leave it out")
     return found
 
 

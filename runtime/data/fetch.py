@@ -6,14 +6,22 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.pack import sha256_of
-from specc.runtime.data.record import ShardEntry, ShardRecord, SplitEntry, begin_record, read_record, write_record
+from specc.runtime.data.record import (
+    RECORD,
+    ShardEntry,
+    ShardRecord,
+    SplitEntry,
+    begin_record,
+    read_record,
+    write_record,
+)
 from specc.runtime.data.shards import Split, TokenShard, split_of, sync_folder
 from specc.runtime.data.tokenizer import open_tokenizer
 from specc.runtime.errors import EnvironmentFailure
@@ -79,7 +87,7 @@ def fetch(
 
     Every file is compared with the size and the digest that the hub states before it gets its name; what is there
     already is compared, too, and not fetched again, so a killed fetch goes on where it was, and more shards can be
-    fetched later. The record is written last.
+    fetched later: what was complete stays so until all of them have come. The record is written last.
 
     Args:
         name: one of SETS.
@@ -94,7 +102,7 @@ def fetch(
     where = repository or wanted.repository
     if out.exists() and not out.is_dir():
         raise DataError(f"{out}: is no folder", "name another --out")
-    _require_ours(out, name)
+    before = _ours(out, name)
     with _asking(where):
         api = hub.HfApi()
         commit = str(api.dataset_info(where, revision=revision).sha)
@@ -105,10 +113,21 @@ def fetch(
     total = sum(file.size for file in chosen)
     say(f"{where} at {commit[:12]}: {len(chosen)} files, {total:,} bytes")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        begin_record(out)
-        for file in chosen:
-            _bring(hub, where, commit, file, out, say)
+        lacking = [file for file in chosen if not _is_there(file, out, say)]
+        there = {file.name for file in chosen} - {file.name for file in lacking}
+        whole = before is not None and there >= {chosen[0].name, *before.entries("train"), *before.entries("val")}
+        (out / _DOWNLOADS).mkdir(parents=True, exist_ok=True)
+        (out / _SET).write_text(name, encoding="utf-8")
+        if not whole:
+            begin_record(out)
+        came: list[Path] = []
+        for file in lacking:
+            came.append(_brought(hub, where, commit, file, out, say))
+            if not whole:
+                _give_names(came, out)
+        if came:
+            begin_record(out)  # the one that is there does not list what gets its name now
+            _give_names(came, out)
         record = _record(f"{name}: {where} at {commit}", chosen, out)
         write_record(out, record)
     except OSError as error:
@@ -118,6 +137,7 @@ def fetch(
 
 
 _DOWNLOADS = ".downloads"
+_SET = f"{_DOWNLOADS}/set"  # what is being fetched
 
 
 def _hub() -> Any:
@@ -141,15 +161,22 @@ def _asking(repository: str) -> Iterator[None]:
         ) from error
 
 
-def _require_ours(out: Path, name: str) -> None:
-    """Raises DataError for a folder of something else than a fetch of the same set, complete or not."""
+def _ours(out: Path, name: str) -> ShardRecord | None:
+    """The record of a whole fetch of the set; None for one that was ended, or for no folder. Raises DataError for a
+    folder of something else."""
+    record, begun = None, False
+    with suppress(FileNotFoundError):
+        begun = (out / _SET).read_text(encoding="utf-8") == name
     try:
         record = read_record(out)
-    except DataIntegrityError:  # not complete
-        return
-    ours = record.source.startswith(f"{name}: ") if record is not None else not any(out.glob("*"))
-    if not ours:
+    except DataIntegrityError as error:
+        if (out / RECORD).stat().st_size:
+            raise DataError(f"{out}: what it holds is not known: {error.message}", "name another --out") from None
+    else:
+        begun = record.source.startswith(f"{name}: ") if record is not None else begun or not any(out.glob("*"))
+    if not begun:
         raise DataError(f"{out}: holds other data", "name another --out")
+    return record
 
 
 def _remote(entry: Any) -> _Remote | None:
@@ -173,13 +200,16 @@ def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: s
     return [remote[wanted.tokenizer], *val, *train[: max([shards, *there])]]
 
 
-def _bring(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say: Say) -> None:
-    place = out / file.name
-    if place.is_file():
-        if file.fault(place) is None:
-            say(f"{file.name}: is there")
-            return
-        say(f"{file.name}: is there, but not the one of the hub; fetched again")
+def _is_there(file: _Remote, out: Path, say: Say) -> bool:
+    if not (out / file.name).is_file():
+        return False
+    sound = file.fault(out / file.name) is None
+    say(f"{file.name}: is there" + ("" if sound else ", but not the one of the hub; fetched again"))
+    return sound
+
+
+def _brought(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say: Say) -> Path:
+    """Where the file lies until it gets its name. Raises DataIntegrityError for another than the hub states."""
     with _asking(repository):
         came = hub.hf_hub_download(
             repository, file.path, repo_type="dataset", revision=commit, local_dir=out / _DOWNLOADS
@@ -191,9 +221,15 @@ def _bring(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say
         raise DataIntegrityError(f"{file.name}: what came from the hub is damaged: {fault}", "run it again")
     with open(path, "rb") as handle:
         os.fsync(handle.fileno())
-    os.replace(path, place)
-    sync_folder(out)
     say(f"{file.name}: {file.size:,} bytes")
+    return path
+
+
+def _give_names(came: list[Path], out: Path) -> None:
+    while came:
+        path = came.pop()
+        os.replace(path, out / path.name)
+    sync_folder(out)
 
 
 def _record(source: str, chosen: list[_Remote], out: Path) -> ShardRecord:

@@ -30,7 +30,7 @@ class PackOptions:
 
     Attributes:
         sources, validation, share, bounds: as `specc.runtime.data.corpus.split_corpus` takes them.
-        out: the folder to make; it must not be there, or be empty.
+        out: the folder to make; it must not be there, or be empty. A link is followed.
         tokenizer: as `open_tokenizer` takes it; its file goes into the folder.
         search: where to look for it.
         marks: BOS before every document, or only at the start of a split, so that all its text can be scored.
@@ -48,7 +48,9 @@ class PackOptions:
     search: tuple[Path, ...] = ()
 
 
-def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
+def pack(
+    options: PackOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
+) -> ShardRecord:
     """Makes the folder; the same input gives the same bytes. A killed one leaves `.NAME.packing` beside it, which the
     next one begins again.
 
@@ -64,9 +66,13 @@ def pack(options: PackOptions, progress: Progress | None = None) -> ShardRecord:
     corpora = split_corpus(options.sources, options.validation, options.share, options.bounds)
     for corpus in corpora.values():
         corpus.require_files()
+    left = corpora["train"].left_out
+    if left and say is not None:
+        more = f" and {len(left) - 3:,} more" * (len(left) > 3)
+        say(f"left out, as their names begin with neither train nor val: {', '.join(left[:3])}{more}")
     listings = [corpus.listing() for corpus in corpora.values()]
     name = ", ".join(Path(source).absolute().name for source in options.sources)  # where it lies is not in the bytes
-    out = options.out.expanduser().absolute()
+    out = options.out.expanduser().resolve()
     with _staged(out) as folder:
         for file in tokenizer_files(options.tokenizer, options.search):
             _copy(file, folder / file.name)
@@ -123,6 +129,8 @@ def _staged(out: Path) -> Iterator[Path]:
     try:
         _lock(descriptor, staging, out)
         try:
+            if out.exists():
+                _require_replaceable(out)
             for stray in staging.iterdir():  # what a killed one left
                 shutil.rmtree(stray) if stray.is_dir() and not stray.is_symlink() else stray.unlink()
             begin_record(staging)
@@ -137,6 +145,17 @@ def _staged(out: Path) -> Iterator[Path]:
             raise
     finally:
         os.close(descriptor)
+
+
+def _require_replaceable(out: Path) -> None:
+    """Raises DataError for an empty folder that something is mounted on: better now than when all is packed. The kernel
+    alone knows of all kinds of mounts, and says so for any change of the name."""
+    try:
+        out.rmdir()
+    except OSError as error:
+        what = f"{out}: cannot be replaced by another folder: {error.strerror or error}"
+        raise DataError(what, f"name a folder in it: --out {out / 'packed'}") from error
+    out.mkdir()
 
 
 def _lock(descriptor: int, staging: Path, out: Path) -> None:

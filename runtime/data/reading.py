@@ -19,8 +19,9 @@ SEPARATOR = b"<|endoftext|>"
 KINDS: dict[str, Bounds] = {".txt": "endoftext", ".md": "file", ".py": "file", ".jsonl": "record"}
 COMPRESSIONS = (".xz", ".gz")
 
-# A .txt file without a separator in its first RUNNING_BYTES is running text, cut at line ends into documents
-# of one to two BLOCK_BYTES: it can then be split, and memory stays bounded.
+# A .txt file without any separator, and of more than RUNNING_BYTES, is running text, cut at line ends into documents
+# of one to two BLOCK_BYTES: it can then be split, and memory stays bounded. Not so where documents were said to end at
+# something.
 RUNNING_BYTES = 256 * 1024
 BLOCK_BYTES = 16 * 1024
 _LINE_BYTES = 1024 * 1024
@@ -37,20 +38,23 @@ def kind_of(path: Path) -> str:
 
 
 def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
-    """The documents of a file, empty ones too; they end where `bounds` says, or as usual for its kind.
+    """The documents of a file, empty ones too; they end where `bounds` says, or as usual for its kind; those of jsonl
+    are always its records. A large .txt is read twice, to know whether there is a separator in it at all.
 
     Raises DataError for a file that cannot be read, a bad line of jsonl or a document of more than DOCUMENT_BYTES,
     DataIntegrityError for a damaged one.
     """
-    bounds = bounds or KINDS[kind_of(path)]
+    kind = kind_of(path)
+    where = KINDS[kind] if bounds is None or kind == ".jsonl" else bounds
     try:
         with open_file(path) as file:
-            if bounds == "record":
+            if where == "record":
                 yield from _json_lines(file, path)
-            elif bounds == "file":
+            elif where == "file":
                 yield _bounded(file.read(DOCUMENT_BYTES + 1), path)
             else:
-                yield from _separated(file, path, _is_separator if bounds == "endoftext" else _is_blank)
+                ends = _is_separator if where == "endoftext" else _is_blank
+                yield from _separated(file, path, ends, may_run=bounds is None)
     except READ_ERRORS as error:
         what = str(error) or type(error).__name__
         raise DataIntegrityError(f"{path}: damaged compressed file: {what}", "copy the file again") from None
@@ -83,15 +87,23 @@ def _bounded(document: bytes, where: str | Path) -> bytes:
     return document
 
 
-def _separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool]) -> Iterator[bytes]:
-    """Documents between separator lines. A document keeps its last line end; no separator is in one."""
+def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
+    """Lines with their ends, long ones in parts, and whether what is given begins one."""
+    begins = True
+    while line := file.readline(_LINE_BYTES):
+        yield line, begins
+        begins = line.endswith(b"\n")
+
+
+def _separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool], may_run: bool) -> Iterator[bytes]:
+    """Documents between separator lines. A document keeps its last line end; no separator is in one. `may_run` says
+    that a file without any is cut."""
     held: list[bytes] = []
     size = 0
-    separated = running = False
-    line_start = True
-    while line := file.readline(_LINE_BYTES):
-        if line_start and ends(line):
-            separated = True
+    running = False
+    for line, begins in _lines(file):
+        if begins and ends(line):
+            may_run = False
             yield b"".join(held)
             held, size = [], 0
         else:
@@ -99,12 +111,14 @@ def _separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool
             size += len(line)
             if size > DOCUMENT_BYTES:
                 _bounded(b"".join(held), path)
-            running = running or (not separated and size >= RUNNING_BYTES)
+            if may_run and size >= RUNNING_BYTES:  # or else the first of its documents is a long one
+                may_run = False
+                with open_file(path) as again:
+                    running = not any(begins and ends(line) for line, begins in _lines(again))
             if running and size > 2 * BLOCK_BYTES:
                 *blocks, rest = _blocks(b"".join(held))
                 yield from blocks
                 held, size = [rest], len(rest)
-        line_start = line.endswith(b"\n")
     yield b"".join(held)
 
 

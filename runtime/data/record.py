@@ -69,7 +69,7 @@ class ShardRecord(StrictModel):
             raise DataError(
                 f"{folder}: holds tokens of {self.tokenizer} ({self.vocab:,} ids), not of this {tokenizer.name} "
                 f"({tokenizer.vocab:,} ids)",
-                f"set train.data.tokenizer to {self.tokenizer}, or pack the text with the model's tokenizer",
+                f"give data of the model's tokenizer, or set train.data.tokenizer to {self.tokenizer}",
             )
 
 

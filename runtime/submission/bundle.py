@@ -40,7 +40,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
     ("specc.runtime.export.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
     ("specc.runtime.export.table", "described"): (_KNOWN, "described"),
-    ("specc.runtime.data.corpus", "find_corpus"): (_KNOWN, "find_corpus"),
+    ("specc.runtime.data.cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.record", "read_record"): (_KNOWN, "read_record"),
 }
 # Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.

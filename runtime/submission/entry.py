@@ -38,7 +38,7 @@ from specc.runtime.distributed import World, joined
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 from specc.runtime.export.artifact import read_artifact, write_artifact
-from specc.runtime.export.codecs import Codec
+from specc.runtime.export.codecs import Codec, compress
 from specc.runtime.launch import is_launched
 from specc.runtime.load import choose_target, device_of
 from specc.runtime.native import compile_ahead
@@ -52,7 +52,7 @@ from specc.runtime.submission.names import WEIGHTS
 from specc.runtime.trainer import Trainer
 from specc.runtime.validation import Validation
 
-DATA = "data/datasets/fineweb10B_sp1024"  # the challenge's
+DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # where the challenge has its shards of that vocabulary
 SHAPES = {p.name: tuple(p.shape) for p in next(iter(plan.PARAMS.values()))}
 
 
@@ -116,8 +116,13 @@ def _make(world: World, target: str, options: Any) -> None:
     out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # now, not after all the training
         raise RunFailure(f"{out} is not a place for a file", "name a file in a folder that exists")
+    compress(b"", 0, Codec(plan.CODEC))  # likewise: brotli may not be installed
     kept = out.with_name(f"{out.name}.trained")
     streams = [open_stream(options.data, split, tokenizer, Path()) for split in ("train", "val")]
+    before = out.with_name(f"{out.name}.before")
+    if not world.rank and out.exists():  # else it would be scored as new, should this run fail
+        out.replace(before)
+        print(f"{out} is {before} until there is a new one", file=sys.stderr)
     if options.command == "quantize":
         weights = recalled(kept, world.device)
     else:
@@ -134,6 +139,7 @@ def _make(world: World, target: str, options: Any) -> None:
             print(f"the trained weights are kept in {kept}; go on with: {goes_on}", file=sys.stderr)
             raise
         kept.unlink()
+        before.unlink(missing_ok=True)
     world.wait()
     for stream in streams:
         stream.close()

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from specc.compiler.quant.scheme import Scheme
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.record import RECORD
+from specc.runtime.data.record import HINT, RECORD, ShardEntry, ShardRecord, SplitEntry
 from specc.runtime.export import artifact
 from specc.runtime.export.codecs import Codec
 from specc.runtime.submission import plan
@@ -39,15 +39,28 @@ def described(schemes: object, tensors: object) -> bytes:
     return b""
 
 
-def find_corpus(source: object, split: str) -> NoReturn:
+def open_cached(source: object, *how: object) -> NoReturn:
     raise DataError(f"{source} holds no token shards", "give a folder of NAME_train_*.bin and NAME_val_*.bin")
 
 
-def read_record(folder: Path) -> None:
-    """Takes shards as they are. Raises DataIntegrityError where a pack or fetch has not completed their folder."""
+def read_record(folder: Path) -> ShardRecord | None:
+    """As the record's own, for the fields that shards are held to. Raises DataIntegrityError for what is none, or where
+    a pack or fetch has not completed the folder."""
     path = folder / RECORD
-    if path.is_file() and not path.stat().st_size:
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if not text:
         raise DataIntegrityError(f"{folder}: was never completed ({RECORD} is empty)", "pack or fetch it again")
+    try:
+        data = json.loads(text)
+        for split, entry in data["splits"].items():
+            shards = tuple(ShardEntry(**one) for one in entry["shards"])
+            data["splits"][split] = SplitEntry(**{**entry, "shards": shards})
+        return ShardRecord(**data)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise DataIntegrityError(f"{path}: unreadable", HINT) from None
 
 
 def user_cache_dir(name: str) -> str:

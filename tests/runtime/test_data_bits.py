@@ -308,9 +308,9 @@ def test_a_stream_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) 
     other: Tokenizer = open_tokenizer("small.tiktoken", [folder])
     with pytest.raises(DataError, match=r"not made with the tokenizer small\.tiktoken"):
         evaluate_bits(score, stream, other, 64, 4)
-    with ShardWriter(tmp_path / "val.bin") as writer:
+    with ShardWriter(tmp_path / "train.bin") as writer:
         writer.write(np.array([65, 256, 66]))
-    shards = open_stream(tmp_path, "val", ByteTokenizer(), tmp_path)
+    shards = open_stream(tmp_path, "train", ByteTokenizer(), tmp_path)
     with pytest.raises(DataError, match="starts with token 65, not with the separator 256 of bytes"):
         evaluate_bits(score, shards, ByteTokenizer(), 64, 4)
 

@@ -164,6 +164,7 @@ def test_what_is_wrong_is_named(
     assert run(["data", "check", str(copy)]) == code
     shown = capsys.readouterr().out
     assert words in shown and "found wrong" in shown
+    assert all(line.count(str(copy)) <= 1 for line in shown.splitlines() if line.startswith("WRONG"))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from specc.runtime.data import DataError, DataIntegrityError, documents
-from specc.runtime.data.reading import BLOCK_BYTES, RUNNING_BYTES
+from specc.runtime.data.corpus import split_corpus
+from specc.runtime.data.reading import BLOCK_BYTES, RUNNING_BYTES, Bounds, read_documents
 
 SEPARATOR = b"<|endoftext|>\n"
 
@@ -75,6 +76,36 @@ def test_a_long_first_document_in_a_separated_file_stays_whole(tmp_path: Path) -
     wanted = [b"short\n", b"long line\n" * (RUNNING_BYTES // 5), b"last\n"]
     (tmp_path / "val.txt").write_bytes(SEPARATOR.join(wanted))
     assert list(documents(tmp_path / "val.txt", "val")) == wanted
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz", ".gz"])
+@pytest.mark.parametrize("bounds", [None, "endoftext"])
+def test_a_long_document_is_whole_wherever_it_stands(tmp_path: Path, bounds: Bounds | None, suffix: str) -> None:
+    wanted = [b"a line of text\n" * (size // 15) for size in (300_000, 50_000, 60_000, 100)]
+    data = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[suffix]
+    path = tmp_path / f"book.txt{suffix}"
+    for order in (wanted, wanted[::-1]):
+        path.write_bytes(data(SEPARATOR.join(order)))  # type: ignore[operator]
+        assert list(read_documents(path, bounds)) == order
+
+
+@pytest.mark.parametrize("bounds", ["endoftext", "blank-line"])
+def test_text_is_cut_only_where_nobody_said_where_documents_end(tmp_path: Path, bounds: Bounds) -> None:
+    (tmp_path / "book.txt").write_bytes(b"a line of text\n" * (2 * RUNNING_BYTES // 15))
+    assert len(list(read_documents(tmp_path / "book.txt", bounds))) == 1
+    assert len(list(read_documents(tmp_path / "book.txt"))) > 20
+
+
+def test_bounds_are_those_of_text_beside_jsonl(tmp_path: Path) -> None:
+    write_folder(
+        tmp_path, {"a.txt": b"one\n\ntwo\n", "b.jsonl": b'{"text": "3\\n\\n4"}', "v.jsonl": b'{"text": "5\\n\\n6"}'}
+    )
+    inputs = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    found = split_corpus(inputs, [tmp_path / "v.jsonl"], bounds="blank-line")
+    assert list(found["train"].documents()) == [b"one\n", b"two\n", b"3\n\n4"]
+    assert list(found["val"].documents()) == [b"5\n\n6"]
+    with pytest.raises(DataError, match="cannot end at `file`"):
+        split_corpus(inputs[1:], [tmp_path / "v.jsonl"], bounds="file")
 
 
 def test_one_document_in_ten_is_val_wherever_it_stands(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from test_data_pack import model
 from specc.compiler.cli import run
 from specc.runtime.data import DataError, ShardWriter, open_stream, open_tokenizer
 from specc.runtime.data.check import check
+from specc.runtime.data.fetch import SETS
 from specc.runtime.data.record import read_record
 
 assert model  # a fixture
@@ -161,6 +162,54 @@ def test_a_file_that_was_damaged_since_is_fetched_again(hub: Hub, tmp_path: Path
     assert fetch(out) == 0
     assert sorted(hub.downloads[4:]) == ["fineweb_train_000000.bin", "fineweb_val_000000.bin"]
     assert check(out).findings == []
+
+
+def test_what_is_whole_stays_whole_until_more_has_come(hub: Hub, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert fetch(out) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    hub.die_at = 5  # one of the two that are asked for comes
+    assert fetch(out, 4) == 3
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    assert check(out).findings == []
+    tokenizer = open_tokenizer(str(out / "fineweb_1024_bpe.model"))
+    open_stream(out, "train", tokenizer, tmp_path).close()
+    hub.die_at = None
+    assert fetch(out, 4) == 0 and check(out).findings == [] and check(out).splits["train"].shards == 4
+    # not so where a file that the record lists is not there, or another
+    (out / "fineweb_train_000001.bin").unlink()
+    hub.die_at = len(hub.downloads)
+    assert fetch(out) == 3
+    with pytest.raises(DataError, match="never completed"):
+        open_stream(out, "train", tokenizer, tmp_path)
+    hub.die_at = None
+    assert fetch(out) == 0 and check(out).findings == []
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a record that cannot be read, of a pack that was ended, or of an ended fetch of another set."""
+    (tmp_path / "v.txt").write_text("other")
+    (tmp_path / "a.txt").write_text("text")
+    files = [str(tmp_path / "a.txt"), "--validation", str(tmp_path / "v.txt"), "--tokenizer", "bytes"]
+    folders = []
+    for name, record in (("damaged", None), ("ended", b"")):
+        folders.append(tmp_path / name)
+        assert run(["data", "pack", *files, "--out", str(folders[-1])]) == 0
+        path = folders[-1] / "shards.json"
+        path.write_bytes(path.read_bytes() + b"x" if record is None else record)
+    folders.append(tmp_path / "other")
+    hub.die_at = 2
+    monkeypatch.setitem(SETS, "fineweb-other", SETS["fineweb-sp1024"])  # type: ignore[index]
+    assert run(["data", "fetch", "fineweb-other", "--out", str(folders[-1]), "--shards", "1"]) == 3
+    hub.die_at = None
+    for folder, words in zip(folders, ("is not known", "holds other data", "holds other data"), strict=True):
+        before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        capsys.readouterr()
+        assert fetch(folder) == 2 and words in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert run(["data", "fetch", "fineweb-other", "--out", str(folders[-1]), "--shards", "1"]) == 0
 
 
 def test_mistakes_and_a_hub_that_does_not_answer(

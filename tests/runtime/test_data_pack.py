@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,6 +132,18 @@ def test_documents_end_where_the_option_says(
     assert tokens_of(tmp_path / "out", "val") == [256, *b"held"]
 
 
+def test_files_that_are_in_no_split_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write_text(tmp_path / "text")
+    for number in range(5):
+        (text / f"t{number}.txt").write_text("more")
+    options = ["--tokenizer", "bytes", "--out"]
+    assert run(["data", "pack", str(text), *options, str(tmp_path / "a")]) == 0
+    assert "with neither train nor val: t0.txt, t1.txt, t2.txt and 2 more\n" in capsys.readouterr().err
+    (text / "train.txt").unlink()
+    assert run(["data", "pack", str(text), *options, str(tmp_path / "b")]) == 0
+    assert "left out" not in capsys.readouterr().err
+
+
 def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
     chooser = random.Random(1)
     texts = [chooser.randbytes(20).hex() for _ in range(2000)]
@@ -154,7 +167,7 @@ def test_a_fraction_is_held_out_by_content(tmp_path: Path) -> None:
         (["a.txt", "--validation", "v.txt", "--validation-fraction", "0.1"], 2, "name one of them"),
         (["a.txt", "--validation-fraction", "1"], 2, "0<x<1"),
         (["a.txt", "--validation-fraction", "0.000001"], 2, "the val split has no documents"),
-        (["a.jsonl", "--validation", "v.txt", "--bounds", "blank-line"], 2, "documents are the records"),
+        (["a.jsonl", "--validation-fraction", "0.5", "--bounds", "blank-line"], 2, "documents are the records"),
         (["a.txt", "--validation", "v.txt", "--bounds", "record"], 2, "v.txt:1: not JSON"),
         (["empty.txt", "--validation", "v.txt"], 2, "the train split has no documents"),
         (["a.txt", "--validation", "empty.txt"], 2, "empty.txt: the val split has no documents"),
@@ -278,6 +291,39 @@ def test_one_process_at_a_time_packs_into_a_folder(tmp_path: Path, monkeypatch: 
     with pytest.raises(DataError, match="is there already"):
         pack(options)
     assert check(tmp_path / "out").findings == []
+
+
+def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
+    text, options = write_text(tmp_path / "text"), ("--tokenizer", "bytes")
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    for name in ("empty", "new"):
+        (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+        assert run(["data", "pack", str(text), *options, "--out", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).is_symlink() and check(tmp_path / "disk" / name).findings == []
+    assert sorted(os.listdir(tmp_path / "disk")) == ["empty", "new"]
+
+
+def test_a_folder_that_is_mounted_is_refused_before_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel refuses it: neither can its name be taken away, nor another folder be given it."""
+    text, out, packed = write_text(tmp_path / "text"), tmp_path / "volume", []
+    out.mkdir()
+
+    def refusing(function: Any) -> Any:
+        def call(*paths: Any, **named: Any) -> Any:
+            if str(out) in map(str, paths):
+                raise OSError(16, "Device or resource busy")
+            return function(*paths, **named)
+
+        return call
+
+    for name in ("rmdir", "rename", "replace"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with pytest.raises(DataError, match="Device or resource busy") as caught:
+        pack(PackOptions((str(text),), out, "bytes"), lambda split, done: packed.append(split))
+    assert caught.value.hint == f"name a folder in it: --out {out}/packed" and not packed
+    assert sorted(os.listdir(tmp_path)) == ["text", "volume"]
+    pack(PackOptions((str(text),), out / "packed", "bytes"))
+    assert check(out / "packed").findings == []
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
