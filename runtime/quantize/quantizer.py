@@ -18,7 +18,7 @@ from specc.runtime.export.table import described
 from specc.runtime.log import Say
 from specc.runtime.quantize.budget import Allocation, choose
 from specc.runtime.quantize.hessian import traces
-from specc.runtime.quantize.solve import added_nats, largest_errors, solve_bits
+from specc.runtime.quantize.solve import Gradients, added_nats, largest_errors, solve_bits
 from specc.runtime.quantize.tensors import QuantizedModel, entropy_bytes, quantize_tensors
 
 Progress = Callable[[str, int, int], None]
@@ -50,7 +50,7 @@ class Quantizer:
         spec: Spec,
         weights: Mapping[str, Tensor],
         hessians: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
+        gradients: Mapping[str, Gradients],
         tell: Progress,
         sources: Sequence[Source] = (),
         ranges: Mapping[str, Range] | None = None,
@@ -156,9 +156,9 @@ class Quantizer:
 
     def cost(self, name: str, scheme: Scheme) -> float | None:
         """What that adds to the loss, by estimate, in nats a token; None where calibration does not tell."""
-        if name not in self.hessians or name not in self.gradients:
+        if name not in self.gradients:
             return None
-        return added_nats(self.error(name, scheme), self.hessians[name], self.gradients[name])
+        return added_nats(self.error(name, scheme), self.hessians.get(name), self.gradients[name])
 
     def estimate(self, schemes: Allocation) -> int:
         """About how many bytes the arrays take compressed."""

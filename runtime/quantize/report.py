@@ -10,7 +10,7 @@ from torch import Tensor
 from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.quant.scheme import Range, Scheme, Solution
-from specc.runtime.quantize.solve import added_nats
+from specc.runtime.quantize.solve import Gradients, added_nats
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes
 
 
@@ -117,7 +117,7 @@ def report(
     params: Mapping[str, Tensor],
     model: QuantizedModel,
     hessians: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor] | None = None,
+    gradients: Mapping[str, Gradients] | None = None,
     solutions: Mapping[tuple[str, Scheme], Solution] | None = None,
 ) -> tuple[Row, ...]:
     """A row per parameter, in the model's order. `params` are the originals; `hessians`, `gradients` as
@@ -128,19 +128,17 @@ def report(
     for name, scheme in model.schemes.items():
         weight = params[name].detach().cpu().double()
         delta = weight - restored[name].double()
-        hessian = hessians.get(name)
+        hessian = hessians[name].cpu().double() if name in hessians else None
         rows.append(
             Row(
                 name,
                 scheme.label(),
                 scheme.bits_per_value(),
                 float(delta.square().mean()),
-                None if hessian is None else _output_error(delta, weight, hessian.cpu().double()),
+                None if hessian is None else _output_error(delta, weight, hessian),
                 sum(stored.bytes for stored in scheme.stored(model.shapes[name])),
                 entropy_bytes(model.only(name)),
-                added_nats(delta, hessian.cpu(), gradients[name].cpu())
-                if hessian is not None and name in gradients
-                else None,
+                added_nats(delta, hessian, gradients[name].cpu()) if name in gradients else None,
                 solutions.get((name, scheme)),
             )
         )
