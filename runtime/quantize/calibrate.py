@@ -5,16 +5,18 @@ The unfused model is traced by torch.fx: its `score` program becomes a flat list
 parameter, and an interpreter that runs the list sees every `F.linear` with its input, and every `F.embedding`.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations_with_replacement
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from specc.compiler.spec import Calibrate
-from specc.runtime.data import Loader, TokenStream
+from specc.runtime.data import DataError, TokenStream
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.hessian import Hessians
 from specc.runtime.quantize.lookups import Lookups
@@ -87,14 +89,22 @@ def calibration_windows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of (ids, targets), i64 [at most `calibrate.batch`, window], `calibrate.sequences` rows in all.
 
-    They are spread over the whole stream and depend on it, on the sizes and on `seed` alone.
+    They begin in equal distances from the first place of the stream to the last, from a phase that `seed` draws, and so
+    see all parts of it alike, whatever the seed; they depend on the stream, on the sizes and on `seed` alone. More than
+    there is room for overlap.
+
+    Raises DataError where the stream has fewer than window + 1 tokens.
     """
-    left = calibrate.sequences
-    with Loader(stream, min(calibrate.batch, left), window, "coprime_stride", seed, prefetch=1) as loader:
-        while left > 0:
-            ids, targets = loader.next()
-            yield ids[:left], targets[:left]
-            left -= ids.shape[0]
+    places, count = stream.tokens - window, calibrate.sequences
+    if places < 1:
+        message = f"the stream has {stream.tokens:,} tokens; windows of length {window:,} need {window + 1:,}"
+        raise DataError(message, "give more data, or a shorter length")
+    # not of a generator, whose stream may change between versions
+    phase = int.from_bytes(hashlib.sha256(f"{seed} calibration".encode()).digest()) % places
+    for first in range(0, count, calibrate.batch):
+        starts = [(phase + i * places) // count for i in range(first, min(first + calibrate.batch, count))]
+        tokens = torch.from_numpy(np.stack([stream.read(start, window + 1) for start in starts]).astype(np.int64))
+        yield tokens[:, :-1], tokens[:, 1:]
 
 
 def capture_hessians(
