@@ -10,7 +10,7 @@ from specc.compiler.ops.shape import Embedding
 from specc.compiler.pattern import matches
 from specc.compiler.programs import LoweringError, Parameter, Programs, flatten
 from specc.compiler.quant.none import Unquantized
-from specc.compiler.quant.rows import correctable
+from specc.compiler.quant.rows import correctable, largest_rank
 from specc.compiler.quant.scheme import Scheme, SchemeError
 from specc.compiler.quant.variants import variants
 from specc.compiler.spec import QuantSpec
@@ -69,7 +69,7 @@ def allocation(
     known = frozenset(chosen) if seen is None else seen
     problems += _promotion_problems(quant, chosen, known)
     problems += _allocation_problems(quant, chosen, known | looked)
-    problems += _correction_problems(quant, chosen)
+    problems += _correction_problems(quant, chosen, {param.name: param.shape for param in params})
     if problems:
         raise LoweringError(tuple(problems))
     return chosen
@@ -161,18 +161,27 @@ def _widths(scheme: Scheme) -> str:
     return f"{widths[0]} to {widths[-1]} bits" if widths else ""
 
 
-def _correction_problems(quant: QuantSpec, chosen: Allocation) -> Iterator[Problem]:
-    """A correction that matches nothing, or fewer parameters with codes than it counts."""
+def _correction_problems(
+    quant: QuantSpec, chosen: Allocation, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Problem]:
+    """A correction that matches nothing, or fewer parameters with codes, or of its rank, than it counts."""
     if (wish := quant.correct) is None:
         return
     if not any(matches(wish.match, name) for name in chosen):
         yield _unmatched(("quant", "correct", "match"), f"correct {wish.match}", chosen)
         return
-    count = sum(matches(wish.match, name) and correctable(scheme) for name, scheme in chosen.items())
+    able = [name for name, scheme in chosen.items() if matches(wish.match, name) and correctable(scheme)]
+    ranks = sorted((largest_rank(shapes[name]) for name in able), reverse=True)
+    count = len(able)
     if count < wish.count:
         message = f"correct counts {wish.count} tensors, but only {count} of {wish.match} can have a correction"
         hint = f"use at most {count}" if count else "corrections are for `scheme: round` and `scheme: gptq`"
         yield Problem(("quant", "correct", "count"), "S311", message, hint)
+    elif (limit := ranks[wish.count - 1]) < wish.rank:
+        enough = sum(rank >= wish.rank for rank in ranks)
+        message = f"correct asks for rank {wish.rank}, and only {enough} tensors of {wish.match} have so many"
+        hint = f"use at most {limit}, which {wish.count} have: the least of a tensor's rows and columns"
+        yield Problem(("quant", "correct", "rank"), "S311", message, hint)
 
 
 def _unseen(path: Path, what: str, use: str) -> Problem:

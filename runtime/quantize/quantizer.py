@@ -9,7 +9,7 @@ from torch import Tensor
 from specc.compiler.build import canonical
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.pattern import matches
-from specc.compiler.quant.rows import correctable
+from specc.compiler.quant.rows import correctable, largest_rank
 from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
 from specc.compiler.spec import RULES, SCHEMES, QuantSpec, Spec
 from specc.runtime.errors import QuantizeError
@@ -116,14 +116,19 @@ class Quantizer:
 
     def chosen(self, base: Allocation, say: Say, reserved: int = 0) -> Allocation:
         """`base` with the bits and the corrections of low rank that the spec leaves to choose, within its budget less
-        the `reserved` bytes. Corrections are for the largest errors, which are known once bits are chosen; beside them
-        bits are chosen anew. Raises QuantizeError as `solve_bits` and `choose` do."""
+        the `reserved` bytes. Corrections are for the largest errors of those that have so many ranks, which are known
+        once bits are chosen; beside them bits are chosen anew. Raises QuantizeError as `solve_bits` and `choose` do."""
         quant = self.spec.quant
         assert quant is not None
         schemes = self._widths(quant, base, say, reserved)
         if (wish := quant.correct) is None:
             return schemes
-        able = [name for name, scheme in base.items() if correctable(scheme) and matches(wish.match, name)]
+        able = [
+            name
+            for name, scheme in base.items()
+            if correctable(scheme) and matches(wish.match, name)
+            if largest_rank(tuple(self.weights[name].shape)) >= wish.rank
+        ]
         mended = largest_errors(able, lambda name: self.error(name, schemes[name]), wish.count)
         say(f"correct: {', '.join(mended)}")
         corrected = {

@@ -127,6 +127,8 @@ def test_a_table_that_is_only_looked_up_has_nothing_for_gptq() -> None:
         ({"correct": {"count": 3, "match": "*.up"}}, "S311", ("correct", "count")),
         ({"correct": {"count": 1, "match": "embed.token"}}, "S311", ("correct", "count")),
         ({"correct": {"count": 2, "match": "*.up"}}, "", ()),
+        ({"correct": {"rank": 8, "count": 10}}, "", ()),
+        ({"correct": {"rank": 9, "count": 1}}, "S311", ("correct", "rank")),
         ({"promote": {"bits": 6, "count": 2, "match": "*.up"}}, "", ()),
     ],
 )
