@@ -45,7 +45,7 @@ def quantize(
     """Quantize the weights that a run ends with, as its spec says, into one artifact."""
     from specc.runtime.quantize.pipeline import QuantizeOptions
     from specc.runtime.quantize.pipeline import quantize as run_quantize
-    from specc.runtime.quantize.report import input_table, solution_line
+    from specc.runtime.quantize.report import input_table, solution_line, table
 
     places, code = with_data(tokenizers, data), 0
     if purpose == "submission":
@@ -65,12 +65,14 @@ def quantize(
         click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
     if line := solution_line(result.rows):
         click.echo(f"solved       {line}")
+    click.echo(table(result.rows))
     if result.inputs:
         click.echo(input_table(result.inputs))
     click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
     budget = f" of {result.budget:,}" if result.budget is not None else ""
     beside = f" and {code:,} of code" if code else ""
     click.echo(f"artifact     {result.size.total:,} bytes{beside}{budget}: {result.artifact}")
+    click.echo(f"report       {result.artifact.parent / 'report.json'}: all of this, a row a parameter")
     wants = "--prompt TEXT" if result.spec.model.characters is None else "--lines FILE"
     click.echo(f"next: specc generate {result.artifact} {wants}")
 

@@ -11,7 +11,7 @@ from specc.compiler.fusions.fusion import Fusion
 from specc.compiler.ir import TensorType
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import CropColumns, QuantizeRows, padded
-from specc.compiler.passes.assign_quant import Allocation, allocation, calibrated
+from specc.compiler.passes.assign_quant import Allocation, allocation, calibrated, looked_up
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pattern import matches
 from specc.compiler.pipeline import lower
@@ -71,7 +71,7 @@ def too_large(spec: Spec, target: str, schemes: Allocation) -> Iterator[str]:
     if (quant := spec.quant) is None or (wish := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, kept = lower(spec, target), 0, dict[tuple[str, str], int]()
-    seen = calibrated(programs)
+    seen = calibrated(programs) | looked_up(programs)
     for param in programs.params:
         scheme = schemes[param.name]
         chosen = matches(wish.match, param.name) and param.name in seen

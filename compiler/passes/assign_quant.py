@@ -4,11 +4,13 @@ choose once there are weights can be chosen."""
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from specc.compiler.ir import Op
 from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.shape import Embedding
 from specc.compiler.pattern import matches
 from specc.compiler.programs import LoweringError, Parameter, Programs, flatten
 from specc.compiler.quant.none import Unquantized
-from specc.compiler.quant.rows import correctable
+from specc.compiler.quant.rows import correctable, largest_rank
 from specc.compiler.quant.scheme import Scheme, SchemeError
 from specc.compiler.quant.variants import variants
 from specc.compiler.spec import QuantSpec
@@ -18,10 +20,14 @@ Allocation = Mapping[str, Scheme]
 
 
 def allocation(
-    quant: QuantSpec | None, params: tuple[Parameter, ...], seen: frozenset[str] | None = None
+    quant: QuantSpec | None,
+    params: tuple[Parameter, ...],
+    seen: frozenset[str] | None = None,
+    looked: frozenset[str] = frozenset(),
 ) -> Allocation:
     """The scheme of every parameter, by name; all are kept in f32 where the spec quantizes nothing. `seen` are the
-    names whose products calibration sees, as `calibrated` gives them; None where it is not asked for.
+    names whose products calibration sees, and `looked` the tables whose lookups it sees, as `calibrated` and
+    `looked_up` give them; None where it is not asked for.
 
     Raises LoweringError with every rule that matches nothing, overlaps another, or cannot take what it matches, and
     with all wishes for more bits, other bits or corrections that no parameter can have.
@@ -61,8 +67,9 @@ def allocation(
         problems.append(Problem(path, "S307", f"{found[0][0]}: {found[0][1]}{more}", hint))
     problems += [_blind(path, names, chosen) for path, names in blind.items()]
     known = frozenset(chosen) if seen is None else seen
-    for wish in (_promotion_problems, _allocation_problems, _correction_problems):
-        problems += wish(quant, chosen, known)
+    problems += _promotion_problems(quant, chosen, known)
+    problems += _allocation_problems(quant, chosen, known | looked)
+    problems += _correction_problems(quant, chosen, {param.name: param.shape for param in params})
     if problems:
         raise LoweringError(tuple(problems))
     return chosen
@@ -109,7 +116,7 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
         yield _unmatched(("quant", "promote"), f"promote {quant.promote.match}", chosen)
         return
     if not seen.intersection(covered):
-        yield _unseen(("quant", "promote"), f"promote {quant.promote.match}")
+        yield _unseen(("quant", "promote"), f"promote {quant.promote.match}", "product")
         return
     able = [name for name in covered if name in seen and _has_more_bits(chosen[name], quant.promote.bits)]
     if not able:
@@ -133,7 +140,7 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
         return
     known = [name for name in covered if name in seen]
     if not known:
-        yield _unseen(("quant", "allocate", "match"), f"allocate {wish.match}")
+        yield _unseen(("quant", "allocate", "match"), f"allocate {wish.match}", "product or lookup")
         return
     options = {name: len(variants(chosen[name], wish.bits, wish.clip_stds)) for name in known}
     named, path = ", ".join(map(str, sorted(set(wish.bits)))), ("quant", "allocate", "bits")
@@ -154,23 +161,32 @@ def _widths(scheme: Scheme) -> str:
     return f"{widths[0]} to {widths[-1]} bits" if widths else ""
 
 
-def _correction_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """A correction that matches nothing, or fewer parameters with codes than it counts."""
+def _correction_problems(
+    quant: QuantSpec, chosen: Allocation, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[Problem]:
+    """A correction that matches nothing, or fewer parameters with codes, or of its rank, than it counts."""
     if (wish := quant.correct) is None:
         return
     if not any(matches(wish.match, name) for name in chosen):
         yield _unmatched(("quant", "correct", "match"), f"correct {wish.match}", chosen)
         return
-    count = sum(matches(wish.match, name) and correctable(scheme) for name, scheme in chosen.items())
+    able = [name for name, scheme in chosen.items() if matches(wish.match, name) and correctable(scheme)]
+    ranks = sorted((largest_rank(shapes[name]) for name in able), reverse=True)
+    count = len(able)
     if count < wish.count:
         message = f"correct counts {wish.count} tensors, but only {count} of {wish.match} can have a correction"
         hint = f"use at most {count}" if count else "corrections are for `scheme: round` and `scheme: gptq`"
         yield Problem(("quant", "correct", "count"), "S311", message, hint)
+    elif (limit := ranks[wish.count - 1]) < wish.rank:
+        enough = sum(rank >= wish.rank for rank in ranks)
+        message = f"correct asks for rank {wish.rank}, and only {enough} tensors of {wish.match} have so many"
+        hint = f"use at most {limit}, which {wish.count} have: the least of a tensor's rows and columns"
+        yield Problem(("quant", "correct", "rank"), "S311", message, hint)
 
 
-def _unseen(path: Path, what: str) -> Problem:
+def _unseen(path: Path, what: str, use: str) -> Problem:
     hint = 'cover matrices that a model of text multiplies with, e.g. `match: "blocks.*"`'
-    return Problem(path, "S311", f"{what} covers nothing whose product calibration sees", hint)
+    return Problem(path, "S311", f"{what} covers nothing whose {use} calibration sees", hint)
 
 
 def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
@@ -190,7 +206,7 @@ def _has_more_bits(scheme: Scheme, bits: int) -> bool:
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
     """The programs with each parameter's storage stated in the table. Raises LoweringError as `allocation` does."""
-    schemes = allocation(quant, programs.params, calibrated(programs))
+    schemes = allocation(quant, programs.params, calibrated(programs), looked_up(programs))
     params = tuple(replace(param, storage=storage_name(schemes[param.name])) for param in programs.params)
     return replace(programs, params=params)
 
@@ -198,10 +214,19 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 def calibrated(programs: Programs) -> frozenset[str]:
     """The parameters whose inputs calibration sees: the weights of products in `score`, as it is before any pass, of a
     model of text."""
+    return _second_of(programs, Linear)
+
+
+def looked_up(programs: Programs) -> frozenset[str]:
+    """The tables whose lookups calibration sees, in the same program."""
+    return _second_of(programs, Embedding)
+
+
+def _second_of(programs: Programs, kind: type[Op]) -> frozenset[str]:
     graph = flatten(programs, programs.program("score"))
     if [name for name, _ in graph.inputs] != ["ids", "targets"]:
         return frozenset()
-    refs = (ref for node in graph.nodes if isinstance(node.op, Linear) for ref in node.inputs[1:])
+    refs = (ref for node in graph.nodes if isinstance(node.op, kind) for ref in node.inputs[1:])
     return frozenset(ref[1:] for ref in refs if ref.startswith("@"))
 
 

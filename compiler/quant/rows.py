@@ -153,6 +153,11 @@ def correctable(scheme: Scheme) -> TypeGuard[PerRow]:
     return isinstance(scheme, PerRow) and not scheme.integer
 
 
+def largest_rank(shape: tuple[int, ...]) -> int:
+    """Of a correction: a matrix has no more ranks than rows and columns, and more of them would be stored as zeros."""
+    return min(shape[0], math.prod(shape[1:]))
+
+
 def arrays_of(codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> dict[str, Array]:
     """What is stored: int8 codes of `shape` and float16 scales."""
     import torch

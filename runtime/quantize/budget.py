@@ -76,6 +76,7 @@ def choose(
 
 
 def promoted(base: Allocation, schemes: Allocation, sensitivity: Mapping[str, float]) -> tuple[str, ...]:
-    """The parameters with more bits than in `base`, by falling sensitivity, equals by name."""
+    """The parameters with more bits than in `base`, by falling sensitivity, equals by name; last those that have none,
+    as tables that are only looked up."""
     changed = [name for name in base if base[name].bits_per_value() < schemes[name].bits_per_value()]
-    return tuple(sorted(changed, key=lambda name: (-sensitivity[name], name)))
+    return tuple(sorted(changed, key=lambda name: (-sensitivity.get(name, -1.0), name)))

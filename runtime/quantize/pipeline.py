@@ -51,6 +51,7 @@ from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_ranges
 from specc.runtime.quantize.report import InputRow, Row, input_report, report, told_clipped
+from specc.runtime.quantize.solve import Gradients
 from specc.runtime.quantize.tensors import dequantized
 from specc.runtime.run import SPEC, Run, locked, readable
 from specc.runtime.sources.source import source_of
@@ -151,7 +152,7 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
     say(f"before: {before.report()[0]}")
     base: Allocation = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
     hessians: Mapping[str, Tensor] = {}
-    gradients: Mapping[str, Tensor] = {}
+    gradients: Mapping[str, Gradients] = {}
     ranges: Mapping[str, Range] = {}
     own: OwnText | None = None
     chooses = quant.promote is not None or quant.allocate is not None
@@ -226,7 +227,7 @@ def _calibrate(
     weights: Mapping[str, Tensor],
     own: OwnText | None,
     tell: Progress,
-) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+) -> tuple[Mapping[str, Tensor], Mapping[str, Gradients]]:
     """The Hessians of the run's spec, and where it allocates bits the gradients, from the unfused model on its own text
     or the training split."""
     quant = run.spec.quant

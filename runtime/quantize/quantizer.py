@@ -9,7 +9,7 @@ from torch import Tensor
 from specc.compiler.build import canonical
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.pattern import matches
-from specc.compiler.quant.rows import correctable
+from specc.compiler.quant.rows import correctable, largest_rank
 from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
 from specc.compiler.spec import RULES, SCHEMES, QuantSpec, Spec
 from specc.runtime.errors import QuantizeError
@@ -18,7 +18,7 @@ from specc.runtime.export.table import described
 from specc.runtime.log import Say
 from specc.runtime.quantize.budget import Allocation, choose
 from specc.runtime.quantize.hessian import traces
-from specc.runtime.quantize.solve import added_nats, largest_errors, solve_bits
+from specc.runtime.quantize.solve import Gradients, added_nats, largest_errors, solve_bits
 from specc.runtime.quantize.tensors import QuantizedModel, entropy_bytes, quantize_tensors
 
 Progress = Callable[[str, int, int], None]
@@ -50,7 +50,7 @@ class Quantizer:
         spec: Spec,
         weights: Mapping[str, Tensor],
         hessians: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
+        gradients: Mapping[str, Gradients],
         tell: Progress,
         sources: Sequence[Source] = (),
         ranges: Mapping[str, Range] | None = None,
@@ -116,14 +116,19 @@ class Quantizer:
 
     def chosen(self, base: Allocation, say: Say, reserved: int = 0) -> Allocation:
         """`base` with the bits and the corrections of low rank that the spec leaves to choose, within its budget less
-        the `reserved` bytes. Corrections are for the largest errors, which are known once bits are chosen; beside them
-        bits are chosen anew. Raises QuantizeError as `solve_bits` and `choose` do."""
+        the `reserved` bytes. Corrections are for the largest errors of those that have so many ranks, which are known
+        once bits are chosen; beside them bits are chosen anew. Raises QuantizeError as `solve_bits` and `choose` do."""
         quant = self.spec.quant
         assert quant is not None
         schemes = self._widths(quant, base, say, reserved)
         if (wish := quant.correct) is None:
             return schemes
-        able = [name for name, scheme in base.items() if correctable(scheme) and matches(wish.match, name)]
+        able = [
+            name
+            for name, scheme in base.items()
+            if correctable(scheme) and matches(wish.match, name)
+            if largest_rank(tuple(self.weights[name].shape)) >= wish.rank
+        ]
         mended = largest_errors(able, lambda name: self.error(name, schemes[name]), wish.count)
         say(f"correct: {', '.join(mended)}")
         corrected = {
@@ -156,9 +161,9 @@ class Quantizer:
 
     def cost(self, name: str, scheme: Scheme) -> float | None:
         """What that adds to the loss, by estimate, in nats a token; None where calibration does not tell."""
-        if name not in self.hessians or name not in self.gradients:
+        if name not in self.gradients:
             return None
-        return added_nats(self.error(name, scheme), self.hessians[name], self.gradients[name])
+        return added_nats(self.error(name, scheme), self.hessians.get(name), self.gradients[name])
 
     def estimate(self, schemes: Allocation) -> int:
         """About how many bytes the arrays take compressed."""

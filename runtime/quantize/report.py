@@ -10,8 +10,11 @@ from torch import Tensor
 from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.passes.quantize_products import Source
 from specc.compiler.quant.scheme import Range, Scheme, Solution
-from specc.runtime.quantize.solve import added_nats
+from specc.runtime.quantize.solve import Gradients, added_nats
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes
+
+COLUMNS = 100  # of a terminal that tables are made for
+MANY = 40  # rows of a table; more are told by role
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def report(
     params: Mapping[str, Tensor],
     model: QuantizedModel,
     hessians: Mapping[str, Tensor],
-    gradients: Mapping[str, Tensor] | None = None,
+    gradients: Mapping[str, Gradients] | None = None,
     solutions: Mapping[tuple[str, Scheme], Solution] | None = None,
 ) -> tuple[Row, ...]:
     """A row per parameter, in the model's order. `params` are the originals; `hessians`, `gradients` as
@@ -128,19 +131,17 @@ def report(
     for name, scheme in model.schemes.items():
         weight = params[name].detach().cpu().double()
         delta = weight - restored[name].double()
-        hessian = hessians.get(name)
+        hessian = hessians[name].cpu().double() if name in hessians else None
         rows.append(
             Row(
                 name,
                 scheme.label(),
                 scheme.bits_per_value(),
                 float(delta.square().mean()),
-                None if hessian is None else _output_error(delta, weight, hessian.cpu().double()),
+                None if hessian is None else _output_error(delta, weight, hessian),
                 sum(stored.bytes for stored in scheme.stored(model.shapes[name])),
                 entropy_bytes(model.only(name)),
-                added_nats(delta, hessian.cpu(), gradients[name].cpu())
-                if hessian is not None and name in gradients
-                else None,
+                added_nats(delta, hessian, gradients[name].cpu()) if name in gradients else None,
                 solutions.get((name, scheme)),
             )
         )
@@ -174,25 +175,55 @@ def solution_line(rows: Sequence[Row]) -> str:
     return "; ".join(parts)
 
 
-def table(rows: tuple[Row, ...]) -> str:
-    """The rows as aligned text, with a header and a total."""
-    cells = [("parameter", "scheme", "bits", "weight mse", "output error", "compressed", "bytes")]
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned text of at most 100 columns, with a header and a total. Of more than 40 rows there is a line
+    for those of each role, whose names differ in the layer's number alone, with the largest of their errors and the
+    sums of the rest."""
+    roles: dict[str, list[Row]] = {}
     for row in rows:
-        error = "-" if row.output_error is None else f"{row.output_error:.4%}"
-        cells.append(
-            (row.name, row.scheme, f"{row.bits:g}", f"{row.mse:.3e}", error, f"{row.compressed:,}", f"{row.bytes:,}")
-        )
-    totals = (f"{sum(row.compressed for row in rows):,}", f"{sum(row.bytes for row in rows):,}")
-    cells.append(("total", "", "", "", "", *totals))
-    return _aligned(cells)
+        alike = ".".join("*" if word.isdigit() else word for word in row.name.split("."))
+        roles.setdefault(alike if len(rows) > MANY else row.name, []).append(row)
+    cells: list[tuple[str, ...]] = [
+        ("parameter", "bits", "weight mse", "output error", "added nats", "compressed", "bytes")
+    ]
+    cells += [(f"{name} x {len(one)}" if len(one) > 1 else name, *_told(one)) for name, one in roles.items()]
+    sums = _told(rows)[3:]
+    cells.append(("total", "", "", "", *sums))
+    if all(row.added_nats is None for row in rows):
+        cells = [(*line[:4], *line[5:]) for line in cells]
+    room = COLUMNS - sum(2 + max(len(line[i]) for line in cells) for i in range(1, len(cells[0])))
+    return _aligned([(_shortened(line[0], room), *line[1:]) for line in cells], left=1)
 
 
-def _aligned(cells: Sequence[tuple[str, ...]]) -> str:
-    """Columns, the first two to the left, the others to the right."""
+def _told(rows: Sequence[Row]) -> tuple[str, ...]:
+    """What `table` says of rows of one role, after their name."""
+    bits = sorted({row.bits for row in rows})
+    errors = [row.output_error for row in rows if row.output_error is not None]
+    nats = [row.added_nats for row in rows if row.added_nats is not None]
+    return (
+        f"{bits[0]:g}" if len(bits) == 1 else f"{bits[0]:g} to {bits[-1]:g}",
+        f"{max(row.mse for row in rows):.2e}",
+        f"{max(errors):.3%}" if errors else "-",
+        f"{sum(nats):.6f}" if nats else "-",
+        f"{sum(row.compressed for row in rows):,}",
+        f"{sum(row.bytes for row in rows):,}",
+    )
+
+
+def _shortened(name: str, room: int) -> str:
+    """A name without its middle, where it is longer than `room`; its ends tell it from others."""
+    if len(name) <= room:
+        return name
+    end = (room - 1) // 2
+    return f"{name[: room - 1 - end]}…{name[len(name) - end :]}"
+
+
+def _aligned(cells: Sequence[tuple[str, ...]], left: int = 2) -> str:
+    """Columns, the first `left` to the left, the others to the right."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = []
     for line in cells:
-        left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        lines.append("  ".join(left + right).rstrip())
+        padded = [cell.ljust(width) for cell, width in zip(line[:left], widths[:left], strict=True)]
+        padded += [cell.rjust(width) for cell, width in zip(line[left:], widths[left:], strict=True)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)

@@ -6,6 +6,7 @@ programming over bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,16 +27,46 @@ Allocation = Mapping[str, Scheme]
 Option = tuple[int, float]  # bytes, cost
 
 
-def added_nats(delta: Tensor, hessian: Tensor, gradients: Tensor) -> float:
-    """What an error `delta` [rows, columns] of a linear's weight adds to the loss, in nats a token, to second order:
-    1/2 sum_i g_i dw_i H dw_i^T, with H [columns, columns] = E[x x^T] of its inputs, summed over the calls that a token
-    makes, and g [rows] = E[(dl/dy_i)^2] of its outputs y. That is the Fisher information with inputs and gradients
-    taken as independent and outputs as uncorrelated (Martens and Grosse 2015, "K-FAC", kept to its diagonal on the side
-    of the outputs). Of a weight with several calls a token, g also holds how much these have in common.
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """How much the loss l hangs on what a parameter of shape [rows, columns] gives where it is used.
+
+    Attributes:
+        products: E[(dl/dy_i)^2] of the outputs y of linears whose weight it is, f64 [rows]; None where it is none's.
+        lookups: E[1(id = v) (dl/dy_j)^2] of the rows y that are looked up in it, a token, f64 [rows, columns]; None
+            where none are.
     """
-    exact = delta.double()
-    curved = ((exact @ hessian.double()) * exact).sum(1).clamp_(min=0.0)
-    return 0.5 * float(curved @ gradients.double())
+
+    products: Tensor | None = None
+    lookups: Tensor | None = None
+
+    def cpu(self) -> "Gradients":
+        """The same on the CPU."""
+        products, lookups = (None if one is None else one.cpu() for one in (self.products, self.lookups))
+        return Gradients(products, lookups)
+
+
+def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> float:
+    """What an error `delta` [rows, columns] of a parameter adds to the loss, in nats a token, to second order: the sum
+    of what it adds where the parameter is multiplied, and where it is looked up. A tied table is both.
+
+    Of products 1/2 sum_i g_i dw_i H dw_i^T, with H = `hessian` [columns, columns] = E[x x^T] of the inputs, summed over
+    the calls that a token makes, and g = `gradients.products`. That is the Fisher information with inputs and gradients
+    taken as independent and outputs as uncorrelated (Martens and Grosse 2015, "K-FAC", kept to its diagonal on the side
+    of the outputs). Of a weight with several calls a token, g also holds how much these have in common. Of lookups, the
+    diagonal of the Fisher information: 1/2 sum_vj f_vj dw_vj^2 with f = `gradients.lookups`.
+
+    Raises ValueError for products without a Hessian.
+    """
+    exact, total = delta.double(), 0.0
+    if gradients.products is not None:
+        if hessian is None:
+            raise ValueError("the error of a product needs its Hessian")
+        curved = ((exact @ hessian.double()) * exact).sum(1).clamp_(min=0.0)
+        total += 0.5 * float(curved @ gradients.products.double())
+    if gradients.lookups is not None:
+        total += 0.5 * float((exact.square() * gradients.lookups.double()).sum())
+    return total
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:

@@ -45,6 +45,7 @@ from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Quantizer
+from specc.runtime.quantize.solve import Gradients
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, layout
 from specc.runtime.submission import plan
 from specc.runtime.submission.known import canonical, resolved
@@ -244,7 +245,7 @@ def quantize(
 
     own: OwnText | None = None
     hessians: Mapping[str, Tensor] = {}
-    gradients: Mapping[str, Tensor] = {}
+    gradients: Mapping[str, Gradients] = {}
     chooses = quant.promote is not None or quant.allocate is not None
     if chooses or any(scheme.needs_hessian for scheme in plan.BASE.values()):
         if quant.calibrate.source == "self":

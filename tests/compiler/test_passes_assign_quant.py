@@ -127,6 +127,8 @@ def test_a_table_that_is_only_looked_up_has_nothing_for_gptq() -> None:
         ({"correct": {"count": 3, "match": "*.up"}}, "S311", ("correct", "count")),
         ({"correct": {"count": 1, "match": "embed.token"}}, "S311", ("correct", "count")),
         ({"correct": {"count": 2, "match": "*.up"}}, "", ()),
+        ({"correct": {"rank": 8, "count": 10}}, "", ()),
+        ({"correct": {"rank": 9, "count": 1}}, "S311", ("correct", "rank")),
         ({"promote": {"bits": 6, "count": 2, "match": "*.up"}}, "", ()),
     ],
 )
@@ -140,14 +142,32 @@ def test_what_is_left_to_choose_can_be_chosen(wish: dict[str, Any], code: str, p
     assert (problem.code, problem.path) == (code, ("quant", *path)) and problem.hint
 
 
-@pytest.mark.parametrize("wish", [{"promote": {"bits": 6, "count": 1}}, {"allocate": {"bits": [4, 5]}}])
-def test_what_no_calibration_sees_gets_no_bits(wish: dict[str, Any]) -> None:
-    """Both ask for the Hessian of a product, which a table that is only looked up is no weight of."""
-    key = next(iter(wish))
-    quant = {"default": {"scheme": "round", "bits": 5}, "budget_bytes": 10_000, key: wish[key] | {"match": "embed.*"}}
+def test_what_no_calibration_sees_gets_no_bits() -> None:
+    """A promotion goes by the Hessian of a product, which a table that is only looked up is no weight of."""
+    wish = {"promote": {"bits": 6, "count": 1, "match": "embed.*"}}
+    quant = {"default": {"scheme": "round", "bits": 5}, "budget_bytes": 10_000, **wish}
     quantized(quant)
     (problem,) = refused(quant, head={"tied": False}, name="untied")
     assert problem.code == "S311" and "calibration" in problem.message
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bits_are_allocated_to_what_is_looked_up_too(tied: bool) -> None:
+    def problems(match: str, bits: list[int]) -> list[Problem]:
+        quant = {"default": {"scheme": "round", "bits": 5}, "budget_bytes": 10_000, "rules": rules}
+        quant["allocate"] = {"bits": bits, "match": match}
+        try:
+            quantized(
+                quant, head={"tied": tied}, embed=[{"kind": "token"}, {"kind": "bigram", "buckets": 32, "dim": 4}]
+            )
+        except LoweringError as error:
+            return list(error.problems)
+        return []
+
+    rules = [{"match": "*.scale", "scheme": "none", "dtype": "f16"}]
+    assert problems("embed.{token,bigram.table}", [4, 5]) == problems("*.table", [4, 5]) == []
+    (problem,) = problems("*.scale", [4, 5])
+    assert problem.code == "S311" and "product or lookup" in problem.message
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from run_samples import VARIANTS, model_of, one_thread, small_spec, write_text
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from specc.compiler import pipeline
 from specc.compiler.passes.assign_quant import calibrated
 from specc.compiler.spec import Calibrate, Spec
-from specc.runtime.data import ByteTokenizer, TokenStream, open_stream
+from specc.runtime.data import ByteTokenizer, DataError, TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.calibrate import Capture, calibration_windows, capture_hessians
 
@@ -122,6 +124,39 @@ def test_windows_are_as_many_as_asked_for_and_depend_on_the_seed_alone(stream: T
         assert torch.equal(ids[:, 1:], targets[:, :-1])
         for row in ids.tolist():
             assert any(text[start : start + 16] == row for start in range(len(text)))
+
+
+class Counting:
+    """0, 1, 2 ...: a window's first token is where it begins. Of so many tokens that a run has, in windows of 1,024."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.digest = tokens, f"{tokens:064x}"
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.uint16]:
+        assert start >= 0 and start + count <= self.tokens
+        return (np.arange(start, start + count) // 1024).astype(np.uint16)
+
+
+def test_windows_see_all_parts_of_the_stream_whatever_the_seed() -> None:
+    """64 of them in 32 equal parts: two in each, but where a start is just at an end. Seeds differ."""
+    tokens, firsts = 40_500_000, set()
+    for seed in range(300):
+        windows = calibration_windows(Counting(tokens), Calibrate(sequences=64, batch=8), 16, seed)  # type: ignore[arg-type]
+        starts = torch.cat([ids[:, 0] for ids, _ in windows]) * 1024
+        reached = torch.bincount(starts * 32 // tokens, minlength=32)
+        assert int(reached.min()) >= 1 and int(reached.max()) <= 3
+        firsts.add(int(starts[0]))
+    assert len(firsts) > 150  # of 617
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 50])
+def test_the_last_window_ends_within_the_stream(sequences: int) -> None:
+    for tokens in (33, 34, 60):
+        for seed in range(20):
+            found = calibration_windows(Counting(tokens), Calibrate(sequences=sequences), 32, seed)  # type: ignore[arg-type]
+            assert sum(len(ids) for ids, _ in found) == sequences
+    with pytest.raises(DataError, match="has 32 tokens; windows of length 32 need 33"):
+        next(calibration_windows(Counting(32), Calibrate(), 32, 0))  # type: ignore[arg-type]
 
 
 def test_one_batch_that_is_larger_than_all_is_cut(stream: TokenStream) -> None:

@@ -30,6 +30,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "run", data
 
 
+def test_quantize_tells_what_each_parameter_became(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained[0], copy)
+    capsys.readouterr()
+    assert run(["quantize", str(copy)]) == 0
+    report, told = copy / "quantized" / "report.json", capsys.readouterr().out.splitlines()
+    rows = json.loads(report.read_text())["parameters"]
+    first = next(i for i, line in enumerate(told) if line.startswith("parameter "))
+    lines = told[first + 1 : first + 1 + len(rows)]
+    assert [line.split()[:2] for line in lines] == [[row["name"], f"{row['bits']:g}"] for row in rows]
+    assert all(line.endswith(f" {row['bytes']:,}") for line, row in zip(lines, rows, strict=True))
+    assert max(map(len, told[first : first + len(rows) + 2])) <= 100
+    assert any(line.startswith(f"report       {report}") for line in told)
+    assert run(["quantize", str(copy), "--json"]) == 0
+    assert capsys.readouterr().out == report.read_text()
+
+
 def test_from_a_run_to_a_file_that_speaks(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

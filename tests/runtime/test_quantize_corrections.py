@@ -251,6 +251,14 @@ def test_the_largest_errors_are_corrected(tmp_path: Path) -> None:
     assert set(weights) == set(before) and all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 
+def test_a_matrix_with_fewer_ranks_is_passed_over(tmp_path: Path) -> None:
+    """Of [16, 32], four of them: their errors are larger than that of the embedding, in 8 bits."""
+    result = quantized(tmp_path / "some", "quant.promote=null", "quant.correct={rank: 17, count: 9}")[1]
+    corrected = [row.name for row in result.rows if "rank 17 correction" in row.scheme]
+    assert len(corrected) == 9 and "embed.token" in corrected
+    assert not any(name.endswith((".k", ".v")) for name in corrected)
+
+
 def test_a_tied_embedding_can_be_quantized_by_gptq(tmp_path: Path) -> None:
     """Its Hessian is that of what goes into the head; with it the output is nearer than by rounding."""
     rules = '[{match: embed.token, scheme: %s}, {match: "*.{residual,q_gain}", scheme: none, dtype: f16}]'

@@ -13,7 +13,7 @@ from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme
 from specc.runtime.errors import IntegrityError, QuantizeError, RunFailure, RuntimeFailure
 from specc.runtime.quantize.hessian import CHUNK_ROWS, Hessians, traces
-from specc.runtime.quantize.report import report, table
+from specc.runtime.quantize.report import Row, report, table
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
 
 
@@ -174,13 +174,50 @@ def test_report_rows_against_the_inputs_themselves() -> None:
         else:
             assert row.output_error is None
     text = table(rows).splitlines()
-    assert len(text) == 7 and len({len(line.rsplit("  ", 1)[0]) for line in text[:1]}) == 1
-    assert text[2].split()[:2] == ["blocks.0.up", "int5"] and text[2].endswith(f"{rows[1].bytes:,}")
+    assert len(text) == 7 and len({len(line) for line in text}) == 1
+    assert text[2].split()[:2] == ["blocks.0.up", "5"] and text[2].endswith(f"{rows[1].bytes:,}")
     sums = [sum(row.compressed for row in rows), sum(row.bytes for row in rows)]
     assert text[-1].split() == ["total", *(f"{one:,}" for one in sums)]
     for row in rows:
         alone = quantize_tensors({row.name: params[row.name]}, {row.name: schemes[row.name]}, hessians)
         assert row.compressed == entropy_bytes(alone) and row.added_nats is None
+
+
+def rows_of(layers: int, nats: float | None = 0.25) -> list[Row]:
+    """Six a layer, one with no Hessian; the last layers have fewer bits and larger errors."""
+    names = ("attention.q", "attention.k", "attention.out", "mlp.up", "mlp.down", "mlp." + "very_long_" * 8 + "name")
+    return [
+        Row(
+            f"blocks.{layer}.{name}",
+            "int5 gptq, per row",
+            6.0 if layer < 2 else 5.0,
+            1e-6 * (1 + layer),
+            None if name == "mlp.up" else 0.01 * (1 + layer),
+            2_000_000,
+            1_500_000,
+            nats,
+        )
+        for layer in range(layers)
+        for name in names
+    ]
+
+
+def test_a_table_of_a_few_parameters_has_a_line_each() -> None:
+    text = table(rows_of(6)).splitlines()
+    assert len(text) == 38 and max(map(len, text)) == 100
+    assert text[1].split() == ["blocks.0.attention.q", "6", "1.00e-06", "1.000%", "0.250000", "1,500,000", "2,000,000"]
+    assert text[4].split()[3] == "-" and text[6].startswith("blocks.0.") and "…" in text[6]
+    assert text[-1].split() == ["total", "9.000000", "54,000,000", "72,000,000"]
+    assert "nats" not in table(rows_of(6, None))
+
+
+def test_a_table_of_many_has_a_line_for_those_that_differ_in_the_layer_alone() -> None:
+    text = table([Row("embed.token", "int8", 8.0, 2e-9, 0.002, 70, 60, None), *rows_of(11)]).splitlines()
+    assert len(text) == 9 and max(map(len, text)) <= 100
+    assert text[1].split() == ["embed.token", "8", "2.00e-09", "0.200%", "-", "60", "70"]
+    numbers = ["5", "to", "6", "1.10e-05", "11.000%", "2.750000", "16,500,000", "22,000,000"]
+    assert text[2].split() == ["blocks.*.attention.q", "x", "11", *numbers]
+    assert text[-1].split() == ["total", "16.500000", "99,000,060", "132,000,070"]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8, 1e30])
