@@ -56,7 +56,7 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> LowRank:
-        base = _wide(weight)
+        base = _wide(weight).clone()  # of an f32 weight, `_wide` is the weight itself, which takes what was learned
         rows, columns = base.shape
         a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
         b = base.new_zeros(rows, how.rank)

@@ -1,8 +1,9 @@
 """Models that adapt to what they are scored on: by the definition, one window at a time in float64; and whether what
 comes later moves what came before."""
 
+import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,14 @@ def test_slot_is_its_definition(
     assert np.abs(found - without)[WINDOW:].min() > 0 and np.abs(found - without).max() > 1e-2
 
 
-def naive_ttt(run: Run, tokens: list[int], how: dict[str, Any]) -> Nats:
-    """Score-first training, with SGD and the clipping written out, a row at a time."""
+def naive_ttt(run: Run, tokens: list[int], how: dict[str, Any], learner: Callable[[Any, dict[str, Any]], Any]) -> Nats:
+    """Score-first training, a row at a time; what `learner` makes of the model takes each step, which is a call with
+    the gradients, by name, and the share of the chunks that is done."""
     model: Any = model_of(run.spec, fuse=False).model.double()
     nats, last = np.zeros(len(tokens) - 1), len(tokens) - 1
     parts = list(windows(last, STRIDE))
     ends = [i for i, (_, scored, end) in enumerate(parts) if scored // CHUNK != end // CHUNK and end < last]
-    weights, momentum, trained, done = list(model.parameters()), [0.0 for _ in model.parameters()], 0, 0
+    weights, step, trained, done = dict(model.named_parameters()), learner(model, how), 0, 0
     for i, (start, scored, end) in enumerate(parts):
         with torch.no_grad():
             ids, targets = torch.tensor([tokens[start:end]]), torch.tensor([tokens[start + 1 : end + 1]])
@@ -137,22 +139,65 @@ def naive_ttt(run: Run, tokens: list[int], how: dict[str, Any]) -> Nats:
                 for begin, a, b in some:
                     ids, targets = torch.tensor([tokens[begin:b]]), torch.tensor([tokens[begin + 1 : b + 1]])
                     loss = loss + model.score(ids, targets)[0, -(b - a) :].sum() / count
-                grads: list[Tensor] = list(torch.autograd.grad(loss, weights))
-                norm = float(torch.stack([g.norm() for g in grads]).norm())
-                rate = how["optimizer"]["lr"] * LR["cosine"](done / len(ends))
-                for j, grad in enumerate(grads):
-                    momentum[j] = 0.9 * momentum[j] + grad * min(1.0, 1 / (norm + 1e-6))
-                    with torch.no_grad():
-                        weights[j] -= rate * momentum[j]
+                grads = torch.autograd.grad(loss, list(weights.values()))
+                with torch.no_grad():
+                    step(dict(zip(weights, grads, strict=True)), done / len(ends))
         trained, done = end, done + 1
     assert done == len(ends) >= 3
     return nats
 
 
-def test_training_is_its_definition(run: Run, opened: Opened, tokens: tuple[Path, list[int]], tmp_path: Path) -> None:
+def naive_sgd(model: Any, how: dict[str, Any]) -> Callable[[dict[str, Tensor], float], None]:
+    """All weights, by gradient descent with momentum 0.9, clipped to 1."""
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    momentum = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def step(grads: dict[str, Tensor], done: float) -> None:
+        norm = float(torch.stack([g.norm() for g in grads.values()]).norm())
+        rate = how["optimizer"]["lr"] * LR["cosine"](done)
+        for name, grad in grads.items():
+            momentum[name] = 0.9 * momentum[name] + grad * min(1.0, 1 / (norm + 1e-6))
+            weights[name] -= rate * momentum[name]
+
+    return step
+
+
+def naive_lora(model: Any, how: dict[str, Any]) -> Callable[[dict[str, Tensor], float], None]:
+    """Each matrix W becomes W + scale / rank * B A; A and B learn by AdamW, at one rate."""
+    rank, rate, decay = how["lora"]["rank"], how["optimizer"]["lr"], how["optimizer"]["weight_decay"]
+    factor, count = how["lora"]["scale"] / rank, 0
+    weights: dict[str, Tensor] = {name: w for name, w in model.named_parameters() if w.dim() == 2}
+    base = {name: weight.detach().clone() for name, weight in weights.items()}
+    halves: dict[str, tuple[Tensor, ...]] = {}
+    for name, (rows, columns) in ((name, weight.shape) for name, weight in weights.items()):
+        digest = hashlib.sha256(f"{small_spec().train.seed} {name} lora".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        a = (2 * torch.rand(rank, columns, generator=generator) - 1) * columns**-0.5
+        halves[name] = (a.double(), torch.zeros(rows, rank, dtype=torch.float64))
+    moments = {name: [[torch.zeros_like(x), torch.zeros_like(x)] for x in pair] for name, pair in halves.items()}
+
+    def step(grads: dict[str, Tensor], done: float) -> None:
+        nonlocal count
+        count += 1
+        for name, (a, b) in halves.items():
+            for x, grad, mv in zip(
+                (a, b), (factor * b.T @ grads[name], factor * grads[name] @ a.T), moments[name], strict=True
+            ):
+                mv[0], mv[1] = 0.9 * mv[0] + 0.1 * grad, 0.999 * mv[1] + 0.001 * grad**2
+                x *= 1 - rate * decay
+                x -= rate * (mv[0] / (1 - 0.9**count)) / ((mv[1] / (1 - 0.999**count)).sqrt() + 1e-8)
+            weights[name].copy_(base[name] + factor * b @ a)
+
+    return step
+
+
+@pytest.mark.parametrize(("how", "learner"), [(TTT, naive_sgd), (LORA, naive_lora)], ids=["whole", "lora"])
+def test_training_is_its_definition(
+    run: Run, opened: Opened, tokens: tuple[Path, list[int]], how: dict[str, Any], learner: Any, tmp_path: Path
+) -> None:
     before = {name: weight.clone() for name, weight in opened.model.state_dict().items()}
-    found = counted(lambda: adapted(opened, TTT, data=str(tokens[0]), cache=tmp_path))
-    np.testing.assert_allclose(found, naive_ttt(run, tokens[1], TTT), rtol=1e-3, atol=1e-3)
+    found = counted(lambda: adapted(opened, how, data=str(tokens[0]), cache=tmp_path))
+    np.testing.assert_allclose(found, naive_ttt(run, tokens[1], how, learner), rtol=1e-3, atol=1e-3)
     without = counted(lambda: plain(opened, data=str(tokens[0]), cache=tmp_path))
     learned = CHUNK + WINDOW  # by then, the first chunk was trained on
     assert np.array_equal(found[:WINDOW], without[:WINDOW]) and np.abs(found - without)[learned:].min() > 1e-4
