@@ -295,7 +295,7 @@ def score(world: World, target: str, options: Any) -> BitsPerByte:
             call,
             stream,
             tokenizer,
-            plan.WINDOW,
+            plan.EVAL.window or plan.WINDOW,
             plan.EVAL.batch,
             world.device,
             plan.EVAL.stride,

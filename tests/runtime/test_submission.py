@@ -43,6 +43,7 @@ ALONE = ("torch", "torchgen", "functorch", "numpy", "numpy.libs", "typing_extens
 ALONE += ("networkx", "filelock", "fsspec", "nvidia", "triton")
 ABSENT = ("specc", "pydantic", "jinja2", "sentencepiece", "tiktoken", "safetensors", "click", "platformdirs", "brotli")
 LATE = ("train.schedule={warmdown_steps: 3}", "train.qat={below: 0.7}")  # the second step and the third are rounded
+WINDOWS = "eval={batch: 4, window: 24, stride: 8}"  # shorter than the context
 START = """
 import importlib.util, runpy, sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -88,7 +89,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     for name in ALONE:
         if (packages / name).exists():
             (alone / name).symlink_to(packages / name)
-    result = train(TrainOptions(small_spec(*LATE), "cpu", str(shards), folder / "run"), lambda _: None)
+    result = train(TrainOptions(small_spec(*LATE, WINDOWS), "cpu", str(shards), folder / "run"), lambda _: None)
     quantize(result.run, QuantizeOptions(max_tokens=100), lambda _: None)
     export_submission(result.run, folder / "out", codec=Codec.LZMA)
     return Made(Run.open(result.run), shards, folder / "out", alone)
@@ -143,6 +144,8 @@ def test_phases_growing_rows_and_own_text_are_those_of_the_run(made: Made, tmp_p
     assert done.returncode == 0, done.stderr
     assert "tokens to calibrate on" in done.stdout
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == wanted
+    found: Any = evaluate(tmp_path / "out" / WEIGHTS, EvaluateOptions(str(packed)))  # in windows of a context
+    assert json.loads(done.stdout.splitlines()[-1])["nats"] == found.nats
 
 
 def test_two_processes_train_and_score_together(made: Made, tmp_path: Path) -> None:
