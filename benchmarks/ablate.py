@@ -8,12 +8,15 @@ A list names the spec, the `--set` texts that all its runs have, the seeds of th
 name and its `--set` texts; under `quantize`, further ones, each laid over a run when that is quantized: the run of the
 change of that name, or else the first run. Runs are `specc train` and `specc quantize`, one after another in this
 process. Several processes that are given one DIR, one a GPU by CUDA_VISIBLE_DEVICES, share the work. A change whose run
-failed, or was killed, stays claimed: remove its folder in DIR to try again. The table compares with the mean of the
-seeds, whose spread is the noise; where a run averages its weights, the raw ones of the whole model have a line too.
-Only a run whose log says that it ended complete has a score; each other one has a line that says why it has none.
+failed, or was killed, stays claimed: remove its folder in DIR to try again. A folder is of one name, one text of the
+spec and these `--set` texts: what an edit of them changed is trained anew, and the old run stays beside it. The table
+compares with the mean of the seeds, whose spread is the noise; where a run averages its weights, the raw ones of the
+whole model have a line too. Only a run whose log says that it ended complete has a score; each other one has a line
+that says why it has none.
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 import subprocess
@@ -34,9 +37,10 @@ EXIT = "exit_code.txt"  # beside a run, once its command has ended
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A list as it is read. `changes` and `quantize` are `--set` texts by name."""
+    """A list as it is read. `changes` and `quantize` are `--set` texts by name; `text` is what the spec's file says."""
 
     spec: str
+    text: str
     common: Sequence[str]
     seeds: Sequence[int]
     changes: Mapping[str, Sequence[str]]
@@ -45,7 +49,8 @@ class Plan:
     @classmethod
     def read(cls, path: Path) -> "Plan":
         data: Any = YAML(typ="safe").load(path.read_text(encoding="utf-8"))
-        return cls(data["spec"], data["common"], data["seeds"], data["changes"], data.get("quantize", {}))
+        text = Path(data["spec"]).read_text(encoding="utf-8")
+        return cls(data["spec"], text, data["common"], data["seeds"], data["changes"], data.get("quantize", {}))
 
     def runs(self) -> Iterator[tuple[str, Sequence[str]]]:
         """The name of every training, and its `--set` texts; those of the whole model first."""
@@ -54,9 +59,20 @@ class Plan:
         for name, sets in self.changes.items():
             yield name, (*self.common, *sets)
 
+    def trained(self, name: str) -> str:
+        """The folder of a training."""
+        return folder(name, self.text, dict(self.runs())[name])
 
-def folder(out: Path, name: str) -> Path:
-    return out / "".join(c if c.isalnum() else "_" for c in name)
+    def quantized(self, name: str) -> tuple[str, str]:
+        """The folders of a run, and of what is made of it when it is quantized."""
+        run = self.trained(name if name in self.changes else next(self.runs())[0])
+        return run, folder(f"quantized {name}", run, self.quantize[name])
+
+
+def folder(name: str, of: str, sets: Sequence[str]) -> str:
+    """A readable name of its own for work that is called `name`, and that is of a text and `--set` texts."""
+    digest = hashlib.sha256(json.dumps([name, of, *sets]).encode()).hexdigest()[:8]
+    return f"{''.join(c if c.isalnum() else '_' for c in name)}_{digest}"
 
 
 def words(sets: Sequence[str]) -> list[str]:
@@ -85,7 +101,7 @@ def train(plan: Plan, asked: argparse.Namespace) -> None:
     for name, sets in plan.runs():
         if time.monotonic() > asked.until:
             return
-        place = folder(asked.out, name)
+        place = asked.out / plan.trained(name)
         if claimed(place):
             fixed = ["--run", str(place / "run"), "--data", asked.data, "--target", asked.target]
             specc(place, ["train", plan.spec, *fixed, *words(sets)])
@@ -93,12 +109,10 @@ def train(plan: Plan, asked: argparse.Namespace) -> None:
 
 def quantize(plan: Plan, asked: argparse.Namespace) -> None:
     """Every way to quantize that nobody has claimed and whose run has ended complete, while there is time."""
-    first = next(plan.runs())[0]
     for name, sets in plan.quantize.items():
         if time.monotonic() > asked.until:
             return
-        trained = folder(asked.out, name if name in plan.changes else first)
-        place = folder(asked.out, f"quantized {name}")
+        trained, place = (asked.out / one for one in plan.quantized(name))
         if score(trained) is not None and claimed(place):
             subprocess.run(["cp", "-r", str(trained / "run"), str(place / "run")], check=True)
             specc(place, ["quantize", str(place / "run"), "--target", asked.target, *words(sets)])
@@ -138,7 +152,7 @@ def why_not(place: Path) -> str:
 
 def table(plan: Plan, out: Path) -> Iterator[str]:
     """Markdown: every run of the list, with its score beside the mean of the whole model, or why it has none."""
-    ended = {seed: folder(out, f"whole, seed {seed}") for seed in plan.seeds}
+    ended = {seed: out / plan.trained(f"whole, seed {seed}") for seed in plan.seeds}
     whole = {seed: value for seed, place in ended.items() if (value := score(place)) is not None}
     raw = [value for seed in whole if (value := score(ended[seed], "raw")) is not None]
     if not whole:
@@ -155,11 +169,11 @@ def table(plan: Plan, out: Path) -> Iterator[str]:
         if seed not in whole:
             yield f"| the whole model, seed {seed} | {why_not(ended[seed])} | |"
     for name in plan.changes:
-        place = folder(out, name)
+        place = out / plan.trained(name)
         value = score(place)
         yield f"| {name} | {why_not(place)} | |" if value is None else f"| {name} | {value:.4f} | {value - mean:+.4f} |"
     for name in plan.quantize:
-        place = folder(out, f"quantized {name}")
+        place = out / plan.quantized(name)[1]
         report = place / "run" / REPORT
         if not report.is_file():
             yield f"| quantized: {name} | {why_not(place)} | |"

@@ -15,12 +15,13 @@ from specc.runtime.run import readable
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LISTS = sorted(BENCHMARKS.glob("*.yaml"))
 START = {"event": "start", "step": 0}
-LIST = """\
-spec: specs/gpt_mini.yaml
+SPEC = BENCHMARKS.parent / "specs/gpt_mini.yaml"
+LIST = f"""\
+spec: {SPEC}
 common: [train.steps=2]
 seeds: [1, 2]
-changes: {no decay: [train.optimizers.0.weight_decay=0], "gelu(x)": [], never run: []}
-quantize: {to nearest: [quant.default.scheme=round], no decay: []}
+changes: {{no decay: [train.optimizers.0.weight_decay=0], "gelu(x)": [], never run: []}}
+quantize: {{to nearest: [quant.default.scheme=round], no decay: []}}
 """
 
 
@@ -49,11 +50,14 @@ def ablate() -> ModuleType:
 
 
 @pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
-def test_every_change_of_a_list_builds(path: Path, ablate: ModuleType, tmp_path: Path) -> None:
+def test_every_change_of_a_list_builds(
+    path: Path, ablate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of `quantize` are laid over the spec of a run, which has all its defaults written out."""
+    monkeypatch.chdir(BENCHMARKS.parent)
     plan = ablate.Plan.read(path)
-    spec, runs = BENCHMARKS.parent / plan.spec, list(plan.runs())
-    assert len({ablate.folder(Path(), name) for name, _ in runs}) == len(runs) > len(plan.seeds) > 1
+    spec, runs = Path(plan.spec), list(plan.runs())
+    assert len({plan.trained(name) for name, _ in runs}) == len(runs) > len(plan.seeds) > 1
     for _, sets in runs:
         validate(spec, tuple(sets))
     whole = tmp_path / "spec.json"
@@ -62,8 +66,9 @@ def test_every_change_of_a_list_builds(path: Path, ablate: ModuleType, tmp_path:
         validate(whole, tuple(sets))
 
 
-def test_adamw_for_all_changes_what_has_the_matrices_alone(ablate: ModuleType) -> None:
+def test_adamw_for_all_changes_what_has_the_matrices_alone(ablate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other groups keep their rates, so that the change is of one thing."""
+    monkeypatch.chdir(BENCHMARKS.parent)
     path = BENCHMARKS / "gpt_mlp35.yaml"
     plan = ablate.Plan.read(path)
     before, after = (
@@ -79,7 +84,9 @@ def test_work_is_shared_and_told(
 ) -> None:
     """Two processes, the second of which finds all but one change done: no run is made twice."""
     (tmp_path / "list.yaml").write_text(LIST)
-    scores = {"whole__seed_1": 3.0, "whole__seed_2": 3.1, "no_decay": 3.15, "gelu_x_": 2.9}
+    plan = ablate.Plan.read(tmp_path / "list.yaml")
+    nats = {"whole, seed 1": 3.0, "whole, seed 2": 3.1, "no decay": 3.15, "gelu(x)": 2.9}
+    scores = {plan.trained(name): value for name, value in nats.items()}
     ran: list[list[str]] = []
 
     def specc(place: Path, arguments: list[str]) -> None:
@@ -99,14 +106,14 @@ def test_work_is_shared_and_told(
     given = [str(tmp_path / "list.yaml"), "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match="no run of the whole model"):
         ablate.main([*given, "--table"])
-    (tmp_path / "out/gelu_x_").mkdir(parents=True)  # claimed by another process, which is at it
+    (tmp_path / "out" / plan.trained("gelu(x)")).mkdir(parents=True)  # claimed by another process, which is at it
     for _ in range(2):
         ablate.main(given)
     assert [arguments[0] for arguments in ran] == ["train"] * 4 + ["quantize"] * 2
     copied = {
-        name: (tmp_path / f"out/quantized_{name}/run/log.jsonl").read_text() for name in ("to_nearest", "no_decay")
+        name: (tmp_path / "out" / plan.quantized(name)[1] / "run/log.jsonl").read_text() for name in plan.quantize
     }
-    assert '"nats": 3.0' in copied["to_nearest"] and '"nats": 3.15' in copied["no_decay"]  # of the first, of its own
+    assert '"nats": 3.0' in copied["to nearest"] and '"nats": 3.15' in copied["no decay"]  # of the first, of its own
     assert ran[0][-4:] == ["--set", "train.steps=2", "--set", "train.seed=1"]
     assert capsys.readouterr().out.splitlines()[-9:] == [
         "| | nats a token | to the whole |",
@@ -127,24 +134,25 @@ def test_only_a_run_that_ended_complete_counts(
     """Not one that was killed in its midst or before its average was scored, nor one that ended early; it is not
     quantized either, and the table says why it has no score."""
     (tmp_path / "list.yaml").write_text(
-        "spec: specs/gpt_mini.yaml\ncommon: []\nseeds: [1, 2]\n"
+        f"spec: {SPEC}\ncommon: []\nseeds: [1, 2]\n"
         "changes: {killed: [], killed late: [], early: [], went on: [], raw only: [], refused: [], waits: []}\n"
         "quantize: {killed: [], refused: [], went on: []}\n"
     )
-    out = tmp_path / "out"
-    log(out / "whole__seed_1", *ended(3.0))
-    log(out / "whole__seed_2", START, validation("raw", 5.0))
-    log(out / "killed", START, validation("raw", 5.0))
-    with (out / "killed/run/log.jsonl").open("a") as file:
+    out, plan = tmp_path / "out", ablate.Plan.read(tmp_path / "list.yaml")
+    at = {name: out / plan.trained(name) for name, _ in plan.runs()}
+    log(at["whole, seed 1"], *ended(3.0))
+    log(at["whole, seed 2"], START, validation("raw", 5.0))
+    log(at["killed"], START, validation("raw", 5.0))
+    with (at["killed"] / "run/log.jsonl").open("a") as file:
         file.write('{"event": "val')  # torn
-    log(out / "killed_late", *ended(2.0)[:-1])
-    log(out / "early", *ended(2.0, complete=False))
-    log(out / "went_on", *ended(2.0, complete=False), *ended(3.5))
-    log(out / "raw_only", START, validation("raw", 3.2), {"event": "end", "complete": True, "weights": "raw"})
-    (out / "refused").mkdir()
-    (out / "early/exit_code.txt").write_text("0\n")
-    (out / "refused/exit_code.txt").write_text("2\n")
-    assert [ablate.score(out / name) for name in ("killed", "killed_late", "early", "went_on")] == [None] * 3 + [3.5]
+    log(at["killed late"], *ended(2.0)[:-1])
+    log(at["early"], *ended(2.0, complete=False))
+    log(at["went on"], *ended(2.0, complete=False), *ended(3.5))
+    log(at["raw only"], START, validation("raw", 3.2), {"event": "end", "complete": True, "weights": "raw"})
+    at["refused"].mkdir()
+    (at["early"] / "exit_code.txt").write_text("0\n")
+    (at["refused"] / "exit_code.txt").write_text("2\n")
+    assert [ablate.score(at[name]) for name in ("killed", "killed late", "early", "went on")] == [None] * 3 + [3.5]
 
     def fails(place: Path, arguments: list[str]) -> None:
         (place / "exit_code.txt").write_text("4\n")
@@ -161,17 +169,43 @@ def test_only_a_run_that_ended_complete_counts(
         "| early | not finished: ended early | |",
         "| went on | 3.5000 | +0.5000 |",
         "| raw only | 3.2000 | +0.2000 |",
-        "| refused | failed (2): see refused/output.txt | |",
+        f"| refused | failed (2): see {at['refused'].name}/output.txt | |",
         "| waits | not begun | |",
         "| quantized: killed | not begun | |",
         "| quantized: refused | not begun | |",
         "| quantized: went on | not begun | |",
     ]
     ablate.main([str(tmp_path / "list.yaml"), "--out", str(out)])
-    assert [path.name for path in sorted(out.glob("quantized_*"))] == ["quantized_went_on"]
+    made = plan.quantized("went on")[1]
+    assert [path.name for path in sorted(out.glob("quantized_*"))] == [made]
     *_, waits, _, _, quantized = capsys.readouterr().out.splitlines()
-    assert waits == "| waits | failed (4): see waits/output.txt | |"
-    assert quantized == "| quantized: went on | failed (4): see quantized_went_on/output.txt | |"
+    assert waits == f"| waits | failed (4): see {at['waits'].name}/output.txt | |"
+    assert quantized == f"| quantized: went on | failed (4): see {made}/output.txt | |"
+
+
+def test_a_score_is_of_the_very_work_that_its_line_names(ablate: ModuleType, tmp_path: Path) -> None:
+    """Not of a change whose name differs by a sign, nor of what the list or the spec was before an edit."""
+    path, spec = tmp_path / "list.yaml", tmp_path / "spec.yaml"
+
+    def places(list_: str, text: str) -> set[str]:
+        spec.write_text(text)
+        path.write_text(f"spec: {spec}\n{list_}")
+        plan = ablate.Plan.read(path)
+        return {plan.trained(name) for name, _ in plan.runs()} | {plan.quantized(name)[1] for name in plan.quantize}
+
+    changes = "{lr +10%: [train.lr=1.1], lr -10%: [train.lr=0.9]}"
+    quantize = "quantize: {to nearest: [quant.x=1], to +nearest: [quant.x=1]}\n"
+    first = places(f"common: [train.steps=2]\nseeds: [1]\nchanges: {changes}\n{quantize}", "version: 1\n")
+    assert len(first) == 5
+    assert places(f"seeds: [1]\nchanges: {changes}\n{quantize}common: [train.steps=2]\n", "version: 1\n") == first
+    edited = places(f"common: [train.steps=4]\nseeds: [1]\nchanges: {changes}\n{quantize}", "version: 1\n")
+    other = places(f"common: [train.steps=2]\nseeds: [1]\nchanges: {changes}\n{quantize}", "version: 2\n")
+    requantized = places(
+        f"common: [train.steps=2]\nseeds: [1]\nchanges: {changes}\nquantize: {{to nearest: [quant.x=2]}}\n",
+        "version: 1\n",
+    )
+    assert not edited & first and not other & first and not edited & other
+    assert len(requantized) == 4 and len(requantized & first) == 3
 
 
 def test_the_exit_code_is_kept(ablate: ModuleType, tmp_path: Path) -> None:
