@@ -185,7 +185,7 @@ def size(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         return int(counted.over)
     from specc.runtime.size import size as count
 
-    found = count(model, budget)
+    found = count(model, budget, say)
     if as_json:
         groups = [
             {"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored}

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +25,7 @@ from specc.compiler.passes.quantize_products import integer_products
 from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec import Spec
-from specc.runtime import checkpoint, committed
+from specc.runtime import checkpoint
 from specc.runtime.data import CharTokenizer, Tokenizer
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
@@ -37,10 +36,10 @@ from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.constants import constants, fill
 from specc.runtime.quantize.stored import require_products
 from specc.runtime.quantize.tensors import Layout, QuantizedModel, dequantized, layout
+from specc.runtime.quantized import quantized_artifact
 from specc.runtime.run import Run, RunDirectoryError
 from specc.runtime.sources.tokens import characters_of, tokenizer_of
 
-ARTIFACT = "model.specc"
 Say = Callable[[str], None]
 Cache = list[tuple[Tensor, ...]]
 Prepare = Callable[[Spec], Spec]
@@ -164,7 +163,8 @@ def open_model(
         device: `cpu`, `cuda` or one GPU as `cuda:1`; None takes the one that the target is for.
         quantized: of a run, take what `specc quantize` made of it.
         search: more folders to look for the tokenizer in.
-        say: is told of damaged checkpoints that are passed over, and of an artifact of another compiler.
+        say: is told of damaged checkpoints that are passed over, of an artifact of another compiler, and of one of
+            older weights than the run has.
         prepared: the spec that the code is generated from, of the one that was found. It has the same parameters.
 
     Raises RunDirectoryError when there is neither at `path`; IntegrityError when anything about the file is
@@ -176,7 +176,7 @@ def open_model(
         run = Run.open(path)
         if quantized:
             places = _places(run, search)
-            return _open_artifact(quantized_artifact(run), target, device, places, say, run.data, prepared)
+            return _open_artifact(quantized_artifact(run, say), target, device, places, say, run.data, prepared)
         run, weights, _ = as_trained(run, say)
         run = replace(run, spec=prepared(run.spec))
         return opened_run(run, weights, target, device, search)
@@ -274,25 +274,6 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
     read = {param.name for param in lower(spec, run.target).params}
     say(f"the run ended before a later phase of its spec: the model is the one that it trained, {model.title}")
     return replace(run, spec=spec), {name: weights[name] for name in weights if name in read}, state.step
-
-
-def quantized_artifact(run: Run) -> Path:
-    """Where the run's quantized model is. Raises RunFailure when it was not quantized."""
-    with suppress(OSError):  # in a folder that can only be read there is nothing to finish
-        committed.settle(run.quantized, run.staged)
-    path = run.quantized / ARTIFACT
-    if not path.is_file():
-        raise RunFailure(f"{run.directory} is not quantized", f"first: specc quantize {run.directory}")
-    return path
-
-
-def artifact_of(path: Path) -> Path:
-    """The artifact that `path` is, or that of the run that it is. Raises as `open_model` does."""
-    if path.is_dir():
-        return quantized_artifact(Run.open(path))
-    if not path.exists():
-        raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
-    return path
 
 
 def spec_at(path: Path) -> Spec:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from specc.runtime.errors import IntegrityError
 from specc.runtime.export.artifact import SectionSize, artifact_size, peek_spec, require_layout
-from specc.runtime.opened import artifact_of, deployment_of
+from specc.runtime.opened import Say, deployment_of
+from specc.runtime.quantized import artifact_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,14 @@ class SizeResult:
         return self.budget is not None and self.total > self.budget
 
 
-def size(path: Path, budget: int | None = None) -> SizeResult:
-    """What an artifact, or that of a quantized run, takes. Without `budget` the spec's own holds.
+def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> SizeResult:
+    """What an artifact, or that of a quantized run, takes. Without `budget` the spec's own holds. `say` is told
+    where the run has other weights since it was quantized.
 
     Raises RunDirectoryError when there is neither at `path`, RunFailure for a run that was not quantized, and
     IntegrityError for a file that is not what its header and its spec say.
     """
-    artifact = artifact_of(path)
+    artifact = artifact_of(path, say)
     found = artifact_size(artifact)
     try:
         spec, deployment = deployment_of(peek_spec(artifact))

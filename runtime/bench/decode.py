@@ -24,10 +24,11 @@ from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.rerun import Rerun, rerun_model
 from specc.runtime.bench.timing import Measured
 from specc.runtime.load import Loaded, initialize, instantiate
-from specc.runtime.opened import ARTIFACT, final_weights, quantized_artifact, read_verified, realize, realize_stored
+from specc.runtime.opened import final_weights, read_verified, realize, realize_stored
 from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
 from specc.runtime.quantize.ranges import input_ranges
 from specc.runtime.quantize.tensors import QuantizedModel, dequantized
+from specc.runtime.quantized import ARTIFACT, quantized_artifact
 from specc.runtime.run import Run
 from specc.runtime.sources.source import Opened, source_of
 from specc.runtime.sources.tokens import characters_of
@@ -133,7 +134,7 @@ def _weights(spec: Spec, target: str, path: Path | None, folder: Path, say: Say)
     floats = final_weights(run, say)[0]
     if not run.quantized.joinpath(ARTIFACT).is_file():
         return _Weights(floats, None, spec, True)
-    found = read_verified(quantized_artifact(run))
+    found = read_verified(quantized_artifact(run, say))
     say(f"int8: as {run.quantized} keeps it")
     return _Weights(floats, found.stored, found.spec, True)
 

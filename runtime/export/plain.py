@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from specc.runtime.export.codecs import compress
-from specc.runtime.opened import artifact_of, read_verified
+from specc.runtime.opened import read_verified
+from specc.runtime.quantized import artifact_of
 from specc.runtime.submission.count import is_submission
 from specc.runtime.submission.names import WEIGHTS
 
@@ -31,7 +32,7 @@ def plain_size(path: Path) -> PlainSize:
     """Compresses the arrays of an artifact, a quantized run or a submission as PR 1105 does: a dict of int8 codes, f16
     scales and the rest, one byte a code, by `torch.save`, then brotli of quality 11 in one stream. Of 30 million codes
     that takes minutes. Raises as `specc.runtime.opened.read_verified`."""
-    path = path / WEIGHTS if is_submission(path) else artifact_of(path)
+    path = path / WEIGHTS if is_submission(path) else artifact_of(path, lambda _: None)
     arrays = read_verified(path).stored.tensors
     saved = io.BytesIO()
     flat = {f"{name}.{suffix}": array for name, found in arrays.items() for suffix, array in found.items()}

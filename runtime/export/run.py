@@ -1,16 +1,13 @@
 """Exports a run as one file: the artifact that it was quantized to, or its weights in full."""
 
-import json
 from pathlib import Path
 from typing import Literal
 
-from specc.runtime import checkpoint
-from specc.runtime.committed import Committed
 from specc.runtime.errors import IntegrityError, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically
 from specc.runtime.export.safetensors import export_safetensors
-from specc.runtime.opened import Say, final_weights, quantized_artifact, read_verified
-from specc.runtime.quantize.pipeline import REPORT
+from specc.runtime.opened import Say, final_weights, read_verified
+from specc.runtime.quantized import quantized_artifact
 from specc.runtime.run import Run
 
 Format = Literal["artifact", "safetensors"]
@@ -52,10 +49,9 @@ def export(path: Path, format: Format, out: Path | None = None, *, force: bool =
 
 
 def _copy_artifact(run: Run, out: Path, say: Say) -> None:
-    source = quantized_artifact(run)
+    source = quantized_artifact(run, say)
     data = source.read_bytes()
     read_verified(source)
-    newer_weights(run, say)
 
     def check(temporary: Path) -> None:
         read_verified(temporary)
@@ -63,11 +59,3 @@ def _copy_artifact(run: Run, out: Path, say: Say) -> None:
             raise IntegrityError(f"{out}: what was written does not read back", "check disk and memory")
 
     write_atomically(out, [data], check)
-
-
-def newer_weights(run: Run, say: Say) -> None:
-    """Tells `say` where the run has weights that its artifact was not made of."""
-    report = json.loads(Committed.open(run.quantized).read(REPORT))
-    newest = checkpoint.latest(run.checkpoints, say)
-    if newest is not None and checkpoint.read_state(newest).step != report["step"]:
-        say(f"the artifact is of step {report['step']}, and {newest} is newer: quantize again to export it")

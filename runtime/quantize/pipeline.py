@@ -33,7 +33,6 @@ from specc.runtime.export.artifact import ArtifactSize, write_artifact
 from specc.runtime.export.table import described
 from specc.runtime.load import assign
 from specc.runtime.opened import (
-    ARTIFACT,
     Deployment,
     Opened,
     Say,
@@ -53,10 +52,10 @@ from specc.runtime.quantize.ranges import input_ranges
 from specc.runtime.quantize.report import InputRow, Row, input_report, report, told_clipped
 from specc.runtime.quantize.solve import Gradients
 from specc.runtime.quantize.tensors import dequantized
+from specc.runtime.quantized import ARTIFACT, REPORT
 from specc.runtime.run import SPEC, Run, locked, readable
 from specc.runtime.sources.source import source_of
 
-REPORT = "report.json"
 HOPELESS = 4096  # lines of a set, none of them exact: a model that has hardly trained is not decoded to the end
 
 

@@ -12,10 +12,10 @@ from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.artifact import write_artifact
 from specc.runtime.export.atomic import write_atomically
 from specc.runtime.export.codecs import Codec
-from specc.runtime.export.run import ExportError, newer_weights
+from specc.runtime.export.run import ExportError
 from specc.runtime.load import choose_target
-from specc.runtime.opened import Deployment, Say, as_trained, quantized_artifact, read_verified
-from specc.runtime.quantize.pipeline import REPORT
+from specc.runtime.opened import Deployment, Say, as_trained, read_verified
+from specc.runtime.quantized import REPORT, quantized_artifact
 from specc.runtime.run import Run
 from specc.runtime.sources.tokens import tokenizer_of
 from specc.runtime.submission.bundle import train_gpt
@@ -46,7 +46,8 @@ def export_submission(
     be of; TargetError (2); DataError without the tokenizer; otherwise as `specc.runtime.export.run.export`.
     """
     run = _of_text(Run.open(path))
-    source = quantized_artifact(run)
+    say = say or (lambda _: None)
+    source = quantized_artifact(run, say)
     run = run.requantized(json.loads(Committed.open(run.quantized).read(REPORT)).get("overrides", ()))
     spec = run.spec
     assert spec.quant is not None
@@ -64,8 +65,6 @@ def export_submission(
         if as_trained(run, lambda _: None)[0].spec != spec:
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.goes_on)
         raise RunFailure(f"{source} was made of another spec than the run has now", f"specc quantize {path}")
-    say = say or (lambda _: None)
-    newer_weights(run, say)
     text = _code(run, targets, search, codec)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from specc.runtime.load import TargetError, device_asked_for
 from specc.runtime.opened import Deployment, deployment_of, open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.run import Run, RunDirectoryError
+from specc.runtime.size import size
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,6 +66,29 @@ def test_the_newest_sound_checkpoint_counts(run: Run, tmp_path: Path) -> None:
     older = open_model(folder, say=said.append).model.get_parameter(name)
     assert torch.equal(older, random_weights(run.spec)[name])
     assert len(said) == 1 and "step_00000008" in said[0]
+
+
+def test_an_artifact_of_older_weights_says_so(run: Run, artifact: Path, tmp_path: Path) -> None:
+    """Of a run, whoever opens or counts what was quantized; a file of its own has no newer ones."""
+    folder = Path(shutil.copytree(run.directory, tmp_path / "run"))
+    said: list[str] = []
+
+    def asked() -> list[str]:
+        said.clear()
+        open_model(folder, quantized=True, say=said.append)
+        size(folder, say=said.append)
+        return said
+
+    assert asked() == []
+    add_checkpoint(Run.open(folder), seed=5, step=8)
+    newest = folder / "checkpoints" / "step_00000008"
+    assert asked() == [f"the artifact is of step 3, and {newest} is newer; one of that: specc quantize {folder}"] * 2
+    shutil.rmtree(folder / "checkpoints")
+    assert asked() == []
+    (folder / "quantized/report.json").write_text("{}")
+    assert len(asked()) == 2 and all("is not known" in line for line in said)
+    size(artifact, say=said.append)
+    assert len(said) == 2
 
 
 def test_a_quantized_run_is_its_artifact(run: Run, artifact: Path) -> None:

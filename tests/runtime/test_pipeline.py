@@ -26,11 +26,12 @@ from specc.runtime.committed import Committed
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.evaluate import EvaluateOptions, evaluate
 from specc.runtime.load import Loaded, assign
-from specc.runtime.opened import Deployment, open_model, quantized_artifact, read_verified
+from specc.runtime.opened import Deployment, open_model, read_verified
 from specc.runtime.quantize import pipeline
 from specc.runtime.quantize.budget import choose, promoted
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
 from specc.runtime.quantize.quantizer import plain, resolved
+from specc.runtime.quantized import quantized_artifact
 from specc.runtime.run import Run
 
 
@@ -352,7 +353,7 @@ def test_a_kill_at_each_rename_leaves_the_old_or_the_new(made: Quantized, tmp_pa
                 pass
             else:
                 break
-        found.append(quantized_artifact(run).read_bytes())
+        found.append(quantized_artifact(run, lambda _: None).read_bytes())
         assert read_verified(run.quantized / "model.specc").same_code
         assert Committed.open(run.quantized).in_full_size()
     new = (run.quantized / "model.specc").read_bytes()
