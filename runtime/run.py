@@ -115,7 +115,6 @@ class Run:
         RunFailure if it cannot be written."""
         require_free(directory)
         run = cls(directory, spec, target, data, tuple(overrides), lock)
-        record = _Record(format=1, target=target, data=data, overrides=run.overrides)
         try:
             for folder in (*([run.files] if files else []), run.generated, run.checkpoints, run.quantized):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +124,7 @@ class Run:
             raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
         if lock.targets:
             _write_text(directory / LOCK, lock.text())
-        _write_text(directory / "run.json", record.model_dump_json(indent=1))
+        run.record()
         _write_text(directory / SPEC, readable(spec))  # last: with it the directory is a run
         return run
 
@@ -145,6 +144,11 @@ class Run:
             raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
         return cls(directory, spec, record.target, record.data, record.overrides, lock)
 
+    def record(self) -> None:
+        """Writes run.json. Raises RunFailure if it cannot be written."""
+        record = _Record(format=1, target=self.target, data=self.data, overrides=self.overrides)
+        _write_text(self.directory / "run.json", record.model_dump_json(indent=1))
+
     def requantized(self, overrides: Sequence[str]) -> "Run":
         """The run with `--set` texts about its spec's `quant`, which nothing that is trained depends on but QAT.
 
@@ -160,15 +164,22 @@ class Run:
         compile_loaded(spec.at_rest, source, (self.target,))
         return replace(self, spec=spec)
 
-    def require_same(self, spec: Spec, target: str, data: str) -> None:
+    def require_same(self, spec: Spec, target: str) -> None:
         """Raises RunDirectoryError, with what differs, unless the run was started with just these."""
         here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
         changed = [f"{path}: {old} there, {new} now" for path, old, new in _differences(here, there)]
         changed += [f"the target: {self.target} there, {target} now"] if target != self.target else []
-        changed += [f"the data: {self.data} there, {data} now"] if lasting(data) != lasting(self.data) else []
         if changed:
             hint = "resume with the settings of the run, or start a new one; --steps ends a run early"
             raise RunDirectoryError(f"{self.directory} is another run: {'; '.join(changed[:6])}", hint)
+
+    def with_data(self, data: str) -> "Run":
+        """The run with its data where it is now, by a `lasting` name; whether it is the same, a checkpoint's position
+        in it tells. Raises RunDirectoryError where it is still to be where it was, and is not there."""
+        if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
+            hint = f"say where it is now: {self.goes_on} --data PATH"
+            raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, is not there", hint)
+        return replace(self, data=data)
 
 
 def lasting(data: str) -> str:

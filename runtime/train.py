@@ -25,7 +25,7 @@ from specc.runtime.loop import Limits, Loop, TrainResult
 from specc.runtime.native import compile_ahead
 from specc.runtime.quantize.inputs import input_scales
 from specc.runtime.rounding import InputScales
-from specc.runtime.run import Run, default_run, is_run, lasting, locked, newest_run, require_free
+from specc.runtime.run import Run, RunDirectoryError, default_run, is_run, lasting, locked, newest_run, require_free
 from specc.runtime.sources.source import Opened, Ready, source_of
 from specc.runtime.trainer import Trainer
 from specc.runtime.validation import Validates
@@ -91,14 +91,15 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         data = lasting(options.data)
         run = Run(directory, spec, options.target, data, options.overrides, options.lock)
         if started := world.first(lambda: options.resume is not None and is_run(directory)):
-            run = Run.open(directory)
-            run.require_same(spec, options.target, options.data)
+            begun = Run.open(directory)
+            begun.require_same(spec, options.target)
+            run = begun.with_data(data)
         elif leads:
             require_free(directory)
         say(f"run: {directory}")
         trainer, validation = _prepare(run, options, world, ready, stack)
         if started:
-            _resume(run, trainer, say)
+            _resume(begun, run, trainer, say)
         elif leads:  # only now that all fits: what failed before can be tried again in the same place
             Run.create(directory, spec, options.target, data, options.overrides, options.lock, ready.files)
         limits = Limits(options.stop_after_steps, options.max_seconds)
@@ -172,15 +173,25 @@ def _inputs(run: Run, loaded: Loaded, opened: Opened, schemes: Allocation, world
     return InputScales(loaded.model, leaders, partial(input_scales, programs, sources, schemes, rows), world)
 
 
-def _resume(run: Run, trainer: Trainer, say: Say) -> None:
+def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
+    """Goes on with a run as it was `begun`, but for where its data is."""
+    elsewhere = run.data != lasting(begun.data)
+
     def newest() -> Path | None:
         sweep(run.checkpoints)
         return checkpoint.latest(run.checkpoints, say)
 
     path = trainer.world.first(newest)
     if path is None:
+        if elsewhere:  # nothing tells whether it is the same
+            message = f"{run.directory} is another run: the data: {begun.data} there, {run.data} now"
+            raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
         return
     trainer.restore(checkpoint.load(path))
+    if elsewhere:
+        say(f"the data of the run is at {run.data} now")
+        if trainer.world.rank == 0:
+            run.record()
     say(f"resuming after step {trainer.step} from {path}")
     threads = checkpoint.read_state(path).threads
     if threads != torch.get_num_threads():

@@ -96,6 +96,31 @@ def test_a_run_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.M
     assert tensors[0] == tensors[1] != {}
 
 
+def test_a_run_whose_data_moved_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is now has to be said once; other data is refused, by the position in it."""
+    data, moved, folder = write_text(tmp_path / "data"), tmp_path / "moved", tmp_path / "run"
+    overrides = [word for text in SMALL for word in ("--set", text)]
+    begun = ["train", str(SPEC), "--data", str(data), *overrides]
+    assert run([*begun, "--run", str(folder), "--steps", "1"]) == 0
+    shutil.copytree(folder, tmp_path / "empty")
+    shutil.rmtree(tmp_path / "empty" / "checkpoints")
+    data.rename(moved)
+    again = ["train", "--run", str(folder), "--resume", "auto"]
+    capsys.readouterr()
+    assert run([*again, "--steps", "2"]) == 2
+    shown = capsys.readouterr().err
+    assert f"the data of the run, {data}, is not there" in shown and f"{folder} --resume auto --data PATH" in shown
+    other = write_text(tmp_path / "other", seed=1)
+    assert run([*again, "--data", str(other)]) == 2
+    assert "the saved position in the data does not fit" in capsys.readouterr().err
+    empty = ["train", "--run", str(tmp_path / "empty"), "--resume", "auto", "--data", str(moved)]
+    assert run(empty) == 2
+    assert f"the data: {data} there, {moved} now" in capsys.readouterr().err
+    assert run([*again, "--steps", "2", "--data", str(moved)]) == 0
+    assert f"the data of the run is at {moved} now" in capsys.readouterr().err
+    assert run(again) == 0 and run(["quantize", str(folder)]) == 0
+
+
 def test_a_run_keeps_the_tokenizer_that_it_was_begun_with(tmp_path: Path) -> None:
     """The spec names it within a folder of its own; both are gone when the run goes on, and it has moved."""
     specs, moved = tmp_path / "specs", tmp_path / "elsewhere" / "run"
