@@ -1,13 +1,15 @@
-"""The commands that measure. Torch is imported when one of them runs, not before."""
+"""The commands that measure and verify. Torch is imported when one of them runs, not before."""
 
 import json
 import shlex
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 
 import rich_click as click
 
 from specc.compiler.cli import (
+    checked_targets,
     cli,
     device_option,
     format_option,
@@ -172,3 +174,38 @@ def tune(
     click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
     if not compile_only:
         say(f"wrote {path}; next: specc build {spec}")
+
+
+@cli.command()
+@spec_argument
+@target_option
+@json_option
+@format_option
+@formatted
+def verify(spec: Path, target: str | None, as_json: bool) -> int:
+    """Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.
+
+    Exit 1 where a check fails, 3 where a target that was named cannot run here.
+    """
+    from specc.compiler.build import compile_spec
+    from specc.compiler.lock import lock_path, read_lock
+
+    wanted = checked_targets(spec, target)
+    built = compile_spec(spec, (), wanted)
+    lock = read_lock(lock_path(spec, built.spec.name))
+    from specc.runtime.verify import verify as checks
+    from specc.runtime.verify_deployed import verify_deployed
+
+    found = []
+    words = {True: "ok", False: "FAILED", None: "not here"}
+    targets = wanted or built.spec.targets
+    for check in chain(checks(built.spec, targets, lock=lock), verify_deployed(built.spec, targets)):
+        found.append(check)
+        if not as_json:
+            click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")
+    if as_json:
+        rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in found]
+        click.echo(json.dumps(rows, indent=2))
+    if any(check.ok is False for check in found):
+        return 1
+    return 3 if target is not None and any(check.ok is None for check in found) else 0

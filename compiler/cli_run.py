@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,7 +12,6 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from specc.compiler.cli import (
-    checked_targets,
     cli,
     device_option,
     format_option,
@@ -21,8 +19,6 @@ from specc.compiler.cli import (
     json_option,
     only_spec,
     set_option,
-    spec_argument,
-    target_option,
 )
 
 folder = click.Path(path_type=Path)
@@ -106,9 +102,9 @@ def train(
     from specc.runtime.launch import is_launched, target_of
 
     with joined_world() if is_launched() else nullcontext() as world:
-        known = begun(directory) if resume else None
+        known = begun(directory, spec, overrides, data) if resume else None
         data, target = data or (known and known.data), target or (known and known.target)
-        if known is not None and spec is None:
+        if known is not None and directory is not None and spec is None:
             if overrides:
                 raise click.UsageError("a run keeps its spec: --set has no effect on it")
             beside, loaded, lock, overrides = known.files, known.spec, known.lock, known.overrides
@@ -146,10 +142,18 @@ def train(
     return 0
 
 
-def begun(directory: Path | None) -> Any:
-    """The run in a directory, if there is one."""
-    from specc.runtime.run import Run, is_run
+def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...], data: str | None) -> Any:
+    """The run that `train --resume` goes on with: that in the directory, or else the newest of the spec; None where it
+    begins one. Raises RunDirectoryError for a directory that is none where no spec is named to begin one of."""
+    from specc.compiler.check import load
+    from specc.runtime.run import Run, RunDirectoryError, is_run, newest_run
 
+    if directory is None:
+        path = spec or only_spec()
+        directory = newest_run(load(path, (*overrides, *selecting(path, overrides, data)))[0].name)
+    elif spec is None and not is_run(directory):
+        what = "is no run, or ended before it began" if directory.exists() else "no such run"
+        raise RunDirectoryError(f"{directory}: {what}", "name another one, or the SPEC too, to begin there")
     return Run.open(directory) if directory is not None and is_run(directory) else None
 
 
@@ -353,38 +357,3 @@ def generate(
     click.echo(prompt, nl=False)
     write(opened, prompt.encode(), max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
     click.echo()
-
-
-@cli.command()
-@spec_argument
-@target_option
-@json_option
-@format_option
-@formatted
-def verify(spec: Path, target: str | None, as_json: bool) -> int:
-    """Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.
-
-    Exit 1 where a check fails, 3 where a target that was named cannot run here.
-    """
-    from specc.compiler.build import compile_spec
-    from specc.compiler.lock import lock_path, read_lock
-
-    wanted = checked_targets(spec, target)
-    built = compile_spec(spec, (), wanted)
-    lock = read_lock(lock_path(spec, built.spec.name))
-    from specc.runtime.verify import verify as checks
-    from specc.runtime.verify_deployed import verify_deployed
-
-    found = []
-    words = {True: "ok", False: "FAILED", None: "not here"}
-    targets = wanted or built.spec.targets
-    for check in chain(checks(built.spec, targets, lock=lock), verify_deployed(built.spec, targets)):
-        found.append(check)
-        if not as_json:
-            click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")
-    if as_json:
-        rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in found]
-        click.echo(json.dumps(rows, indent=2))
-    if any(check.ok is False for check in found):
-        return 1
-    return 3 if target is not None and any(check.ok is None for check in found) else 0

@@ -96,6 +96,36 @@ def test_a_run_goes_on_by_its_folder_alone(tmp_path: Path, monkeypatch: pytest.M
     assert tensors[0] == tensors[1] != {}
 
 
+def test_the_newest_run_of_a_spec_goes_on_with_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And its target, where the spec has several; another spec's run is not taken."""
+    data = write_text(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    overrides = [word for text in (*SMALL, "targets=[sm90, cpu]") for word in ("--set", text)]
+    begun = ["train", str(SPEC), "--data", "data", "--target", "cpu", *overrides, "--steps", "1"]
+    assert run(begun) == 0 and run(begun) == 0
+    capsys.readouterr()
+    assert run(["train", str(SPEC), "--resume", "auto", *overrides]) == 0
+    shown = capsys.readouterr().err
+    assert "gpt_mini-002" in shown and "resuming after step 1" in shown
+    assert json.loads((tmp_path / "runs/gpt_mini-002/run.json").read_text())["data"] == str(data)
+
+
+def test_a_folder_that_is_no_run_is_not_begun_without_a_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even where there is one spec alone, which a command without one takes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "specs").mkdir()
+    shutil.copy(SPEC, tmp_path / "specs")
+    (tmp_path / "killed" / "checkpoints").mkdir(parents=True)
+    for folder, what in (("typo", "typo: no such run"), ("killed", "killed: is no run, or ended before it began")):
+        assert run(["train", "--run", folder, "--resume", "auto"]) == 2
+        assert what in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
+
+
 def test_a_run_whose_data_moved_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where it is now has to be said once; other data is refused, by the position in it."""
     data, moved, folder = write_text(tmp_path / "data"), tmp_path / "moved", tmp_path / "run"
