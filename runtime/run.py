@@ -33,6 +33,7 @@ from specc.compiler.lock import NO_LOCK, Lock, read_lock
 from specc.compiler.spec import Spec
 from specc.compiler.strict import StrictModel
 from specc.compiler.train_spec import GENERATED
+from specc.runtime.committed import COMMIT
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.export.atomic import write_atomically
 
@@ -132,6 +133,8 @@ class Run:
     def open(cls, directory: Path) -> "Run":
         """Reads a run directory. Raises RunDirectoryError if it is none, IntegrityError if it is damaged."""
         if not is_run(directory):
+            if directory.exists() and (whole := next(filter(is_run, directory.absolute().parents), None)):
+                raise RunDirectoryError(f"{directory}: is a part of a run", f"name the run, {whole}")
             what = "is not a run: it has no spec.json" if directory.exists() else "no such run"
             raise RunDirectoryError(f"{directory}: {what}", "name a directory that `specc train` made")
         try:
@@ -189,8 +192,8 @@ def lasting(data: str) -> str:
 
 
 def is_run(directory: Path) -> bool:
-    """Whether there is a run in this directory, sound or not."""
-    return (directory / SPEC).is_file()
+    """Whether there is a run in this directory, sound or not. What one was quantized to has a spec.json too."""
+    return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
 
 def require_free(directory: Path) -> None:

@@ -91,6 +91,15 @@ def test_an_artifact_of_older_weights_says_so(run: Run, artifact: Path, tmp_path
     assert len(said) == 2
 
 
+def test_what_a_run_was_quantized_to_is_no_run(run: Run) -> None:
+    for folder in (run.quantized, run.checkpoints / "step_00000003"):
+        with pytest.raises(RunDirectoryError, match="is a part of a run") as caught:
+            open_model(folder)
+        assert caught.value.exit_code == 2 and caught.value.hint == f"name the run, {run.directory}"
+    with pytest.raises(RunDirectoryError, match="is a part of a run"):
+        size(run.quantized)
+
+
 def test_a_quantized_run_is_its_artifact(run: Run, artifact: Path) -> None:
     inside, outside = open_model(run.directory, quantized=True), open_model(artifact)
     assert inside.source == outside.source == "artifact"
