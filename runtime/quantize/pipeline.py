@@ -127,7 +127,11 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     DataError for the run and the data; SpecError for overrides. What the run was trained to stays as it was.
     """
     try:
-        return _quantize(Run.open(path).requantized(options.overrides), options, say, progress)
+        run = Run.open(path).requantized(options.overrides)
+        if run.spec.quant is None:
+            raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
+        with locked(run.staged.parent):  # first: where nothing can be written, nothing is worked out
+            return _quantize(run, options, say, progress)
     except QuantizeError as error:
         again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
         kept = f"the trained weights are kept; go on with: {again}"
@@ -137,8 +141,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
 def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress | None) -> QuantizeResult:
     tell = progress or (lambda stage, done, total: None)
     quant = run.spec.quant
-    if quant is None:
-        raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
+    assert quant is not None
     run, weights, step = as_trained(run, say)
     opened = opened_run(run, weights, options.target, options.device, options.search)
     scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache, hopeless=HOPELESS)
@@ -305,7 +308,7 @@ def _write(
     calibration: Mapping[str, Any] | None,
     seconds: float,
 ) -> QuantizeResult:
-    """Puts the artifact, its spec and the report in place of what the run had."""
+    """Puts the artifact, its spec and the report in place of what the run had; its staging folder is locked."""
     spec = resolved(run.spec, schemes)
     model, deployment = quantizer.model(schemes), Deployment.of(spec)
     sensitivity = traces(quantizer.hessians)
@@ -313,33 +316,32 @@ def _write(
     more = promoted(base, schemes, sensitivity)
     assert spec.quant is not None
     staging = run.staged.parent
-    with locked(staging):
-        try:
-            committed.settle(run.quantized, run.staged)
-            _clear(staging)
-            size = write_artifact(
-                staging / ARTIFACT,
-                spec=canonical(spec).encode(),
-                interface=deployment.interface,
-                code=deployment.code,
-                layout=deployment.layout,
-                tensors=model.tensors,
-                table=described(schemes, model.tensors),
-            )
-            artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
-            facts = (spec, step, size, budget, rows, inputs, more, *losses)
-            result = QuantizeResult(artifact, *facts, calibration, seconds)
-            files = (
-                (SPEC, readable(spec).encode()),
-                (REPORT, report_json(result, sensitivity, options).encode()),
-                (ARTIFACT, (staging / ARTIFACT).read_bytes()),
-            )
-            committed.write(run.staged, files)
-            committed.replace(run.quantized, run.staged)
-            _clear(staging)
-        except OSError as error:
-            hint = "free some space, then quantize again"
-            raise RunFailure(f"cannot write {run.quantized}: {error.strerror}", hint) from error
+    try:
+        committed.settle(run.quantized, run.staged)
+        _clear(staging)
+        size = write_artifact(
+            staging / ARTIFACT,
+            spec=canonical(spec).encode(),
+            interface=deployment.interface,
+            code=deployment.code,
+            layout=deployment.layout,
+            tensors=model.tensors,
+            table=described(schemes, model.tensors),
+        )
+        artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
+        facts = (spec, step, size, budget, rows, inputs, more, *losses)
+        result = QuantizeResult(artifact, *facts, calibration, seconds)
+        files = (
+            (SPEC, readable(spec).encode()),
+            (REPORT, report_json(result, sensitivity, options).encode()),
+            (ARTIFACT, (staging / ARTIFACT).read_bytes()),
+        )
+        committed.write(run.staged, files)
+        committed.replace(run.quantized, run.staged)
+        _clear(staging)
+    except OSError as error:
+        hint = "free some space, then quantize again"
+        raise RunFailure(f"cannot write {run.quantized}: {error.strerror}", hint) from error
     return result
 
 

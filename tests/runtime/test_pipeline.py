@@ -32,7 +32,7 @@ from specc.runtime.quantize.budget import choose, promoted
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
 from specc.runtime.quantize.quantizer import plain, resolved
 from specc.runtime.quantized import quantized_artifact
-from specc.runtime.run import Run
+from specc.runtime.run import Run, RunDirectoryError, locked
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,19 @@ def test_a_failed_write_leaves_the_old_one(made: Quantized, tmp_path: Path) -> N
     assert quantize(run.directory, options, lambda _: None).step == 4
     assert (run.quantized / "model.specc").read_bytes() != before["model.specc"]
     assert [path.name for path in (run.directory / ".quantizing").iterdir()] == [".lock"]
+
+
+def test_where_nothing_can_be_written_nothing_is_worked_out(made: Quantized, tmp_path: Path) -> None:
+    """Nor where another process quantizes the same run."""
+    run, options = copied(made, tmp_path)
+    said: list[str] = []
+    with locked(run.staged.parent), pytest.raises(RunDirectoryError, match="in use by another process"):
+        quantize(run.directory, options, said.append)
+    shutil.rmtree(run.staged.parent)
+    run.staged.parent.write_text("in the way")
+    with pytest.raises(RunFailure, match="cannot make"):
+        quantize(run.directory, options, said.append)
+    assert said == []
 
 
 # The byte budget
