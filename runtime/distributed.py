@@ -143,10 +143,13 @@ class World:
     def in_turn(self, name: str) -> Iterator[None]:
         """Rank 0 runs the block first, then all others at once: they find on disk what it has made.
 
-        It may take as long as it likes. Each such block of a program has a `name` of its own.
+        It may take as long as it likes. Each such block of a program has a `name` of its own. Raises PeerLost on those
+        that wait where a rank has failed.
         """
         with _peers():
             while self.rank and not self._store.check([name]):
+                if self._store.check(["failed"]):  # the store ends with rank 0, and torch tells of that at length
+                    raise PeerLost("another process of this run has failed", "see what it says")
                 time.sleep(0.05)
         yield
         if not self.rank and self._store is not None:

@@ -232,11 +232,9 @@ def test_the_exit_code_is_that_of_the_cause(
 Scenes = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Scenes], list[tuple[int, str]]]:
-    """The folder, what each of two ranks saw, and each one's exit code and last words."""
-    folder = tmp_path_factory.mktemp("scenes")
-    command = [sys.executable, str(HERE / "world_scenes.py"), str(folder)]
+def of_two(folder: Path, *words: str) -> list[tuple[int, str, str]]:
+    """The exit code of each of two ranks that run world_scenes.py, and what it printed and said."""
+    command = [sys.executable, str(HERE / "world_scenes.py"), str(folder), *words]
     processes = []
     with launch._reserved_port() as port:
         for rank in ("0", "1"):
@@ -245,10 +243,17 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Scenes]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             processes.append(subprocess.Popen(command, env=environment(**place, **where), **pipes))
         outputs = [process.communicate(timeout=300) for process in processes]
-    for out, err in outputs:
+    return [(process.returncode, *said) for process, said in zip(processes, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Scenes], list[tuple[int, str]]]:
+    """The folder, what each of two ranks saw, and each one's exit code and last words."""
+    folder = tmp_path_factory.mktemp("scenes")
+    ended = of_two(folder)
+    for _, out, err in ended:
         assert out.startswith("{"), err
-    ends = [(process.returncode, err) for process, (_, err) in zip(processes, outputs, strict=True)]
-    return folder, [json.loads(out) for out, _ in outputs], ends
+    return folder, [json.loads(out) for _, out, _ in ended], [(code, err) for code, _, err in ended]
 
 
 Seen = tuple[Path, list[Scenes], list[tuple[int, str]]]
@@ -312,6 +317,13 @@ def test_a_failure_is_shown_by_the_rank_that_had_it(scenes: Seen) -> None:
     (zero, nothing), (one, shown) = scenes[2]
     assert zero == launch.PEER_LOST and nothing == ""
     assert one == 1 and shown.count("Error: the disk of this host is damaged") == 1 and "on rank 1 of 2" in shown
+
+
+def test_a_failure_of_the_first_in_turn_is_all_that_is_shown(tmp_path: Path) -> None:
+    """The others, which wait for it, end before what they wait with is gone; that would say so in many lines."""
+    (zero, _, shown), (one, _, nothing) = of_two(tmp_path, "turn")
+    assert zero == 1 and shown.count("Error: the disk of this host is damaged") == 1
+    assert (one, nothing) == (launch.PEER_LOST, "")
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

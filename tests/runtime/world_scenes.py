@@ -1,6 +1,7 @@
 """What test_distributed.py looks at from inside: each process of a world runs this file and prints one JSON object.
 
-usage: world_scenes.py FOLDER, in the environment of torchrun. The last scene ends in a failure of rank 1.
+usage: world_scenes.py FOLDER [turn], in the environment of torchrun. The last scene ends in a failure of rank 1; with
+`turn`, the only one is a failure of rank 0 in its turn.
 """
 
 import json
@@ -175,6 +176,12 @@ def differs(folder: Path, world: World) -> dict[str, Any]:
 SCENES = (calls, gradients, scores, clocks, ends, stops, reports, differs)
 
 
+def turn() -> None:
+    with joined() as world, world.in_turn("fails"):
+        if world.rank == 0:
+            raise IntegrityError("the disk of this host is damaged")
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     stream(folder)
@@ -190,4 +197,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    turn() if sys.argv[2:] else main(Path(sys.argv[1]))
