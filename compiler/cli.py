@@ -1,5 +1,6 @@
 """The command line. Each command imports what it needs when it runs, so that `specc --help` is quick."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -286,7 +287,9 @@ def explain(spec: Path, node: str | None, target: str | None, as_json: bool) -> 
     plans = {**built.plans, **{f"{name}/{DEPLOYED}": plan for name, plan in built.deployed.items()}}
     rows = [row for folder, plan in plans.items() for row in explained(plan, node, folder)]
     if not rows and node is not None:
-        raise click.UsageError(f"no node of {built.spec.name} is named {node}; `specc ir {spec}` lists them")
+        raise click.UsageError(
+            f"no node of {built.spec.name} is named {node}; `specc ir {shlex.quote(str(spec))}` lists them"
+        )
     if as_json:
         import json
 
@@ -368,4 +371,4 @@ def init(name: str, origin: Path) -> None:
     path = origin if origin.suffix == ".yaml" else SPECS / f"{origin}.yaml"
     target = SPECS / f"{name}.yaml"
     copied(path, target, name)
-    click.echo(f"wrote {target}; next: specc plan {target}")
+    click.echo(f"wrote {target}; next: specc plan {shlex.quote(str(target))}")

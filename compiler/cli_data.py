@@ -1,6 +1,7 @@
 """The commands that make, check and fetch token shards."""
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def pack(
             f"{name:<6} {split.documents:,} documents, {split.document_bytes:,} bytes, {tokens:,} tokens "
             f"({per_token} bytes a token), {len(split.shards)} shards"
         )
-    click.echo(f"next: specc data check {out}; specc train SPEC --data {out}")
+    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(out))))
 
 
 @data.command()
@@ -142,4 +143,4 @@ def fetch(name: str, out: Path, shards: int, repo: str | None, revision: str | N
     record = bring(name, out, shards, say, repo, revision)
     tokens = sum(shard.tokens for split in record.splits.values() for shard in split.shards)
     click.echo(f"{out}: {tokens:,} tokens of {record.tokenizer}")
-    click.echo(f"next: specc data check {out}; specc train SPEC --data {out}")
+    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(out))))

@@ -1,6 +1,7 @@
 """The commands that quantize, write what ships, and count its bytes."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +75,7 @@ def quantize(
     click.echo(f"artifact     {result.size.total:,} bytes{beside}{budget}: {result.artifact}")
     click.echo(f"report       {result.artifact.parent / 'report.json'}: all of this, a row a parameter")
     wants = "--prompt TEXT" if result.spec.model.characters is None else "--lines FILE"
-    click.echo(f"next: specc generate {result.artifact} {wants}")
+    click.echo(f"next: specc generate {shlex.quote(str(result.artifact))} {wants}")
 
 
 @dataclass(frozen=True, slots=True)

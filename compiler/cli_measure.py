@@ -173,7 +173,7 @@ def tune(
     found = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh), say)
     click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
     if not compile_only:
-        say(f"wrote {path}; next: specc build {spec}")
+        say(f"wrote {path}; next: specc build {shlex.quote(str(spec))}")
 
 
 @cli.command()

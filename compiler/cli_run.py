@@ -1,6 +1,7 @@
 """The commands that run a model. Torch is imported when one of them runs, not before."""
 
 import json
+import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -138,7 +139,7 @@ def train(
         if world is None or world.rank == 0:
             state = "complete" if result.complete else "ended early"
             click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
-            click.echo(f"next: specc quantize {result.run}")
+            click.echo(f"next: specc quantize {shlex.quote(str(result.run))}")
     return 0
 
 

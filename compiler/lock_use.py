@@ -1,5 +1,6 @@
 """What of a lock applies to a spec, and what was measured for something else."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ class LockUse:
         names = ", ".join(self.idle[:SHOWN])
         more = f" and {len(self.idle) - SHOWN} more" if len(self.idle) > SHOWN else ""
         many = f"{len(self.idle)} of {self.entries} lock entries apply to no node"
-        return f"note: {many}: {names}{more}; to measure again: specc tune {spec}"
+        return f"note: {many}: {names}{more}; to measure again: specc tune {shlex.quote(str(spec))}"
 
 
 def lock_use(lock: Lock, plans: Mapping[str, Plan], known: tuple[str, ...]) -> LockUse:

@@ -6,6 +6,7 @@ rng.safetensors, ema.safetensors where the run averages, state.json and COMMIT. 
 
 import platform
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,8 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
             committed.discard(old)
     except OSError as error:
         reason = error.strerror or str(error)
-        hint = f"older checkpoints are whole: free some space, then: specc train --run {folder.parent} --resume auto"
+        again = f"specc train --run {shlex.quote(str(folder.parent))} --resume auto"
+        hint = f"older checkpoints are whole: free some space, then: {again}"
         raise RunFailure(f"cannot write the checkpoint {path}: {reason}", hint) from error
     return path
 

@@ -1,6 +1,7 @@
 """Writes a submission: train_gpt.py and the weights of a quantized run, beside each other."""
 
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,9 @@ def export_submission(
     run = _of_text(Run.open(path))
     say = say or (lambda _: None)
     source = quantized_artifact(run, say)
-    run = run.requantized(json.loads(Committed.open(run.quantized).read(REPORT)).get("overrides", ()))
+    overrides = json.loads(Committed.open(run.quantized).read(REPORT)).get("overrides", ())
+    run = run.requantized(overrides)
+    again = shlex.join(["specc", "quantize", str(path), *(word for text in overrides for word in ("--set", text))])
     spec = run.spec
     assert spec.quant is not None
     found = read_verified(source)
@@ -64,7 +67,7 @@ def export_submission(
     if _without_rules(canonical(found.spec)) != _without_rules(canonical(spec)):
         if as_trained(run, lambda _: None)[0].spec != spec:
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.goes_on)
-        raise RunFailure(f"{source} was made of another spec than the run has now", f"specc quantize {path}")
+        raise RunFailure(f"{source} was made of another spec than the run has now", again)
     text = _code(run, targets, search, codec)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +96,7 @@ def export_submission(
     size = submission_size(out, spec.quant.budget_bytes or LIMIT)
     if size.over:
         say(f"{size.total:,} bytes, code included, are over the budget of {size.budget:,}; both files are written")
-        fits = f"specc quantize {path} --for submission, then export again with --force"
+        fits = f"{again} --for submission, then export again with --force"
         say(f"what leaves room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
     return size
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import shutil
 from base64 import b64encode
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ def single() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run directory that was trained and quantized by the commands, and its data."""
-    folder = tmp_path_factory.mktemp("cli_run")
+    folder = tmp_path_factory.mktemp("cli run")
     data = write_text(folder / "data")
     overrides = [word for text in SMALL for word in ("--set", text)]
     assert run(["train", str(SPEC), "--run", str(folder / "run"), "--data", str(data), *overrides]) == 0
@@ -47,6 +48,22 @@ def test_quantize_tells_what_each_parameter_became(
     assert any(line.startswith(f"report       {report}") for line in told)
     assert run(["quantize", str(copy), "--json"]) == 0
     assert capsys.readouterr().out == report.read_text()
+
+
+def test_the_next_command_can_be_copied(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a folder whose name has a space in it."""
+    again = tmp_path / "a run"
+    shutil.copytree(trained[0], again)
+    shutil.rmtree(again / "quantized")
+    assert run(["eval", str(again), "--quantized"]) == 4
+    assert f"first: specc quantize '{again}'" in capsys.readouterr().err
+    assert run(["train", "--run", str(again), "--resume", "auto"]) == 0
+    told = capsys.readouterr().out.splitlines()[-1].removeprefix("next: specc ")
+    assert run([*shlex.split(told), "--max-tokens", "50"]) == 0
+    told = capsys.readouterr().out.splitlines()[-1].removeprefix("next: specc ")
+    assert run(shlex.split(told.replace("TEXT", "the"))) == 0
 
 
 def test_from_a_run_to_a_file_that_speaks(

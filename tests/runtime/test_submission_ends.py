@@ -35,14 +35,15 @@ def test_a_training_that_ends_before_the_last_phase_is_refused(made: Made, tmp_p
 def test_an_export_over_its_budget_ends_with_exit_code_1(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its files are there, and it says so."""
-    run = Path(shutil.copytree(made.run.directory, tmp_path / "run"))
+    """Its files are there, and it says so, and what would fit: as it was quantized, but with room for the code."""
+    run = Path(shutil.copytree(made.run.directory, tmp_path / "a run"))
     export = ["export", str(run), "--format", "submission", "--codec", "lzma", "--out"]
     assert specc([*export, str(tmp_path / "fits")]) == 0 and "over" not in capsys.readouterr().err
     quantize(run, QuantizeOptions(max_tokens=50, overrides=("quant.budget_bytes=40000",)), lambda _: None)
     assert specc([*export, str(tmp_path / "over")]) == 1
     shown = capsys.readouterr()
     assert "are over the budget of 40,000; both files are written" in shown.err
+    assert f"specc quantize '{run}' --set quant.budget_bytes=40000 --for submission, then" in shown.err
     assert shown.out.count("wrote ") == 2 and submission_size(tmp_path / "over").over
 
 
