@@ -22,6 +22,8 @@ from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.opened import Opened, token_cache
 from specc.runtime.run import readable
 
+FEWER = "lower --batch, or eval.batch in the spec"  # where memory is full
+
 
 class EvaluateError(RuntimeFailure):
     """What was asked for cannot be scored: no data named, a stride that no window has."""
@@ -197,8 +199,12 @@ def evaluate_adapted(
         raise EvaluateError(f"{opened.path} computes in whole numbers, through which nothing learns", hint)
     method, model, compiled = method_of(how.adapt), opened.model, _compiled(opened, options)
     learns = [weight for weight in model.parameters() if weight.requires_grad]
-    with _stream(opened, options, world) as stream, _memory():
-        rows = method.rows(how.adapt, asked.batch)
+    own = method.rows(how.adapt) if method.rows is not None else None
+    if own is not None and options.batch not in (None, own):
+        message = f"{how.adapt.kind} takes {own} windows at once, as its settings say, and has no other batches"
+        raise EvaluateError(message, "leave --batch out, or say it in the settings of --adapt")
+    rows, fewer = (asked.batch, FEWER) if own is None else (own, "lower what the settings of --adapt take at once")
+    with _stream(opened, options, world) as stream, _memory(fewer):
         account = Account(
             stream, opened.tokenizer, asked.window, rows, asked.stride, options.max_tokens, method.chunk(how.adapt)
         )
@@ -241,8 +247,8 @@ def _stream(opened: Opened, options: EvaluateOptions, world: World) -> Iterator[
 
 
 @contextmanager
-def _memory() -> Iterator[None]:
+def _memory(hint: str = FEWER) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RunFailure("out of GPU memory", "lower --batch, or eval.batch in the spec") from error
+        raise RunFailure("out of GPU memory", hint) from error

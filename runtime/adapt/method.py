@@ -94,14 +94,14 @@ class Method:
     """One way to adapt, of the `kind` of settings that it is named after.
 
     Attributes:
-        rows: how many windows a batch has, of the settings and the number that would do; where windows of a batch
-            have something in common, the settings say it.
+        rows: how many windows a batch has, of the settings, where windows of a batch have something in common; None
+            where any number does.
         chunk: how many targets are scored before the model changes, of the settings; None where it does not.
         run: scores all that there is, and says how often it adapted. Several processes run it with one `world`.
     """
 
     name: str
-    rows: Callable[[Any, int], int]
+    rows: Callable[[Any], int] | None
     chunk: Callable[[Any], int | None]
     run: Callable[[Any, Work], str]
 

@@ -55,5 +55,5 @@ def _batches(work: Work, nats: Callable[[Placed], Tensor], what: str) -> str:
     return f"{what}, of {len(work.account.windows):,}"
 
 
-SLOT = Method("slot", lambda how, rows: how.windows, lambda how: None, _published)
-SLOT_CAUSAL = Method("slot_causal", lambda how, rows: rows, lambda how: None, _causal)
+SLOT = Method("slot", lambda how: how.windows, lambda how: None, _published)
+SLOT_CAUSAL = Method("slot_causal", None, lambda how: None, _causal)

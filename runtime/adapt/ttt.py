@@ -194,4 +194,4 @@ def _run(how: TestTimeTraining, work: Work) -> str:
     return f"{count:,} numbers learned from {len(chunks) - 1:,} of {len(chunks):,} chunks"
 
 
-TTT = Method("ttt", lambda how, rows: rows, lambda how: how.chunk, _run)
+TTT = Method("ttt", None, lambda how: how.chunk, _run)

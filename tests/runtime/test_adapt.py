@@ -335,6 +335,10 @@ def test_what_cannot_adapt_is_refused(run: Run, opened: Opened, tmp_path: Path) 
 
     with pytest.raises(SpecError, match="slot_causal fits on what windows share"):
         adapted(opened, CAUSAL, cache=tmp_path, stride=32)
+    assert adapted(opened, SLOT, cache=tmp_path, batch=4, max_tokens=50).counted.tokens == 50
+    with pytest.raises(EvaluateError, match="slot takes 4 windows at once, as its settings say") as caught:
+        adapted(opened, SLOT, cache=tmp_path, batch=3)
+    assert caught.value.exit_code == 2
     with pytest.raises(SpecError, match="there is no kind `slo`"):
         evaluate(run.directory, EvaluateOptions(adapt="slo"))
     with pytest.raises(SpecError, match="has no key `step`"):
