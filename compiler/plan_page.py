@@ -281,13 +281,17 @@ def summary(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] 
     total = sum(size for _, _, _, size, _ in rows)
     budget = spec.quant.budget_bytes if spec.quant is not None else None
     against = f" of {budget:,} ({100 * total / budget:.1f} %)" if budget else ""
-    lines.append(f"artifact     at most about {total:,} bytes{against}, compressed; by the entropy of normal rows")
+    words = promotion(spec)
+    when = " at the bits of its rules, before others are chosen" if words else ""
+    lines.append(
+        f"artifact     at most about {total:,} bytes{against}{when}, compressed; by the entropy of normal rows"
+    )
     if budget and total > budget and spec.quant is not None and spec.quant.allocate is None:
         lines.append("  may not fit: `quant.allocate` chooses among widths, fewer bits too, so that it does")
     lines += too_large(spec, next(iter(plans)), schemes)
     for label, n, numbers, size, _ in rows[:6]:
         lines.append(f"  {label:<22} {n:>4} tensors {numbers:>12,} parameters {size:>12,} bytes")
-    if words := promotion(spec):
+    if words:
         lines.append(f"  {words}")
     for target, plan in list(plans.items())[:7]:
         own = [c for c in plan.choices if c.rendered.files]

@@ -32,6 +32,17 @@ def least(*sets: str) -> int:
     return sum(fewest[p.name].estimate_bytes(p.shape) for p in params)
 
 
+@pytest.mark.parametrize("choice", ["allocate", "promote"])
+def test_bytes_before_a_choice_are_not_told_as_those_of_the_artifact(choice: str) -> None:
+    """A choice of more bits takes more bytes, up to the budget."""
+    other = "promote" if choice == "allocate" else "allocate"
+    wish = {"allocate": "{bits: [5, 8]}", "promote": "{count: 2, bits: 8}"}
+    for sets, told in (((f"quant.{choice}={wish[choice]}",), True), ((f"quant.{choice}=null",), False)):
+        built = compile_spec(GOLF, (*SMALL, "quant.correct=null", f"quant.{other}=null", *sets))
+        (line,) = (line for line in summary(built.spec, built.plans) if line.startswith("artifact "))
+        assert ("at the bits of its rules, before others are chosen" in line) == told
+
+
 @pytest.mark.parametrize("more", [(), (GATED,)])
 def test_only_what_cannot_fit_at_the_fewest_bits_is_warned_of(more: tuple[str, ...]) -> None:
     size = least(*more)
