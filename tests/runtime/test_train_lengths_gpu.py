@@ -36,3 +36,19 @@ def test_nothing_is_compiled_at_a_switch_and_losses_are_those_of_the_cpu(tmp_pat
     assert found == pytest.approx(wanted, rel=0.05)  # bf16 against f32, over 12 steps
     for trainer in (device, plain):
         trainer.loader.close()
+
+
+def test_blocks_of_documents_are_captured_and_losses_are_those_of_the_cpu(tmp_path: Path) -> None:
+    """Rows of two blocks, heads of 16: attention computes only the blocks that some token sees, and its tables are made
+    anew at each replay."""
+    rows = ("model.context=256", "train.tokens_per_step=1024", "model.dim=64", "train.steps=8")
+    documents = ("model.blocks.layers.0.bos=256", "model.blocks.layers.0.window=200")
+    spec = small_spec("targets=[sm90, cpu]", "fuse=[]", *rows, *documents)
+    device, plain = trainer_of(spec, tmp_path / "gpu", "sm90", True), trainer_of(spec, tmp_path / "cpu")
+    device.warm_up(257)
+    assert all(one._graph is not None for one in device._passes)  # type: ignore[attr-defined]
+    found = [step.loss for _ in range(8) for step in device.advance()] + [step.loss for step in device.settle()]
+    wanted = [step.loss for _ in range(8) for step in plain.advance()]
+    assert found == pytest.approx(wanted, rel=0.05)
+    for trainer in (device, plain):
+        trainer.loader.close()
