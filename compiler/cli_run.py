@@ -13,6 +13,7 @@ from click import get_current_context
 from click.core import ParameterSource
 
 from specc.compiler.cli import (
+    SPECS,
     cli,
     device_option,
     format_option,
@@ -108,7 +109,7 @@ def train(
         if known is not None and directory is not None and spec is None:
             if overrides:
                 raise click.UsageError("a run keeps its spec: --set has no effect on it")
-            beside, loaded, lock, overrides = known.files, known.spec, known.lock, known.overrides
+            beside, loaded, lock, overrides = SPECS, known.spec, known.lock, known.overrides
         else:
             path = spec or only_spec()
             beside = path.parent
@@ -132,7 +133,7 @@ def train(
             resume,
             steps,
             max_seconds,
-            (*with_data(tokenizers, data), beside, Path()),
+            (*([known.files] if known else []), *with_data(tokenizers, data), beside, Path()),
             lock=lock,
         )
         result = run(options, say, world)

@@ -37,7 +37,7 @@ from specc.runtime.quantize.constants import constants, fill
 from specc.runtime.quantize.stored import require_products
 from specc.runtime.quantize.tensors import Layout, QuantizedModel, dequantized, layout
 from specc.runtime.quantized import quantized_artifact
-from specc.runtime.run import Run, RunDirectoryError
+from specc.runtime.run import KEPT, Run, RunDirectoryError
 from specc.runtime.sources.tokens import characters_of, tokenizer_of
 
 Say = Callable[[str], None]
@@ -182,7 +182,8 @@ def open_model(
         return opened_run(run, weights, target, device, search)
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
-    return _open_artifact(path, target, device, (*search, path.parent), say, None, prepared)
+    places = (path.parent.parent / KEPT, *search, path.parent)  # the first of an artifact that is still in its run
+    return _open_artifact(path, target, device, places, say, None, prepared)
 
 
 def opened_run(
@@ -360,6 +361,6 @@ def _open_artifact(
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:
-    """Where the tokenizer of a run may be: where the caller says, in the run, beside the data."""
+    """Where the tokenizer of a run may be: in the run, where the caller says, beside the data."""
     data = Path(run.data)
-    return (*search, run.files, data if data.is_dir() else data.parent)
+    return (run.files, *search, data if data.is_dir() else data.parent)

@@ -30,7 +30,7 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
         say(f"{error.message}: of which step the artifact is, is not known")
         return path
     newest = checkpoint.latest(run.checkpoints, say)
-    if newest is not None and checkpoint.read_state(newest).step != step:
+    if newest is not None and checkpoint.read_state(newest).step > step:
         say(f"the artifact is of step {step}, and {newest} is newer; one of that: {again}")
     return path
 

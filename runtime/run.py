@@ -39,6 +39,7 @@ from specc.runtime.export.atomic import write_atomically
 
 SPEC = "spec.json"
 LOCK = "lock.json"
+KEPT = "files"
 
 
 class RunDirectoryError(RuntimeFailure):
@@ -71,7 +72,7 @@ class Run:
 
     @property
     def files(self) -> Path:
-        return self.directory / "files"
+        return self.directory / KEPT
 
     @property
     def log(self) -> Path:
@@ -198,7 +199,7 @@ def is_run(directory: Path) -> bool:
 
 def require_free(directory: Path) -> None:
     """Raises RunDirectoryError unless a run can begin here: nothing is there but what a killed start left."""
-    left = {"run.json", LOCK, "files", "generated", "checkpoints", "quantized"}
+    left = {"run.json", LOCK, KEPT, "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
     )

@@ -150,12 +150,13 @@ def _staged(out: Path) -> Iterator[Path]:
 def _require_replaceable(out: Path) -> None:
     """Raises DataError for an empty folder that something is mounted on: better now than when all is packed. The kernel
     alone knows of all kinds of mounts, and says so for any change of the name."""
+    aside = out.with_name(f".{out.name}.aside")
     try:
-        out.rmdir()
+        out.rename(aside)
     except OSError as error:
         what = f"{out}: cannot be replaced by another folder: {error.strerror or error}"
         raise DataError(what, f"name a folder in it: --out {out / 'packed'}") from error
-    out.mkdir()
+    aside.rename(out)
 
 
 def _lock(descriptor: int, staging: Path, out: Path) -> None:

@@ -262,7 +262,7 @@ class TiktokenTokenizer:
 
 
 def open_tokenizer(name: str, search: Sequence[Path] = ()) -> Tokenizer:
-    """Open a tokenizer by name: `bytes`, or a `.model` or `.tiktoken` file, as given or in one of `search`.
+    """Open a tokenizer by name: `bytes`, or a `.model` or `.tiktoken` file, in one of `search` or as given.
 
     Raises:
         DataError: unknown kind, not found (the message lists where it looked), or not a valid file.
@@ -288,10 +288,11 @@ def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
 
 
 def _found(name: str, search: Sequence[Path]) -> Path:
-    """Copies, of a run or of packed data, have the file's name alone."""
+    """In the folders in their order, so that what a run keeps goes before a file of that name that happens to lie here;
+    copies, of a run or of packed data, have the file's name alone."""
     given = Path(name).expanduser()
-    named = [Path(folder) / one for one in (given, given.name) for folder in search]
-    places = list(dict.fromkeys([given, *named]))
+    named = [Path(folder) / one for folder in search for one in (given, given.name)]
+    places = list(dict.fromkeys([*named, given]))
     for place in places:
         if place.is_file():
             return place

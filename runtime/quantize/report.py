@@ -204,7 +204,7 @@ def _told(rows: Sequence[Row]) -> tuple[str, ...]:
         f"{bits[0]:g}" if len(bits) == 1 else f"{bits[0]:g} to {bits[-1]:g}",
         f"{max(row.mse for row in rows):.2e}",
         f"{max(errors):.3%}" if errors else "-",
-        f"{sum(nats):.6f}" if nats else "-",
+        f"{sum(nats):.2e}" if nats else "-",
         f"{sum(row.compressed for row in rows):,}",
         f"{sum(row.bytes for row in rows):,}",
     )

@@ -120,13 +120,15 @@ def _make(world: World, target: str, options: Any) -> None:
     compress(b"", 0, Codec(plan.CODEC))  # likewise: brotli may not be installed
     kept = out.with_name(f"{out.name}.trained")
     streams = [open_stream(options.data, split, tokenizer, Path()) for split in ("train", "val")]
+    weights = recalled(kept, world.device) if options.command == "quantize" else {}
     before = out.with_name(f"{out.name}.before")
     if not world.rank and out.exists():  # else it would be scored as new, should this run fail
-        out.replace(before)
+        try:
+            out.replace(before)
+        except OSError as error:
+            raise RunFailure(f"cannot put {out} aside: {error.strerror}") from error
         print(f"{out} is {before} until there is a new one", file=sys.stderr)
-    if options.command == "quantize":
-        weights = recalled(kept, world.device)
-    else:
+    if options.command != "quantize":
         weights = trained(world, target, options, tokenizer, streams)
         if not world.rank:
             keep(weights, kept)

@@ -118,7 +118,7 @@ def _of_text(run: Run) -> Run:
 
 
 def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec) -> str:
-    tokenizer = tokenizer_of(run.spec, [*search, *_places(run)])
+    tokenizer = tokenizer_of(run.spec, [run.files, *search, *_places(run)])
     return train_gpt(run.spec, run.lock, targets or run.spec.targets, tokenizer, codec)
 
 
@@ -132,4 +132,4 @@ def _without_rules(text: str) -> object:
 
 def _places(run: Run) -> list[Path]:
     data = Path(run.data)
-    return [run.files, data if data.is_dir() else data.parent, Path()]
+    return [data if data.is_dir() else data.parent, Path()]

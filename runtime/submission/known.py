@@ -51,6 +51,8 @@ def read_record(folder: Path) -> ShardRecord | None:
         text = path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise DataIntegrityError(f"{path}: {error.strerror}", HINT) from None
     if not text:
         raise DataIntegrityError(f"{folder}: was never completed ({RECORD} is empty)", "pack or fetch it again")
     try:

@@ -168,7 +168,7 @@ def test_a_run_whose_data_moved_goes_on_with_it(tmp_path: Path, capsys: pytest.C
     assert run(again) == 0 and run(["quantize", str(folder)]) == 0
 
 
-def test_a_run_keeps_the_tokenizer_that_it_was_begun_with(tmp_path: Path) -> None:
+def test_a_run_keeps_the_tokenizer_that_it_was_begun_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The spec names it within a folder of its own; both are gone when the run goes on, and it has moved."""
     specs, moved = tmp_path / "specs", tmp_path / "elsewhere" / "run"
     (specs / "words").mkdir(parents=True)
@@ -184,7 +184,11 @@ def test_a_run_keeps_the_tokenizer_that_it_was_begun_with(tmp_path: Path) -> Non
     (tmp_path / "run").rename(moved)
     assert run(["train", "--run", str(moved), "--resume", "auto"]) == 0
     assert run(["quantize", str(moved)]) == 0
-    assert run(["generate", str(moved), "--prompt", "the ", "--max-tokens", "3"]) == 0
+    (tmp_path / "here" / "words").mkdir(parents=True)  # another one of that name, where the command is given
+    (tmp_path / "here" / "words" / "bytes.tiktoken").write_text("".join(reversed(ranks)).replace(" 65\n", " 66 \n"))
+    monkeypatch.chdir(tmp_path / "here")
+    for path in (moved, moved / "quantized" / "model.specc"):
+        assert run(["generate", str(path), "--prompt", "the ", "--max-tokens", "3"]) == 0
     assert run(["export", str(moved), "--format", "submission"]) == 0
 
 

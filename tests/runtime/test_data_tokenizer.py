@@ -190,12 +190,12 @@ def test_ids_out_of_range_are_errors(folder: Path, name: str) -> None:
             tokenizer.decode([65, bad])
 
 
-def test_tokenizers_are_found_as_given_then_in_the_search_folders(folder: Path, tmp_path: Path) -> None:
+def test_tokenizers_are_found_in_the_search_folders_then_as_given(folder: Path, tmp_path: Path) -> None:
     assert open_tokenizer(str(folder / "small.tiktoken")).vocab == 257 + len(MERGES)
     assert open_tokenizer("small.model", [tmp_path, folder]).vocab == 330
     with pytest.raises(DataError) as caught:
         open_tokenizer("small.model", [tmp_path])
-    assert caught.value.message == f"no tokenizer 'small.model'; looked at small.model, {tmp_path}/small.model"
+    assert caught.value.message == f"no tokenizer 'small.model'; looked at {tmp_path}/small.model, small.model"
     with pytest.raises(DataError, match="unknown tokenizer 'gpt2'"):
         open_tokenizer("gpt2", [folder])
 
