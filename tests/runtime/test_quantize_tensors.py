@@ -205,9 +205,9 @@ def rows_of(layers: int, nats: float | None = 0.25) -> list[Row]:
 def test_a_table_of_a_few_parameters_has_a_line_each() -> None:
     text = table(rows_of(6)).splitlines()
     assert len(text) == 38 and max(map(len, text)) == 100
-    assert text[1].split() == ["blocks.0.attention.q", "6", "1.00e-06", "1.000%", "0.250000", "1,500,000", "2,000,000"]
+    assert text[1].split() == ["blocks.0.attention.q", "6", "1.00e-06", "1.000%", "2.50e-01", "1,500,000", "2,000,000"]
     assert text[4].split()[3] == "-" and text[6].startswith("blocks.0.") and "…" in text[6]
-    assert text[-1].split() == ["total", "9.000000", "54,000,000", "72,000,000"]
+    assert text[-1].split() == ["total", "9.00e+00", "54,000,000", "72,000,000"]
     assert "nats" not in table(rows_of(6, None))
 
 
@@ -215,9 +215,9 @@ def test_a_table_of_many_has_a_line_for_those_that_differ_in_the_layer_alone() -
     text = table([Row("embed.token", "int8", 8.0, 2e-9, 0.002, 70, 60, None), *rows_of(11)]).splitlines()
     assert len(text) == 9 and max(map(len, text)) <= 100
     assert text[1].split() == ["embed.token", "8", "2.00e-09", "0.200%", "-", "60", "70"]
-    numbers = ["5", "to", "6", "1.10e-05", "11.000%", "2.750000", "16,500,000", "22,000,000"]
+    numbers = ["5", "to", "6", "1.10e-05", "11.000%", "2.75e+00", "16,500,000", "22,000,000"]
     assert text[2].split() == ["blocks.*.attention.q", "x", "11", *numbers]
-    assert text[-1].split() == ["total", "16.500000", "99,000,060", "132,000,070"]
+    assert text[-1].split() == ["total", "1.65e+01", "99,000,060", "132,000,070"]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8, 1e30])
