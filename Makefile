@@ -40,4 +40,4 @@ check: setup
 golden: setup
 	$(BIN)/specc build --all --force
 	$(BIN)/specc schema --write
-	SPECC_GOLDEN=1 $(BIN)/python -m pytest tests/errors tests/compiler/test_passes_fuse.py
+	SPECC_GOLDEN=1 $(BIN)/python -m pytest tests/errors tests/compiler/passes/test_passes_fuse.py

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specc.compiler.render import render
+from specc.compiler.render.jinja import render
 
 B, T, HEADS, GROUPS, CHANNELS = 48, 2048, 8, 4, 64  # gpt_mlp35's
 NUMBERS = count()

@@ -8,20 +8,20 @@ from importlib.metadata import version
 from pathlib import Path
 
 from specc.compiler import pipeline
-from specc.compiler.artifact import MANIFEST, digest, drift, write
-from specc.compiler.check import load, to_diagnostics
 from specc.compiler.errors import SpecError
+from specc.compiler.generated_folder import MANIFEST, digest, drift, write
 from specc.compiler.kernels.kernel import Rendered
-from specc.compiler.lock import NO_LOCK, Lock, lock_path, read_lock
-from specc.compiler.lock_use import LockUse, lock_use
-from specc.compiler.plan import Plan
-from specc.compiler.plan_page import plan_page
-from specc.compiler.programs import LoweringError, Programs
-from specc.compiler.render import plan_key, render
-from specc.compiler.source import Source
-from specc.compiler.spec import Spec
+from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
+from specc.compiler.plan.plan import Plan
+from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.render.jinja import plan_key, render
+from specc.compiler.render.model import model_context
+from specc.compiler.report.lock_use import LockUse, lock_use
+from specc.compiler.report.page import plan_page
+from specc.compiler.spec.check import load, to_diagnostics
+from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
-from specc.compiler.torch_model import model_context
+from specc.compiler.text.source import Source
 
 DEPLOYED = "deployed"  # the folder, below a target's, of what runs from an artifact
 

@@ -21,8 +21,9 @@ T = TypeVar("T")
 
 
 def _modules(package: ModuleType) -> list[ModuleType]:
-    names = sorted(info.name for info in pkgutil.iter_modules(package.__path__))
-    return [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    """Every module of a package and of the packages in it, in order of name."""
+    names = sorted(info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
+    return [importlib.import_module(name) for name in names]
 
 
 @cache

@@ -159,8 +159,8 @@ def only_spec() -> Path:
 @formatted
 def build(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: bool, into: Path) -> int:
     """Write the generated code of a spec."""
-    from specc.compiler.artifact import drift, unified, write
     from specc.compiler.build import compile_spec
+    from specc.compiler.generated_folder import drift, unified, write
 
     chosen = _all_specs() if every else list(specs) or [only_spec()]
     made = {path: compile_spec(path) for path in chosen}
@@ -232,8 +232,8 @@ def validate(specs: tuple[Path, ...], overrides: tuple[str, ...], form: str) -> 
 @click.option("--check", is_flag=True, help="Exit 1 where specs/schema.json is stale.")
 def schema(write: bool, check: bool) -> int:
     """Print the JSON Schema of a spec, for editors."""
-    from specc.compiler.artifact import replace_file
-    from specc.compiler.schema import schema_text
+    from specc.compiler.generated_folder import replace_file
+    from specc.compiler.spec.json_schema import schema_text
 
     text, path = schema_text(), SPECS / "schema.json"
     if write:
@@ -257,7 +257,7 @@ def schema(write: bool, check: bool) -> int:
 def plan(spec: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Summarize what a spec makes: parameters, bytes, FLOPs, kernels."""
     from specc.compiler.build import compile_spec
-    from specc.compiler.plan_page import summary, summary_data
+    from specc.compiler.report.page import summary, summary_data
 
     built = compile_spec(spec, overrides)
     if as_json:
@@ -280,8 +280,8 @@ def plan(spec: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 def explain(spec: Path, node: str | None, target: str | None, as_json: bool) -> None:
     """Show the kernel of each node, or of one, and why each other kernel was not chosen."""
     from specc.compiler.build import DEPLOYED, compile_spec
-    from specc.compiler.explain import explain as explained
-    from specc.compiler.explain import text_of
+    from specc.compiler.report.explain import explain as explained
+    from specc.compiler.report.explain import text_of
 
     built = compile_spec(spec, (), checked_targets(spec, target))
     plans = {**built.plans, **{f"{name}/{DEPLOYED}": plan for name, plan in built.deployed.items()}}
@@ -306,7 +306,7 @@ def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:
     """The targets that an option asks for. Raises UsageError where the spec does not list it."""
     if target is None:
         return ()
-    from specc.compiler.check import load
+    from specc.compiler.spec.check import load
 
     known = load(spec)[0].targets
     if target not in known:
@@ -323,11 +323,11 @@ def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:
 @formatted
 def ir(spec: Path, after: str, program: str | None, target: str | None) -> None:
     """Print the graphs of a spec as text."""
-    from specc.compiler.check import load, to_diagnostics
     from specc.compiler.errors import SpecError
-    from specc.compiler.explain import graphs_text
     from specc.compiler.pipeline import PIPELINE, run
-    from specc.compiler.programs import LoweringError
+    from specc.compiler.programs.programs import LoweringError
+    from specc.compiler.report.explain import graphs_text
+    from specc.compiler.spec.check import load, to_diagnostics
 
     passes = ["lower", *(name for name, _ in PIPELINE)]
     if after not in passes:
@@ -350,7 +350,7 @@ def ir(spec: Path, after: str, program: str | None, target: str | None) -> None:
 @formatted
 def compare(before: Path, after: Path) -> int:
     """Compare two specs: a summary, then the specs, the plans and the kernels, paired by node."""
-    from specc.compiler.compare import compare as compared
+    from specc.compiler.diff import compare as compared
 
     summary, text = compared(before, after)
     click.echo("\n".join(summary))
@@ -366,7 +366,7 @@ def compare(before: Path, after: Path) -> int:
 @formatted
 def init(name: str, origin: Path) -> None:
     """Start a new spec from another one, comments and all."""
-    from specc.compiler.starting import copied
+    from specc.compiler.spec.init import copied
 
     path = origin if origin.suffix == ".yaml" else SPECS / f"{origin}.yaml"
     target = SPECS / f"{name}.yaml"

@@ -64,8 +64,8 @@ def pack(
     Without --validation or --validation-fraction the splits are those that training on the text itself has: files or
     folders named val* and train*, else one document in ten.
     """
-    from specc.runtime.data.pack import PackOptions
-    from specc.runtime.data.pack import pack as make
+    from specc.runtime.data.shards.pack import PackOptions
+    from specc.runtime.data.shards.pack import pack as make
 
     if validation and share is not None:
         raise click.UsageError("--validation and --validation-fraction: name one of them")
@@ -106,8 +106,8 @@ def check(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], as_
 
     Exit 5 where bytes are not what they should be, 1 for what else is wrong.
     """
-    from specc.runtime.data import open_tokenizer
-    from specc.runtime.data.check import check as read
+    from specc.runtime.data.shards.check import check as read
+    from specc.runtime.data.tokenizers.tokenizer import open_tokenizer
 
     stages = Stages()
     opened = open_tokenizer(tokenizer, (*tokenizers, folder, Path())) if tokenizer is not None else None
@@ -135,8 +135,8 @@ def fetch(name: str, out: Path, shards: int, repo: str | None, revision: str | N
 
     The only command that uses the network.
     """
-    from specc.runtime.data.fetch import SETS
-    from specc.runtime.data.fetch import fetch as bring
+    from specc.runtime.data.shards.fetch import SETS
+    from specc.runtime.data.shards.fetch import fetch as bring
 
     if name not in SETS:
         raise click.UsageError(f"no set is named {name}; there are {', '.join(SETS)}")

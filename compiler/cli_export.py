@@ -106,7 +106,7 @@ def _one_file(wish: Wish) -> tuple[Sequence[Path], bool]:
 
 
 def _submission(wish: Wish) -> tuple[Sequence[Path], bool]:
-    from specc.runtime.export.codecs import Codec
+    from specc.runtime.artifact.codecs import Codec
     from specc.runtime.submission.export import export_submission
     from specc.runtime.submission.names import CODE, WEIGHTS
 
@@ -173,7 +173,7 @@ def size(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
 
     more: dict[str, object] = {}
     if plain:
-        from specc.runtime.export.plain import plain_size
+        from specc.runtime.submission.plain import plain_size
 
         compared = plain_size(model)
         more = {"own": compared.own, "plain": compared.plain}
@@ -184,7 +184,7 @@ def size(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
         for line in [json.dumps({**counted.facts(), **more}, indent=2)] if as_json else counted.report():
             click.echo(line)
         return int(counted.over)
-    from specc.runtime.size import size as count
+    from specc.runtime.export.size import size as count
 
     found = count(model, budget, say)
     if as_json:

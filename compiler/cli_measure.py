@@ -76,10 +76,10 @@ def bench(
     `decode`, lines a second in each dtype; and `int8`, the deployed products beside torch._int_mm.
     """
     from specc.compiler.build import compile_loaded
-    from specc.compiler.check import load
-    from specc.compiler.lock import lock_path, read_lock
-    from specc.runtime.launch import is_launched, launch, require_devices
-    from specc.runtime.load import choose_target
+    from specc.compiler.plan.lock import lock_path, read_lock
+    from specc.compiler.spec.check import load
+    from specc.runtime.distributed.launch import is_launched, launch, require_devices
+    from specc.runtime.model.load import choose_target
 
     parts = tuple(part for part in PARTS if part in only)
     if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
@@ -156,14 +156,14 @@ def tune(
     where it stopped. Candidates that do not compile, spill, or are less exact than plain Torch are listed with the
     reason. With --set, what a variant's nodes have joins the same lock: an entry holds for its very node alone.
     """
-    from specc.compiler.check import load
-    from specc.compiler.lock import lock_path, read_lock
+    from specc.compiler.plan.lock import lock_path, read_lock
+    from specc.compiler.spec.check import load
     from specc.compiler.targets import TARGETS
 
     loaded, _ = load(spec, overrides)
     path = lock_path(spec, loaded.name)
     lock = read_lock(path)
-    from specc.runtime.load import choose_target
+    from specc.runtime.model.load import choose_target
     from specc.runtime.tune import report
     from specc.runtime.tune.search import TuneOptions
     from specc.runtime.tune.search import tune as run
@@ -188,13 +188,13 @@ def verify(spec: Path, target: str | None, as_json: bool) -> int:
     Exit 1 where a check fails, 3 where a target that was named cannot run here.
     """
     from specc.compiler.build import compile_spec
-    from specc.compiler.lock import lock_path, read_lock
+    from specc.compiler.plan.lock import lock_path, read_lock
 
     wanted = checked_targets(spec, target)
     built = compile_spec(spec, (), wanted)
     lock = read_lock(lock_path(spec, built.spec.name))
-    from specc.runtime.verify import verify as checks
-    from specc.runtime.verify_deployed import verify_deployed
+    from specc.runtime.verify.deployed import verify_deployed
+    from specc.runtime.verify.verify import verify as checks
 
     found = []
     words = {True: "ok", False: "FAILED", None: "not here"}

@@ -12,16 +12,7 @@ import rich_click as click
 from click import get_current_context
 from click.core import ParameterSource
 
-from specc.compiler.cli import (
-    SPECS,
-    cli,
-    device_option,
-    format_option,
-    formatted,
-    json_option,
-    only_spec,
-    set_option,
-)
+from specc.compiler.cli import SPECS, cli, device_option, format_option, formatted, json_option, only_spec, set_option
 
 folder = click.Path(path_type=Path)
 run_argument = click.argument("run", type=folder)
@@ -44,9 +35,9 @@ def with_data(extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
     """The override that makes `--data KIND` the kind of data, where a spec with its `overrides` states another, or
     none; only for kinds that need no files."""
-    from specc.compiler.overrides import apply_overrides
-    from specc.compiler.source import read
-    from specc.compiler.train_spec import GENERATED
+    from specc.compiler.spec.train import GENERATED
+    from specc.compiler.text.overrides import apply_overrides
+    from specc.compiler.text.source import read
 
     if data not in GENERATED:
         return ()
@@ -99,9 +90,9 @@ def train(
 ) -> int:
     """Train a spec. Across machines, start it with torchrun."""
     from specc.compiler.build import compile_loaded
-    from specc.compiler.check import load
-    from specc.compiler.lock import lock_path, read_lock
-    from specc.runtime.launch import is_launched, target_of
+    from specc.compiler.plan.lock import lock_path, read_lock
+    from specc.compiler.spec.check import load
+    from specc.runtime.distributed.launch import is_launched, target_of
 
     with joined_world() if is_launched() else nullcontext() as world:
         known = begun(directory, spec, overrides, data) if resume else None
@@ -121,8 +112,8 @@ def train(
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
         if gpus is not None and world is None and (code := ran_on(gpus, loaded, target)) is not None:
             return code
-        from specc.runtime.train import TrainOptions
-        from specc.runtime.train import train as run
+        from specc.runtime.train.train import TrainOptions
+        from specc.runtime.train.train import train as run
 
         options = TrainOptions(
             loaded,
@@ -147,8 +138,8 @@ def train(
 def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...], data: str | None) -> Any:
     """The run that `train --resume` goes on with: that in the directory, or else the newest of the spec; None where it
     begins one. Raises RunDirectoryError for a directory that is none where no spec is named to begin one of."""
-    from specc.compiler.check import load
-    from specc.runtime.run import Run, RunDirectoryError, is_run, newest_run
+    from specc.compiler.spec.check import load
+    from specc.runtime.storage.run_directory import Run, RunDirectoryError, is_run, newest_run
 
     if directory is None:
         path = spec or only_spec()
@@ -161,7 +152,7 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 def ran_on(gpus: int, spec: Any, target: str | None) -> int | None:
     """The exit code of this command in so many processes; None for one, this one. Raises as `require_devices`."""
-    from specc.runtime.launch import launch, require_devices
+    from specc.runtime.distributed.launch import launch, require_devices
 
     require_devices(gpus, spec, target)
     context = click.get_current_context()
@@ -170,8 +161,8 @@ def ran_on(gpus: int, spec: Any, target: str | None) -> int | None:
 
 
 def joined_world() -> Any:
-    """As `specc.runtime.distributed.joined`, which imports torch."""
-    from specc.runtime.distributed import joined
+    """As `specc.runtime.distributed.world.joined`, which imports torch."""
+    from specc.runtime.distributed.world import joined
 
     return joined()
 
@@ -241,15 +232,15 @@ def evaluate(
     as_json: bool,
 ) -> int:
     """Score a run or an artifact: text in bits per byte on the validation split, lines by exact match."""
-    from specc.runtime.launch import is_launched, own_cpu
-    from specc.runtime.opened import spec_at
+    from specc.runtime.distributed.launch import is_launched, own_cpu
+    from specc.runtime.open_model import spec_at
 
     if gpus is not None and not is_launched():
         spec = spec_at(model)
         if (code := ran_on(gpus, spec, target or own_cpu(model, spec))) is not None:
             return code
-    from specc.runtime.evaluate import EvaluateOptions
-    from specc.runtime.evaluate import evaluate as score
+    from specc.runtime.eval.evaluate import EvaluateOptions
+    from specc.runtime.eval.evaluate import evaluate as score
 
     stages = Stages()
     with joined_world() if is_launched() else nullcontext() as world:
@@ -325,10 +316,10 @@ def generate(
     each."""
     _refuse_options("--lines" if lines is not None else "a prompt", OF_TEXTS if lines is not None else OF_LINES)
     if lines is not None:
-        from specc.runtime.data.characters import lines_of
         from specc.runtime.data.errors import LineError
-        from specc.runtime.opened import open_model
-        from specc.runtime.translate import opened_translator
+        from specc.runtime.data.tokenizers.characters import lines_of
+        from specc.runtime.decode.lines import opened_translator
+        from specc.runtime.open_model import open_model
 
         opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
         try:
@@ -341,10 +332,10 @@ def generate(
             raise LineError(error.row, f"{lines.name}:{error.row + 1}: {error.message}", error.hint) from error
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
         return
-    from specc.runtime.decoding import Sampling
+    from specc.runtime.decode.text import Sampling
     from specc.runtime.generate import generate as write
     from specc.runtime.generate import generate_several
-    from specc.runtime.opened import open_model
+    from specc.runtime.open_model import open_model
 
     sampling = Sampling(temperature, top_k, top_p)
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)

@@ -4,18 +4,18 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from specc.compiler.architectures.architecture import Architecture
-from specc.compiler.lock import NO_LOCK, Lock
+from specc.compiler.int8.fake_quantize import round_inputs
+from specc.compiler.int8.products import quantize_products
 from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.optimizers import owners
-from specc.compiler.passes.quantize_products import quantize_products
-from specc.compiler.passes.round_inputs import round_inputs
 from specc.compiler.passes.select_kernels import select_kernels
 from specc.compiler.passes.uncached import uncached
 from specc.compiler.passes.verify import verify
-from specc.compiler.plan import Plan
-from specc.compiler.programs import LoweringError, Programs
-from specc.compiler.spec import Spec
+from specc.compiler.plan.lock import NO_LOCK, Lock
+from specc.compiler.plan.plan import Plan
+from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.targets import TARGETS
 

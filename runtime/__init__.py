@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# The submodule first: when it is imported for the first time it takes the name that the function is to have.
-import specc.runtime.load  # noqa: F401
-
 if TYPE_CHECKING:
     from torch import nn
 
@@ -18,7 +15,7 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     It has `model(ids, targets)`, the mean loss in nats, f32 []; `model.score(ids, targets)`, the nats of each
     target, f32 [B, T]; and `prefill`, `decode` and `new_cache` for generation. ids and targets are i64 [B, T]
     on the device of the target, `cuda` or `cpu`. Without `target` the best one that runs here is taken. No
-    code that a file holds is ever executed. Raises as `specc.runtime.opened.open_model` does.
+    code that a file holds is ever executed. Raises as `specc.runtime.open_model.open_model` does.
 
     A model of pairs of lines has `model(source, inputs, target)`, `model.score(source, target)`, `encode` and
     `extend`, and `model.translate(lines)`, which turns a list of lines into the list of theirs.
@@ -30,9 +27,9 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     the context, or does not fit the other inputs. On a GPU `extend` and `decode`, which run once a token, look at
     shapes alone: to look at ids they would wait for the device.
     """
-    from specc.runtime.ids import check_programs
-    from specc.runtime.opened import open_model
-    from specc.runtime.translate import opened_translator
+    from specc.runtime.decode.lines import opened_translator
+    from specc.runtime.model.guards import check_programs
+    from specc.runtime.open_model import open_model
 
     opened = open_model(Path(path), target, device)
     if opened.spec.model.characters is not None:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from specc.runtime.data import Tokenizer
-from specc.runtime.decoding import Decoder, Sampling, SamplingError, drawn
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.decode.text import Decoder, Sampling, SamplingError, drawn
 from specc.runtime.errors import RunFailure
-from specc.runtime.opened import Opened, Say
+from specc.runtime.open_model import Opened, Say
 
 REPLACEMENT = "\ufffd".encode()
 HELD_TOKENS = 8  # a character takes at most 4 bytes, and a token at least one

@@ -2,7 +2,7 @@
 
 from typing import Self
 
-from specc.compiler.programs import Programs
+from specc.compiler.programs.programs import Programs
 from specc.compiler.strict import Path, StrictModel
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from specc.compiler.architectures.stack import Blocks, Stack
 from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
-from specc.compiler.ir import Builder
+from specc.compiler.ir.graph import Builder
 
 
 def norm_name(title: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from specc.compiler.architectures.architecture import Architecture
-from specc.compiler.architectures.functions import Functions
+from specc.compiler.architectures.function_table import Functions
 from specc.compiler.architectures.stack import Blocks, Stack, one_of
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
@@ -15,11 +15,11 @@ from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.roles import Embed, Norm, Shape, Site, Surroundings, Tokens, formula_problems
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.expr import parse, variables
-from specc.compiler.ir import Builder, Graph, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.shape import Last
-from specc.compiler.programs import LoweringError, Phase, Programs, read_by
+from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by
 from specc.compiler.strict import Path, Problem, StrictModel, Unit, later
 
 if TYPE_CHECKING:

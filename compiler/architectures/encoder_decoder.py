@@ -9,20 +9,20 @@ from pydantic import Field
 from specc.compiler import blocks
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.architectures.blocks_stage import BlocksStage
-from specc.compiler.architectures.functions import Functions
-from specc.compiler.architectures.names import collisions
+from specc.compiler.architectures.function_table import Functions
 from specc.compiler.architectures.side import Side
-from specc.compiler.architectures.span import spans, step_name
 from specc.compiler.architectures.stack import one_of
+from specc.compiler.architectures.stage_names import collisions
+from specc.compiler.architectures.time_loop import spans, step_name
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.roles import Bridge, Layer, Part, Shape, Stage, Surroundings
 from specc.compiler.catalog import models
-from specc.compiler.ir import Builder, Graph, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.sequence import Copy, Seen, Shift
 from specc.compiler.ops.shape import Last
-from specc.compiler.programs import LoweringError, Programs
+from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.strict import Path, Problem
 from specc.compiler.vocabulary import PAD, START, Vocabulary
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from specc.compiler.blocks.init import constant
 from specc.compiler.blocks.roles import Layer, Shape
-from specc.compiler.ir import Builder, output_refs
+from specc.compiler.ir.graph import Builder, output_refs
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import Halves

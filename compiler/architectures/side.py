@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specc.compiler.architectures.names import owner_of
-from specc.compiler.architectures.span import Span, mismatch, spans
+from specc.compiler.architectures.stage_names import owner_of
+from specc.compiler.architectures.time_loop import Span, mismatch, spans
 from specc.compiler.blocks.roles import FunctionTable, Part, Shape, Site, Surroundings, Tokens
-from specc.compiler.ir import Builder, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Builder, TensorType, TypeRuleError
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.sequence import StateWrite
-from specc.compiler.programs import LoweringError
+from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Path, Problem
 
 

@@ -23,9 +23,9 @@ from specc.compiler.blocks.roles import (
     layer_problems,
 )
 from specc.compiler.catalog import models
-from specc.compiler.ir import Builder, Dim, Graph, TensorType, TypeRuleError, output_ref
+from specc.compiler.ir.graph import Builder, Dim, Graph, TensorType, TypeRuleError, output_ref
 from specc.compiler.ops.region import Call, returned
-from specc.compiler.programs import LoweringError
+from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Path, Problem, StrictModel, later
 
 

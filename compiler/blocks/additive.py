@@ -5,7 +5,7 @@ from typing import Literal
 
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
-from specc.compiler.ir import Builder, TensorType
+from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.additive import Additive
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.sequence import AsStep

@@ -2,7 +2,7 @@
 
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.roles import Shape
-from specc.compiler.ir import Builder, Dim
+from specc.compiler.ir.graph import Builder, Dim
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 

@@ -9,19 +9,10 @@ from pydantic import AfterValidator, Field
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.previous import TokenId
-from specc.compiler.blocks.roles import (
-    Layer,
-    LayerList,
-    Lowered,
-    Shape,
-    Shared,
-    Surroundings,
-    Tokens,
-    layer_problems,
-)
+from specc.compiler.blocks.roles import Layer, LayerList, Lowered, Shape, Shared, Surroundings, Tokens, layer_problems
 from specc.compiler.blocks.values import ValueEmbedding, ValueTable
 from specc.compiler.expr import parse, variables
-from specc.compiler.ir import Builder, TensorType, output_refs
+from specc.compiler.ir.graph import Builder, TensorType, output_refs
 from specc.compiler.ops.attention import CacheWrite, Sdpa, SdpaCached, SdpaSeen
 from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
 from specc.compiler.ops.exclusive import Exclusive

@@ -8,7 +8,7 @@ from pydantic import Field
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.previous import TokenId, previous
 from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
-from specc.compiler.ir import Builder, Dim, TensorType
+from specc.compiler.ir.graph import Builder, Dim, TensorType
 from specc.compiler.ops.hash import BigramHash
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise

@@ -5,7 +5,7 @@ from typing import Literal
 
 from specc.compiler.blocks.affine import affine
 from specc.compiler.blocks.roles import Bridge, Shape
-from specc.compiler.ir import Builder, TypeRuleError
+from specc.compiler.ir.graph import Builder, TypeRuleError
 
 
 class ConcatBridge(Bridge):

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
-from specc.compiler.ir import Builder
+from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.ops.sinusoid import Sinusoid

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.roles import Head, Shape
-from specc.compiler.ir import Builder
+from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 

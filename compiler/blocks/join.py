@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
-from specc.compiler.ir import Builder
+from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.sequence import Concat
 from specc.compiler.strict import Name

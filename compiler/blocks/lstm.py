@@ -8,7 +8,7 @@ from pydantic import Field
 
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
-from specc.compiler.ir import Builder, TensorType
+from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.recurrent import GATES, Lstm, LstmCell
 from specc.compiler.ops.sequence import AsStep, Repeat, Reversed, Zeros
 from specc.compiler.strict import Positive

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.roles import Layer, Lowered, Shape, Surroundings
 from specc.compiler.expr import parse, variables
-from specc.compiler.ir import Builder
+from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import Name, Positive, PositiveFloat, Problem, StrictModel

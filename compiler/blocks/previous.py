@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from specc.compiler.blocks.roles import Tokens
-from specc.compiler.ir import Builder
+from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.previous import KeepLast, Previous, PreviousKept, Reset
 
 TokenId = Annotated[int, Field(ge=0, lt=2**24)]

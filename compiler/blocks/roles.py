@@ -8,7 +8,7 @@ from pydantic import Field
 
 from specc.compiler.blocks.init import Init, constant, formula, value_of
 from specc.compiler.expr import ExprError, parse, variables
-from specc.compiler.ir import Builder, Dim, Graph, TensorType, output_refs
+from specc.compiler.ir.graph import Builder, Dim, Graph, TensorType, output_refs
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import PartName, Path, Problem, StrictModel

@@ -6,7 +6,7 @@ from typing import Literal
 from specc.compiler.blocks.init import constant
 from specc.compiler.blocks.previous import TokenId, previous
 from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
-from specc.compiler.ir import Builder, Dim, TensorType
+from specc.compiler.ir.graph import Builder, Dim, TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import FirstFeatures

@@ -5,7 +5,7 @@ from typing import Literal
 
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
-from specc.compiler.ir import Builder, TensorType
+from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.shape import Embedding

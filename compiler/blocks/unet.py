@@ -5,7 +5,7 @@ from typing import Literal
 
 from specc.compiler.blocks.init import constant
 from specc.compiler.blocks.roles import Shape, Skips
-from specc.compiler.ir import Builder, TensorType
+from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import later
 

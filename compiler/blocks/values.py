@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from specc.compiler.blocks.init import Init, constant
 from specc.compiler.blocks.roles import LayerList, Shape, Shared, Tokens
-from specc.compiler.ir import Builder
+from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specc.compiler.fusions.fusion import Fusion, Rewrite, node
-from specc.compiler.ir import Graph, Node
+from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.ops.attention import CausalAttention, Sdpa, SdpaSeen
 from specc.compiler.ops.attention_seen import SeenAttention
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specc.compiler.ir import Graph, Node, Op, TensorType
+from specc.compiler.ir.graph import Graph, Node, Op, TensorType
 
 
 @dataclass(frozen=True, slots=True)

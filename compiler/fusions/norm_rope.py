@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from specc.compiler.expr import Binary, Expr, Var, reread
 from specc.compiler.fusions.fusion import Fusion, Rewrite, node
-from specc.compiler.ir import Graph, Node, node_of
+from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.norm_rope import NormRope
 from specc.compiler.ops.pointwise import Pointwise

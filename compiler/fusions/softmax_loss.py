@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from specc.compiler.expr import Var, derive, number, reread, substitute, variables
 from specc.compiler.fusions.fusion import Fusion, Rewrite, node
-from specc.compiler.ir import Graph, Node, node_of
+from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.pointwise import Pointwise

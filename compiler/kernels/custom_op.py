@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from specc.compiler.kernels.epilogue import Tail, Value
 from specc.compiler.kernels.kernel import Site, symbol
 from specc.compiler.kernels.lines import flowed, listed, unbroken
-from specc.compiler.kernels.tail import Tail, Value
 from specc.compiler.ops.linear import Product
 
 DTYPES = {"bf16": "torch.bfloat16", "f16": "torch.float16", "f32": "torch.float32"}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread
-from specc.compiler.ir import Node, Op, TensorType
+from specc.compiler.ir.graph import Node, Op, TensorType
 from specc.compiler.ops.linear import Product
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.targets import Target

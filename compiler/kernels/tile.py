@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from specc.compiler.ir import BYTES
-from specc.compiler.kernels.tail import Tail
+from specc.compiler.ir.graph import BYTES
+from specc.compiler.kernels.epilogue import Tail
 from specc.compiler.targets import Target
 
 ROWS = 128

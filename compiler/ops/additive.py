@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Op, Sizes, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Op, Sizes, TensorType, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError, output_ref
+from specc.compiler.ir.graph import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError, output_ref
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Gradients, Op, Sizes, Tape, TensorType, TypeRuleError, output_ref
+from specc.compiler.ir.graph import Gradients, Op, Sizes, Tape, TensorType, TypeRuleError, output_ref
 from specc.compiler.ops.attention import SdpaSeen, check_heads, heads_size, lse_type, scores_of
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor

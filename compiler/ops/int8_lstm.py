@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Sizes, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Sizes, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
 from specc.compiler.ops.quantized import (
     FINE,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Dim, Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError
-from specc.compiler.python_lines import operand
+from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.graph import Dim, Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor

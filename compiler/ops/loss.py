@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread, torch_value
-from specc.compiler.ir import Gradients, Input, Op, Scaled, Sizes, Tape, TensorType, Traced, TypeRuleError
-from specc.compiler.python_lines import operand
+from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.graph import Gradients, Input, Op, Scaled, Sizes, Tape, TensorType, Traced, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor

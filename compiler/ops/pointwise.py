@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
-from specc.compiler.ir import Dim, Op, Sizes, TensorType, TypeRuleError
-from specc.compiler.python_lines import operand
+from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.graph import Dim, Op, Sizes, TensorType, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor

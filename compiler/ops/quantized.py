@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError
 from specc.compiler.ops.linear import rows
 from specc.compiler.ops.sequence import Moves
-from specc.compiler.python_lines import operand
 
 if TYPE_CHECKING:
     from torch import Tensor

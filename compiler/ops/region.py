@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir import Input, Op, Sizes, TensorType, Traced
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced
 
 STEP, TRAIN_STEP = "step", "train_step"  # methods of a loop over time: the second is there where training drops
 Types = tuple[tuple[tuple[int | str, ...], str], ...]

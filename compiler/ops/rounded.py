@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir import Op, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Op, TensorType, TypeRuleError
 from specc.compiler.ops.linear import rows
 from specc.compiler.ops.quantized import FINE, LARGEST, wide
 from specc.compiler.ops.recurrent import GATES, updated

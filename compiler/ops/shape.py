@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError
-from specc.compiler.python_lines import operand
+from specc.compiler.expr.python_lines import operand
+from specc.compiler.ir.graph import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,16 +4,16 @@ choose once there are weights can be chosen."""
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from specc.compiler.ir import Op
+from specc.compiler.ir.graph import Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.shape import Embedding
 from specc.compiler.pattern import matches
-from specc.compiler.programs import LoweringError, Parameter, Programs, flatten
+from specc.compiler.programs.programs import LoweringError, Parameter, Programs, flatten
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.rows import correctable, largest_rank
 from specc.compiler.quant.scheme import Scheme, SchemeError
 from specc.compiler.quant.variants import variants
-from specc.compiler.spec import QuantSpec
+from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.strict import Path, Problem
 
 Allocation = Mapping[str, Scheme]

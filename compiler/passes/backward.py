@@ -15,7 +15,7 @@ from specc.compiler.expr import (
     substitute,
     variables,
 )
-from specc.compiler.ir import Builder, Graph, Node, Op, Scaled, Tape, TensorType, node_of
+from specc.compiler.ir.graph import Builder, Graph, Node, Op, Scaled, Tape, TensorType, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise, SumTo
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from specc.compiler.expr import ExprError
-from specc.compiler.ir import Graph, Node, node_of
+from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.region import Call, Fused, returned
 from specc.compiler.passes.group import Unfusable, build_group
 from specc.compiler.pattern import matches
-from specc.compiler.programs import Group, LoweringError, Programs
+from specc.compiler.programs.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
 
 FusePoints = Sequence[Mapping[str, Sequence[str]]]

@@ -7,12 +7,12 @@ from specc.compiler import fusions
 from specc.compiler.catalog import catalog
 from specc.compiler.expr import KEEPS, Keep, derive, number, plan_backward, reread, variables
 from specc.compiler.fusions.fusion import Fusion, Rewrite
-from specc.compiler.ir import Builder, Graph, Node, Op, node_of
+from specc.compiler.ir.graph import Builder, Graph, Node, Op, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.passes.backward import Derivation, accumulators, spelled, titled
 from specc.compiler.passes.tails import join_tails
-from specc.compiler.programs import Group
+from specc.compiler.programs.programs import Group
 
 
 class Unfusable(Exception):

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from specc.compiler.optimizer_spec import MuonSpec
 from specc.compiler.pattern import matches
-from specc.compiler.programs import LoweringError, Parameter
+from specc.compiler.programs.programs import LoweringError, Parameter
+from specc.compiler.spec.optimizers import MuonSpec
+from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Problem
-from specc.compiler.train_spec import TrainSpec
 
 
 def owners(train: TrainSpec, params: tuple[Parameter, ...]) -> Mapping[str, int]:

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from specc.compiler import kernels
 from specc.compiler.catalog import catalog
-from specc.compiler.cost import graph_costs
 from specc.compiler.errors import SpeccError
 from specc.compiler.expr import ExprError
-from specc.compiler.ir import Graph, Node, TensorType
+from specc.compiler.ir.graph import Graph, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
-from specc.compiler.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, group_digest, locked_kernel
 from specc.compiler.ops.region import Fused
-from specc.compiler.plan import Alternatives, Choice, Plan, Way, place_pattern
-from specc.compiler.programs import Group, LoweringError, Programs
+from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, group_digest, locked_kernel
+from specc.compiler.plan.plan import Alternatives, Choice, Plan, Way, place_pattern
+from specc.compiler.programs.cost import graph_costs
+from specc.compiler.programs.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
 from specc.compiler.targets import Target
 

@@ -3,7 +3,7 @@ store."""
 
 from dataclasses import replace
 
-from specc.compiler.ir import Graph, Node, node_of, rename
+from specc.compiler.ir.graph import Graph, Node, node_of, rename
 from specc.compiler.ops.linear import Linear, Product
 from specc.compiler.ops.pointwise import Pointwise
 

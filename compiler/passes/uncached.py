@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from specc.compiler.ir import Graph, Named, Node, node_of, walk
+from specc.compiler.ir.graph import Graph, Named, Node, node_of, walk
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.region import Fused
 from specc.compiler.ops.sequence import Shift
-from specc.compiler.programs import Programs
+from specc.compiler.programs.programs import Programs
 
 READ, WRITE = "encode", "logits"
 SIDE = "decoder."  # what begins the names of nodes that a decoder without a cache computes again for each token

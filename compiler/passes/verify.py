@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from specc.compiler.ir import Dim, Graph, Node, TensorType
+from specc.compiler.ir.graph import Dim, Graph, Node, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Call, Fused
-from specc.compiler.programs import Programs
+from specc.compiler.programs.programs import Programs
 
 
 class VerifyError(AssertionError):

@@ -5,8 +5,8 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from specc.compiler.plan import Choice
-from specc.runtime.native import compile_only
+from specc.compiler.plan.plan import Choice
+from specc.runtime.support.native import compile_only
 
 
 class Compiler:

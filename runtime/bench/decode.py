@@ -14,26 +14,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specc.compiler.lock import Lock
+from specc.compiler.int8.products import integer_products
 from specc.compiler.passes.assign_quant import allocation
-from specc.compiler.passes.quantize_products import integer_products
 from specc.compiler.pipeline import lower
-from specc.compiler.spec import Spec
-from specc.compiler.train_spec import ExactMatchSpec
+from specc.compiler.plan.lock import Lock
+from specc.compiler.spec.spec import Spec
+from specc.compiler.spec.train import ExactMatchSpec
+from specc.runtime.artifact.tensors import QuantizedModel, dequantized
 from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.rerun import Rerun, rerun_model
 from specc.runtime.bench.timing import Measured
-from specc.runtime.load import Loaded, initialize, instantiate
-from specc.runtime.opened import final_weights, read_verified, realize, realize_stored
+from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.data.windows.opening import characters_of
+from specc.runtime.decode.lines import Translator, translator
+from specc.runtime.decode.step_graphs import Steps
+from specc.runtime.model.load import Loaded, initialize, instantiate
+from specc.runtime.open_model import final_weights, read_verified, realize, realize_stored
 from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
-from specc.runtime.quantize.ranges import input_ranges
-from specc.runtime.quantize.tensors import QuantizedModel, dequantized
-from specc.runtime.quantized import ARTIFACT, quantized_artifact
-from specc.runtime.run import Run
-from specc.runtime.sources.source import Opened, source_of
-from specc.runtime.sources.tokens import characters_of
-from specc.runtime.steps import Steps
-from specc.runtime.translate import Translator, translator
+from specc.runtime.storage.quantized_run import ARTIFACT, quantized_artifact
+from specc.runtime.storage.run_directory import Run
+from specc.runtime.train.sources.source import Opened, source_of
 
 Say = Callable[[str], None]
 INT8 = "int8"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from specc.compiler.lock import Machine
+from specc.compiler.plan.lock import Machine
 from specc.compiler.targets import TARGETS
 from specc.runtime.errors import EnvironmentFailure
-from specc.runtime.load import device_of, runs_on
-from specc.runtime.native import find_cutlass, find_nvcc, nvcc_release
+from specc.runtime.model.load import device_of, runs_on
+from specc.runtime.support.native import find_cutlass, find_nvcc, nvcc_release
 
 NONE = "none"
 

@@ -8,21 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specc.compiler import pipeline, reference
-from specc.compiler.cost import boundary_bytes, graph_costs
-from specc.compiler.ir import Graph, Node, node_of
+from specc.compiler import pipeline
+from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.region import Fused
-from specc.compiler.plan import Plan, place_pattern
-from specc.compiler.programs import Group, Programs
-from specc.compiler.spec import Spec
+from specc.compiler.plan.plan import Plan, place_pattern
+from specc.compiler.programs import reference
+from specc.compiler.programs.cost import boundary_bytes, graph_costs
+from specc.compiler.programs.programs import Group, Programs
+from specc.compiler.spec.spec import Spec
 from specc.runtime.bench.kernels import Row, wrong
-from specc.runtime.bench.operands import Operands, Value, sizes_of
 from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
 from specc.runtime.errors import RunFailure
-from specc.runtime.judge import Composed, composed, poisoned, upcast
-from specc.runtime.load import replace_fuse
+from specc.runtime.model.load import replace_fuse
+from specc.runtime.verify.judge import Composed, composed, poisoned, upcast
+from specc.runtime.verify.random_inputs import Operands, Value, sizes_of
 
 FORWARD, BOTH = "forward", "forward + backward"
 Function = Callable[..., Any]

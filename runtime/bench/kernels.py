@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from specc.compiler.cost import NodeCost
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.plan import Choice, Plan
-from specc.compiler.spec import Spec
-from specc.runtime.bench.operands import Operands, Value, sizes_of
+from specc.compiler.plan.plan import Choice, Plan
+from specc.compiler.programs.cost import NodeCost
+from specc.compiler.spec.spec import Spec
 from specc.runtime.bench.plain import bare_product, plain_site
 from specc.runtime.bench.timing import Measured, alternate
 from specc.runtime.bench.variants import GENERATED, LIBRARY, baselines, failures
 from specc.runtime.errors import RunFailure
-from specc.runtime.judge import Composed, Judge, on_domain
+from specc.runtime.verify.judge import Composed, Judge, on_domain
+from specc.runtime.verify.random_inputs import Operands, Value, sizes_of
 
 Ready = Callable[[Choice], object]
 

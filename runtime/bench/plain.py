@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from specc.compiler import kernels
 from specc.compiler.build import kernel_files
 from specc.compiler.catalog import catalog
-from specc.compiler.ir import Node, TensorType
+from specc.compiler.ir.graph import Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, missing
 from specc.compiler.ops.linear import Product
 from specc.compiler.targets import CPU

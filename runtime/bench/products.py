@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from specc.compiler.expr import torch_text
-from specc.compiler.kernels.gemm_int8 import DTYPES as SPELT
-from specc.compiler.kernels.gemm_int8 import Int8Tail, int8_tail
+from specc.compiler.kernels.int8.gemm import DTYPES as SPELT
+from specc.compiler.kernels.int8.gemm import Int8Tail, int8_tail
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
-from specc.compiler.plan import Choice, Plan
+from specc.compiler.plan.plan import Choice, Plan
 from specc.runtime.bench.kernels import Ready
 from specc.runtime.bench.plain import executed
 from specc.runtime.bench.timing import Call, Measured, alternate

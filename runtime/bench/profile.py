@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specc.compiler.plan import Plan
+from specc.compiler.plan.plan import Plan
 
 # The first pattern that is found in a kernel's name gives its class. Inductor names its kernels for the ops that they
 # came from, attention and products among them, so they come first; the plan's own Triton kernels are known by name.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler.build import uncached_files
-from specc.runtime.load import Loaded, import_model
-from specc.runtime.steps import SMALLEST, WARM_UP, State, repeated
+from specc.runtime.decode.step_graphs import SMALLEST, WARM_UP, State, repeated
+from specc.runtime.model.load import Loaded, import_model
 
 TOKENS = "tokens"  # where the state holds what was written
 

@@ -12,14 +12,14 @@ from statistics import median
 import torch
 
 from specc.compiler import pipeline
-from specc.compiler.cost import flops_per_token
-from specc.compiler.lock import Lock
-from specc.compiler.spec import Spec
+from specc.compiler.plan.lock import Lock
+from specc.compiler.programs.cost import flops_per_token
+from specc.compiler.spec.spec import Spec
 from specc.runtime.bench.profile import Profile, profile
 from specc.runtime.bench.timing import Measured
-from specc.runtime.load import Loaded, initialize, instantiate
-from specc.runtime.sources.source import source_of
-from specc.runtime.trainer import Trainer
+from specc.runtime.model.load import Loaded, initialize, instantiate
+from specc.runtime.train.sources.source import source_of
+from specc.runtime.train.trainer import Trainer
 
 FUSED, UNFUSED = "fused", "fuse: []"
 WARM_UP = 4  # steps; compilation ends with the first, and the GPU's clocks settle

@@ -11,8 +11,8 @@ from types import ModuleType
 import torch
 
 from specc.compiler.build import Built, compile_loaded
-from specc.compiler.lock import Lock
-from specc.compiler.spec import Spec
+from specc.compiler.plan.lock import Lock
+from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import ceilings, decode, step, table
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.compiling import Compiler
@@ -20,15 +20,15 @@ from specc.runtime.bench.decode import Decoding
 from specc.runtime.bench.environment import Environment, device_for, environment
 from specc.runtime.bench.groups import group_rows, require_place
 from specc.runtime.bench.kernels import Row, kernel_rows
-from specc.runtime.bench.operands import DTYPES, sizes_of
 from specc.runtime.bench.products import ProductRow, product_rows
 from specc.runtime.bench.profile import generated_names
 from specc.runtime.bench.step import Build
 from specc.runtime.bench.table import Table
 from specc.runtime.bench.variants import AGAINST, left_out
-from specc.runtime.distributed import World
+from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
-from specc.runtime.load import Loaded, instantiate
+from specc.runtime.model.load import Loaded, instantiate
+from specc.runtime.verify.random_inputs import DTYPES, sizes_of
 
 PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 

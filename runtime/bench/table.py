@@ -24,20 +24,20 @@ from pathlib import Path
 
 import torch
 
-from specc.compiler.lock import Lock
-from specc.compiler.spec import Spec
+from specc.compiler.plan.lock import Lock
+from specc.compiler.spec.spec import Spec
 from specc.runtime.bench.rerun import Rerun, rerun_model
 from specc.runtime.bench.step import cold_caches, wait
-from specc.runtime.data import CharTokenizer
-from specc.runtime.data.pairs import lengths
-from specc.runtime.distributed import World
+from specc.runtime.data.lines.pairs import lengths
+from specc.runtime.data.tokenizers.characters import CharTokenizer
+from specc.runtime.data.windows.opening import characters_of
+from specc.runtime.decode.lines import Translator, translator
+from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
-from specc.runtime.load import Loaded, initialize, instantiate
-from specc.runtime.micro_batches import micro_batches
-from specc.runtime.sources.source import Epoch, Supply, source_of
-from specc.runtime.sources.tokens import characters_of
-from specc.runtime.trainer import Trainer
-from specc.runtime.translate import Translator, translator
+from specc.runtime.model.load import Loaded, initialize, instantiate
+from specc.runtime.train.micro_batches import micro_batches
+from specc.runtime.train.sources.source import Epoch, Supply, source_of
+from specc.runtime.train.trainer import Trainer
 
 BASELINE, SEVERAL, CACHE, BOTH = "baseline", "several GPUs", "KV cache", "several + cache"
 NAMES = ((BASELINE, SEVERAL), (CACHE, BOTH))  # by whether there is a cache, by whether there are several

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Literal
 
 from specc.runtime.errors import IntegrityError, RuntimeFailure
-from specc.runtime.export.atomic import write_atomically
 from specc.runtime.export.safetensors import export_safetensors
-from specc.runtime.opened import Say, final_weights, read_verified
-from specc.runtime.quantized import quantized_artifact
-from specc.runtime.run import Run
+from specc.runtime.open_model import Say, final_weights, read_verified
+from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.quantized_run import quantized_artifact
+from specc.runtime.storage.run_directory import Run
 
 Format = Literal["artifact", "safetensors"]
 SUFFIXES: dict[Format, str] = {"artifact": ".specc", "safetensors": ".safetensors"}

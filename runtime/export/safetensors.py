@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.export.atomic import write_atomically
+from specc.runtime.storage.atomic import write_atomically
 
 
 def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

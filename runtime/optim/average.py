@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from specc.compiler.train_spec import AverageSpec, EmaSpec, SwaSpec
+from specc.compiler.spec.train import AverageSpec, EmaSpec, SwaSpec
 from specc.runtime.optim.schedule import Moment
 
 

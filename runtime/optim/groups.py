@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from specc.compiler.optimizer_spec import AdamWSpec, MuonSpec, OptimizerSpec, Taper
 from specc.compiler.pattern import matches
+from specc.compiler.spec.optimizers import AdamWSpec, MuonSpec, OptimizerSpec, Taper
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.optim.muon import Bank, Muon, Shards
 from specc.runtime.optim.schedule import tapered, value_at

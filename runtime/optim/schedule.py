@@ -6,8 +6,8 @@
 import math
 from dataclasses import dataclass
 
-from specc.compiler.optimizer_spec import Ramp, Taper
-from specc.compiler.train_spec import ScheduleSpec, TrainSpec
+from specc.compiler.spec.optimizers import Ramp, Taper
+from specc.compiler.spec.train import ScheduleSpec, TrainSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.spec import QuantSpec
+from specc.compiler.spec.spec import QuantSpec
 from specc.runtime.quantize.allocate import Measure, promote, too_large
 
 Allocation = Mapping[str, Scheme]

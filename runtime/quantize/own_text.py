@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specc.compiler.spec import Calibrate
-from specc.runtime.decoding import Decoder, Sampling, drawn
+from specc.compiler.spec.spec import Calibrate
+from specc.runtime.decode.text import Decoder, Sampling, drawn
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.opened import Opened
+from specc.runtime.open_model import Opened
 
 TOLD = 64  # tokens of each row from one word on progress to the next
 

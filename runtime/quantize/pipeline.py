@@ -20,19 +20,23 @@ import torch
 from torch import Tensor
 
 from specc.compiler.build import canonical
+from specc.compiler.int8.products import Source, integer_products
 from specc.compiler.passes.assign_quant import allocation
-from specc.compiler.passes.quantize_products import Source, integer_products
 from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Range
-from specc.compiler.spec import Calibrate, Spec
-from specc.runtime import checkpoint, committed
-from specc.runtime.data import open_stream
+from specc.compiler.spec.spec import Calibrate, Spec
+from specc.runtime.artifact.artifact import ArtifactSize, write_artifact
+from specc.runtime.artifact.table import described
+from specc.runtime.artifact.tensors import dequantized
+from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
+from specc.runtime.calibration.hessian import traces
+from specc.runtime.calibration.input_ranges import trained_scales
+from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.evaluate import METRICS, EvaluateOptions, Scored
-from specc.runtime.export.artifact import ArtifactSize, write_artifact
-from specc.runtime.export.table import described
-from specc.runtime.load import assign
-from specc.runtime.opened import (
+from specc.runtime.eval.evaluate import METRICS, EvaluateOptions, Scored
+from specc.runtime.model.load import assign
+from specc.runtime.open_model import (
     Deployment,
     Opened,
     Say,
@@ -43,18 +47,14 @@ from specc.runtime.opened import (
     token_cache,
 )
 from specc.runtime.quantize.budget import Allocation, promoted
-from specc.runtime.quantize.calibrate import calibration_windows, capture_gradients, capture_hessians
-from specc.runtime.quantize.hessian import traces
-from specc.runtime.quantize.inputs import trained_scales
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
-from specc.runtime.quantize.ranges import input_ranges
 from specc.runtime.quantize.report import InputRow, Row, input_report, report, told_clipped
 from specc.runtime.quantize.solve import Gradients
-from specc.runtime.quantize.tensors import dequantized
-from specc.runtime.quantized import ARTIFACT, REPORT
-from specc.runtime.run import SPEC, Run, locked, readable
-from specc.runtime.sources.source import source_of
+from specc.runtime.storage import checkpoint, committed
+from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
+from specc.runtime.storage.run_directory import SPEC, Run, locked, readable
+from specc.runtime.train.sources.source import source_of
 
 HOPELESS = 4096  # lines of a set, none of them exact: a model that has hardly trained is not decoded to the end
 
@@ -95,8 +95,8 @@ class QuantizeOptions:
     """What is None is taken from the run or the machine.
 
     Attributes:
-        data: a source as `specc.runtime.data.open_stream` takes it; its train split calibrates, unless the model
-            writes that text itself, its val split measures the loss.
+        data: a source as `specc.runtime.data.windows.stream.open_stream` takes it; its train split calibrates, unless
+            the model writes that text itself, its val split measures the loss.
         max_tokens: measure the loss on so many tokens only.
         target, device: where to compute.
         search: more folders to look for the tokenizer in.

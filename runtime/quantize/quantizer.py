@@ -7,19 +7,19 @@ from typing import cast
 from torch import Tensor
 
 from specc.compiler.build import canonical
-from specc.compiler.passes.quantize_products import Source
+from specc.compiler.int8.products import Source
 from specc.compiler.pattern import matches
 from specc.compiler.quant.rows import correctable, largest_rank
 from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
-from specc.compiler.spec import RULES, SCHEMES, QuantSpec, Spec
+from specc.compiler.spec.spec import RULES, SCHEMES, QuantSpec, Spec
+from specc.runtime.artifact.artifact import measured_bytes
+from specc.runtime.artifact.table import described
+from specc.runtime.artifact.tensors import QuantizedModel, entropy_bytes, quantize_tensors
+from specc.runtime.calibration.hessian import traces
 from specc.runtime.errors import QuantizeError
-from specc.runtime.export.artifact import measured_bytes
-from specc.runtime.export.table import described
 from specc.runtime.log import Say
 from specc.runtime.quantize.budget import Allocation, choose
-from specc.runtime.quantize.hessian import traces
 from specc.runtime.quantize.solve import Gradients, added_nats, largest_errors, solve_bits
-from specc.runtime.quantize.tensors import QuantizedModel, entropy_bytes, quantize_tensors
 
 Progress = Callable[[str, int, int], None]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from specc.compiler.pattern import matches
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.quant.variants import variants
-from specc.compiler.spec import Allocate
+from specc.compiler.spec.spec import Allocate
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.allocate import Measure, too_large
 

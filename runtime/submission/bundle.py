@@ -17,15 +17,15 @@ from typing import Any
 import specc.compiler
 import specc.runtime
 from specc.compiler.build import canonical, compile_loaded
-from specc.compiler.lock import Lock
 from specc.compiler.passes.assign_quant import allocation
-from specc.compiler.spec import SCHEMES, Spec
+from specc.compiler.plan.lock import Lock
+from specc.compiler.spec.spec import SCHEMES, Spec
+from specc.compiler.spec.train import BitsSpec
 from specc.compiler.strict import StrictModel
-from specc.compiler.train_spec import BitsSpec
-from specc.runtime.data import Tokenizer
-from specc.runtime.export.codecs import Codec
-from specc.runtime.load import layer_count, replace_fuse
-from specc.runtime.opened import Deployment
+from specc.runtime.artifact.codecs import Codec
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.model.load import layer_count, replace_fuse
+from specc.runtime.open_model import Deployment
 from specc.runtime.quantize.quantizer import plain, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
@@ -38,16 +38,16 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("platformdirs", None): (_KNOWN, None),
     ("specc.compiler.build", "canonical"): (_KNOWN, "canonical"),
     ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
-    ("specc.runtime.export.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
-    ("specc.runtime.export.table", "described"): (_KNOWN, "described"),
-    ("specc.runtime.data.cache", "open_cached"): (_KNOWN, "open_cached"),
-    ("specc.runtime.data.record", "read_record"): (_KNOWN, "read_record"),
+    ("specc.runtime.artifact.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
+    ("specc.runtime.artifact.table", "described"): (_KNOWN, "described"),
+    ("specc.runtime.data.shards.cache", "open_cached"): (_KNOWN, "open_cached"),
+    ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
 # Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.
 CHECKS: Mapping[Symbol, tuple[str, ...]] = {
     ("specc.compiler.strict", "StrictModel"): ("problems", "problems_with"),
-    ("specc.compiler.train_spec", "ScheduleSpec"): ("lowest",),
-    ("specc.compiler.train_spec", "TrainSpec"): (
+    ("specc.compiler.spec.train", "ScheduleSpec"): ("lowest",),
+    ("specc.compiler.spec.train", "TrainSpec"): (
         "problems_of_lengths",
         "problems_of_a_step",
         "_problems_of_beginning",

@@ -29,29 +29,29 @@ from specc.compiler.build import interface_digest
 from specc.compiler.passes.assign_quant import storage_name
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.targets import TARGETS
-from specc.runtime.data.bits import BitsPerByte, evaluate_bits
+from specc.runtime.artifact.artifact import read_artifact, write_artifact
+from specc.runtime.artifact.codecs import Codec, compress
+from specc.runtime.artifact.tensors import QuantizedModel, dequantized, layout
+from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.loader import Loader
-from specc.runtime.data.stream import TokenStream, open_stream
-from specc.runtime.data.tokenizer import PieceBytes
-from specc.runtime.distributed import World, joined
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes
+from specc.runtime.data.windows.loader import Loader
+from specc.runtime.data.windows.stream import TokenStream, open_stream
+from specc.runtime.distributed.launch import is_launched
+from specc.runtime.distributed.world import World, joined
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
-from specc.runtime.export.artifact import read_artifact, write_artifact
-from specc.runtime.export.codecs import Codec, compress
-from specc.runtime.launch import is_launched
-from specc.runtime.load import choose_target, device_of
-from specc.runtime.native import compile_ahead
-from specc.runtime.quantize.calibrate import calibration_windows, capture_gradients, capture_hessians
+from specc.runtime.metrics.bits_per_byte import BitsPerByte, evaluate_bits
+from specc.runtime.metrics.validation import Validation
+from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Quantizer
 from specc.runtime.quantize.solve import Gradients
-from specc.runtime.quantize.tensors import QuantizedModel, dequantized, layout
 from specc.runtime.submission import plan
 from specc.runtime.submission.known import canonical, resolved
 from specc.runtime.submission.names import WEIGHTS
-from specc.runtime.trainer import Trainer
-from specc.runtime.validation import Validation
+from specc.runtime.support.native import compile_ahead
+from specc.runtime.train.trainer import Trainer
 
 DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # where the challenge has its shards of that vocabulary
 SHAPES = {p.name: tuple(p.shape) for p in next(iter(plan.PARAMS.values()))}

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specc.compiler.build import canonical
-from specc.compiler.train_spec import BitsSpec
-from specc.runtime.committed import Committed
+from specc.compiler.spec.train import BitsSpec
+from specc.runtime.artifact.artifact import write_artifact
+from specc.runtime.artifact.codecs import Codec
+from specc.runtime.data.windows.opening import tokenizer_of
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.export.artifact import write_artifact
-from specc.runtime.export.atomic import write_atomically
-from specc.runtime.export.codecs import Codec
 from specc.runtime.export.run import ExportError
-from specc.runtime.load import choose_target
-from specc.runtime.opened import Deployment, Say, as_trained, read_verified
-from specc.runtime.quantized import REPORT, quantized_artifact
-from specc.runtime.run import Run
-from specc.runtime.sources.tokens import tokenizer_of
+from specc.runtime.model.load import choose_target
+from specc.runtime.open_model import Deployment, Say, as_trained, read_verified
+from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.committed import Committed
+from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
+from specc.runtime.storage.run_directory import Run
 from specc.runtime.submission.bundle import train_gpt
 from specc.runtime.submission.count import SubmissionSize, submission_size
 from specc.runtime.submission.names import CODE, LIMIT, WEIGHTS

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specc.compiler.quant.scheme import Scheme
+from specc.runtime.artifact import artifact
+from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.record import HINT, RECORD, ShardEntry, ShardRecord, SplitEntry
-from specc.runtime.export import artifact
-from specc.runtime.export.codecs import Codec
+from specc.runtime.data.shards.record import HINT, RECORD, ShardEntry, ShardRecord, SplitEntry
 from specc.runtime.submission import plan
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from specc.compiler.programs import Parameter, Phase
+from specc.compiler.programs.programs import Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.spec import QuantSpec
-from specc.compiler.train_spec import BitsSpec, TrainSpec
+from specc.compiler.spec.spec import QuantSpec
+from specc.compiler.spec.train import BitsSpec, TrainSpec
 
 NAME: str
 CODEC: int

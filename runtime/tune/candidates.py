@@ -8,7 +8,7 @@ from specc.compiler import kernels
 from specc.compiler.build import kernel_files
 from specc.compiler.catalog import catalog
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, missing
-from specc.compiler.plan import Choice, Plan
+from specc.compiler.plan.plan import Choice, Plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-from specc.compiler.kernels.attention import AttentionKernel
-from specc.compiler.lock import Machine
-from specc.runtime.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
+from specc.compiler.kernels.attention.attention import AttentionKernel
+from specc.compiler.plan.lock import Machine
+from specc.runtime.support.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
 
 JUDGED = 3  # one more whenever candidates are judged more strictly: what passed before may not pass now

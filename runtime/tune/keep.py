@@ -1,8 +1,8 @@
 """What a group keeps for its backward: the way whose kernels take the least time together."""
 
 from specc.compiler.expr import Keep
-from specc.compiler.lock import Kept, Lock
-from specc.compiler.plan import Alternatives
+from specc.compiler.plan.lock import Kept, Lock
+from specc.compiler.plan.plan import Alternatives
 
 
 def fastest(found: Alternatives, target: str, lock: Lock) -> Kept | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from specc.compiler.plan import Choice
+from specc.compiler.plan.plan import Choice
 from specc.runtime.bench.timing import alternate
-from specc.runtime.judge import Judge, inputs_of, many
-from specc.runtime.load import import_file
+from specc.runtime.model.load import import_file
 from specc.runtime.tune.candidates import Candidate
 from specc.runtime.tune.prepare import Prepared, prepare, short
+from specc.runtime.verify.judge import Judge, inputs_of, many
 
 CHECKED = {"B": 3, "T": 343, "S": 343}  # their product is no multiple of any tile
 REPEATS = 100

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from specc.compiler.lock import Lock, read_lock
-from specc.runtime.export.atomic import write_atomically
+from specc.compiler.plan.lock import Lock, read_lock
+from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.tune.journal import folder
 
 

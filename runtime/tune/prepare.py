@@ -109,7 +109,7 @@ def _end_with_parent() -> None:
 def _one(to: Connection, folder: Path, module: str, function: str, site: Site | None, device: str) -> None:
     os.setsid()  # a group that can be ended as a whole; so an interrupt of the terminal does not reach it
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    from specc.runtime.native import compile_only
+    from specc.runtime.support.native import compile_only
 
     try:
         for source in sorted(folder.glob("*.cu")):
@@ -117,8 +117,8 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
         if site is not None:
             import torch
 
-            from specc.runtime.judge import inputs_of, many_sizes, within
             from specc.runtime.tune.measure import loaded
+            from specc.runtime.verify.judge import inputs_of, many_sizes, within
 
             call: Callable[..., Any] = loaded(folder, module, function)
             call(*inputs_of(site, within(site, SIZES), device))

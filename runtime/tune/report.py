@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from specc.compiler.lock import tile_data
+from specc.compiler.plan.lock import tile_data
 from specc.runtime.tune.search import Found
 
 

@@ -12,23 +12,23 @@ import torch
 
 from specc.compiler.build import compile_loaded
 from specc.compiler.kernels.kernel import symbol
-from specc.compiler.lock import Entry, Lock, Machine, refuse_fewer_rows, site_digest, tile_data
-from specc.compiler.plan import Choice, Plan
-from specc.compiler.spec import Spec
+from specc.compiler.plan.lock import Entry, Lock, Machine, refuse_fewer_rows, site_digest, tile_data
+from specc.compiler.plan.plan import Choice, Plan
+from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import ceilings
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.environment import device_for, environment
 from specc.runtime.bench.kernels import cost_of, written_by
-from specc.runtime.bench.operands import sizes_of
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import RunFailure, RuntimeFailure
-from specc.runtime.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
+from specc.runtime.support.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate, all_choices, candidates, tuned_choices
 from specc.runtime.tune.journal import Journal, key
 from specc.runtime.tune.keep import fastest, told
 from specc.runtime.tune.measure import Measurement
 from specc.runtime.tune.merge import merged
 from specc.runtime.tune.prepare import prepare, short
+from specc.runtime.verify.random_inputs import sizes_of
 
 LONGEST = 600.0  # seconds for the calls of one candidate, which is compiled by then
 FINALISTS = 4  # timed again, in turn, as the first times are some noise apart

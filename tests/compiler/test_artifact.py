@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specc.compiler import artifact
-from specc.compiler.artifact import HandEdited, diff_texts, drift, replace_file, unified, write
+from specc.compiler import generated_folder as artifact
+from specc.compiler.generated_folder import HandEdited, diff_texts, drift, replace_file, unified, write
 
 
 def fileset(**texts: str) -> dict[str, str]:

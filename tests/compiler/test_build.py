@@ -16,10 +16,10 @@ import pytest
 from tiny_models import spec_data
 
 from specc.compiler.build import build, canonical, check, compile_loaded, compile_spec, interface_digest, spec_of
-from specc.compiler.check import load
 from specc.compiler.errors import SpecError
-from specc.compiler.lock import lock_path, read_lock
-from specc.compiler.programs import LoweringError
+from specc.compiler.plan.lock import lock_path, read_lock
+from specc.compiler.programs.programs import LoweringError
+from specc.compiler.spec.check import load
 
 ROOT = Path(__file__).parents[2]
 SPECS = sorted((ROOT / "specs").glob("*.yaml"))
@@ -176,9 +176,9 @@ SCRIPT = """
 import hashlib, json, random, sys
 from pathlib import Path
 from specc.compiler.build import compile_loaded
-from specc.compiler.check import load
-from specc.compiler.lock import lock_path, read_lock
-from specc.compiler.yaml_text import parse
+from specc.compiler.spec.check import load
+from specc.compiler.plan.lock import lock_path, read_lock
+from specc.compiler.text.yaml import parse
 
 def shuffled(value):
     if isinstance(value, dict):

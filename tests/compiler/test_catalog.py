@@ -10,7 +10,7 @@ import pytest
 from specc.compiler import blocks, kernels, ops, quant
 from specc.compiler.blocks.roles import Embed, Layer
 from specc.compiler.catalog import catalog, classes, models
-from specc.compiler.ir import Op
+from specc.compiler.ir.graph import Op
 from specc.compiler.kernels.kernel import Kernel
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.targets import Target
@@ -67,7 +67,7 @@ def test_a_value_that_another_module_imports_counts_once(package: ModuleType) ->
 
 
 LAYER = "class A(Layer):\n    kind: Literal['{0}']\n"
-OP = "from specc.compiler.ir import Op\nclass A(Op):\n    name = '{0}'\n"
+OP = "from specc.compiler.ir.graph import Op\nclass A(Op):\n    name = '{0}'\n"
 
 
 @pytest.mark.parametrize("package", [(HEAD + LAYER.format("p"), HEAD + LAYER.format("p"))], indirect=True)

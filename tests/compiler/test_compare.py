@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specc.compiler.compare import compare
+from specc.compiler.diff import compare
 from specc.compiler.errors import SpecError
 
 SPECS = Path(__file__).parents[2] / "specs"

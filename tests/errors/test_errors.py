@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from specc.compiler.build import validate
-from specc.compiler.check import CODES
 from specc.compiler.errors import SpecError, render
+from specc.compiler.spec.check import CODES
 
 HERE = Path(__file__).parent
 SPECS = sorted((HERE.parents[1] / "specs").glob("*.yaml"))

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from specc.compiler import pipeline, witness
-from specc.compiler.artifact import drift
+from specc.compiler import pipeline
 from specc.compiler.build import compile_spec
-from specc.compiler.check import load
-from specc.compiler.programs import flatten
-from specc.compiler.render import plan_key
-from specc.runtime.load import import_model
+from specc.compiler.generated_folder import drift
+from specc.compiler.programs import fx_witness as witness
+from specc.compiler.programs.programs import flatten
+from specc.compiler.render.jinja import plan_key
+from specc.compiler.spec.check import load
+from specc.runtime.model.load import import_model
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "generated"

@@ -12,17 +12,18 @@ import pytest
 import torch
 from run_samples import add_checkpoint, make_run, one_thread, random_weights, small_spec, write_text
 
+import specc.runtime
 from specc.compiler.build import canonical
 from specc.compiler.targets import TARGETS
-from specc.runtime import opened
-from specc.runtime.data import DataError
+from specc.runtime import open_model as opened
+from specc.runtime.artifact.artifact import peek_spec, read_artifact, write_artifact
+from specc.runtime.data.errors import DataError
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
-from specc.runtime.export.artifact import peek_spec, read_artifact, write_artifact
-from specc.runtime.load import TargetError, device_asked_for
-from specc.runtime.opened import Deployment, deployment_of, open_model, read_verified
+from specc.runtime.export.size import size
+from specc.runtime.model.load import TargetError, device_asked_for
+from specc.runtime.open_model import Deployment, deployment_of, open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
-from specc.runtime.run import Run, RunDirectoryError
-from specc.runtime.size import size
+from specc.runtime.storage.run_directory import Run, RunDirectoryError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,8 +112,6 @@ def test_a_quantized_run_is_its_artifact(run: Run, artifact: Path) -> None:
 
 
 def test_load_from_python_is_that_model(run: Run, artifact: Path) -> None:
-    import specc.runtime.load  # the module of that name does not take the function's place
-
     ids, targets = torch.randint(257, (2, 2, 32), generator=torch.Generator().manual_seed(0))
     for path in (run.directory, artifact):
         model = specc.runtime.load(str(path))

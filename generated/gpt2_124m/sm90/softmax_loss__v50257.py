@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specc.runtime.native import library
+from specc.runtime.support.native import library
 
 NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
 NODE = 'head.loss + logits.f32'

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specc.runtime.native import library
+from specc.runtime.support.native import library
 
 NAMESPACE = (__package__ or 'specc_gpt_mlp35_base').replace(".", "_")  # each build is a package of its own
 NODE = 'blocks.*.mlp.down.dgrad + act.grad'

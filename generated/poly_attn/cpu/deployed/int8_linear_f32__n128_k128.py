@@ -11,8 +11,8 @@
 import torch
 from torch import Tensor
 
-from specc.runtime.quantize.operands import check_operands
-from specc.runtime.quantize.sums import int8_sums
+from specc.runtime.support.int8_operands import check_operands
+from specc.runtime.support.int8_sums import int8_sums
 
 NODES = (
     "decoder.attention.q", "decoder.attention.k", "decoder.attention.v", "decoder.cross.q",

@@ -11,8 +11,8 @@
 import torch
 from torch import Tensor
 
-from specc.runtime.quantize.operands import check_operands
-from specc.runtime.quantize.sums import int8_sums
+from specc.runtime.support.int8_operands import check_operands
+from specc.runtime.support.int8_sums import int8_sums
 
 NODES = ("decoder.lstm.{forward_x,gates_x}.second",)
 N, K = 512, 256

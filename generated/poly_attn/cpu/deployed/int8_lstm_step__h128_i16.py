@@ -15,8 +15,8 @@
 import torch
 from torch import Tensor
 
-from specc.runtime.quantize.operands import check_step
-from specc.runtime.quantize.sums import int8_sums
+from specc.runtime.support.int8_operands import check_step
+from specc.runtime.support.int8_sums import int8_sums
 
 NODES = ("decoder.lstm.step", "decoder.lstm.steps.recurrent.step")
 H, K = 128, 128

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specc.runtime.native import library
-from specc.runtime.quantize.operands import check_operands, named
+from specc.runtime.support.int8_operands import check_operands, named
+from specc.runtime.support.native import library
 
 NAMESPACE = (__package__ or 'specc_poly_attn').replace(".", "_")  # each build is a package of its own
 NODES = ("encoder.lstm.{forward_x,back_x}",)

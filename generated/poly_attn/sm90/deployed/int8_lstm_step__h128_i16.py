@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specc.runtime.quantize.operands import check_step
+from specc.runtime.support.int8_operands import check_step
 
 NAMESPACE = (__package__ or 'specc_poly_attn').replace(".", "_")  # each build is a package of its own
 NODES = ("decoder.lstm.step", "decoder.lstm.steps.recurrent.step")

@@ -1,0 +1,1 @@
+"""Products deployed in int8: their forms, and the passes that make them."""

@@ -1,0 +1,100 @@
+"""What graphs of int8 products still want: nothing that nobody reads, codes without a pass of their own, operands that
+lie row by row, a title for each epilogue."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, RowByRow
+
+
+def without_unread(nodes: Sequence[Node], outputs: Sequence[str], made: Collection[str]) -> list[Node]:
+    """`nodes` without those of the names `made` that neither another node nor `outputs`, refs, read: a form gives all
+    that the op before gave, and of a recurrence the graph may want only a part."""
+    read = set(map(node_of, outputs))
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        if node.name in read or node.name not in made:
+            kept.append(node)
+            read.update(map(node_of, node.inputs))
+    return kept[::-1]
+
+
+def finished(graph: Graph) -> Graph:
+    """The graph with each int8 product writing codes where only codes are made of it, and reading no views."""
+    return _row_by_row(_requantized(graph))
+
+
+def told_apart(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
+    """The graphs with different epilogues of int8 products under different titles: a title tells neither factors nor
+    operands, and no spec gave it."""
+    seen: dict[str, list[tuple[object, ...]]] = {}
+
+    def titled(graph: Graph, node: Node) -> Node:
+        tail = node.epilogue
+        if not isinstance(node.op, Int8Linear) or not isinstance(tail, Pointwise):
+            return node
+        read = [graph.types[ref] for ref in node.inputs[node.op.arity :]]
+        kinds = [(type.dtype, type.shape == node.type.shape) for type in read]
+        known, own = seen.setdefault(tail.title, []), (tail.outputs, tail.variables, kinds)
+        if own not in known:
+            known.append(own)
+        number = known.index(own) + 1
+        return replace(node, epilogue=replace(tail, title=f"{tail.title}_{number}")) if number > 1 else node
+
+    return tuple(replace(graph, nodes=tuple(titled(graph, node) for node in graph.nodes)) for graph in graphs)
+
+
+def _row_by_row(graph: Graph) -> Graph:
+    """The graph with every operand of a product's shape that no product wrote laid out as its kernel reads it: it may
+    be a view, as of features that are repeated in time."""
+    nodes: list[Node] = []
+    laid: dict[str, str] = {}
+    for node in graph.nodes:
+        if isinstance(node.op, Int8Linear):
+            inputs = list(node.inputs)
+            for i, ref in enumerate(inputs):
+                maker = graph.by_name.get(node_of(ref))
+                if i < node.op.arity or graph.types[ref].shape != node.type.shape:
+                    continue
+                if maker is not None and isinstance(maker.op, Int8Linear):
+                    continue
+                if ref not in laid:
+                    op = RowByRow()
+                    laid[ref] = f"{node.name}.{node_of(ref).rpartition('.')[2]}_rows"
+                    nodes.append(Node(laid[ref], op, (ref,), op.infer([graph.types[ref]])))
+                inputs[i] = laid[ref]
+            node = replace(node, inputs=tuple(inputs))
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _requantized(graph: Graph) -> Graph:
+    """The graph with every int8 product that only codes are made of writing these codes itself."""
+    for node in graph.nodes:
+        if not isinstance(node.op, QuantizeRows):
+            continue
+        maker = graph.by_name.get(node_of(node.inputs[0]))
+        if maker is None or not isinstance(maker.op, Int8Linear) or graph.uses(maker.name) != 1:
+            continue
+        tail = maker.epilogue
+        assert isinstance(tail, Pointwise)
+        if maker.type.width != node.type.width:
+            continue
+        text = f"({tail.outputs[0]}) * inverse"
+        title = f"{tail.title.rpartition('_')[0]}_i8".lstrip("_")
+        joined = replace(tail, outputs=(text,), variables=(*tail.variables, "inverse"), title=title)
+        made = replace(
+            maker,
+            inputs=(*maker.inputs, node.inputs[1]),
+            types=(replace(node.type),),
+            epilogue=joined,
+            members=(*maker.members, node.name),
+        )
+        nodes = tuple(made if old is maker else old for old in graph.nodes if old is not node)
+        swapped = tuple(
+            replace(old, inputs=tuple(maker.name if ref == node.name else ref for ref in old.inputs)) for old in nodes
+        )
+        return _requantized(replace(graph, nodes=swapped))
+    return graph

@@ -1,0 +1,132 @@
+"""A linear layer in int8: the bias joins the sums, what follows joins the epilogue."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from specc.compiler.expr import Binary, Expr, ExprError, Var, cuda_text, reread, substitute
+from specc.compiler.int8.form import Editing, Factor, Int8Form, sums_of, title_of, weighed
+from specc.compiler.ir.graph import Graph, Node, Op
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.quantized import CropColumns, Int8Linear
+
+WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # of the kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Int8LinearForm(Int8Form):
+    """`x w^T`, the vector added to it if that is int8 too, and the pointwise nodes behind it as long as each is the
+    only reader of the one before, over numbers a column or values of the same shape."""
+
+    takes: ClassVar[type[Op]] = Linear
+
+    def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
+        if len(node.types) > 1 or node.epilogue is not None or node.inputs[1][0] != "@":
+            return ()
+        biased = _biased(graph, node)
+        return (Factor(node.inputs[1], _other(biased, node.name) if biased else "", (0,)),)
+
+    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        (factor,) = factors
+        members, last = [node.name], node
+        biased = _biased(edit.graph, node) if factor.bias else None
+        if biased is not None and edit.integer(factor.bias):
+            last, members = biased, [node.name, biased.name]
+            edit.replace(node)
+        width = edit.type(factor.weight).shape[0]
+        codes, offset, scale = sums_of(edit, factor.weight, factor.bias)
+        rows = edit.type(codes).shape[0]
+        given = edit.codes(node.inputs[0], factor.weight, node)
+        expr, operands = weighed(edit, node.name, given, factor.weight, (codes, offset, scale), node)
+        while (tail := _tail(edit, last, operands)) is not None and (rows == width or not _given(tail, last)):
+            grown = _joined(expr, tail, last, operands)
+            if grown is None:
+                break
+            edit.replace(last)
+            expr, operands = grown
+            last, members = tail, [*members, tail.name]
+        type = last.type
+        made = Node(
+            node.name if rows == width else f"{node.name}.padded",
+            Int8Linear(),
+            (given[0], codes, offset, scale, *operands),
+            (type.with_shape(*type.shape[:-1], rows),),
+            Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, type)),
+            tuple(members),
+        )
+        ref = edit.add(made, last)
+        if rows != width:
+            assert isinstance(width, int)
+            ref = edit.add_op(node.name, CropColumns(width), (ref,), last)
+        edit.replace(last, ref)
+
+    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        (factor,) = factors
+        x, *weights = node.inputs
+        edit.add(replace(node, inputs=(*edit.codes(x, factor.weight, node), *weights)), node)
+        edit.replace(node)
+
+
+def _biased(graph: Graph, node: Node) -> Node | None:
+    """The node that adds a vector to a product, if that is all that reads the product."""
+    readers = graph.consumers[node.name]
+    if graph.uses(node.name) != 1 or not readers:
+        return None
+    (reader,) = readers
+    if not isinstance(reader.op, Pointwise) or len(reader.op.outputs) != 1 or len(reader.inputs) != 2:
+        return None
+    other = _other(reader, node.name)
+    expr = reread(reader.op.outputs[0])
+    sums = isinstance(expr, Binary) and expr.op == "+" and isinstance(expr.a, Var) and isinstance(expr.b, Var)
+    return reader if sums and other[0] == "@" and graph.types[other].shape == (node.type.width,) else None
+
+
+def _other(reader: Node, name: str) -> str:
+    return next(ref for ref in reader.inputs if ref != name)
+
+
+def _tail(edit: Editing, last: Node, operands: Mapping[str, str]) -> Node | None:
+    """The pointwise node that can join behind `last`."""
+    graph = edit.graph
+    readers = graph.consumers[last.name]
+    if graph.uses(last.name) != 1 or not readers or not isinstance(readers[0].op, Pointwise):
+        return None
+    (tail,) = readers
+    if edit.taken(tail):  # it reads two products, and the other has it
+        return None
+    if len(tail.types) != 1 or tail.type.shape != last.type.shape or tail.epilogue is not None:
+        return None
+    shapes = (last.type.shape, (last.type.width,))
+    types = [edit.type(ref) for ref in _given(tail, last)]
+    whole = all(type.shape in shapes and type.dtype in ("f32", "bf16", "f16") for type in types)
+    return tail if whole and not any(edit.integer(ref) for ref in tail.inputs) else None
+
+
+def _given(tail: Node, last: Node) -> list[str]:
+    """What a tail reads beside the product."""
+    return [ref for ref in tail.inputs if ref != last.name]
+
+
+def _joined(expr: Expr, tail: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
+    """The epilogue with a tail behind it, and its operands by value; None where no kernel could print it."""
+    assert isinstance(tail.op, Pointwise)
+    named = dict(operands)
+    swap: dict[str, Expr] = {}
+    for variable, ref in zip(tail.op.variables, tail.inputs, strict=True):
+        if ref == last.name:
+            swap[variable] = expr
+            continue
+        name = variable  # its role: what differs only in whose bias it reads is one kernel
+        while name in WORDS or any(name == taken and other != ref for other, taken in named.items()):
+            name += "_"
+        swap[variable] = Var(named.setdefault(ref, name))
+    grown = substitute(reread(tail.op.outputs[0]), swap)
+    try:
+        cuda_text(grown), title_of(grown, tail.type)
+    except ExprError:
+        return None
+    return grown, named
+
+
+INT8_LINEAR = Int8LinearForm("int8_linear")

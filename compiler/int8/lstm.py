@@ -1,0 +1,159 @@
+"""A long short-term memory in int8: one product for the gates of all steps of x, and an op a step, which multiplies h
+and goes on to the next."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from specc.compiler.int8.form import Editing, Factor, Int8Form, sums_of, title_of, weighed
+from specc.compiler.int8.rounded_lstm import loop_of, rehearsed
+from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType, TypeRuleError
+from specc.compiler.ops.int8_lstm import Int8LstmStep
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.quantized import Int8Linear, Part, TimeMajor, wide
+from specc.compiler.ops.recurrent import Lstm, LstmCell
+from specc.compiler.ops.sequence import AsStep, Concat, Reversed
+from specc.compiler.ops.shape import Last
+
+# The nodes of one direction, by the name to give them: x, h and c, its factors, whether it goes backward in time.
+Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]
+
+
+def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
+    """The two products of each direction; a bias that both could have is that of h."""
+    found: list[Factor] = []
+    for d in range(directions):
+        into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
+        found.append(Factor(into, vectors[0] if biases == 2 else "", (0,)))
+        found.append(Factor(hidden, vectors[-1], (1,), (0,), d, directions))
+    return tuple(found)
+
+
+def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
+    """The hidden size. Raises TypeRuleError where the gates have no whole vectors, or a bias is no int8."""
+    _, size = edit.type(factors[1].weight).shape
+    assert isinstance(size, int)
+    if size % 4:
+        raise TypeRuleError(f"{node.name} has {size} features, and int8 gates want a multiple of 4")
+    for factor in factors:
+        if factor.bias and not edit.integer(factor.bias):
+            raise TypeRuleError(f"{factor.bias[1:]} is not int8, but {factor.weight[1:]}, whose sums it joins, is")
+    return size
+
+
+def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor: Factor) -> str:
+    """The share of x in the gates, f32 [..., 4H], under `name`."""
+    held = sums_of(edit, factor.weight, factor.bias)
+    expr, operands = weighed(edit, name, codes, factor.weight, held, node)
+    made = TensorType((*edit.type(codes[0]).shape[:-1], edit.type(held[0]).shape[0]), "f32")
+    tail = Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, made))
+    return edit.add(Node(name, Int8Linear(), (codes[0], *held, *operands), (made,), tail, (name,)), node)
+
+
+def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
+    """What a step reads of the product with h: codes, offset, scale and inverse."""
+    return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8CellForm(Int8Form):
+    """One step, in place."""
+
+    takes: ClassVar[type[Op]] = LstmCell
+
+    def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
+        assert isinstance(node.op, LstmCell)
+        return _factors(node, 3, node.op.biases, 1)
+
+    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        x, h, c, *_ = node.inputs
+        _check(edit, node, factors)
+        codes = edit.codes(x, factors[0].weight, node)
+        scope = node.name.rpartition(".")[0]
+        gates = _gates_of(edit, node, f"{scope}.gates_x", codes, factors[0])
+        row = edit.add_op(f"{scope}.gates_step", Last(), (gates,), node)
+        op = Int8LstmStep(edit.input_bits(factors[1].weight))
+        made = edit.add_op(f"{scope}.step", op, (h, c, row, *_held(edit, factors[1])), node)
+        edit.replace(node, made, f"{made}:1")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8LstmForm(Int8Form):
+    """A whole sequence: a loop over the steps of h."""
+
+    takes: ClassVar[type[Op]] = Lstm
+
+    def factors(self, graph: Graph, node: Node) -> tuple[Factor, ...]:
+        assert isinstance(node.op, Lstm)
+        return _factors(node, 3, node.op.biases, node.op.directions)
+
+    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        for d in range(0, len(factors), 2):
+            _check(edit, node, factors[d : d + 2])
+        self._replace(edit, node, factors, _direction)
+
+    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        self._replace(edit, node, factors, rehearsed)
+
+    def _replace(self, edit: Editing, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
+        """By what each direction becomes, side by side."""
+        x, h, c, *_ = node.inputs
+        directions, scope = len(factors) // 2, node.name.rpartition(".")[0]
+        parts: list[tuple[str, str, str]] = []
+        for d in range(directions):
+            both, name = factors[2 * d : 2 * d + 2], f"{scope}.back" if d else f"{scope}.forward"
+            state = [
+                edit.add_op(f"{name}_{word}", Part(d, directions), (ref,), node) if directions > 1 else ref
+                for word, ref in (("h", h), ("c", c))
+            ]
+            parts.append(direction(edit, node, name, x, state, both, bool(d)))
+        if directions == 1:
+            edit.replace(node, *parts[0])
+            return
+        joined = [
+            edit.add_op(f"{scope}.both_{word}", Concat(), sides, node)
+            for word, sides in zip("yhc", zip(*parts, strict=True), strict=True)
+        ]
+        edit.replace(node, *joined)
+
+
+def _direction(
+    edit: Editing, node: Node, name: str, x: str, state: Sequence[str], factors: Sequence[Factor], backward: bool
+) -> tuple[str, str, str]:
+    """Adds one direction; returns y [B, T, H], h and c. In memory the gates of a step lie together."""
+    codes = edit.codes(x, factors[0].weight, node)
+    words = ("codes", "second")
+    major = [
+        edit.add_op(f"{name}_{word}", TimeMajor(backward), (ref,), node)
+        for word, ref in zip(words, codes, strict=False)
+    ]
+    gates = _gates_of(edit, node, f"{name}_x", major, factors[0])
+    steps = edit.add_op(f"{name}_steps", TimeMajor(back=True), (gates,), node)
+    inputs = (*state, steps, *_held(edit, factors[1]))
+    bits = edit.input_bits(factors[1].weight)
+    step = edit.function(_step([edit.type(ref) for ref in inputs], bits))
+    kept = [edit.type(ref) for ref in state]
+    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
+    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*kept, y)), inputs, (*kept, y)), node)
+    out = f"{loop}:2"
+    if backward:
+        out = edit.add_op(f"{name}_y", Reversed(), (out,), node)
+    return out, loop, f"{loop}:1"
+
+
+def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
+    """The function of one step: h, c, the gates of x at that step, and the constants that all steps read."""
+    names = ("h", "c", "x", "codes", "offset", "scale", "inverse")
+    b = Builder(f"lstm_{types[0].width}{wide(bits)}_steps.step")
+    h, c, x, *held = (
+        b.input(name, type.with_shape(type.shape[0], 1, type.width) if name == "x" else type)
+        for name, type in zip(names, types, strict=True)
+    )
+    row = b.add("recurrent.x", Last(), (x,))
+    made = b.add("recurrent.step", Int8LstmStep(bits), (h, c, row, *held))
+    y = b.add("recurrent.y", AsStep(), (made,))
+    return b.build({"next_h": made, "next_c": f"{made}:1", "y": y})
+
+
+INT8_CELL = Int8CellForm("int8_lstm_cell")
+INT8_LSTM = Int8LstmForm("int8_lstm")

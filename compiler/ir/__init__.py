@@ -1,0 +1,1 @@
+"""The typed graph, its builder, and its text form."""

@@ -1,0 +1,79 @@
+"""Reads the text form of a graph back: `parse(str(graph), ops) == graph`."""
+
+import ast
+import re
+from collections.abc import Mapping
+
+from specc.compiler.ir.graph import Graph, Named, Node, Op, TensorType
+
+_TYPE = re.compile(r"(?:(?P<storage>[\w()]+):)?(?P<dtype>\w+)\[(?P<shape>[^\]]*)\]")
+_HEAD = re.compile(r"graph (?P<name>[\w.]+)\((?P<inputs>.*)\) \{")
+_PARAM = re.compile(r"  param (?P<name>[\w.]+) : (?P<type>\S+)")
+_NODE = re.compile(
+    r"  (?P<name>[\w.]+) = (?P<op>\w+)\((?P<inputs>[^)]*)\)(?P<settings>\{.*?\})?"
+    r"(?: \|> (?P<tail>\w+)(?P<tail_settings>\{.*?\})?)?(?: of \((?P<members>[^)]*)\))? : (?P<types>[^{}|=]+)"
+)
+_RETURN = re.compile(r"  return (?P<outputs>.*)")
+
+
+class GraphTextError(ValueError):
+    """A line that is no line of a graph; the message says which."""
+
+
+def parse_type(text: str) -> TensorType:
+    """`bf16[T,1792]` or `int5:bf16[512,1792]`. Raises GraphTextError."""
+    found = _TYPE.fullmatch(text)
+    if found is None:
+        raise GraphTextError(f"not a type: {text!r}")
+    dims = [dim for dim in found["shape"].split(",") if dim]
+    shape = tuple(int(dim) if dim.isdigit() else dim for dim in dims)
+    return TensorType(shape, found["dtype"], found["storage"] or "")
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(", ") if part)
+
+
+def _types(text: str) -> tuple[TensorType, ...]:
+    return tuple(parse_type(part) for part in text.split(", "))
+
+
+def _op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op:
+    if name not in ops:
+        raise GraphTextError(f"no op is named {name!r}")
+    call = ast.parse(f"f({(settings or '{}')[1:-1]})", mode="eval").body
+    assert isinstance(call, ast.Call)
+    return ops[name](**{str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords})
+
+
+def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
+    """The graph that `text` spells, with ops looked up by name. Raises GraphTextError with the line number."""
+    name = ""
+    inputs: tuple[Named, ...] = ()
+    scalars: tuple[str, ...] = ()
+    outputs: tuple[tuple[str, str], ...] = ()
+    params: list[Named] = []
+    nodes: list[Node] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if found := _HEAD.fullmatch(line):
+            name = found["name"]
+            entries = _list(found["inputs"])
+            inputs = tuple(_named(entry) for entry in entries if not entry.startswith("$"))
+            scalars = tuple(entry[1:] for entry in entries if entry.startswith("$"))
+        elif found := _PARAM.fullmatch(line):
+            params.append((found["name"], parse_type(found["type"])))
+        elif found := _RETURN.fullmatch(line):
+            outputs = tuple((label, ref) for label, _, ref in (part.partition("=") for part in _list(found["outputs"])))
+        elif found := _NODE.fullmatch(line):
+            tail = _op(found["tail"], found["tail_settings"], ops) if found["tail"] else None
+            op = _op(found["op"], found["settings"], ops)
+            members = _list(found["members"] or "")
+            nodes.append(Node(found["name"], op, _list(found["inputs"]), _types(found["types"]), tail, members))
+        elif line != "}":
+            raise GraphTextError(f"line {number}: not a line of a graph: {line!r}")
+    return Graph(name, inputs, tuple(params), tuple(nodes), outputs, scalars)
+
+
+def _named(entry: str) -> Named:
+    name, _, type = entry.partition(": ")
+    return name, parse_type(type)

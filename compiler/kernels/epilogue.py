@@ -1,0 +1,190 @@
+"""The epilogue of a product as generated code spells it: names that cannot clash, expressions over them."""
+
+import keyword
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
+from specc.compiler.ir.graph import BYTES, TensorType
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.linear import Product
+
+VECTOR = 16  # bytes that one load, one TMA row and one CUTLASS access are multiples of
+FLOATS = ("bf16", "f16", "f32")
+
+# What the generated code itself calls things, and the words of C++; Python's own are in `keyword`.
+OURS = """
+    M N K NODE NAMESPACE BLOCK_M BLOCK_N BLOCK_K GROUP WARPS STAGES PROGRAMS Path Tensor
+    TensorDescriptor tl torch triton ctypes functools library native kernel finish halves launch m n
+    k i tile tiles tiles_m tiles_n first height rows columns ks at inside name shape dtype tensor
+    have found wants range min max code programs workspace stream status arguments tree hardware
+    gemm cute cutlass collective fusion stride_x stride_w stride_y Auto Element Row Tile Cluster
+    Kernel Gemm Tree Epilogue Fragment Compute Part Aux Stored TileLoad TileStore ColumnLoad Raster
+    Functor kRound z t tail swizzle raster call given quick_erf quick_bell high s logf sqrtf fabsf tanhf fminf fmaxf
+    powf larger smaller
+"""
+CPP = """
+    alignas alignof auto bool break case catch char class const constexpr continue default delete do
+    double else enum explicit export extern false float for friend goto if inline int long mutable
+    namespace new noexcept operator private protected public register return short signed sizeof static
+    struct switch template this throw true try typedef typename union unsigned using virtual void
+    volatile while
+"""
+RESERVED = frozenset((*keyword.kwlist, *OURS.split(), *CPP.split()))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that the kernel reads or writes, and its name in the generated code."""
+
+    name: str
+    type: TensorType
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.type}"
+
+    @property
+    def column(self) -> bool:
+        """One number a column, [N], rather than a tile of [rows, N]."""
+        return len(self.type.shape) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An output and the expression that gives it, over the names of the generated code."""
+
+    value: Value
+    expr: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Everything a kernel is given and gives: `x` [rows, K], one weight an accumulator, operands, results.
+
+    `results` stand in the order of the node's outputs; `steps` in the order of computing them, as the first
+    may read the others.
+    """
+
+    x: Value
+    weights: tuple[Value, ...]
+    accumulators: tuple[str, ...]
+    operands: tuple[Value, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def steps(self) -> tuple[Result, ...]:
+        return (*self.results[1:], self.results[0])
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        return (self.x, *self.weights, *self.operands)
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        return tuple(result.value for result in self.results)
+
+    def formulas(self, layout: str) -> tuple[str, ...]:
+        """What is computed, a line an accumulator and a result, e.g. `p = x w^T`."""
+        product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout]
+        made = zip(self.accumulators, self.weights, strict=True)
+        lines = [f"{p} = {product.format(x=self.x.name, w=w.name)}" for p, w in made]
+        return (*lines, *(f"{step.value.name} = {step.expr}" for step in self.steps))
+
+
+def tail_of(site: Site) -> Tail:
+    """The tail of a site that `refusal` has nothing against."""
+    op, epilogue = site.node.op, site.epilogue
+    assert isinstance(op, Product) and epilogue is not None
+    count = op.arity - 1
+    heads, operands = epilogue.variables[:count], site.operands
+    # A [K, N] weight is the stored weight of a linear layer, read for the gradient of that layer's input.
+    x, y = {"nk": ("x", "y"), "kn": ("dy", "dx")}[op.layout]
+    taken = {x}
+
+    def pick(name: str) -> str:
+        while name in taken or name in RESERVED:
+            name += "_"
+        taken.add(name)
+        return name
+
+    suffixes = [""] if count == 1 else [f"_{head}" for head in heads]
+    weights = tuple(pick(f"w{suffix}") for suffix in suffixes)
+    accumulators = tuple(pick(f"p{suffix}") for suffix in suffixes)
+    named = {variable: pick(variable) for variable, _ in operands}
+    labels = (*epilogue.labels, *[""] * len(epilogue.outputs))[: len(epilogue.outputs)]
+    outputs = [pick(label or (f"{y}{i}" if i else y)) for i, label in enumerate(labels)]
+
+    # A label is read only where no variable has its name.
+    renamed = {label: Var(name) for label, name in zip(labels, outputs, strict=True) if label}
+    renamed |= {head: Var(name) for head, name in zip(heads, accumulators, strict=True)}
+    renamed |= {variable: Var(name) for variable, name in named.items()}
+    results = tuple(
+        Result(Value(name, type), substitute(reread(text), renamed))
+        for name, type, text in zip(outputs, site.node.types, epilogue.outputs, strict=True)
+    )
+    return Tail(
+        Value(x, site.inputs[0]),
+        tuple(map(Value, weights, site.inputs[1 : op.arity])),
+        accumulators,
+        tuple(Value(named[variable], type) for variable, type in operands),
+        results,
+    )
+
+
+def refusal(site: Site) -> str | None:
+    """Why no kernel of a product and its tail takes this node: its op, dtypes, shapes or expressions."""
+    op, epilogue = site.node.op, site.epilogue
+    if not isinstance(op, Product):
+        return f"takes a product of rows and weights; {site.node.op.name} is none"
+    if epilogue is None:
+        return "has nothing to fuse into a plain product; cuBLAS is faster"
+    x, weights = site.inputs[0], site.inputs[1 : op.arity]
+    if x.dtype not in ("bf16", "f16"):
+        return f"multiplies bf16 or f16; the input is {x.dtype}"
+    if odd := next((weight for weight in weights if weight.dtype != x.dtype), None):
+        return f"multiplies one dtype; the input is {x.dtype} and the weight {odd.dtype}"
+    n, k = op.extent(weights[0])
+    for dim, extent in (("K", k), ("N", n)):
+        size = extent * BYTES[x.dtype]
+        if size % VECTOR:
+            step = VECTOR // BYTES[x.dtype]
+            down = extent // step * step
+            near = f"{down} or {down + step}" if down else f"{step}"
+            found = f"{dim} = {extent} {x.dtype} is {size} bytes, {near} would do"
+            return f"wants rows of a multiple of {VECTOR} bytes; {found}"
+    return _operands_refusal(site, n) or _results_refusal(site)
+
+
+def _operands_refusal(site: Site, n: int) -> str | None:
+    whole = site.node.type.shape
+    for variable, type in site.operands:
+        if type.shape not in (whole, (n,)):
+            wants = f"[{','.join(map(str, whole))}] or [{n}]"
+            return f"reads operands of {wants}; {variable} is {type}"
+        if type.dtype not in FLOATS:
+            return f"reads operands in {', '.join(FLOATS)}; {variable} is {type.dtype}"
+    return None
+
+
+def _results_refusal(site: Site) -> str | None:
+    for i, type in enumerate(site.node.types):
+        if type.dtype not in FLOATS:
+            return f"writes {', '.join(FLOATS)}; output {i} is {type.dtype}"
+    tail = tail_of(site)
+    read = {name for result in tail.results for name in variables(result.expr)}
+    if idle := [value.name for value in tail.operands if value.name not in read]:
+        return f"reads only what its outputs need; no output reads {idle[0]}"
+    full = {*tail.accumulators, *(value.name for value in tail.operands if not value.column)}
+    for step in tail.steps:
+        if not _meets(step.expr, full):
+            return f"writes tiles of [rows, {site.node.type.width}]; {step.value.name} is alike in every row"
+        full.add(step.value.name)
+        try:
+            triton_text(step.expr), cuda_text(step.expr)
+        except ExprError as error:
+            return f"cannot print {step.value.name}: {error.message}"
+    return None
+
+
+def _meets(expr: Expr, names: Collection[str]) -> bool:
+    return any(name in names for name in variables(expr))

@@ -1,0 +1,242 @@
+"""A product and its pointwise tail as one Triton kernel: persistent with TMA where the target has it, else by
+pointers."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from specc.compiler.expr import triton_text
+from specc.compiler.kernels.custom_op import CustomOp, custom_op
+from specc.compiler.kernels.epilogue import Tail, Value, refusal, tail_of
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.lines import assigned, listed
+from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
+from specc.compiler.ops.linear import Product
+
+LARGEST_WEIGHT = 2**31  # elements; pointers into it are offset by 32 bits
+GROUP = 8  # tiles of rows that run side by side, so that they find their columns of the weights in L2
+DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class TmaContext:
+    """What templates/triton/linear_tma.py.jinja may know: signatures (`finish`, `kernel`) and body lines."""
+
+    TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
+    op: CustomOp
+    tile: Tile
+    accumulators: tuple[str, ...]
+    finish: str
+    epilogue: tuple[str, ...]
+    kernel: str
+    dots: tuple[str, ...]
+    halves: tuple[str, ...]
+    descriptors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PointerContext:
+    """What templates/triton/linear_pointer.py.jinja may know: `starts` go before the loop, `dots` into it."""
+
+    TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
+    op: CustomOp
+    tile: Tile
+    group: int
+    accumulators: tuple[str, ...]
+    kernel: str
+    starts: tuple[str, ...]
+    dots: tuple[str, ...]
+    inside: str
+    epilogue: tuple[str, ...]
+    tensors: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTriton(Kernel):
+    """Takes one or two products of the same rows, any epilogue, any number of operands and outputs.
+
+    `tile` is one that was measured; without it the rule of tile.py decides.
+    """
+
+    TILE: ClassVar[type | None] = Tile
+    tile: Tile | None = None
+
+    def rejects(self, site: Site) -> str | None:
+        if reason := refusal(site):
+            return reason
+        if (count := site.node.op.arity - 1) > ACCUMULATORS:
+            return f"keeps at most {ACCUMULATORS} accumulators in registers; this node has {count}"
+        n, k = _extent(site)
+        if n * k >= LARGEST_WEIGHT:
+            return f"offsets weights by 32 bits; {n} x {k} elements need more"
+        needed = loaded_bytes(tail_of(site), self.tile) if self.tile is not None else 0
+        if needed > site.target.shared_memory:
+            known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
+            return f"has {known}; loads for {self.tile} take {needed:,}"
+        return None
+
+    def rank(self, site: Site) -> int:
+        return 1
+
+    def variants(self, site: Site) -> tuple[Kernel, ...]:
+        return tuple(replace(self, tile=tile) for tile in candidates(site.target, tail_of(site), _extent(site)[1]))
+
+    def padding(self, site: Site, rows: int) -> float:
+        n, k = _extent(site)
+        tile = self.tile or tile_of(site.target, tail_of(site), n, k)
+        return whole_tiles(rows, tile.m) * whole_tiles(n, tile.n)
+
+    def render(self, site: Site) -> Rendered:
+        tail, op = tail_of(site), site.node.op
+        assert isinstance(op, Product)
+        tile = self.tile or tile_of(site.target, tail, *_extent(site))
+        outside = custom_op(site, tail)
+        write = _tma if "tma" in site.target.features else _pointer
+        context = write(outside, tail, tile, op.layout)
+        files = {f"{outside.symbol}.py": (context.TEMPLATE, context)}
+        return Rendered(outside.function, outside.symbol, files, str(tile))
+
+
+LINEAR_TRITON = LinearTriton("linear_triton", "triton", frozenset({"mma"}))
+
+
+def _extent(site: Site) -> tuple[int, int]:
+    assert isinstance(site.node.op, Product)
+    return site.node.op.extent(site.inputs[1])
+
+
+def _tma(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> TmaContext:
+    tensors = [_handle(value) for value in (*tail.inputs, *tail.outputs)]
+    columns = any(value.column for value in tail.operands)
+    ragged = op.n % tile.n > 0
+    handles = [_handle(value) for value in (*tail.operands, *tail.outputs)]
+    width = ["N"] if columns and ragged else []
+    lefts, rights = ([p.replace("p", side, 1) for p in tail.accumulators] for side in ("left", "right"))
+    halves = ([*lefts, "m", "n"], [*rights, "m", "n + BLOCK_N // 2"])
+    sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PROGRAMS"))
+    return TmaContext(
+        op=op,
+        tile=tile,
+        accumulators=tail.accumulators,
+        finish=listed("def finish(", [*tail.accumulators, "m", "n", *handles, *map(_constexpr, width)], "):"),
+        epilogue=(
+            *([f"columns = n + tl.arange(0, {tail.accumulators[0]}.shape[1])"] if columns else []),
+            *(_tma_read(value, ragged) for value in tail.operands),
+            *_steps(tail, "{name}_desc.store([m, n], {name}.to({dtype}))"),
+        ),
+        kernel=listed(f"def {op.function}_kernel(", [*tensors, "M", *sizes], "):"),
+        dots=(
+            f"{tail.x.name} = {tail.x.name}_desc.load([m, k])",
+            *(
+                f"{p} = tl.dot({tail.x.name}, {w.name}_desc.load({_WEIGHT_AT[layout]}, {p})"
+                for p, w in zip(tail.accumulators, tail.weights, strict=True)
+            ),
+        ),
+        halves=(
+            *(f"{a}, {b} = halves({p})" for p, a, b in zip(tail.accumulators, lefts, rights, strict=True)),
+            *(listed("finish(", [*given, *handles, *width], ")", 8).lstrip() for given in halves),
+        ),
+        descriptors=tuple(_descriptor(value, tail, layout) for value in (*tail.inputs, *tail.outputs)),
+    )
+
+
+_WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
+
+
+def _body(name: str, value: str, indent: int = 4) -> str:
+    """An assignment for a template to indent: its first line lacks the blanks that its others have."""
+    return assigned(name, value, indent).lstrip()
+
+
+def _constexpr(name: str) -> str:
+    return f"{name}: tl.constexpr"
+
+
+def _handle(value: Value) -> str:
+    return f"{value.name}_ptr" if value.column else f"{value.name}_desc"
+
+
+def _tma_read(value: Value, ragged: bool) -> str:
+    if not value.column:
+        return _body(value.name, f"{value.name}_desc.load([m, n]).to(tl.float32)")
+    load = _masked(f"{value.name}_ptr + columns", ["columns < N"] if ragged else [])
+    return _body(value.name, f"{load}.to(tl.float32)[None, :]")
+
+
+def _steps(tail: Tail, store: str) -> tuple[str, ...]:
+    """Each output in fp32 and, at once, its store, which rounds."""
+    return tuple(
+        line
+        for step in tail.steps
+        for line in (
+            _body(step.value.name, triton_text(step.expr)),
+            store.format(name=step.value.name, dtype=DTYPES[step.value.type.dtype]),
+        )
+    )
+
+
+def _descriptor(value: Value, tail: Tail, layout: str) -> str:
+    """The host's argument for a tensor: a column is passed by its pointer."""
+    name = value.name
+    if value.column:
+        return f"{name},"
+    if value is tail.x:
+        shape, strides, block = "m, K", "K, 1", "BLOCK_M, BLOCK_K"
+    elif value in tail.weights and layout == "nk":
+        shape, strides, block = "N, K", "K, 1", "BLOCK_N, BLOCK_K"
+    elif value in tail.weights:
+        shape, strides, block = "K, N", "N, 1", "BLOCK_K, BLOCK_N"
+    else:
+        shape, strides, block = "m, N", "N, 1", "BLOCK_M, BLOCK_N // 2"
+    return f"TensorDescriptor({name}, [{shape}], [{strides}], [{block}]),"
+
+
+def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContext:
+    x = tail.x.name
+    tensors = [value.name for value in (*tail.inputs, *tail.outputs)]
+    sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
+    ragged_n, ragged_k = op.n % tile.n > 0, op.k % tile.k > 0
+    weight = {"nk": "columns * K + ks[:, None]", "kn": "ks[:, None] * N + columns"}[layout]
+    step = {"nk": "k", "kn": "k * N"}[layout]
+    deep = ["ks[:, None] < K - k"] if ragged_k else []
+    across = ["columns < N"] if ragged_n else []
+    return PointerContext(
+        op=op,
+        tile=tile,
+        group=GROUP,
+        accumulators=tail.accumulators,
+        kernel=listed(f"def {op.function}_kernel(", [*(f"{name}_ptr" for name in tensors), "M", *sizes], "):"),
+        starts=(
+            f"{x}_tile = {x}_ptr + rows * K + ks[None, :]",
+            *(f"{w.name}_tile = {w.name}_ptr + {weight}" for w in tail.weights),
+        ),
+        dots=(
+            _body(x, _masked(f"{x}_tile + k", ["rows < M", *(["ks[None, :] < K - k"] if ragged_k else [])]), 8),
+            *(
+                line
+                for p, w in zip(tail.accumulators, tail.weights, strict=True)
+                for line in (
+                    _body(w.name, _masked(f"{w.name}_tile + {step}", deep + across), 8),
+                    f"{p} = tl.dot({x}, {w.name}, {p})",
+                )
+            ),
+        ),
+        inside=_all(["rows < M", *across]),
+        epilogue=(
+            *(_pointer_read(value, across) for value in tail.operands),
+            *_steps(tail, "tl.store({name}_ptr + at, {name}.to({dtype}), mask=inside)"),
+        ),
+        tensors=listed("", tensors, ",", indent=8),
+    )
+
+
+def _pointer_read(value: Value, across: list[str]) -> str:
+    place, conditions = ("columns", across) if value.column else ("at", ["inside"])
+    return _body(value.name, f"{_masked(f'{value.name}_ptr + {place}', conditions)}.to(tl.float32)")
+
+
+def _masked(pointer: str, conditions: list[str]) -> str:
+    return f"tl.load({pointer}, mask={_all(conditions)}, other=0.0)" if conditions else f"tl.load({pointer})"
+
+
+def _all(conditions: list[str]) -> str:
+    return conditions[0] if len(conditions) == 1 else " & ".join(f"({condition})" for condition in conditions)

@@ -1,0 +1,1 @@
+"""Kernels of int8 products and of steps of int8 LSTMs."""

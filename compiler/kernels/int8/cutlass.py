@@ -1,0 +1,124 @@
+"""What the CUTLASS kernels of int8 products share: the functor of the epilogue, the tree around it, the C entry."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.expr import cuda_functions, cuda_text, variables
+from specc.compiler.kernels.epilogue import Value
+from specc.compiler.kernels.gemm.evt import ELEMENTS, ENVIRONMENT, Functor
+from specc.compiler.kernels.int8.gemm import Int8Function, Int8Tail, int8_function, int8_tail
+from specc.compiler.kernels.kernel import Rendered, Site
+from specc.compiler.kernels.lines import flowed, listed
+from specc.compiler.ops.quantized import LARGEST
+
+OUTPUTS = {**ELEMENTS, "i8": "int8_t"}
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Source:
+    """What the two templates of .cu files may know of an int8 product.
+
+    `tile` holds the numbers of the thread block; `tree` says what the functor reads, `tree_arguments` with which
+    tensors; `pointers`, `entry` are signatures, `nulls` and `arguments` calls.
+    """
+
+    op: Int8Function
+    tile: object
+    header: str
+    arch: str
+    formulas: tuple[str, ...]
+    element: str
+    reads_tiles: bool
+    prelude: str
+    functor: Functor
+    tree: str
+    tree_arguments: str
+    pointers: str
+    nulls: str
+    entry: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Launcher:
+    """What templates/cutlass/gemm_int8.py.jinja may know: the tensors that the compiled function takes and, with
+    workspace and stream, how many pointers that makes."""
+
+    TEMPLATE: ClassVar[str] = "cutlass/gemm_int8.py.jinja"
+    op: Int8Function
+    tile: object
+    tensors: str
+    pointer_count: int
+    pointers: str
+    launch: str
+
+
+def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -> Rendered:
+    """The .cu and .py files of an int8 product. `leaf` spells the argument of a loaded `tile` and `column`, over its
+    pointer and element; `evt` names the tree."""
+    tail = int8_tail(site)
+    op = int8_function(site, tail)
+    source = _source(site, op, tail, tile, leaf)
+    names = (*tail.names, "y")
+    pointers = ", ".join(f"{name}.data_ptr()" for name in names)
+    launcher = Int8Launcher(
+        op,
+        tile,
+        listed("def launch(", [f"{name}: Tensor" for name in names], ") -> None:"),
+        len(names) + len(ENVIRONMENT),
+        flowed(pointers + ",", " " * 8),
+        listed("launch(", names, ")", indent=12),
+    )
+    files: dict[str, tuple[str, object]] = {
+        f"{op.symbol}.cu": (template, source),
+        f"{op.symbol}.py": (launcher.TEMPLATE, launcher),
+    }
+    return Rendered(op.function, op.symbol, files, str(tile))
+
+
+def _source(site: Site, op: Int8Function, tail: Int8Tail, tile: object, leaf: Mapping[str, str]) -> Int8Source:
+    read = [value for value in tail.operands if value.name in variables(tail.expr)]
+    functor = _functor(tail, read)
+    names = [*tail.names, "y"]
+    given = [*(f"void const* {name}" for name in tail.names), "void* y"]
+    kinds = [
+        f"TileLoad<{ELEMENTS[v.type.dtype]}>" if not v.column else f"ColumnLoad<{ELEMENTS[v.type.dtype]}>" for v in read
+    ]
+    nodes = ["Compute<ComputeY, Element, float>", "Sum", *kinds]
+    loads = [
+        leaf["tile" if not v.column else "column"].format(element=ELEMENTS[v.type.dtype], name=v.name) for v in read
+    ]
+    arguments = [leaf["sum"], *loads, "{}"]
+    return Int8Source(
+        op=op,
+        tile=tile,
+        header=op.header.replace("# ", "// ", 1).replace("\n# ", "\n// "),
+        arch=site.target.nvcc,
+        formulas=tuple(flowed(line, "//     ", "    ") for line in tail.formulas),
+        element=OUTPUTS[tail.y.type.dtype],
+        reads_tiles=any(not value.column for value in read),
+        prelude=cuda_functions([functor.value]),
+        functor=functor,
+        tree=listed(f"using Tree = fusion::{leaf['evt']}<", nodes, ">;", last=""),
+        tree_arguments=listed("Tree::Arguments const tree{", arguments, "};", 2, ""),
+        pointers=listed("Gemm::Arguments arguments(", ["int m", *given], ") {", last=""),
+        nulls=listed("return Gemm::get_workspace_size(arguments(", ["1", *["nullptr"] * len(names)], "));", 2, ""),
+        entry=listed(f'extern "C" int {op.function}(', ["int m", *given, *ENVIRONMENT], ") {", last=""),
+        arguments=", ".join(["m", *names]),
+    )
+
+
+def _functor(tail: Int8Tail, read: list[Value]) -> Functor:
+    fragments = ("p", *(value.name for value in read))
+    text = cuda_text(tail.expr, {name: f"{name}[i]" for name in fragments})
+    if tail.codes:
+        text = f"rintf(fminf(fmaxf({text}, -{LARGEST}.0f), {LARGEST}.0f))"
+    return Functor(
+        "ComputeY",
+        listed(
+            "__device__ Fragment operator()(", [f"Fragment const& {name}" for name in fragments], ") const {", 2, ""
+        ),
+        "y",
+        flowed(f"y[i] = {text};", "      ", "    "),
+    )

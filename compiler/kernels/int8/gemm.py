@@ -1,0 +1,197 @@
+"""Int8 products and their epilogues: what every kernel of them shares, and the plain Torch one that any CPU runs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, torch_text, variables
+from specc.compiler.ir.graph import Op
+from specc.compiler.kernels.epilogue import RESERVED, Value
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.kernels.lines import assigned, flowed, listed, unbroken
+from specc.compiler.ops.quantized import ALIGNMENT, LARGEST, Int8Linear
+
+DTYPES = {"bf16": "torch.bfloat16", "f16": "torch.float16", "f32": "torch.float32", "i8": "torch.int8"}
+OWN = ("x", "w", "offset", "y")
+LONGEST_LABEL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Tail:
+    """An int8 product as kernels see it: x [rows, K], w [N, K], offset [N], operands; `expr` gives y [rows, N] over the
+    sums `p` and the operands."""
+
+    n: int
+    k: int
+    operands: tuple[Value, ...]
+    y: Value
+    expr: Expr
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the function is given, in order."""
+        return ("x", "w", "offset", *(value.name for value in self.operands))
+
+    @property
+    def codes(self) -> bool:
+        """Whether the output is rounded to codes."""
+        return self.y.type.dtype == "i8"
+
+    @property
+    def formulas(self) -> tuple[str, str]:
+        rounded = f"round({self.expr}), within -{LARGEST} and {LARGEST}" if self.codes else str(self.expr)
+        return "p = x w^T + offset, in int32", f"y = {rounded}"
+
+
+def int8_tail(site: Site) -> Int8Tail:
+    """The tail of a site that `int8_refusal` has nothing against."""
+    op, epilogue = site.node.op, site.epilogue
+    assert isinstance(op, Int8Linear) and epilogue is not None
+    n, k = op.extent(site.inputs[1])
+    taken = {*OWN, "p"}
+    named: dict[str, Expr] = {epilogue.variables[0]: Var("p")}
+    operands = []
+    for variable, type in site.operands:
+        name = variable
+        while name in taken or (name in RESERVED and name != "scale"):
+            name += "_"
+        taken.add(name)
+        named[variable] = Var(name)
+        operands.append(Value(name, type))
+    expr = substitute(reread(epilogue.outputs[0]), named)
+    return Int8Tail(n, k, tuple(operands), Value("y", site.node.type), expr)
+
+
+def int8_refusal(site: Site) -> str | None:
+    """Why no kernel takes this product: its epilogue, alignment or operands."""
+    op, epilogue = site.node.op, site.epilogue
+    assert isinstance(op, Int8Linear)
+    n, k = op.extent(site.inputs[1])
+    if n % ALIGNMENT or k % ALIGNMENT:
+        return f"wants N and K to be multiples of {ALIGNMENT}; N is {n} and K is {k}"
+    if epilogue is None or len(epilogue.outputs) != 1:
+        return "wants an epilogue of one output, which scales the sums"
+    if site.node.type.dtype not in DTYPES:
+        return f"writes {', '.join(DTYPES)}; the output is {site.node.type.dtype}"
+    for variable, type in site.operands:
+        if type.shape not in (site.node.type.shape, (n,)):
+            return f"reads operands of [{', '.join(map(str, site.node.type.shape))}] or [{n}]; {variable} is {type}"
+        if type.dtype not in ("bf16", "f16", "f32"):
+            return f"reads operands in bf16, f16, f32; {variable} is {type.dtype}"
+    tail = int8_tail(site)
+    if "p" not in variables(tail.expr):
+        return "writes what follows from the sums; the epilogue does not read them"
+    try:
+        cuda_text(tail.expr)
+    except ExprError as error:
+        return f"cannot print the epilogue: {error.message}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Function:
+    """The Python function of a kernel, as templates write it. Fields of code are whole lines.
+
+    `nodes` are all that run it, so that the check can name them; `dtype` is that of y.
+    """
+
+    header: str
+    label: str
+    nodes: str
+    namespace: str
+    function: str
+    symbol: str
+    n: int
+    k: int
+    formulas: tuple[str, ...]
+    signature: str
+    promise: str
+    check: str
+    dtype: str
+
+
+def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
+    function, file = symbol(site)
+    label = told(site.label)
+    types = [f"x {site.inputs[0]}", f"w {site.inputs[1]}", *(str(value) for value in tail.operands)]
+    header = flowed(f"{unbroken(label)}    {', '.join(types)} -> {tail.y}", "# ", "    ", 88)
+    shapes = [f"x [..., {tail.k}] i8", f"w [{tail.n}, {tail.k}] i8", f"offset [{tail.n}] i32"]
+    shapes += [f"{v.name} [{'' if v.column else '..., '}{tail.n}] {v.type.dtype}" for v in tail.operands]
+    promise = flowed(f'"""{", ".join(map(unbroken, shapes))} -> y [..., {tail.n}] {tail.y.type.dtype}.', "    ")
+    columns, tiles = [v for v in tail.operands if v.column], [v for v in tail.operands if not v.column]
+    given = ["NODES", "x", "w", "offset", "(N, K)"]
+    for word, values in (("columns", columns), ("tiles", tiles)):
+        pairs = ", ".join(f'"{v.name}": ({v.name}, {DTYPES[v.type.dtype]})' for v in values)
+        given += [f"{word}={{{pairs}}}"] if values else []
+    return Int8Function(
+        header,
+        label,
+        nodes_of(site.label),
+        f"specc_{site.module}",
+        function,
+        file,
+        tail.n,
+        tail.k,
+        tail.formulas,
+        listed(f"def {function}(", [f"{name}: Tensor" for name in tail.names], ") -> Tensor:"),
+        promise,
+        listed("check_operands(", given, ")", 4),
+        DTYPES[tail.y.type.dtype],
+    )
+
+
+def nodes_of(label: str) -> str:
+    """The tuple NODES of the paths in a label, without what joined each."""
+    paths = [f'"{one.partition(" ")[0]}"' for one in label.split(" and ")]
+    return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
+
+
+def told(label: str) -> str:
+    """The nodes of a file that many share, as its first one and how many more there are; the plan page lists them."""
+    first, *more = label.split(" and ")
+    return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchContext:
+    """What templates/torch/gemm_int8.py.jinja may know."""
+
+    TEMPLATE: ClassVar[str] = "torch/gemm_int8.py.jinja"
+    op: Int8Function
+    operands: tuple[str, ...]
+    value: str
+    rounded: str
+    uses_functional: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Torch(Kernel):
+    """The product in whole numbers, exact, and the epilogue in f32."""
+
+    computes: ClassVar[type[Op]] = Int8Linear
+
+    def rejects(self, site: Site) -> str | None:
+        if "gpu" in site.target.features:
+            return f"on {site.target.name} Torch has no int8 product of few rows, and would run the epilogue apart"
+        return int8_refusal(site)
+
+    def rank(self, site: Site) -> int:
+        return 9
+
+    def render(self, site: Site) -> Rendered:
+        tail = int8_tail(site)
+        text = torch_text(tail.expr)
+        wide = [value.name for value in tail.operands if value.type.dtype != "f32"]
+        y = "" if tail.y.type.dtype == "f32" else f".to({DTYPES[tail.y.type.dtype]})"
+        rounded = f".round().clamp(-{LARGEST}, {LARGEST})" if tail.codes else ""
+        context = TorchContext(
+            int8_function(site, tail),
+            tuple(f"{name} = {name}.float()" for name in wide),
+            assigned("y", text, 4).lstrip(),
+            f"y{rounded}{y}",
+            "F." in text,
+        )
+        function, module = symbol(site)
+        return Rendered(function, module, {f"{module}.py": (context.TEMPLATE, context)}, "")
+
+
+GEMM_INT8_TORCH = Int8Torch("gemm_int8_torch", "torch", frozenset())

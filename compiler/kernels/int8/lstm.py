@@ -1,0 +1,102 @@
+"""A step of an int8 LSTM as one kernel: what both kernels of it share, and the plain Torch one that any CPU runs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.ir.graph import Op, TensorType
+from specc.compiler.kernels.int8.gemm import DTYPES, nodes_of, told
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.kernels.lines import flowed, unbroken
+from specc.compiler.ops.int8_lstm import Int8LstmStep
+from specc.compiler.ops.quantized import FINE, LARGEST
+
+FLOATS = ("f32", "bf16", "f16")
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunction:
+    """The Python function of a step, as templates write it. Fields of code are whole lines.
+
+    `nodes` are all that run it, so that the check can name them; `size` is H, and `dtype` that of h and c. `fine` is
+    how many steps of a second code of h one of the first has; None where there is no second.
+    """
+
+    header: str
+    label: str
+    nodes: str
+    namespace: str
+    function: str
+    symbol: str
+    size: int
+    k: int
+    promise: str
+    dtype: str
+    fine: int | None
+    largest: int = LARGEST
+
+
+def step_function(site: Site) -> StepFunction:
+    function, file = symbol(site)
+    h, _, x, weight, *_ = site.inputs
+    size, k = extent(site)
+    label = told(site.label)
+    header = flowed(f"{unbroken(label)}    h, c {h}, x {x}, w {weight} -> {h}, {h}", "# ", "    ", 88)
+    state = f"[..., {size}] {h.dtype}"
+    shapes = [f"h, c {state}", f"x [..., {4 * size}] f32", f"w [{4 * size}, {k}] i8", f"offset [{4 * size}] i32"]
+    shapes += [f"scale [{4 * size}] f32", f"inverse [{size}] f32"]
+    promise = flowed(f'"""{", ".join(map(unbroken, shapes))} -> the next h and c {unbroken(state)}.', "    ")
+    nodes = nodes_of(site.label)
+    namespace = f"specc_{site.module}"
+    fine = FINE if _op(site).bits == 16 else None
+    return StepFunction(header, label, nodes, namespace, function, file, size, k, promise, DTYPES[h.dtype], fine)
+
+
+def extent(site: Site) -> tuple[int, int]:
+    """H, and K of the product with h."""
+    op = _op(site)
+    n, k = op.extent(site.inputs[op.stored])
+    return n // 4, k
+
+
+def _op(site: Site) -> Int8LstmStep:
+    op = site.node.op
+    assert isinstance(op, Int8LstmStep)
+    return op
+
+
+def step_refusal(state: TensorType) -> str | None:
+    """Why no kernel takes an h and c of this type."""
+    return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """What templates/torch/int8_lstm_step.py.jinja may know: `narrow` where h and c are no f32."""
+
+    TEMPLATE: ClassVar[str] = "torch/int8_lstm_step.py.jinja"
+    op: StepFunction
+    padding: int
+    narrow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Int8LstmTorch(Kernel):
+    """The product in whole numbers, exact, and the rest in f32."""
+
+    computes: ClassVar[type[Op]] = Int8LstmStep
+
+    def rejects(self, site: Site) -> str | None:
+        if "gpu" in site.target.features:
+            return f"on {site.target.name} Torch would run codes, product and gates as kernels of their own"
+        return step_refusal(site.inputs[0])
+
+    def rank(self, site: Site) -> int:
+        return 9
+
+    def render(self, site: Site) -> Rendered:
+        op = step_function(site)
+        context = PlainStep(op, op.k - op.size, site.inputs[0].dtype != "f32")
+        return Rendered(op.function, op.symbol, {f"{op.symbol}.py": (context.TEMPLATE, context)}, "")
+
+
+INT8_LSTM_TORCH = Int8LstmTorch("int8_lstm_torch", "torch", frozenset())

@@ -1,0 +1,92 @@
+"""A step of an int8 LSTM as one Triton kernel: a program makes all four gates of a tile of rows and hidden units."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from specc.compiler.ir.graph import Op
+from specc.compiler.kernels.int8.lstm import StepFunction, extent, step_function, step_refusal
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.kernels.tile import Tile, whole_tiles
+from specc.compiler.ops.int8_lstm import Int8LstmStep
+
+NARROWEST_K = 32  # codes that one instruction of the tensor cores multiplies
+WHOLE_K = 256  # up to here a program loads all of K at once
+BLOCK_K = 128
+LARGEST_WEIGHT = 2**31  # elements; pointers into it are offset by 32 bits
+# What is worth measuring: rows, hidden units, warps; the first is the rule. A step is short, and soonest done by many
+# small programs: 768 rows of 128 units are 192 of them.
+TILES = ((32, 16, 4), (16, 16, 2), (16, 32, 4), (32, 32, 4), (64, 16, 4), (64, 32, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What templates/triton/int8_lstm_step.py.jinja may know."""
+
+    TEMPLATE: ClassVar[str] = "triton/int8_lstm_step.py.jinja"
+    op: StepFunction
+    target: str
+    tile: Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Int8LstmTriton(Kernel):
+    """Any number of rows, one included, and any H. `tile` is one that was measured; without it the rule of `step_tile`
+    decides."""
+
+    computes: ClassVar[type[Op]] = Int8LstmStep
+    TILE: ClassVar[type | None] = Tile
+    tile: Tile | None = None
+
+    def rejects(self, site: Site) -> str | None:
+        size, k = extent(site)
+        if 4 * size * k >= LARGEST_WEIGHT:
+            return f"offsets weights by 32 bits; {4 * size} x {k} elements need more"
+        tile = self.tile or step_tile(k)
+        if tile.k < NARROWEST_K:
+            return f"multiplies at least {NARROWEST_K} codes at a time; a tile of {tile} has {tile.k}"
+        if (needed := _loaded_bytes(tile)) > site.target.shared_memory:
+            known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
+            return f"has {known}; loads for {tile} take {needed:,}"
+        return step_refusal(site.inputs[0])
+
+    def rank(self, site: Site) -> int:
+        return 0
+
+    def variants(self, site: Site) -> tuple[Kernel, ...]:
+        _, k = extent(site)
+        found = (Tile(m, n, _depth(k), warps, _stages(k)) for m, n, warps in TILES)
+        return tuple(replace(self, tile=tile) for tile in found if _loaded_bytes(tile) <= site.target.shared_memory)
+
+    def padding(self, site: Site, rows: int) -> float:
+        size, k = extent(site)
+        tile = self.tile or step_tile(k)
+        return whole_tiles(rows, tile.m) * whole_tiles(size, tile.n) * whole_tiles(k, tile.k)
+
+    def render(self, site: Site) -> Rendered:
+        op = step_function(site)
+        tile = self.tile or step_tile(op.k)
+        context = StepContext(op, site.target.name, tile)
+        return Rendered(op.function, op.symbol, {f"{op.symbol}.py": (context.TEMPLATE, context)}, str(tile))
+
+
+INT8_LSTM_TRITON = Int8LstmTriton("int8_lstm_triton", "triton", frozenset({"int8_mma"}))
+
+
+def step_tile(k: int) -> Tile:
+    """The tile for a product of K."""
+    rows, units, warps = TILES[0]
+    return Tile(rows, units, _depth(k), warps, _stages(k))
+
+
+def _depth(k: int) -> int:
+    return max(1 << (k - 1).bit_length(), NARROWEST_K) if k <= WHOLE_K else BLOCK_K
+
+
+def _stages(k: int) -> int:
+    """Loads in flight: there is nothing to load ahead where one block is all."""
+    return 1 if k <= WHOLE_K else 3
+
+
+def _loaded_bytes(tile: Tile) -> int:
+    """Bytes of shared memory that the loads in flight of one program take: of h, in f32 at most, and of w."""
+    return (4 * tile.m + 4 * tile.n) * tile.k * tile.stages

@@ -1,0 +1,59 @@
+"""Int8 products by CUTLASS 2.x, mma.sync and cp.async: what every GPU from sm80 on runs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.ir.graph import Op
+from specc.compiler.kernels.int8.cutlass import rendered
+from specc.compiler.kernels.int8.gemm import int8_refusal, int8_tail
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.ops.quantized import Int8Linear
+
+
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """Outputs a thread block and each of its warps compute, `k` of the sum at a time, `stages` loads in flight."""
+
+    m: int
+    n: int
+    k: int
+    warp_m: int
+    warp_n: int
+    stages: int
+
+    def __str__(self) -> str:
+        warps = f"{self.m // self.warp_m}x{self.n // self.warp_n} warps"
+        return f"{self.m}x{self.n}x{self.k}, {warps}, {self.stages} stages"
+
+
+NARROW = MmaTile(64, 32, 64, 32, 16, 4)
+SQUARE = MmaTile(64, 64, 64, 32, 32, 4)
+LEAF = {
+    "evt": "Sm80EVT",
+    "sum": "{{}, {static_cast<int32_t const*>(offset), 0, {}}, {}}",
+    "column": "{{static_cast<{element} const*>({name}), {element}(0), {{}}}}",
+    "tile": "{{static_cast<{element}*>(const_cast<void*>({name})), {element}(0), stride_y}}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GemmInt8Sm80(Kernel):
+    """Any number of rows, one included: rows beyond the last are predicated off."""
+
+    computes: ClassVar[type[Op]] = Int8Linear
+
+    def rejects(self, site: Site) -> str | None:
+        return int8_refusal(site)
+
+    def rank(self, site: Site) -> int:
+        return 1
+
+    def render(self, site: Site) -> Rendered:
+        op = site.node.op
+        assert isinstance(op, Int8Linear)
+        wide = int8_tail(site).y.type.dtype == "f32"  # a row of a narrow tile is too short for threads that store more
+        tile = NARROW if wide and op.extent(site.inputs[1])[0] <= NARROW.n else SQUARE
+        return rendered(site, "cutlass/gemm_int8_sm80.cu.jinja", tile, LEAF)
+
+
+GEMM_INT8_SM80 = GemmInt8Sm80("gemm_int8_sm80", "cutlass", frozenset({"int8_mma", "cp_async"}))

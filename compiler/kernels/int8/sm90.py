@@ -1,0 +1,49 @@
+"""Int8 products by CUTLASS 3.x: TMA, int8 wgmma, a warp-specialised pingpong kernel."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specc.compiler.ir.graph import Op
+from specc.compiler.kernels.gemm.evt import GemmTile
+from specc.compiler.kernels.int8.cutlass import rendered
+from specc.compiler.kernels.int8.gemm import int8_refusal
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
+from specc.compiler.ops.quantized import Int8Linear
+
+DEEP, SHALLOW = 128, 64  # codes of the sum at a time: one row of 128 bytes in shared memory, or half of one
+WIDE, NARROW = 128, 64
+SMALL = 512 * 256  # weights; up to here the kernel of the sm80 family, which starts sooner, was faster on an H200
+LEAF = {
+    "evt": "Sm90EVT",
+    "sum": "{{}, {static_cast<int32_t const*>(offset)}, {}}",
+    "column": "{{static_cast<{element} const*>({name})}}",
+    "tile": "{{static_cast<{element} const*>({name}), {element}(0), stride_y}}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GemmInt8Sm90(Kernel):
+    """Any number of rows, one included: TMA fills what lies outside with zeros and does not store it. First by rule
+    where the weight is large: what barriers and TMA need to start costs 1 to 3 us a call, more than a small product
+    takes."""
+
+    computes: ClassVar[type[Op]] = Int8Linear
+
+    def rejects(self, site: Site) -> str | None:
+        return int8_refusal(site)
+
+    def rank(self, site: Site) -> int:
+        op = site.node.op
+        assert isinstance(op, Int8Linear)
+        n, k = op.extent(site.inputs[1])
+        return 0 if n * k > SMALL else 2
+
+    def render(self, site: Site) -> Rendered:
+        op = site.node.op
+        assert isinstance(op, Int8Linear)
+        n, k = op.extent(site.inputs[1])
+        tile = GemmTile(64, WIDE if n % WIDE == 0 else NARROW, DEEP if k >= DEEP else SHALLOW, (1, 1), "Pingpong")
+        return rendered(site, "cutlass/gemm_int8_sm90.cu.jinja", tile, LEAF)
+
+
+GEMM_INT8_SM90 = GemmInt8Sm90("gemm_int8_sm90", "cutlass", frozenset({"int8_mma", "wgmma", "tma"}))

@@ -1,0 +1,1 @@
+"""Kernels of norm, rotary embedding and gain of a head."""

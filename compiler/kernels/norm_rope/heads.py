@@ -1,0 +1,130 @@
+"""What is alike in every kernel of attention heads: sizes, names of tensors, and the words that files tell of them."""
+
+from dataclasses import dataclass
+
+from specc.compiler.ir.graph import TensorType
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.kernels.lines import flowed, unbroken
+from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGrad
+
+Named = tuple[str, TensorType]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A site of NormRope or of its gradient: `inputs` and `outputs` by the names that code calls them."""
+
+    op: HeadRotation
+    backward: bool
+    reads_x: bool
+    inputs: tuple[Named, ...]
+    outputs: tuple[Named, ...]
+
+    @property
+    def count(self) -> int:
+        """Heads of a token."""
+        return _number(self.inputs[0][1].shape[-2])
+
+    @property
+    def channels(self) -> int:
+        return _number(self.inputs[0][1].width)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of channels that turn."""
+        return _number(dict(self.inputs)["cos"].width)
+
+    @property
+    def halves(self) -> bool:
+        """Whether all channels turn, the first half of a head by the second."""
+        return 2 * self.pairs == self.channels
+
+    @property
+    def annotation(self) -> str:
+        return "tuple[Tensor, Tensor]" if len(self.outputs) > 1 else "Tensor"
+
+
+def heads_of(site: Site) -> Heads:
+    op = site.node.op
+    assert isinstance(op, HeadRotation)
+    backward = isinstance(op, NormRopeGrad)
+    reads_x = not isinstance(op, NormRopeGrad) or op.reads_x
+    names = ("dy" if backward else "", "x" if reads_x else "", "cos", "sin", "gain" if op.gain else "")
+    results = ("dx", "dgain") if backward else ("y",)
+    inputs = tuple(zip(filter(None, names), site.inputs, strict=True))
+    return Heads(op, backward, reads_x, inputs, tuple(zip(results, site.node.types, strict=False)))
+
+
+def _number(dim: object) -> int:
+    assert isinstance(dim, int)
+    return dim
+
+
+def header(site: Site) -> str:
+    """Label and types as comment lines that leave room for the plan key behind the last."""
+    heads = heads_of(site)
+    given, made = (
+        ", ".join(unbroken(f"{name} {type}") for name, type in values) for values in (heads.inputs, heads.outputs)
+    )
+    return flowed(f"{unbroken(f'{site.label}    ')}{given} -> {made}", "# ", "    ", 88)
+
+
+def about(site: Site) -> str:
+    """What is computed, in words that open a sentence."""
+    heads = heads_of(site)
+    words = ["RMSNorm"] * (heads.op.eps is not None) + ["rotary embedding"] + ["gain"] * heads.op.gain
+    told = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"the gradient of {told}" if heads.backward else told
+
+
+def promise(site: Site, end: str = "") -> str:
+    """The first sentence of the function's docstring, with `end` behind it."""
+    heads = heads_of(site)
+    shapes = {
+        "cos": f"[T, {heads.pairs}]",
+        "sin": f"[T, {heads.pairs}]",
+        "gain": f"[{heads.count}, 1]",
+        "dgain": f"[{heads.count}, 1]",
+    }
+    whole = f"[..., T, {heads.count}, {heads.channels}]"
+    given, made = (
+        ", ".join(f"{name} {shapes.get(name, whole)} {type.dtype}" for name, type in values)
+        for values in (heads.inputs, heads.outputs)
+    )
+    return flowed(f'"""{given} -> {made}.{end}', "    ")
+
+
+def formulas(site: Site) -> tuple[str, ...]:
+    """What is computed, a line a value, as lines of a docstring."""
+    heads = heads_of(site)
+    lines = _backward(heads) if heads.backward else _forward(heads)
+    return tuple(flowed(line, "    ", "    ") for line in lines)
+
+
+def _forward(heads: Heads) -> list[str]:
+    lines, h, eps = [], "x", heads.op.eps
+    if eps is not None:
+        lines, h = [f"h = x / sqrt(mean(x ** 2) + {eps}), of the {heads.channels} channels of a head"], "h"
+    gain = "gain * " if heads.op.gain else ""
+
+    def scaled(value: str) -> str:
+        return f"{gain}({value})" if gain else value
+
+    r = heads.pairs
+    lines.append(f"y[i] = {scaled(f'{h}[i] * cos[i] + {h}[i + {r}] * sin[i]')} for i < {r}")
+    lines.append(f"y[i + {r}] = {scaled(f'{h}[i + {r}] * cos[i] - {h}[i] * sin[i]')}")
+    return lines if heads.halves else [*lines, f"y[i] = {gain}{h}[i] for i >= {2 * r}"]
+
+
+def _backward(heads: Heads) -> list[str]:
+    r, eps, gain = heads.pairs, heads.op.eps, heads.op.gain
+    dz = "dz" if heads.reads_x else "dx"
+    lines = [f"{dz}[i] = dy[i] * cos[i] - dy[i + {r}] * sin[i] for i < {r}"]
+    lines.append(f"{dz}[i + {r}] = dy[i + {r}] * cos[i] + dy[i] * sin[i]")
+    lines += [] if heads.halves else [f"{dz}[i] = dy[i] for i >= {2 * r}"]
+    if eps is not None:
+        lines += [f"r = 1 / sqrt(mean(x ** 2) + {eps}), of the {heads.channels} channels of a head"]
+        lines += ["s = r * sum(dz * x)", f"dx = {'gain * ' if gain else ''}r * (dz - r * s / {heads.channels} * x)"]
+    elif gain:
+        lines += ["s = sum(dz * x), of the channels of a head", "dx = gain * dz"]
+    return [*lines, "dgain = sum of s over all tokens"] if gain else lines

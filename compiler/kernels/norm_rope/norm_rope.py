@@ -1,0 +1,309 @@
+"""Norm, rotary embedding and gain of attention heads, forward and backward: Triton kernels with plain pointers."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from specc.compiler.ir.graph import Op
+from specc.compiler.kernels.custom_op import DTYPES
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.kernels.lines import flowed, listed, unbroken
+from specc.compiler.kernels.norm_rope.heads import Heads, about, formulas, header, heads_of, promise
+from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
+from specc.compiler.ops.norm_rope import HeadRotation
+
+ELEMENTS = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
+LARGEST_HEAD = 4096  # channels; a head stays in registers
+MOST_GAINS = 256  # heads whose gains a program sums at its end
+LARGEST_TILE = 1 << 17  # elements that a program holds at once
+LOADED = 1024  # elements of a tile: 8 a thread, of bf16 the 16 bytes of one load
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTile:
+    """`rows` heads a program, at the same place of `sequences` sequences one after another, by `warps`."""
+
+    rows: int
+    sequences: int
+    warps: int
+
+    def __post_init__(self) -> None:
+        power("rows", self.rows, 1, LARGEST_TILE)
+        between("sequences", self.sequences, 1, LARGEST_HEAD)
+        power("warps", self.warps, 1, MOST_WARPS)
+
+    def __str__(self) -> str:
+        numbers = ((self.rows, "head"), (self.sequences, "sequence"), (self.warps, "warp"))
+        return ", ".join(counted(count, word) for count, word in numbers)
+
+
+def head_tile(block: int) -> HeadTile:
+    """The tile for rows of `block` elements.
+
+    Of each tensor a thread has one load under way, so that all loads of a tile are out before the first is used: with
+    two, the compiler would rather wait for one than hold both. Four sequences share one reading of the angles, which
+    still leaves programs enough to fill a GPU.
+    """
+    return HeadTile(max(1, LOADED // block), 4, max(4, block // 256))
+
+
+# What is worth measuring: elements of a tile, sequences, warps.
+TILES = ((1024, 4, 4), (1024, 2, 4), (1024, 8, 4), (1024, 1, 4), (512, 4, 2), (2048, 4, 8), (2048, 4, 4), (2048, 2, 4))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadContext:
+    """What templates/triton/norm_rope.py.jinja may know, and `body`, the template of the loop in its kernel.
+
+    With `halves` a program holds the two halves of each head apart, so that every pair is loaded once; else it holds
+    whole heads, and loads the other channel of each pair besides. In the kernel, `inside` tells which elements there
+    are, `signed` is the sine as a whole head takes it, `before` are lines ahead of the loop, `loads` and `lines` in
+    it, and with `sums` each program leaves its part of the gain's gradient.
+    """
+
+    TEMPLATE: ClassVar[str] = "triton/norm_rope.py.jinja"
+    header: str
+    summary: str
+    formulas: tuple[str, ...]
+    how: str
+    namespace: str
+    node: str
+    function: str
+    symbol: str
+    heads: int
+    channels: int
+    pairs: int
+    settings: str
+    kernel: str
+    place: str
+    inside: str
+    halves: bool
+    signed: str
+    body: str
+    before: tuple[str, ...]
+    loads: tuple[str, ...]
+    lines: tuple[str, ...]
+    sums: bool
+    first: str
+    launch_signature: str
+    arguments: str
+    signature: str
+    promise: str
+    conditions: str
+    spacing: tuple[str, ...]
+    wanted: tuple[str, ...]
+    layout: tuple[str, ...]
+    allocated: tuple[str, ...]
+    tensors: str
+    returns: str
+    fake_signature: str
+    fake: str
+
+
+@dataclass(frozen=True, slots=True)
+class NormRopeTriton(Kernel):
+    """Takes heads of any size and number, turned whole or in part. `tile` is one that was measured; without it the
+    rule of `head_tile` decides."""
+
+    computes: ClassVar[type[Op]] = HeadRotation
+    TILE: ClassVar[type | None] = HeadTile
+    tile: HeadTile | None = None
+
+    def rejects(self, site: Site) -> str | None:
+        heads = heads_of(site)
+        for name, type in heads.inputs:
+            known = ("f32",) if name in ("cos", "sin") else tuple(ELEMENTS)
+            if type.dtype not in known:
+                return f"reads {name} in {' or '.join(known)}, not in {type.dtype}"
+        if heads.channels > LARGEST_HEAD:
+            return f"holds a head in registers, at most {LARGEST_HEAD} channels; these have {heads.channels}"
+        if len(heads.outputs) > 1 and heads.count > MOST_GAINS:
+            return f"sums the gradients of at most {MOST_GAINS} gains; there are {heads.count}"
+        if self.tile is not None and (held := self.tile.rows * _block(heads)) > LARGEST_TILE:
+            return f"holds at most {LARGEST_TILE:,} elements at once; a tile of {self.tile} has {held:,}"
+        return None
+
+    def rank(self, site: Site) -> int:
+        return 0
+
+    def variants(self, site: Site) -> tuple[Kernel, ...]:
+        block = _block(heads_of(site))
+        tiles = [HeadTile(max(1, size // block), sequences, warps) for size, sequences, warps in TILES]
+        if block > LOADED:
+            tiles = [HeadTile(1, sequences, block // size) for size in (256, 128) for sequences in (4, 2, 8)]
+        return tuple(replace(self, tile=tile) for tile in dict.fromkeys(tiles))
+
+    def render(self, site: Site) -> Rendered:
+        tile = self.tile or head_tile(_block(heads_of(site)))
+        context = _context(site, tile)
+        files = {f"{context.symbol}.py": (context.TEMPLATE, context)}
+        return Rendered(context.function, context.symbol, files, str(tile))
+
+
+NORM_ROPE_TRITON = NormRopeTriton("norm_rope_triton", "triton", frozenset({"gpu"}))
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+def _block(heads: Heads) -> int:
+    """Elements of a row of a tile: half a head where all of it turns."""
+    return _power(heads.pairs if heads.halves else heads.channels)
+
+
+def _context(site: Site, tile: HeadTile) -> HeadContext:
+    heads = heads_of(site)
+    function, module = symbol(site)
+    block, sums = _block(heads), len(heads.outputs) > 1
+    results = [name if name != "dgain" else "partial" for name, _ in heads.outputs]
+    tensors = [*(name for name, _ in heads.inputs), *results]
+    first, pointers = tensors[0], [f"{name}_ptr" for name in tensors]
+    arguments = [f"{name}: Tensor" for name, _ in heads.inputs]
+    settings = {"ROWS": tile.rows, "BLOCK": block, "SEQUENCES": tile.sequences, "WARPS": tile.warps}
+    settings |= {"HEADS": _power(heads.count)} if sums else {}
+    constants = ["H", "C", "R", *(name for name in settings if name != "WARPS")]
+    sizes = ["STRIDE"] * heads.reads_x + constants
+    given = ["tokens // t", "t", *["x.flatten(0, -3).stride(0)"] * heads.reads_x, *constants]
+    width, end = (heads.pairs, "R") if heads.halves else (heads.channels, "C")
+    gain = ("gain = tl.load(gain_ptr + head).to(tl.float32)",) * heads.op.gain
+    before, loads, lines = (_backward if heads.backward else _forward)(heads)
+    signed = ("-sin", "sin") if heads.backward else ("sin", "-sin")
+    return HeadContext(
+        header=header(site),
+        summary=flowed(f'"""{site.label}: {about(site)} in one kernel.'),
+        formulas=formulas(site),
+        how=_how(site, tile),
+        namespace=f"specc_{site.module}",
+        node=site.label,
+        function=function,
+        symbol=module,
+        heads=heads.count,
+        channels=heads.channels,
+        pairs=heads.pairs,
+        settings=f"{', '.join(settings)} = {', '.join(map(str, settings.values()))}",
+        kernel=listed(
+            f"def {function}_kernel(", [*pointers, "B", "T", *(f"{name}: tl.constexpr" for name in sizes)], "):"
+        ),
+        place="token, head = row // H, row % H" if heads.reads_x else "token = row // H",
+        inside=f"(token < T) & (c < {end})" if block > width else "token < T",
+        halves=heads.halves,
+        signed=f"tl.where(c < R, {', '.join(signed)})",
+        body=f"triton/norm_rope_{'backward' if heads.backward else 'forward'}.py.jinja",
+        before=(*gain, *before),
+        loads=loads,
+        lines=lines,
+        sums=sums,
+        first=first,
+        launch_signature=listed("def launch(", [f"{name}: Tensor" for name in tensors], ") -> None:"),
+        arguments=flowed(f"{', '.join(map(unbroken, (*tensors, *given)))},", " " * 8),
+        signature=listed(f"def {function}(", arguments, f") -> {heads.annotation}:"),
+        promise=promise(site),
+        conditions=_conditions(heads),
+        spacing=_SPACING if heads.reads_x else (),
+        wanted=tuple(_wanted(name, heads) for name, _ in heads.inputs),
+        layout=_LAYOUT if heads.reads_x else ('layout = "contiguous"',),
+        allocated=_allocated(heads),
+        tensors=", ".join(tensors),
+        returns=f"dx, partial.sum(1, keepdim=True).to({DTYPES[heads.outputs[1][1].dtype]})" if sums else results[0],
+        fake_signature=f"def _({', '.join(arguments if sums else [arguments[0], '*_: Tensor'])}):",
+        fake=f"{first}.new_empty({first}.shape){', gain.new_empty(gain.shape)' if sums else ''}",
+    )
+
+
+_SPACING = (
+    "tokens = x.flatten(0, max(x.dim() - 3, 0))  # a view where tokens follow each other evenly",
+    "even = tokens.data_ptr() == x.data_ptr() and tokens.stride()[1:] == (C, 1)",
+)
+_LAYOUT = ('layout = "evenly spaced tokens of contiguous heads" if tensor is x else "contiguous"',)
+
+
+def _wanted(name: str, heads: Heads) -> str:
+    """A row of the table of checks. The gain is read a number at a time."""
+    dtype = dict(heads.inputs)[name].dtype
+    shape = {"cos": "(t, R)", "sin": "(t, R)", "gain": "(H, 1)"}.get(name, "heads")
+    laid = "even" if name == "x" else f"{name}.is_contiguous()"
+    return f'("{name}", {name}, {shape}, {DTYPES[dtype]}, {laid}, {4 if name == "gain" else 16}),'
+
+
+def _allocated(heads: Heads) -> tuple[str, ...]:
+    if not heads.backward:
+        return ("y = x.new_empty(x.shape)",)
+    lines = ("dx = torch.empty_like(dy)",)
+    if len(heads.outputs) == 1:
+        return lines
+    programs = "(programs,) = grid_of(dy.numel() // (H * C), t)"
+    return (*lines, programs, "partial = dy.new_empty(H, programs, dtype=torch.float32)")
+
+
+def _conditions(heads: Heads) -> str:
+    """The rest of the op's docstring."""
+    words = "On one GPU, with any leading dims, contiguous and aligned"
+    apart = ", but for x, whose tokens may be further apart" if heads.reads_x else ""
+    return flowed(f"{words}{apart}. ValueError says what is not.", "    ")
+
+
+def _how(site: Site, tile: HeadTile) -> str:
+    """How the kernel goes about it, in prose."""
+    heads = heads_of(site)
+    rows = "a head of a token" if tile.rows == 1 else f"{tile.rows} heads of tokens"
+    words = f"Triton kernel for {site.target.name}: a program takes {rows}"
+    if tile.sequences > 1:
+        words += f" at the same place of {tile.sequences} sequences, so that it reads their angles once"
+    words += ". All of it in fp32, each result rounded once where it is stored."
+    if len(heads.outputs) > 1:
+        words += " Torch sums what each program has of dgain: the same bits in every run."
+    return flowed(words)
+
+
+Lines = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+
+
+def _store(name: str, value: str, half: bool, element: str) -> str:
+    at = f"{name}_ptr + y_at + c{' + R' if half else ''}"
+    value = value if value.isidentifier() else f"({value})"
+    return f"tl.store({at}, {value}.to({element}), mask=inside)"
+
+
+def _forward(heads: Heads) -> Lines:
+    """Lines before the loop, loads and further lines in it."""
+    eps, gain = heads.op.eps, heads.op.gain
+    element = ELEMENTS[heads.outputs[0][1].dtype]
+    squares = "a * a + b * b" if heads.halves else "x * x"
+    scale = f"scale = tl.rsqrt(tl.sum({squares}, 1, keep_dims=True) / C + {eps}){' * gain' if gain else ''}"
+    factor = "scale * " if eps is not None else "gain * " if gain else ""
+    turned = ["a * cos + b * sin", "b * cos - a * sin"] if heads.halves else ["x * cos + pair * sin"]
+    values = [f"{factor}({value})" if factor else value for value in turned]
+    stores = (_store("y", value, half > 0, element) for half, value in enumerate(values))
+    return (), (), (*[scale] * (eps is not None), *stores)
+
+
+def _backward(heads: Heads) -> Lines:
+    """Lines before the loop, loads and further lines in it."""
+    eps, gain = heads.op.eps, heads.op.gain
+    element = ELEMENTS[heads.outputs[0][1].dtype]
+    lines = ["dz = dy * cos + pair * sin"]
+    values = [("dz", "x")]
+    if heads.halves:
+        lines = ["da, db = da * cos - db * sin, db * cos + da * sin"]
+        values = [("da", "a"), ("db", "b")]
+    squares = " + ".join(f"{x} * {x}" for _, x in values)
+    products = " + ".join(f"{dz} * {x}" for dz, x in values)
+    if eps is not None:
+        lines.append(f"r = tl.rsqrt(tl.sum({squares}, 1, keep_dims=True) / C + {eps})")
+        lines.append(f"s = r * tl.sum({products}, 1, keep_dims=True)")
+        lines.append("shift = r * s / C")
+    elif gain:
+        lines.append(f"s = tl.sum({products}, 1, keep_dims=True)")
+    factors = ["gain"] * gain + ["r"] * (eps is not None)
+    shifted = [f"({dz} - shift * {x})" if eps is not None else dz for dz, x in values]
+    results = [" * ".join((*factors, value)) for value in shifted]
+    lines += ["total += s"] * gain
+    lines += [_store("dx", value, half > 0, element) for half, value in enumerate(results)]
+    if not heads.reads_x:
+        return (), (), tuple(lines)
+    loaded = (("a", "c"), ("b", "c + R")) if heads.halves else (("x", "c"),)
+    loads = [f"{x} = tl.load(x_ptr + x_at + {at}, mask=inside, other=0.0).to(tl.float32)" for x, at in loaded]
+    before = ["x_at = token.to(tl.int64) * STRIDE + head * C", "x_ptr += first * T * STRIDE"]
+    before += ["total = tl.zeros((ROWS, 1), tl.float32)"] * gain
+    return tuple(before), tuple(loads), (*lines, "x_ptr += tl.cast(T, tl.int64) * STRIDE")

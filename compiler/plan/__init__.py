@@ -1,0 +1,1 @@
+"""Which kernel computes what, and the lock of what was measured."""

@@ -1,0 +1,245 @@
+"""The first witness: torch.fx traces a generated module, and what it finds must be the plan, node for node."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from specc.compiler.expr import Binary, Call, Compare, Expr, Neg, Var, decided, number, reread, variables
+from specc.compiler.ir.graph import Graph, Input, Node, TensorType, Traced, node_of
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.region import Scan
+from specc.compiler.programs.programs import Programs, flatten, scalar_values
+
+if TYPE_CHECKING:
+    from torch import fx, nn
+
+ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
+COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
+MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+# functions of the pointwise language whose Torch function has another name
+SPELLED = {"gelu_tanh": "gelu", "abs": "abs", "max": "maximum", "min": "minimum"}
+TORCH_DTYPES = {
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "i32": "int32",
+    "i8": "int8",
+    "i64": "int64",
+    "bool": "bool",
+}
+
+
+class Mismatch(Exception):
+    """The generated module is not the plan; the message names the node."""
+
+
+def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
+    """The fx graph of one method of a generated module; the functions of model.py stay whole."""
+    import types
+
+    from torch import arange, fx
+
+    class Tracer(fx.Tracer):
+        """Leaves a loop over time whole: its length is that of its input."""
+
+        def is_leaf_module(self, m: "nn.Module", module_qualified_name: str) -> bool:
+            return self.traced_func_name != "step" and hasattr(m, "step")
+
+    own = [value for name, value in vars(source).items() if isinstance(value, types.FunctionType) and name != "weights"]
+    tracer = Tracer(autowrap_functions=(*own, arange))
+    tracer.traced_func_name = method
+    return tracer.trace(module)
+
+
+def round_trip(programs: Programs, program: str, traced: "fx.Graph") -> int:
+    """Holds a traced program to the plan: ops, settings, paths, wiring. Returns how many nodes agreed; raises
+    Mismatch."""
+    graph = flatten(programs, programs.program(program), groups=False)
+    seen = compare(graph, scalar_values(programs.program(program)), traced)
+    if unmatched := [node.name for node in graph.nodes if node.name not in seen]:
+        raise Mismatch(f"the plan has {unmatched[0]}, which the module does not compute")
+    return len(seen)
+
+
+def compare(graph: Graph, scalars: Mapping[str, float], traced: "fx.Graph") -> Mapping[str, "fx.Node"]:
+    """Holds a trace to a graph of one output: which traced node computes each of the graph's. Raises Mismatch."""
+    return _Comparison(graph, scalars).run(traced)
+
+
+def check_types(
+    programs: Programs, program: str, traced: "fx.Graph", module: "nn.Module", rows: int, tokens: int
+) -> int:
+    """Runs a traced program on fake tensors and holds every matched value to the plan's type. Raises Mismatch."""
+    import torch
+    from torch import fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    graph = flatten(programs, programs.program(program), groups=False)
+    seen = compare(graph, scalar_values(programs.program(program)), traced)
+    sizes = {"B": rows, "T": tokens, "S": tokens}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    given = [
+        torch.zeros(
+            [sizes[d] if isinstance(d, str) else d for d in type.shape], dtype=getattr(torch, TORCH_DTYPES[type.dtype])
+        )
+        for _, type in graph.inputs
+    ]
+    FakeTensorProp(fx.GraphModule(module, traced), mode).propagate(*given)
+    checked = 0
+    for name, found in seen.items():
+        value = found.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            _check_type(name, graph.by_name[name].type, value, sizes)
+            checked += 1
+    return checked
+
+
+def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int]) -> None:
+    import torch
+
+    shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in type.shape)
+    if tuple(value.shape) != shape or value.dtype != getattr(torch, TORCH_DTYPES[type.dtype]):
+        raise Mismatch(f"{name} is {type} in the plan, but the module makes {value.dtype} {list(value.shape)}")
+
+
+@dataclass
+class _Comparison:
+    """A walk from the outputs back, through plan and trace at once. `seen` maps plan nodes to what computes them."""
+
+    graph: Graph
+    scalars: Mapping[str, float]
+    seen: dict[str, "fx.Node"] = field(default_factory=dict)
+    waiting: list[tuple[Node, int, Any]] = field(default_factory=list)
+
+    def run(self, traced: "fx.Graph") -> dict[str, "fx.Node"]:
+        """Walks from the one output; what computes each node of the plan."""
+        (output,) = (node for node in traced.nodes if node.op == "output")
+        ((_, ref),) = self.graph.outputs
+        self.value(ref, output.args[0])
+        while self.waiting:
+            self.node(*self.waiting.pop())
+        return self.seen
+
+    def value(self, ref: str, found: Any) -> None:
+        """A value of the plan against what stands in its place."""
+        if ref[0] == "$":
+            self.expect(found == self.scalars[ref[1:]], ref, f"is {self.scalars[ref[1:]]}", found)
+        elif ref[0] == "@":
+            same = found.op == "get_attr" and found.target == ref[1:]
+            self.expect(same, ref, f"is parameter {ref[1:]}", found)
+        elif node_of(ref) in self.graph.by_name:
+            self.waiting.append((self.graph.by_name[node_of(ref)], int(ref.partition(":")[2] or 0), found))
+        else:
+            self.expect(found.op == "placeholder" and found.target == ref, ref, "is an input", found)
+
+    def node(self, node: Node, index: int, found: Any) -> None:
+        if len(node.types) > 1:
+            self.expect(self.called(found) == "getitem" and found.args[1] == index, node.name, f"gives {index}", found)
+            found = found.args[0]
+        known = self.seen.get(node.name)
+        if known is not None:
+            self.expect(known is found, node.name, "is computed once", found)
+            return
+        self.seen[node.name] = found
+        if isinstance(node.op, Scan):
+            self.expect(found.op == "call_module" and found.target == node.op.at, node.name, "is a loop", found)
+            which = {"training": True} if node.op.drops else {}
+            self.expect(found.kwargs == which, node.name, f"runs {node.op.callee}", found)
+            for ref, have in zip(node.inputs, found.args, strict=True):
+                self.value(ref, have)
+            return
+        if isinstance(node.op, Pointwise):
+            values = dict(zip(node.op.variables, node.inputs, strict=True))
+            self.expression(node, decided(reread(node.op.outputs[0])), values, found)
+            return
+        if node.op.everywhere:
+            self.kernel(node, found)
+            return
+        types = [self.graph.types[ref] for ref in node.inputs]
+        self.call(node, node.op.traced(types), found)
+
+    def kernel(self, node: Node, found: Any) -> None:
+        """A call of the function of a kernel, which is named after the op and its epilogue, if it has one; its file may
+        have added the shape."""
+        tail = f"_{node.epilogue.title}" if isinstance(node.epilogue, Pointwise) else ""
+        name, wanted = self.called(found).partition(".")[0].partition("__")[0], f"{node.op.name}{tail}"
+        self.expect(name == wanted, node.name, f"is a call of {wanted}", found)
+        self.expect(len(found.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", found)
+        for ref, have in zip(node.inputs, found.args, strict=True):
+            self.value(ref, have)
+
+    def call(self, node: Node, wanted: Traced, found: Any) -> None:
+        name = self.called(found)
+        self.expect(name == wanted.function, node.name, f"is a call of {wanted.function}", found)
+        args = found.args
+        self.expect(len(args) == len(wanted.args), node.name, f"takes {len(wanted.args)} arguments", found)
+        self.expect(set(dict(wanted.keywords)) <= set(found.kwargs), node.name, f"has {dict(wanted.keywords)}", found)
+        pairs = [*zip(wanted.args, args, strict=True), *((v, found.kwargs[k]) for k, v in wanted.keywords)]
+        for want, have in pairs:
+            self.argument(node, want, have)
+
+    def argument(self, node: Node, want: object, have: Any) -> None:
+        """One argument of a call; of a tuple each item."""
+        if isinstance(want, Input):
+            self.value(node.inputs[want.index], have)
+        elif isinstance(want, Traced):
+            self.call(node, want, have)
+        elif isinstance(want, tuple) and any(isinstance(item, Input) for item in want):
+            self.expect(isinstance(have, tuple) and len(have) == len(want), node.name, f"has {len(want)} items", have)
+            for one, other in zip(want, have, strict=True):
+                self.argument(node, one, other)
+        else:
+            self.expect(want == have, node.name, f"has {want}", have)
+
+    def expression(self, node: Node, expr: Expr, values: Mapping[str, str], found: Any) -> None:
+        """An expression of the pointwise language against the arithmetic that was traced."""
+        if isinstance(expr, Var):
+            if self.called(found) in ("float", "bfloat16", "half"):
+                found = found.args[0]
+            self.value(values[expr.name], found)
+        elif not variables(expr):  # Python has computed it before fx saw it
+            value, filled = number(expr), self.called(found) == "full_like"  # for functions that take tensors alone
+            have = found.args[1] if filled and len(found.args) == 2 else found
+            self.expect(have == value, node.name, f"has the number {value}", found)
+        elif isinstance(expr, Neg) and isinstance(expr.a, Binary) and expr.a.op in ("*", "/"):
+            self.expression(node, Binary(expr.a.op, -expr.a.a, expr.a.b), values, found)  # -(2 * x) is printed -2 * x
+        elif isinstance(expr, Neg):
+            self.operation(node, "neg", (expr.a,), values, found)
+        elif isinstance(expr, Binary):
+            self.operation(node, ARITHMETIC[expr.op], (expr.a, expr.b), values, found)
+        elif isinstance(expr, Compare):
+            op, a, b = expr.op, expr.a, expr.b
+            if not variables(a):  # Python asks the tensor, which stands on the right, the other way round
+                op, a, b = MIRRORED[op], b, a
+            self.operation(node, COMPARISONS[op], (a, b), values, found)
+        elif isinstance(expr, Call):
+            form = found.kwargs.get("approximate", "none") if hasattr(found, "kwargs") else "none"
+            self.expect((form == "tanh") == (expr.function == "gelu_tanh"), node.name, f"has {expr.function}", found)
+            self.operation(node, SPELLED.get(expr.function, expr.function), expr.args, values, found)
+
+    def operation(self, node: Node, name: str, parts: tuple[Expr, ...], values: Mapping[str, str], found: Any) -> None:
+        self.expect(self.called(found) == name, node.name, f"has {name}", found)
+        given = [*found.args, *found.kwargs.values()][: len(parts)]  # fx may record a positional argument by keyword
+        self.expect(len(given) == len(parts), node.name, f"{name} takes {len(parts)} arguments", found)
+        for part, have in zip(parts, given, strict=True):
+            self.expression(node, part, values, have)
+
+    @staticmethod
+    def called(found: Any) -> str:
+        """The name of what a traced node calls."""
+        target = getattr(found, "target", None)
+        if isinstance(target, str):
+            return target
+        name = getattr(target, "__name__", "")
+        if target is getattr:
+            return "getattr"
+        return "getitem" if target is operator.getitem else str(name)
+
+    @staticmethod
+    def expect(holds: bool, name: str, what: str, found: Any) -> None:
+        if not holds:
+            shown = found.format_node() if hasattr(found, "format_node") else repr(found)
+            raise Mismatch(f"{name} {what} in the plan, but the module has {shown}")

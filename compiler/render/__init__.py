@@ -1,0 +1,1 @@
+"""Graphs as Python, and templates as files."""

@@ -1,0 +1,1 @@
+"""PLAN.md, the summary, and what `explain` prints."""

@@ -1,0 +1,106 @@
+"""The int8 products of a deployed plan as rows: who computes what, of which extents, and what is padded."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specc.compiler.ir.graph import Graph, Node, node_of
+from specc.compiler.ops.quantized import CropColumns, Int8Product, QuantizeRows, TimeMajor
+from specc.compiler.plan.plan import Choice, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRow:
+    """One product [M, K] x [N, K]^T. `m` is spelled in the programs' sizes; `whole_n` and `whole_k` are what the model
+    has, `n` and `k` what the kernel is given, padded with zeros."""
+
+    node: str
+    module: str
+    kernel: str
+    language: str
+    tile: str
+    m: str
+    n: int
+    k: int
+    whole_n: int
+    whole_k: int
+
+    @property
+    def extents(self) -> str:
+        """E.g. `N 31 -> 32, K 128`."""
+        n, k = (
+            f"{whole} -> {given}" if whole != given else str(given)
+            for whole, given in ((self.whole_n, self.n), (self.whole_k, self.k))
+        )
+        return f"N {n}, K {k}"
+
+    def data(self) -> dict[str, Any]:
+        """The row as JSON has it."""
+        names = ("node", "kernel", "language", "module", "tile", "m", "n", "k")
+        padded = {"n": [self.whole_n, self.n], "k": [self.whole_k, self.k]}
+        shown = {name: pair for name, pair in padded.items() if pair[0] != pair[1]}
+        return {**{name: getattr(self, name) for name in names}, "padded": shown}
+
+
+def products(plan: Plan) -> Iterator[ProductRow]:
+    """A row for each int8 product of a plan, in its order."""
+    told: set[ProductRow] = set()
+    for choice in plan.choices:
+        op, types = choice.site.node.op, choice.site.inputs
+        if not isinstance(op, Int8Product):
+            continue
+        n, k = op.extent(types[op.stored])
+        graph = next(graph for graph in plan.programs.graphs if graph.name == choice.graph)
+        whole_n, whole_k = _whole(graph, choice.site.node, n)
+        row = ProductRow(
+            path_of(choice),
+            choice.rendered.module,
+            choice.kernel.name,
+            choice.kernel.language,
+            choice.rendered.tile,
+            " x ".join(map(str, graph.types[choice.site.node.inputs[0]].shape[:-1])),
+            n,
+            k,
+            whole_n,
+            whole_k,
+        )
+        if row not in told:  # a node stands in every program that has it
+            told.add(row)
+            yield row
+
+
+def path_of(choice: Choice) -> str:
+    """The path of the product in the spec, whatever it was padded to or joined by."""
+    return choice.site.label.split(" ")[0].removesuffix(".padded")
+
+
+def _whole(graph: Graph, product: Node, n: int) -> tuple[int, int]:
+    """N and K before padding."""
+    for reader in graph.consumers[product.name]:
+        if isinstance(reader.op, CropColumns):
+            n = reader.op.columns
+    read = product.inputs[0]
+    while (maker := graph.by_name.get(node_of(read))) is not None and isinstance(maker.op, TimeMajor | QuantizeRows):
+        read = maker.inputs[0]
+    k = graph.types[read].width
+    assert isinstance(k, int)
+    return n, k
+
+
+def product_lines(deployed: Mapping[str, Plan]) -> list[str]:
+    """What `specc plan` says of them: a line for each kernel, the same on all targets but for what it is written in."""
+    if not deployed:
+        return []
+    where = ", ".join(
+        f"{target} ({'/'.join(dict.fromkeys(row.language for row in products(plan)))})"
+        for target, plan in deployed.items()
+    )
+    shared: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = {}
+    for row in products(next(iter(deployed.values()))):
+        rows, nodes = shared.setdefault((row.module, row.extents), ({}, {}))
+        rows[row.m] = nodes[row.node] = None
+    lines = [f"deployed     int8 products: {where}"]
+    for (module, extents), (rows, nodes) in shared.items():
+        more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
+        lines.append(f"  {module:<38} {extents}, M {' or '.join(rows)}: {next(iter(nodes))}{more}")
+    return lines

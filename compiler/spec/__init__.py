@@ -1,0 +1,1 @@
+"""What a spec may say, and how it is checked."""

@@ -1,0 +1,41 @@
+"""Pairs of lines: products of two linear forms and their expansions, generated."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from specc.compiler.spec.data.kind import DataKind
+from specc.compiler.strict import NonNegative, Problem
+
+SYMBOLS = "()*+-0123456789achijknostxyz"  # every character of a line, but the `=` between its sides
+TOKENS = 30  # the longest side and a stop
+
+
+class PolynomialData(DataKind):
+    """Products such as `(7-3*z)*(-5*z-9)` and their expansions, drawn with `seed`.
+
+    A fixed set of `lines` is trained on in a new order each epoch. With `fresh` no line is drawn again: the set is
+    only where the samples begin, and what the held-out splits hold is left out.
+    """
+
+    usual: ClassVar[str] = "polynomial"
+    generated: ClassVar[bool] = True
+
+    kind: Literal["polynomial"]
+    lines: Annotated[int, Field(ge=1, le=5_000_000)] = 800_000
+    seed: NonNegative = 42
+    fresh: bool = False
+
+    def problems_with(self, model: Any) -> Iterator[Problem]:
+        """It takes a model of pairs, every character and the longest line."""
+        if model.characters is None:
+            message = "`polynomial` gives pairs of lines, and the model reads one stream of tokens"
+            yield Problem(("train", "data"), "S222", message, "use text, or a model of kind encoder_decoder")
+            return
+        if missing := [char for char in SYMBOLS if char not in model.characters]:
+            message = f"the vocabulary lacks {', '.join(map(repr, missing))}, which the lines hold"
+            yield Problem(("model", "vocab", "chars"), "S219", message, f'use "{SYMBOLS}"')
+        if model.window < TOKENS:
+            message = f"the lines take up to {TOKENS} tokens, with a stop, and the context is {model.window}"
+            yield Problem(("model", "context"), "S223", message, f"use {TOKENS}")

@@ -1,0 +1,34 @@
+"""Text as one stream of tokens, cut into windows of the context."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from specc.compiler.spec.data.kind import DataKind, FileName
+from specc.compiler.strict import Problem
+
+BYTE_IDS = 257  # of the tokenizer `bytes`: 256 values and the mark between documents
+
+
+class TextData(DataKind):
+    """Text and its tokens: `bytes`, a SentencePiece `*.model` or a tiktoken rank file, and the order of its windows."""
+
+    usual: ClassVar[str] = "stdlib"
+    untagged: ClassVar[bool] = True
+
+    kind: Literal["text"] = "text"
+    tokenizer: FileName = "bytes"
+    order: Literal["sequential", "coprime_stride"] = "coprime_stride"
+
+    @property
+    def least_vocabulary(self) -> int:
+        return BYTE_IDS if self.tokenizer == "bytes" else 0
+
+    def problems_with(self, model: Any) -> Iterator[Problem]:
+        """A model of pairs reads no stream; the bytes need their ids."""
+        if model.characters is not None:
+            message = "the model turns lines into lines, and `text` is one stream of tokens"
+            yield Problem(("train", "data"), "S222", message, "e.g. `data: {kind: polynomial}`")
+        elif model.vocabulary < self.least_vocabulary:
+            message = f"the tokenizer `bytes` has {BYTE_IDS} ids, the model only {model.vocabulary}"
+            hint = f"use {BYTE_IDS}: the bytes and a mark between documents"
+            yield Problem(("model", "vocab"), "S219", message, hint)

@@ -1,0 +1,25 @@
+"""Starts a spec from another."""
+
+import re
+from pathlib import Path
+
+from specc.compiler.errors import SpeccError
+from specc.compiler.generated_folder import replace_file
+from specc.compiler.spec.check import load
+
+
+def copied(origin: Path, target: Path, name: str) -> None:
+    """Writes `origin` to `target` under another model name, with its comments. Raises SpeccError where `target` exists,
+    the name is none, or the result is no valid spec; then nothing is written."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
+        raise SpeccError(f"{name!r} is no model name", "use small letters, digits and _, at most 64, a letter first")
+    if target.exists():
+        raise SpeccError(f"{target} exists already", "choose another name, or remove it first")
+    load(origin)
+    text = origin.read_text(encoding="utf-8")
+    renamed, count = re.subn(r"(?m)^name:[ \t]*[a-z][a-z0-9_]*", f"name: {name}", text, count=1)
+    if not count:
+        raise SpeccError(f"{origin} has no line `name: ...` at the left margin", "write its name on a line of its own")
+    load(renamed)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(target, renamed)

@@ -1,0 +1,1 @@
+"""Errors of a spec in its own terms."""

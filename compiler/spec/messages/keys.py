@@ -1,0 +1,167 @@
+"""What Pydantic found wrong, said in the words of the spec, with all that is known at the place."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
+
+from specc.compiler.errors import Diagnostic, one_of, quote
+from specc.compiler.expr import ExprError
+from specc.compiler.spec.messages.expected import Model, dotted, item_of, keys_of, models_in, nearest, tags_of, wanted
+from specc.compiler.spec.messages.values import TYPES, Found, wrong_type, wrong_value
+from specc.compiler.strict import Path, tag_of
+from specc.compiler.text.source import Place, Source
+
+
+class Words:
+    """Says what is wrong in `source`, of which the parts at `models` should be those models."""
+
+    def __init__(self, source: Source, models: Mapping[Path, Model], root: Model) -> None:
+        self.source, self.models, self.root = source, models, root
+
+    def say(self, group: list[Found]) -> Iterator[Diagnostic]:
+        """The diagnostics of the errors at one path."""
+        special: Mapping[str, Callable[[Found], Iterator[Diagnostic]]] = {
+            "extra_forbidden": self._unknown_key,
+            "missing": self._missing_key,
+            "union_tag_not_found": self._missing_tag,
+            "union_tag_invalid": self._unknown_tag,
+            "value_error": self._refused,
+        }
+        for one in group:
+            if one.kind in special:
+                yield from special[one.kind](one)
+                return
+        path = group[0].path
+        limits = [one for one in group if one.kind not in TYPES]
+        if not limits or (len(limits) < len(group) and all(one.choices for one in limits)):
+            beside = self._data(path[:-1]) if path and isinstance(path[-1], int) else ()
+            said, hint = wrong_type(group, self._annotation(path), beside)
+            yield self._at(self.source.place(path), "S103", f"{self._name(path)} {said}", hint)
+        elif self._is_tag(limits[0]):
+            yield self._no_kind(path, limits[0].choices)
+        else:
+            said, hint = wrong_value(limits, self._annotation(path))
+            yield self._at(self.source.place(path), "S104", f"{self._name(path)} {said}", hint)
+
+    def _at(self, place: Place, code: str, message: str, hint: str) -> Diagnostic:
+        return Diagnostic(code, message, hint, place.file, place.mark)
+
+    def _name(self, path: Path) -> str:
+        words = [i for i, part in enumerate(path) if isinstance(part, str)]
+        return _place(path[words[-1] :] if words else path)
+
+    def _data(self, path: Path) -> Any:
+        value: Any = self.source.data
+        for part in path:
+            value = value[part]
+        return value
+
+    def _annotation(self, path: Path) -> Any:
+        """The type that the spec has for `path`, with its limits; None where that is not known."""
+        if path in self.models or not path:
+            return None
+        *outer, last = path
+        if isinstance(last, int):
+            return item_of(self._annotation(tuple(outer)), last)
+        model = self.models.get(tuple(outer))
+        info = keys_of(model).get(last) if model is not None else None
+        return None if info is None else Annotated[info.annotation, info]
+
+    # keys
+
+    def _unknown_key(self, one: Found) -> Iterator[Diagnostic]:
+        holder, key = one.path[:-1], str(one.path[-1])
+        keys, here = keys_of(self.models.get(holder, self.root)), self._data(holder)
+        near = nearest(key, [name for name in keys if name not in here])
+        homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
+        hints = [f"did you mean {quote(near)}?"] if near else []
+        if homes:
+            home = min(homes, key=lambda path: _apart(path, holder))
+            hints.insert(0, f"{quote(key)} belongs {f'under {_place(home)}' if home else 'at the top'}")
+        elif not near:
+            twin = nearest(key, keys)
+            hints = [f"did you mean {quote(twin)}?" if twin else f"it takes {', '.join(keys)}"]
+        yield self._at(
+            self.source.key(one.path),
+            "S101",
+            f"{_place(holder)} has no key {quote(key)}",
+            "; or ".join(hints),
+        )
+
+    def _offers(self) -> Iterator[tuple[Path, Model]]:
+        """Every model in the data, and those that its absent keys could hold."""
+        for path, model in self.models.items():
+            yield path, model
+            for key, info in keys_of(model).items():
+                inner = models_in(info.annotation)
+                if len(inner) == 1 and (*path, key) not in self.models:
+                    yield (*path, key), inner[0]
+
+    def _missing_key(self, one: Found) -> Iterator[Diagnostic]:
+        holder, key = one.path[:-1], one.path[-1]
+        if isinstance(key, int):
+            given = len(self._data(holder))
+            message = f"{self._name(holder)} is too short: a list of {given}"
+            yield self._at(self.source.place(holder), "S104", message, f"add item {key + 1}")
+            return
+        model = self.models.get(holder)
+        known = keys_of(model) if model is not None else {}
+        # A misspelled key is not missing as well.
+        absent = [name for name in known if name not in self._data(holder)]
+        if any(nearest(str(other), absent) == key for other in self._data(holder) if other not in known):
+            return
+        form = wanted(known[key].annotation) if key in known else "a value"
+        yield self._missing(holder, key, form)
+
+    def _missing_tag(self, one: Found) -> Iterator[Diagnostic]:
+        key = str(one.context["discriminator"]).strip("'")
+        words = tags_of(models_in(self._annotation(one.path)), key)
+        yield self._missing(one.path, key, one_of(words) if words else "a word that says which it is")
+
+    def _missing(self, holder: Path, key: str, form: str) -> Diagnostic:
+        place = self.source.place(holder) if holder else self.source.value(())
+        message = f"{_place(holder)} lacks the key {quote(key)}"
+        return self._at(place, "S102", message, f"add `{key}:` and {form}")
+
+    # kinds
+
+    def _is_tag(self, one: Found) -> bool:
+        """Whether it is the word that tells the one member of what may become a union."""
+        model = self.models.get(one.path[:-1])
+        return model is not None and bool(one.choices) and tag_of(model, str(one.path[-1])) is not None
+
+    def _unknown_tag(self, one: Found) -> Iterator[Diagnostic]:
+        key = str(one.context["discriminator"]).strip("'")
+        yield self._no_kind((*one.path, key), re.findall(r"'([^']*)'", str(one.context["expected_tags"])))
+
+    def _no_kind(self, path: Path, words: list[str]) -> Diagnostic:
+        given = self._data(path)
+        near = nearest(given, words) if isinstance(given, str) else None
+        hints = [f"did you mean {quote(near)}?"] if near else []
+        if not near or len(words) > 1:
+            hints.append(f"there {'is' if len(words) == 1 else 'are'} {one_of(words, 'and')}")
+        message = f"{_place(path[:-1])}: there is no {path[-1]} {quote(given)}"
+        return self._at(self.source.value(path), "S105", message, " ".join(hints))
+
+    # what a field's own check says
+
+    def _refused(self, one: Found) -> Iterator[Diagnostic]:
+        cause, name = one.context["error"], self._name(one.path)
+        if isinstance(cause, ExprError):
+            place = self.source.inside(one.path, cause.column)
+            hint = cause.hint or "check the expression"
+            yield self._at(place, "S107", f"{name}: {cause.message}", hint)
+        else:
+            yield self._at(self.source.place(one.path), "S106", f"{name}: {cause}", "change the value")
+
+
+def _place(path: Path) -> str:
+    return quote(dotted(path)) if path else "the spec"
+
+
+def _apart(one: Path, other: Path) -> int:
+    """Steps between two paths by way of what they share."""
+    shared = 0
+    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+        shared += 1
+    return len(one) + len(other) - 2 * shared

@@ -1,0 +1,351 @@
+"""The `train:` and `eval:` sections of a spec: data, batch, length, optimizers, schedules, averaging; the metric."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import BeforeValidator, Field
+
+from specc.compiler.catalog import models
+from specc.compiler.spec import adapt, data
+from specc.compiler.spec.adapt.adaptation import Adaptation
+from specc.compiler.spec.data.kind import DataKind
+from specc.compiler.spec.data.text import TextData
+from specc.compiler.spec.optimizers import OptimizerSpec, Taper
+from specc.compiler.strict import NonNegative, Path, Positive, PositiveFloat, Problem, StrictModel, Unit, later
+
+DATA = models(data, DataKind, "kind")
+ADAPTATIONS = models(adapt, Adaptation, "kind")
+GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
+
+
+def _text_unless_said(value: Any) -> Any:
+    """Data that does not state its kind is text."""
+    return {"kind": "text", **value} if isinstance(value, dict) else value
+
+
+if TYPE_CHECKING:  # the union is made from what the package holds, which no type checker can see
+    AnyData = DataKind
+    AnyAdaptation = Adaptation
+else:
+    AnyAdaptation = Annotated[Union[ADAPTATIONS], Field(discriminator="kind")]  # noqa: UP007
+    AnyData = Annotated[Union[DATA], Field(discriminator="kind"), BeforeValidator(_text_unless_said)]  # noqa: UP007
+
+
+class ScheduleSpec(StrictModel):
+    """The learning rate's multiplier: up from 0 over `warmup_steps`, 1, then down to `floor` over the last
+    `warmdown_steps`. Either may be given as a fraction of the run instead, by steps or by the clock, as the run is.
+    """
+
+    warmup_steps: NonNegative = 0
+    warmdown_steps: NonNegative = 0
+    warmup_fraction: Unit = 0.0
+    warmdown_fraction: Unit = 0.0
+    floor: Unit = 0.0
+
+    def of(self, steps: int) -> tuple[int, int]:
+        """Steps of warm-up and of warm-down in a run of so many."""
+        # 0.29 * 100 is a little less than 29 in floats
+        parts = (int(part * steps + 1e-6) for part in (self.warmup_fraction, self.warmdown_fraction))
+        up, down = (
+            max(given, part) for given, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
+        )
+        return up, down
+
+    def lowest(self, steps: int | None, last: int = 1) -> float:
+        """How far the warm-down takes the multiplier in a run of `steps`, or where None of seconds: in the update that
+        has `last` steps left, itself among them."""
+        span = self.warmdown_fraction or self.warmdown_steps if steps is None else self.of(steps)[1]
+        if not span:
+            return 1.0
+        return max(self.floor, 0.0 if steps is None else min(1.0, last / span))
+
+    def problems(self) -> Iterator[Problem]:
+        """Each of the two is given once."""
+        for name in ("warmup", "warmdown"):
+            if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
+                message = f"{name} is given in steps and as a fraction"
+                yield Problem((f"{name}_fraction",), "S229", message, "keep one of the two")
+
+
+class EmaSpec(StrictModel):
+    """An exponential moving average of the weights, which replaces them when the run ends."""
+
+    kind: Literal["ema"]
+    decay: Annotated[float, Field(gt=0, lt=1)]
+
+
+class SwaSpec(StrictModel):
+    """The plain mean of the weights after every `every` steps, once the warm-down has taken the multiplier below
+    `below` (Izmailov et al. 2018); it replaces them when the run ends."""
+
+    kind: Literal["swa"]
+    every: Positive = 50
+    below: Annotated[float, Field(gt=0, le=1)] = 0.2
+
+
+AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
+
+
+class QatSpec(StrictModel):
+    """Quantization-aware training: once the warm-down has taken the multiplier below `below`, the model computes with
+    weights rounded as the rules of `quant` say, before any promotion, allocation or correction; gradients pass as if
+    they were not.
+
+    Where `quant` has products in int8, the scales of their inputs are measured at that moment and kept for the
+    artifact, and with `inputs` the inputs are rounded too, as the deployed model will. Steps are slower then, as
+    recurrences go step by step.
+    """
+
+    below: Annotated[float, Field(gt=0, le=1)] = 0.15
+    inputs: bool = True
+
+
+class ForcingSpec(StrictModel):
+    """Teacher forcing: the probability with which a position of the decoder is fed the truth, else its own token.
+
+    `points` are [when, probability], counted in steps or epochs from 0; between two the value holds, or goes in a
+    straight line. The last one stays.
+    """
+
+    points: Annotated[tuple[tuple[NonNegative, Unit], ...], Field(min_length=1)]
+    by: Literal["step", "epoch"] = "step"
+    between: Literal["hold", "linear"] = "hold"
+
+
+Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=8)]
+
+
+class TrainSpec(StrictModel):
+    """One run. Give either `steps` or `budget_seconds`; both drive the schedule.
+
+    A step is counted in tokens (`tokens_per_step`) or in rows (`batch`): windows of text, or pairs of lines. A
+    backward pass takes `micro_batch` rows on each process; where unset, 8 of a step counted in tokens, else all.
+
+    `lengths` are [share of the run, tokens]: from where so much of it is done, by steps or by the clock, windows are
+    cut into rows of so many tokens, which see nothing of each other. Steps keep their tokens and their order. Scores
+    are always of the whole context.
+
+    With `tf32` the products of f32 numbers in a training step read their factors as TF32, with 10 bits of mantissa, on
+    a GPU, where strict f32 has no tensor cores; scores stay strict.
+    """
+
+    data: AnyData = TextData()
+    micro_batch: Positive | None = None
+    tokens_per_step: Positive | None = None
+    batch: Positive | None = None
+    steps: Positive | None = None
+    budget_seconds: PositiveFloat | None = None
+    seed: NonNegative = 1337
+    teacher_forcing: tuple[tuple[NonNegative, Unit], ...] | ForcingSpec | None = None
+    optimizers: Annotated[tuple[OptimizerSpec, ...], Field(min_length=1)]
+    schedule: ScheduleSpec = ScheduleSpec()
+    clip_norm: PositiveFloat | None = None
+    tf32: bool = later(False)
+    average: AverageSpec | None = None
+    qat: QatSpec | None = later(None)
+    lengths: Lengths | None = later(None)
+    validate_every: NonNegative = 0
+    validate_tokens: Positive | None = None
+    checkpoint_every: NonNegative = 0
+
+    def rows(self, window: int) -> int:
+        """Rows of a step, over all processes."""
+        return self.batch if self.batch is not None else (self.tokens_per_step or 0) // window
+
+    def at_once(self, world: int = 1) -> int:
+        """Rows of a backward pass on one of `world` processes."""
+        if self.micro_batch is not None:
+            return self.micro_batch
+        return 8 if self.batch is None else max(self.batch // world, 1)
+
+    @property
+    def forcing(self) -> ForcingSpec | None:
+        """The teacher forcing, written out."""
+        given = self.teacher_forcing
+        return ForcingSpec(points=given) if isinstance(given, tuple) else given
+
+    def problems_of_shares(self, model: Iterable[tuple[Path, str, float]]) -> Iterator[Problem]:
+        """What waits for a share of the run that no update begins with: of `model` (where, what, share), of the lengths
+        and of the optimizers. By the clock nobody knows before."""
+        found = [*model]
+        found += [
+            (("train", "lengths", i, 0), f"rows of {n} tokens", share)
+            for i, (share, n) in enumerate(self.lengths or ())
+        ]
+        for i, one in enumerate(self.optimizers):
+            if isinstance(one.weight_decay, Taper):
+                found.append((("train", "optimizers", i, "weight_decay", "after"), "the taper", one.weight_decay.after))
+        for path, what, share in found:
+            if self.steps is not None and share > (last := (self.steps - 1) / self.steps):
+                message = f"{what} would begin at {share:.4g} of the run, whose last step begins at {last:.4g}"
+                yield Problem(path, "S269", message, "begin earlier, or give the run more steps")
+
+    def problems_of_lengths(self, window: int, pairs: bool) -> Iterator[Problem]:
+        """Lengths that windows of so many tokens cannot be cut into."""
+        if self.lengths is not None and pairs:
+            message = "the model turns lines into lines, which are not cut"
+            yield Problem(("lengths",), "S251", message, "take lengths out")
+            return
+        for i, (_, tokens) in enumerate(self.lengths or ()):
+            if tokens > window or window % tokens:
+                message = f"windows of {window} tokens are not cut into rows of {tokens}"
+                yield Problem(("lengths", i, 1), "S251", message, f"use a divisor of {window}, the model's context")
+
+    def problems_of_a_step(self, window: int) -> Iterator[Problem]:
+        """Why a step of windows of so many tokens does not come out even, for one process."""
+        at_once = self.at_once() if self.batch is not None else self.at_once() * window
+        size = self.batch if self.batch is not None else self.tokens_per_step
+        if size is None or size % at_once == 0:
+            return
+        near = max(size // at_once, 1) * at_once
+        unit, passes = ("rows", "") if self.batch is not None else ("tokens", f"{self.at_once()} x {window} = ")
+        yield Problem(
+            ("batch" if self.batch is not None else "tokens_per_step",),
+            "S217",
+            f"a step of {size:,} {unit} is no whole number of micro-batches of {passes}{at_once:,}",
+            f"use {near:,} or {near + at_once:,}, or another micro_batch",
+            related=(("a micro-batch", ("micro_batch",)),) if "micro_batch" in self.model_fields_set else (),
+        )
+
+    def problems(self) -> Iterator[Problem]:
+        """A step has one size; a run ends either by steps or by the clock, and its warm-down fits inside it."""
+        if (self.tokens_per_step is None) == (self.batch is None):
+            yield Problem(
+                ("batch",) if self.batch is not None else (),
+                "S224",
+                "train needs exactly one of tokens_per_step and batch",
+                "keep `tokens_per_step:` for text, or `batch:`, in rows, for pairs of lines",
+            )
+        given = self.teacher_forcing
+        points = given.points if isinstance(given, ForcingSpec) else given if given is not None else ((0, 1.0),)
+        times = [when for when, _ in points]
+        if times[:1] != [0] or sorted(set(times)) != times:
+            yield Problem(
+                ("teacher_forcing",),
+                "S225",
+                f"teacher forcing has points at {', '.join(map(str, times)) or 'no time'}",
+                "begin at 0 and go up",
+            )
+        shares = [share for share, _ in self.lengths or ((0.0, 1),)]
+        if shares[0] != 0 or shares[-1] >= 1 or sorted(set(shares)) != shares:
+            message = f"lengths begin at {', '.join(f'{share:g}' for share in shares)} of the run"
+            yield Problem(("lengths",), "S250", message, "begin at 0 and go up to less than 1")
+        if (self.steps is None) == (self.budget_seconds is None):
+            yield Problem(
+                ("steps",) if self.steps is not None else (),
+                "S201",
+                "train needs exactly one of steps and budget_seconds",
+                "keep the one that should end the run and drive the schedule",
+            )
+        fractions = self.schedule.warmup_fraction + self.schedule.warmdown_fraction
+        last = "warmdown_fraction" if self.schedule.warmdown_fraction else "warmup_fraction"
+        if self.steps is None and fractions > 1 + 1e-9:
+            message = f"warm-up and warm-down take {fractions:g} of the run"
+            yield Problem(("schedule", last), "S202", message, "shorten them to 1 together")
+        if self.steps is not None and sum(self.schedule.of(self.steps)) > self.steps:
+            yield Problem(
+                ("schedule", last if fractions else "warmdown_steps"),
+                "S202",
+                f"warm-up and warm-down take {sum(self.schedule.of(self.steps))} steps but the run has {self.steps}",
+                "shorten them or give the run more steps",
+                related=(("the run's length", ("steps",)),),
+            )
+        yield from self._problems_of_beginning()
+
+    def _problems_of_beginning(self) -> Iterator[Problem]:
+        """What begins late in the warm-down begins at all."""
+        late = [("qat", self.qat.below, 1)] if self.qat is not None else []
+        if isinstance(self.average, SwaSpec):  # it takes every so many steps, and the last of these may be long before
+            every = self.average.every
+            if self.steps is not None and every > self.steps:
+                message = f"the average takes the weights every {every} steps, and the run has {self.steps}"
+                yield Problem(("average", "every"), "S269", message, f"use at most {self.steps}")
+                return
+            late.append(("average", self.average.below, (self.steps or 0) % every + 1))
+        for name, below, last in late:
+            if (lowest := self.schedule.lowest(self.steps, last)) >= below:
+                message = f"{name} waits for a multiplier below {below:g}, and the schedule goes down to {lowest:g}"
+                hint = "let the schedule go further down (warmdown_steps or warmdown_fraction, floor), or raise `below`"
+                related = (("the schedule", ("schedule",)),) if "schedule" in self.model_fields_set else ()
+                yield Problem((name, "below"), "S269", message, hint, related)
+
+
+class BitsSpec(StrictModel):
+    """`specc eval` in bits per byte: windows of `window` tokens (the context where unset), each advanced by `stride`
+    (the window where unset). `adapt` are the settings of `specc eval --adapt KIND`, which is no part of the score."""
+
+    untagged: ClassVar[bool] = True
+
+    metric: Literal["bits_per_byte"] = "bits_per_byte"
+    window: Positive | None = later(None)
+    stride: Positive | None = None
+    batch: Positive = 16
+    adapt: AnyAdaptation | None = later(None)
+
+    @property
+    def halves(self) -> bool:
+        """Whether the model needs the two halves of its program `score`."""
+        return self.adapt is not None
+
+    def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
+        """A stride within a window, that within the context, and a model of one stream."""
+        own = self.window or window
+        if pairs:
+            message = "the model turns lines into lines, which have no bits per byte"
+            yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
+            return
+        if own > window:
+            message = f"windows of {own} tokens are longer than the context of {window} that the model is built for"
+            yield Problem(("window",), "S218", message, f"use at most {window}")
+        elif self.stride is not None and self.stride > own:
+            what = "context" if self.window is None else "window"
+            message = f"windows that advance by {self.stride} tokens leave out some of them: the {what} is {own}"
+            yield Problem(("stride",), "S218", message, f"use at most {own}")
+        if self.adapt is not None:
+            found = self.adapt.problems_with(own, self.stride or own)
+            yield from (problem.under("adapt") for problem in found)
+
+    def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+        """An adaptation of what the model has: parameters of these shapes, by name."""
+        if self.adapt is not None:
+            yield from (problem.under("adapt") for problem in self.adapt.problems_of(shapes))
+
+
+class ExactMatchSpec(StrictModel):
+    """`specc eval` by exact match: the share of lines whose decoded text is the target, character for character.
+
+    `batch` lines are decoded at once; of generated data, `lines` of each split are scored. `beam` is the width of a
+    beam search.
+    """
+
+    metric: Literal["exact_match"]
+    decode: Literal["greedy", "beam"] = "greedy"
+    beam: Annotated[int, Field(ge=2, le=64)] | None = None
+    batch: Positive = 1024
+    lines: Annotated[int, Field(ge=1, le=100_000)] = 100_000
+    halves: ClassVar[bool] = False  # its models have no use for those of `score`
+
+    def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
+        """A model of pairs."""
+        if not pairs:
+            message = "exact match is of lines, and the model reads one stream of tokens"
+            yield Problem(("metric",), "S228", message, "use bits_per_byte")
+
+    def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+        """Nothing of parameters is asked."""
+        yield from ()
+
+    def problems(self) -> Iterator[Problem]:
+        """A beam has a width, and nothing else has one."""
+        if (self.beam is None) != (self.decode == "greedy"):
+            message = "a beam search needs its width" if self.beam is None else "greedy decoding has no beam"
+            yield Problem(("decode",), "S226", message, "e.g. `decode: beam, beam: 4`, or `decode: greedy` alone")
+
+
+def _bits_unless_said(value: Any) -> Any:
+    """A section that does not state its metric is of bits per byte."""
+    return {"metric": "bits_per_byte", **value} if isinstance(value, dict) else value
+
+
+EvalSpec = BitsSpec | ExactMatchSpec
+AnyEval = Annotated[EvalSpec, Field(discriminator="metric"), BeforeValidator(_bits_unless_said)]

@@ -1,0 +1,1 @@
+"""Text of specs: guarded YAML, the place of every value, and overrides of it."""

@@ -1,0 +1,71 @@
+"""`--set path=value`: lays values over a spec, each remembered as the place that errors about it name."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from specc.compiler.errors import Mark, quote
+from specc.compiler.strict import Path
+from specc.compiler.text.source import Source, failure, read_from
+
+FLAG = "--set"
+
+
+def apply_overrides(source: Source, overrides: Iterable[str]) -> Source:
+    """The source with each `path=value` laid over it, later over earlier ones.
+
+    A path is dotted, list items by number from 0 (`model.embed.0.dim=64`); values are YAML. A path may
+    add a key; whether there is such a key is for the check that follows. Raises SpecError (S014).
+    """
+    for text in overrides:
+        source = _laid(source, text)
+    return source
+
+
+def _laid(source: Source, text: str) -> Source:
+    dots, equals, _ = text.partition("=")
+    name = f"{FLAG} {dots.strip()}" if equals else FLAG
+    if not equals or not dots.strip() or dots != dots.strip():
+        raise failure(name, text, "S014", f"{quote(text)} is no override", f"write {FLAG} path=value")
+    over = read_from(text, name, len(dots) + 1)
+    path, last = _path(source.data, dots, name, text)
+    mark = Mark(1, last + 1)
+    over = replace(over, keys={**over.keys, (): mark}, values={(): mark, **over.values})
+    return replace(source, data=_with(source.data, path, over.data), overlays=(*source.overlays, (path, over)))
+
+
+def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
+    """The keys and indices that a dotted path names, and where the last begins; keys may hold dots."""
+    parts, at, last = dots.split("."), 0, 0
+    path: Path = ()
+    while parts:
+        above, last = quote(dots[: max(0, at - 1)] or "the spec"), at
+        step: str | int = parts[0]
+        if isinstance(data, tuple):
+            step = int(parts[0]) if re.fullmatch("[0-9]{1,9}", parts[0]) else len(data)
+            if step >= len(data):
+                message = f"there is no item {quote(parts[0])} in {above}"
+                raise failure(name, text, "S014", message, f"it has {len(data)}, numbered from 0", at)
+            data = data[step]
+        elif data is None or isinstance(data, dict):
+            known = data or {}
+            joins = (".".join(parts[:n]) for n in range(len(parts), 1, -1))
+            step = next((key for key in joins if key in known), parts[0])
+            data = known.get(step)
+        else:
+            raise failure(name, text, "S014", f"{above} is {quote(data)} and has no parts", "end the path there", at)
+        path = (*path, step)
+        taken = step.count(".") + 1 if isinstance(step, str) else 1
+        at += len(".".join(parts[:taken])) + 1
+        parts = parts[taken:]
+    return path, last
+
+
+def _with(data: Any, path: Path, value: object) -> object:
+    if not path:
+        return value
+    key, *rest = path
+    if isinstance(data, tuple):
+        return tuple(_with(item, tuple(rest), value) if i == key else item for i, item in enumerate(data))
+    return {**(data or {}), key: _with((data or {}).get(key), tuple(rest), value)}

@@ -1,0 +1,189 @@
+"""Spec text -> plain data and the place of every key and value; hostile text is refused early."""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+
+from specc.compiler.errors import Diagnostic, Mark, SpecError, quote
+from specc.compiler.strict import Path
+from specc.compiler.text.yaml import MAX_NODES, mark_of, parse
+
+MAX_BYTES = 1 << 20
+MAX_LINE = 10_000
+
+# Control characters, line separators that editors do not show as lines, and marks that reorder text.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
+)
+_TAB = re.compile(r"^ *\t", re.MULTILINE)
+_SEPARATOR = re.compile(r"[,\[{\n]")
+# One character of a quoted scalar as written.
+_SINGLE = re.compile(r"''|.")
+_DOUBLE = re.compile(r"\\x..|\\u.{4}|\\U.{8}|\\.|.")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A mark in a file, or in an override that is shown like one."""
+
+    file: str
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a text says (`data`: dicts, tuples, scalars) and where it says so.
+
+    `keys` and `values` map a path in the data to where its key and where its value begins; `spans` has
+    the characters of each string scalar as written. `overlays` are sources laid over this one, each at a path
+    and with that path, dotted, at the beginning of its text.
+    """
+
+    file: str
+    text: str
+    data: object
+    keys: Mapping[Path, Mark] = field(default_factory=dict)
+    values: Mapping[Path, Mark] = field(default_factory=dict)
+    spans: Mapping[Path, tuple[int, int]] = field(default_factory=dict)
+    overlays: tuple[tuple[Path, "Source"], ...] = ()
+
+    def place(self, path: Path) -> Place:
+        """Where to show what is wrong at `path`: a scalar itself, the key of a larger value, its holder."""
+        known, value = self._known(path)
+        return self.key(known) if isinstance(value, dict | tuple) else self.value(known)
+
+    def value(self, path: Path) -> Place:
+        """Where the value at `path` begins; where there is none, the nearest one around it."""
+        return self._find(path, lambda source, rest: source.values.get(rest))
+
+    def key(self, path: Path) -> Place:
+        """Where the key at `path` stands; items of a list, which have none, where they begin."""
+        return self._find(path, lambda source, rest: source.keys.get(rest, source.values.get(rest)))
+
+    def inside(self, path: Path, offset: int) -> Place:
+        """Where character `offset` of the string at `path` stands, as far as quoting lets one tell."""
+        return self._find(path, lambda source, rest: source._inside(rest, offset))
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The text of every file that a place of this source can be in."""
+        return {self.file: self.text} | {over.file: over.text for _, over in self.overlays}
+
+    def _known(self, path: Path) -> tuple[Path, object]:
+        """The longest beginning of `path` that is in the data, and what is there."""
+        value = self.data
+        for depth, part in enumerate(path):
+            inner = step(value, part)
+            if inner is None:
+                return path[:depth], value
+            value = inner[0]
+        return path, value
+
+    def _find(self, path: Path, find: "Callable[[Source, Path], Mark | None]") -> Place:
+        for prefix, over in reversed(self.overlays):
+            if path[: len(prefix)] == prefix:
+                return over._find(path[len(prefix) :], find)
+            if prefix[: len(path)] == path and path not in self.values:
+                return Place(over.file, Mark(1, 1 + len(".".join(str(part) for part in (*path[:-1], "")))))
+        while (mark := find(self, path)) is None and path:
+            path = path[:-1]
+        return Place(self.file, mark or Mark(1, 1))
+
+    def _inside(self, path: Path, offset: int) -> Mark | None:
+        start = self.values.get(path)
+        if start is None or path not in self.spans:
+            return start
+        written = self.text[slice(*self.spans[path])]
+        if "\n" in written:
+            return start
+        if written[:1] not in ("'", '"'):
+            return Mark(start.line, start.column + min(offset, max(0, len(written) - 1)))
+        pieces = (_SINGLE if written[0] == "'" else _DOUBLE).findall(written[1:-1])
+        return Mark(start.line, start.column + 1 + sum(len(piece) for piece in pieces[:offset]))
+
+
+def step(value: object, part: str | int) -> tuple[object] | None:
+    """What `part` leads to inside `value`, alone in a tuple; None where it leads nowhere."""
+    if isinstance(value, dict) and isinstance(part, str) and part in value:
+        return (value[part],)
+    if isinstance(value, tuple) and isinstance(part, int) and 0 <= part < len(value):
+        return (value[part],)
+    return None
+
+
+def read(origin: FilePath | str, name: str = "<text>") -> Source:
+    """The source of a file (a path) or of a text (a string, shown as `name`).
+
+    Raises SpecError (S001-S013) for what cannot be read, or is no YAML that a spec may use.
+    """
+    if isinstance(origin, FilePath):
+        name, text = str(origin), _read_file(origin)
+    else:
+        text = origin
+    source = read_from(text, name)
+    if source.data is None:
+        hint = "start from a spec that works: `specc init NAME --from SPEC`"
+        raise failure(name, text, "S002", "the file is empty", hint)
+    return source
+
+
+def read_from(text: str, name: str, column: int = 0) -> Source:
+    """The source of `text` from character `column` on, which may be empty; marks count from its beginning."""
+    _screen(text, name)
+    parsed = parse(text, name, column)
+    return Source(name, text, parsed.data, parsed.keys, parsed.values, parsed.spans)
+
+
+def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 0) -> SpecError:
+    """A SpecError of one diagnostic, at character `at` of a text."""
+    return SpecError([Diagnostic(code, message, hint, name, mark_of(text, at))], {name: text})
+
+
+def _read_file(path: FilePath) -> str:
+    name = str(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        here = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, here, 1, 0.5)
+        hint = f"did you mean {quote(str(path.parent / near[0]), 200)}?" if near else "check the path"
+        raise failure(name, "", "S001", "there is no such file", hint) from None
+    except IsADirectoryError:
+        raise failure(name, "", "S001", "this is a directory", "name a YAML file in it") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        hint = "check the path and its permissions"
+        raise failure(name, "", "S001", f"the file cannot be read: {reason.lower()}", hint) from None
+    if len(raw) > MAX_BYTES:
+        raise failure(name, "", "S003", f"the file has more than {MAX_BYTES} bytes", "specs are far smaller")
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff", b"\xef\xbb\xbf")):
+        hint = "save it as UTF-8 without one"
+        raise failure(name, "", "S004", "the file starts with a byte-order mark", hint)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        text, at = raw.decode("utf-8", "replace"), len(raw[: error.start].decode("utf-8"))
+        message = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+        raise failure(name, text, "S004", message, "save the file as UTF-8", at) from None
+
+
+def _screen(text: str, name: str) -> None:
+    """Refuses by cheap searches what the parser would take long over, misread, or show wrongly."""
+    if len(text) > MAX_BYTES:
+        message = f"the text has more than {MAX_BYTES} characters"
+        raise failure(name, "", "S003", message, "specs are far smaller")
+    if unseen := _UNSEEN.search(text.replace("\r\n", " \n")):
+        message = f"character U+{ord(unseen.group()):04X} does not show on a screen"
+        hint = 'delete it; where it is meant, write it as an escape in a "quoted" value'
+        raise failure(name, text, "S005", message, hint, unseen.start())
+    longest = max(text.split("\n"), key=len)
+    if len(longest) > MAX_LINE:
+        message = f"a line has {len(longest)} characters, more than {MAX_LINE}"
+        raise failure(name, text, "S003", message, "split it", text.index(longest))
+    if tab := _TAB.search(text):
+        raise failure(name, text, "S006", "a tab in the indentation", "indent by spaces", tab.end() - 1)
+    if sum(1 for _ in _SEPARATOR.finditer(text)) > MAX_NODES:
+        raise failure(name, "", "S003", f"the text has more than {MAX_NODES} values", "specs are far smaller")

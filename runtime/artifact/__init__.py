@@ -1,0 +1,1 @@
+"""The `.specc` file: sections, codecs, tables, stored tensors."""

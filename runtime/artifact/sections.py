@@ -1,0 +1,212 @@
+"""The parts of a `.specc` file: its header, and how arrays become compressed sections and come back.
+
+Layout of version 2, little-endian:
+
+    offset  bytes
+    0       8     magic 93 53 50 45 43 43 0D 0A
+    8       2     version, 2
+    10      2     codec of all sections: 0 brotli, 1 LZMA2
+    12      4     number of sections, n
+    16      32    interface digest
+    48      32    code digest
+    80      44 n  per section: kind (1), transform (1), 0 (2), compressed size (4), raw size (4), SHA-256 of its
+                  compressed bytes
+    80+44n  32    SHA-256 of everything above
+    then          the sections, in order, and nothing after them
+
+Sections come by kind: one of the spec, where arrays are multiplied as they are stored one of table.py, then the
+streams of streams.py, each cut between rows at no more than 512 KiB; each section has the transform that made it
+smallest. Other names, dtypes and shapes are not stored. Cutting lets brotli adapt to each part and all cores compress,
+and bounds what any one section can expand to.
+
+Version 1, which is read but no longer written, has no codec and no transforms: the arrays of each kind are joined in
+layout order and cut every 512 KiB, those of kinds wider than a byte by byte planes (all low bytes first).
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import BinaryIO
+
+from specc.compiler.quant.scheme import Stored
+from specc.runtime.artifact.codecs import Codec, decompressed
+from specc.runtime.errors import IntegrityError
+
+MAGIC = b"\x93SPECC\r\n"
+VERSION = 2
+MAX_SECTIONS = 2**16  # 32 GiB of raw data and a header of 2.9 MB
+MAX_SPEC_BYTES = 16 * 2**20
+CHUNK_BYTES = 512 * 2**10
+ORDER_BYTES = 2 * 2**16  # at most, in front of a section whose rows were ordered
+
+_PREFIX = struct.Struct("<8sHHI32s32s")
+_ENTRY = struct.Struct("<BBHII32s")  # of version 1 the kind takes the first four bytes
+_DIGEST_BYTES = 32
+
+
+class Kind(IntEnum):
+    """What a section holds. All arrays of one kind have one item size."""
+
+    SPEC = 0
+    CODES = 1
+    SCALES = 2
+    F16 = 3
+    BF16 = 4
+    F32 = 5
+    I32 = 6
+    TABLE = 7
+
+
+ITEM_BYTES = {
+    Kind.SPEC: 1,
+    Kind.CODES: 1,
+    Kind.SCALES: 2,
+    Kind.F16: 2,
+    Kind.BF16: 2,
+    Kind.F32: 4,
+    Kind.I32: 4,
+    Kind.TABLE: 1,
+}
+TEXTS = (Kind.SPEC, Kind.TABLE)  # one section each, in front
+
+
+def kind_of(stored: Stored) -> Kind:
+    """Where an array goes. Row scales keep to themselves: among other floats they compress worse."""
+    if stored.dtype == "i8":
+        return Kind.CODES
+    if stored.dtype == "i32":
+        return Kind.I32
+    if stored.dtype == "f16":
+        return Kind.SCALES if stored.suffix == "scale" else Kind.F16
+    return Kind.BF16 if stored.dtype == "bf16" else Kind.F32
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One entry of the header's table. `digest` is the SHA-256 of the compressed bytes; `transform` is one of
+    streams.py."""
+
+    kind: Kind
+    compressed: int
+    raw: int
+    digest: bytes
+    transform: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header that has been verified, or is to be written."""
+
+    interface: bytes
+    code: bytes
+    sections: tuple[Section, ...]
+    codec: Codec = Codec.BROTLI
+    version: int = VERSION
+
+    @property
+    def texts(self) -> int:
+        """How many sections stand in front of those of arrays."""
+        return sum(section.kind in TEXTS for section in self.sections)
+
+    @property
+    def tables(self) -> tuple[Section, ...]:
+        """The section of the table of arrays, if there is one."""
+        return self.sections[1 : self.texts]
+
+    @property
+    def data(self) -> tuple[Section, ...]:
+        """The sections of arrays."""
+        return self.sections[self.texts :]
+
+    @property
+    def size(self) -> int:
+        """The header's own bytes."""
+        return _PREFIX.size + _ENTRY.size * len(self.sections) + _DIGEST_BYTES
+
+    @property
+    def total(self) -> int:
+        """The size of the whole file in bytes."""
+        return self.size + sum(section.compressed for section in self.sections)
+
+    def pack(self) -> bytes:
+        """The header as it stands in the file."""
+        prefix = _PREFIX.pack(MAGIC, VERSION, self.codec, len(self.sections), self.interface, self.code)
+        entries = (_ENTRY.pack(s.kind, s.transform, 0, s.compressed, s.raw, s.digest) for s in self.sections)
+        body = prefix + b"".join(entries)
+        return body + hashlib.sha256(body).digest()
+
+
+def read_header(file: BinaryIO, size: int) -> Header:
+    """The verified header of an artifact of `size` bytes: it is undamaged, and its sections fill the file.
+
+    Leaves `file` at the first section. Raises IntegrityError.
+    """
+    prefix = file.read(_PREFIX.size)
+    if prefix[: len(MAGIC)] != MAGIC:
+        raise IntegrityError("it is not a .specc artifact: its first bytes are wrong")
+    if len(prefix) < _PREFIX.size:
+        raise IntegrityError("its header is cut off")
+    _, version, codec, count, interface, code = _PREFIX.unpack(prefix)
+    if version not in (1, VERSION):
+        raise IntegrityError(f"it has format version {version}, and this specc reads versions 1 and {VERSION}")
+    if codec not in ((0,) if version == 1 else tuple(Codec)):
+        raise IntegrityError(f"it sets the flags {codec}, which version {version} does not have")
+    rest = _ENTRY.size * count + _DIGEST_BYTES
+    # Before the read: a false count must not make us allocate.
+    if not 1 <= count <= MAX_SECTIONS or len(prefix) + rest > size:
+        raise IntegrityError(f"it declares {count:,} sections, which its {size:,} bytes cannot hold")
+    table = file.read(rest)
+    body = prefix + table[:-_DIGEST_BYTES]
+    if len(table) != rest or hashlib.sha256(body).digest() != table[-_DIGEST_BYTES:]:
+        raise IntegrityError("its header is damaged")
+    sections: list[Section] = []
+    for kind, transform, zero, compressed, raw, digest in _ENTRY.iter_unpack(table[:-_DIGEST_BYTES]):
+        if kind not in ITEM_BYTES:
+            raise IntegrityError(f"section {len(sections)} is of the unknown kind {kind}")
+        if zero or (transform and (version == 1 or kind in TEXTS)):
+            raise IntegrityError(f"section {len(sections)} sets bits that it does not have")
+        if raw > (MAX_SPEC_BYTES if kind in TEXTS else CHUNK_BYTES + ORDER_BYTES):
+            raise IntegrityError(f"section {len(sections)} declares {raw:,} bytes, more than one may hold")
+        sections.append(Section(Kind(kind), compressed, raw, digest, transform))
+    if [i for i, section in enumerate(sections) if section.kind == Kind.SPEC] != [0]:
+        raise IntegrityError("its first section, and no other, must be the spec")
+    if [i for i, section in enumerate(sections) if section.kind == Kind.TABLE] not in ([], [1] if version > 1 else []):
+        raise IntegrityError("a table of arrays may only be its second section")
+    header = Header(interface, code, tuple(sections), Codec(codec), version)
+    if header.total != size:
+        raise IntegrityError(f"its sections end at byte {header.total:,}, and the file at {size:,}")
+    return header
+
+
+def raw_sizes(layout: Sequence[tuple[str, Stored]]) -> list[tuple[Kind, int]]:
+    """The (kind, raw size) of every data section of an artifact of version 1 of this layout, in file order."""
+    totals = dict.fromkeys(list(Kind)[1:], 0)
+    for _, stored in layout:
+        totals[kind_of(stored)] += stored.bytes
+    return [
+        (kind, min(CHUNK_BYTES, total - start))
+        for kind, total in totals.items()
+        for start in range(0, total, CHUNK_BYTES)
+    ]
+
+
+def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
+    """The compressed bytes of the section that `file` stands at. Raises IntegrityError."""
+    compressed = file.read(section.compressed)
+    if len(compressed) != section.compressed or hashlib.sha256(compressed).digest() != section.digest:
+        raise IntegrityError(f"{label} is damaged")
+    return compressed
+
+
+def read_section(file: BinaryIO, section: Section, label: str, codec: Codec) -> bytes:
+    """The raw bytes of the section that `file` stands at; hashed before anything is decompressed.
+
+    Raises IntegrityError.
+    """
+    compressed = read_verified_bytes(file, section, label)
+    raw = b"".join(decompressed(compressed, section.raw, label, codec))
+    if len(raw) != section.raw:
+        raise IntegrityError(f"{label} holds {len(raw):,} bytes and declares {section.raw:,}")
+    return raw

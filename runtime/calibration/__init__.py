@@ -1,0 +1,1 @@
+"""What a model computes on calibration data: Hessians, lookups, ranges."""

@@ -1,0 +1,210 @@
+"""Captures what goes into every linear of a model, and makes GPTQ's Hessians of it; and how much the loss hangs on what
+comes out of linears and lookups.
+
+The unfused model is traced by torch.fx: its `score` program becomes a flat list of calls that names each
+parameter, and an interpreter that runs the list sees every `F.linear` with its input, and every `F.embedding`.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations_with_replacement
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from specc.compiler.spec.spec import Calibrate
+from specc.runtime.calibration.hessian import Hessians
+from specc.runtime.calibration.lookups import Lookups
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.windows.stream import TokenStream
+from specc.runtime.errors import QuantizeError
+from specc.runtime.quantize.solve import Gradients
+
+Observe = Callable[[str, Tensor], None]
+Looked = Callable[[str, Tensor, Tensor], None]
+
+
+class ScoreTracer(fx.Tracer):
+    """Traces `score` in place of `forward`. Blocks and functions are followed into, loops are unrolled."""
+
+    traced_func_name = "score"
+
+
+class Capture(fx.Interpreter):
+    """Runs the `score` program of a model made without fusion points, and shows `observe` the input
+    [..., features] of each linear under the name of the parameter that is its weight, and `results` its output;
+    `looked` is shown the ids [...] and the output [..., features] of each lookup under the name of its table."""
+
+    def __init__(
+        self, model: nn.Module, observe: Observe, results: Observe | None = None, looked: Looked | None = None
+    ) -> None:
+        super().__init__(model, graph=ScoreTracer().trace(model))
+        self._observe, self._results, self._looked = observe, results, looked
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters that are weights of linears, in the order of their first use."""
+        found = (_linear(node) for node in self.graph.nodes)
+        return tuple(dict.fromkeys(linear[0] for linear in found if linear is not None))
+
+    @property
+    def repeated(self) -> frozenset[str]:
+        """Those of `names` that a loop of blocks uses more than once."""
+        found = [linear[0] for node in self.graph.nodes if (linear := _linear(node)) is not None]
+        return frozenset(name for name in found if found.count(name) > 1)
+
+    def run_node(self, n: fx.Node) -> Any:
+        linear = _linear(n)
+        if linear is not None:
+            name, value = linear
+            self._observe(name, self.env[value])
+        result = super().run_node(n)
+        if linear is not None and self._results is not None:
+            self._results(linear[0], result)
+        if self._looked is not None and (lookup := _of(F.embedding, n)) is not None:
+            name, ids = lookup
+            self._looked(name, self.env[ids], result)
+        return result
+
+
+def _linear(node: fx.Node) -> tuple[str, fx.Node] | None:
+    """The weight and the input of a linear; None for other nodes, or where the weight is no parameter."""
+    return _of(F.linear, node)
+
+
+def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] | None:
+    """The parameter that is the second argument of a call of `function`, and the first argument."""
+    if node.op != "call_function" or node.target is not function:
+        return None
+    value, weight = node.args[0], node.args[1]
+    if not (isinstance(value, fx.Node) and isinstance(weight, fx.Node) and weight.op == "get_attr"):
+        return None
+    return str(weight.target), value
+
+
+def calibration_windows(
+    stream: TokenStream, calibrate: Calibrate, window: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of (ids, targets), i64 [at most `calibrate.batch`, window], `calibrate.sequences` rows in all.
+
+    They begin in equal distances from the first place of the stream to the last, from a phase that `seed` draws, and so
+    see all parts of it alike, whatever the seed; they depend on the stream, on the sizes and on `seed` alone. More than
+    there is room for overlap.
+
+    Raises DataError where the stream has fewer than window + 1 tokens.
+    """
+    places, count = stream.tokens - window, calibrate.sequences
+    if places < 1:
+        message = f"the stream has {stream.tokens:,} tokens; windows of length {window:,} need {window + 1:,}"
+        raise DataError(message, "give more data, or a shorter length")
+    # not of a generator, whose stream may change between versions
+    phase = int.from_bytes(hashlib.sha256(f"{seed} calibration".encode()).digest()) % places
+    for first in range(0, count, calibrate.batch):
+        starts = [(phase + i * places) // count for i in range(first, min(first + calibrate.batch, count))]
+        tokens = torch.from_numpy(np.stack([stream.read(start, window + 1) for start in starts]).astype(np.int64))
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def capture_hessians(
+    model: nn.Module,
+    windows: Iterator[tuple[Tensor, Tensor]],
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> Mapping[str, Tensor]:
+    """X^T X a token, f64 [features, features] on `device`, by parameter: summed over the calls of a weight that a loop
+    of blocks uses again, and a mean over all tokens of all windows.
+
+    `model` is one made without fusion points, on `device`. After each batch `progress` is told the number of
+    windows so far. Raises QuantizeError where an input holds NaN or infinity.
+    """
+    hessians = Hessians(device=device)
+    capture = Capture(model, hessians.add)
+    done = tokens = 0
+    with torch.no_grad():
+        for ids, targets in windows:
+            capture.run(ids.to(device), targets.to(device))
+            done += ids.shape[0]
+            tokens += ids.numel()
+            if progress is not None:
+                progress(done)
+    return hessians.a_token(tokens)
+
+
+def capture_gradients(
+    model: nn.Module,
+    windows: Iterator[tuple[Tensor, Tensor]],
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> Mapping[str, Gradients]:
+    """How much the loss hangs on what parameters give, on `device`, by parameter; l is the sum of all targets' nats.
+
+    Of the weight of a linear with outputs y: the mean over all rows of all calls of (dl/dy_i)^2. That there are
+    several calls a token is told by `capture_hessians`, which sums over them; that an error does to one about what it
+    does to another is told here, by the factor sum_n |sum_c g_cn x_cn^T|^2 / sum_n sum_c |g_cn x_cn^T|^2 over tokens n
+    and calls c of inputs x and gradients g (Frobenius norms). Of a table that is looked up: what `Lookups` tells. A
+    tied one has both.
+
+    `model` is as for `capture_hessians`. Raises QuantizeError where a gradient holds NaN or infinity.
+    """
+    sums: dict[str, Tensor] = {}
+    rows: dict[str, int] = {}
+    together: dict[str, tuple[float, float]] = {}
+    inputs: list[tuple[str, Tensor]] = []
+    outputs: list[tuple[str, Tensor]] = []
+    looked: list[tuple[str, Tensor, Tensor]] = []
+    lookups = Lookups()
+    capture = Capture(
+        model,
+        lambda name, value: inputs.append((name, value.detach() if name in repeated else value[:0])),
+        lambda name, value: outputs.append((name, value)),
+        lambda name, ids, value: looked.append((name, ids, value)),
+    )
+    repeated = capture.repeated
+    done = tokens = 0
+    for ids, targets in windows:
+        for seen in (inputs, outputs, looked):
+            seen.clear()
+        with torch.enable_grad():
+            nats = capture.run(ids.to(device), targets.to(device))
+        found = torch.autograd.grad(nats.sum(), [*(value for _, value in outputs), *(value for *_, value in looked)])
+        gradients, of_rows = found[: len(outputs)], found[len(outputs) :]
+        for (name, value), gradient in zip(outputs, gradients, strict=True):
+            squares = gradient.detach().flatten(0, -2).double().square().sum(0)
+            sums[name] = sums[name] + squares if name in sums else squares
+            rows[name] = rows.get(name, 0) + value[..., 0].numel()
+        for (name, places, _), gradient in zip(looked, of_rows, strict=True):
+            lookups.add(name, len(model.get_parameter(name)), places, gradient)
+        for name in repeated:
+            calls = [(x, g) for (one, x), g in zip(inputs, gradients, strict=True) if one == name]
+            before, more = together.get(name, (0.0, 0.0)), _whole_and_alone(calls)
+            together[name] = (before[0] + more[0], before[1] + more[1])
+        done += ids.shape[0]
+        tokens += ids.numel()
+        if progress is not None:
+            progress(done)
+    for name, total in sums.items():
+        if not bool(total.isfinite().all()):
+            raise QuantizeError(f"{name}: the gradient of its output holds NaN or infinity", "calibrate otherwise")
+    factors = {name: whole / alone for name, (whole, alone) in together.items() if alone}
+    products = {name: total / rows[name] * factors.get(name, 1.0) for name, total in sums.items()}
+    entries = {name: entry.to(device) for name, entry in lookups.a_token(tokens).items()}
+    return {name: Gradients(products.get(name), entries.get(name)) for name in (products | entries)}
+
+
+def _whole_and_alone(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """The sums over tokens of the squared norms of sum_c g_c x_c^T, and of each g_c x_c^T alone; x is [..., features
+    in], g [..., features out]."""
+    whole = alone = 0.0
+    assert len({x.shape[:-1] for x, _ in calls}) == 1, "calls of one weight are of the same tokens"
+    for (i, (x, g)), (j, (other, beside)) in combinations_with_replacement(enumerate(calls), 2):
+        product = float((_inner(x, other) * _inner(g, beside)).sum())
+        whole += product if i == j else 2 * product
+        alone += product if i == j else 0.0
+    return whole, alone
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return (a.detach().float() * b.detach().float()).sum(-1, dtype=torch.float64)

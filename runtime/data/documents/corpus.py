@@ -1,0 +1,204 @@
+"""Documents from text: the standard library's own source, files, or folders of files, as streams of bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from specc.runtime.data.documents.reading import SUPPORTED, Bounds, kind_of, read_documents
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.shards.shards import Split
+
+_SPLIT_NAME = re.compile(r"(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
+# Tests hold broken and odd encodings on purpose; the others differ between installations of one version.
+_NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """The files of one split of a source.
+
+    Attributes:
+        source: as the user gave it.
+        split: "train" or "val".
+        files: (label, path), in order; the label is the path relative to the source.
+        in_val: whether a document with these bytes is in val; None where the files decide it.
+        bounds: where documents end; None for what is usual for the kind of each file.
+        left_out: labels of the source's files that are in no split, as others beside them are named for both.
+    """
+
+    source: str
+    split: Split
+    files: tuple[tuple[str, Path], ...]
+    in_val: Callable[[bytes], bool] | None = None
+    bounds: Bounds | None = None
+    left_out: tuple[str, ...] = ()
+
+    def require_files(self) -> None:
+        """Raises DataError where the split has no files."""
+        if not self.files:
+            split = self.split
+            hint = f"put a {split}.txt or {split}.jsonl beside them"
+            raise DataError(f"{self.source}: no files for the {split} split", hint)
+
+    def documents(self) -> Iterator[bytes]:
+        """The split's documents in order; empty ones are left out. Raises DataError (see `documents`)."""
+        empty = True
+        for _, path in self.files:
+            for document in read_documents(path, self.bounds):
+                if document and (self.in_val is None or self.in_val(document) == (self.split == "val")):
+                    empty = False
+                    yield document
+        if empty:
+            hint = "put a text in it that is not empty"
+            if self.in_val is not None:
+                hint = "a share of the documents, by hash, is val: give more, or files of their own for each split"
+            raise DataError(f"{self.source}: the {self.split} split has no documents", hint)
+
+    def listing(self) -> list[list[str | int]]:
+        """What decides the documents, without reading them: label, path, size and time of each file."""
+        rows: list[list[str | int]] = []
+        for label, path in self.files:
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise DataError(f"{path}: {error.strerror}") from None
+            rows.append([label, str(path.absolute()), status.st_size, status.st_mtime_ns])
+        return rows
+
+
+def documents(source: str | Path, split: Split) -> Iterator[bytes]:
+    """The documents of one split of a source, one at a time, as the bytes that stand in the source.
+
+    Sources:
+        `stdlib`: the running Python's standard library without its tests; one .py file is one document, and
+            the SHA-256 of its path within the library puts about one in ten in val.
+        a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (an object a line, the document
+            in its string "text"), .md or .py (one document); each also as .xz or .gz.
+        a folder of such files, searched to the bottom, in the order of their relative paths.
+    If a file, or the top folder it is in, has a name that starts with the word val (valid, validation), those
+    files are the val split, and those named train (if none is, all others) the train split. Otherwise the
+    SHA-256 of each document's bytes puts one in ten in val.
+
+    Raises:
+        DataError: no such source, a bad line (with file and line), or no document in the split.
+        DataIntegrityError: a compressed file is damaged.
+    """
+    return find_corpus(source, split).documents()
+
+
+def find_corpus(source: str | Path, split: Split) -> Corpus:
+    """The files that `documents` would read. Raises DataError if there are none."""
+    if split not in ("train", "val"):
+        raise DataError(f"unknown split {split!r}", "use train or val")
+    corpus = split_corpus([source])[split]
+    corpus.require_files()
+    return corpus
+
+
+def split_corpus(
+    sources: Sequence[str | Path],
+    validation: Sequence[str | Path] = (),
+    share: float | None = None,
+    bounds: Bounds | None = None,
+) -> dict[Split, Corpus]:
+    """Both splits of sources taken together. With `validation`, these sources are val; with `share`, that share of all
+    documents, by SHA-256; with neither it is as `documents` says. Raises DataError for what cannot be read, and for
+    bounds that no file can have; a split may have no files."""
+    name, files = ", ".join(map(str, sources)), _files(sources)
+    val, train = _files(validation), files
+    if bounds not in (None, "record") and all(kind_of(path) == ".jsonl" for _, path in files + val):
+        raise DataError(f"{name}: its documents are the records, and cannot end at `{bounds}`", "leave --bounds out")
+    in_val: Callable[[bytes], bool] | None = None
+    if validation:
+        both = {path.resolve() for _, path in train} & {path.resolve() for _, path in val}
+        if both:
+            raise DataError(f"{min(both)}: both to train on and to validate on", "give other files for validation")
+    elif share is not None:
+        val, in_val = files, partial(in_share, share)
+    elif list(sources) == ["stdlib"]:
+        val = [file for file in files if is_val(file[0].encode())]
+        train = [file for file in files if file not in val]
+    elif val := [file for file in files if _named(file[0]) == "val"]:
+        train = [file for file in files if _named(file[0]) == "train"] or [file for file in files if file not in val]
+    else:
+        val, in_val = files, is_val
+    left = () if validation else tuple(label for label, path in files if (label, path) not in {*train, *val})
+    return {
+        "train": Corpus(name, "train", tuple(train), in_val, bounds, left),
+        "val": Corpus(", ".join(map(str, validation)) or name, "val", tuple(val), in_val, bounds),
+    }
+
+
+def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
+    found: list[tuple[str, Path]] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if source == "stdlib":
+            files = _stdlib_files()
+        elif path.is_dir():
+            files = _folder_files(path)
+            if not files:
+                raise DataError(f"{source}: no files to read in this folder", SUPPORTED)
+        elif path.exists():
+            files = [(path.name, path)]
+            if not kind_of(path):
+                raise DataError(f"{source}: cannot read documents from a {path.suffix or 'suffixless'} file", SUPPORTED)
+        else:
+            raise DataError(f"{source}: no such file or folder", "`stdlib` is a source that needs no files")
+        found += files
+    return found
+
+
+def is_val(key: bytes) -> bool:
+    """Whether a document (or its path) with these bytes is in the val split: one in ten, by SHA-256."""
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
+
+
+def in_share(share: float, key: bytes) -> bool:
+    """Whether a document with these bytes is in the val split, where that is a share of all."""
+    return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < share * 2**64
+
+
+def _stdlib_files() -> list[tuple[str, Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in _walk(root, _NOT_STDLIB) if file[1].suffix == ".py"]
+    files = [file for file in files if not file[1].name.startswith("_sysconfigdata") and _is_utf8(file[1])]
+    if not files:
+        raise DataError(f"Python {platform.python_version()} has no source of its library in {root}", "use other data")
+    return files
+
+
+def _folder_files(root: Path) -> list[tuple[str, Path]]:
+    return [file for file in _walk(root, set()) if kind_of(file[1])]
+
+
+def _walk(root: Path, skip: set[str]) -> list[tuple[str, Path]]:
+    found: list[tuple[str, Path]] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        paths = [Path(folder) / name for name in names if not name.startswith(".")]
+        found += [(path.relative_to(root).as_posix(), path) for path in paths]
+    return sorted(found)
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except (UnicodeDecodeError, OSError):
+        return False
+    return True
+
+
+def _named(label: str) -> str | None:
+    """The split that a file's name or its top folder's name states."""
+    parts = label.split("/")
+    match = _SPLIT_NAME.match(parts[-1]) or (_SPLIT_NAME.match(parts[0]) if len(parts) > 1 else None)
+    return match[1].lower() if match else None

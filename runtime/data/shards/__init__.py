@@ -1,0 +1,1 @@
+"""Folders of token shards: packing, fetching, checking."""

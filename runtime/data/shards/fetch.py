@@ -1,0 +1,260 @@
+"""Token shards from the Hugging Face hub, on demand: `specc data fetch`. Nothing else of specc uses the network."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.shards.pack import sha256_of
+from specc.runtime.data.shards.record import (
+    RECORD,
+    ShardEntry,
+    ShardRecord,
+    SplitEntry,
+    begin_record,
+    read_record,
+    write_record,
+)
+from specc.runtime.data.shards.shards import Split, TokenShard, split_of, sync_folder
+from specc.runtime.data.tokenizers.tokenizer import open_tokenizer
+from specc.runtime.errors import EnvironmentFailure
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class HubSet:
+    """Shards and their tokenizer in a dataset repository; paths are those in it."""
+
+    repository: str
+    folder: str
+    tokenizer: str
+
+
+def _fineweb(repository: str, vocab: int) -> HubSet:
+    """As the parameter-golf challenge lays its exports out."""
+    folder, name = f"datasets/datasets/fineweb10B_sp{vocab}", f"fineweb_{vocab}_bpe.model"
+    return HubSet(repository, folder, f"datasets/tokenizers/{name}")
+
+
+SETS: Mapping[str, HubSet] = {
+    "fineweb-sp1024": _fineweb("willdepueoai/parameter-golf", 1024),
+    "fineweb-sp8192": _fineweb("kevclark/parameter-golf", 8192),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """A file in the repository. `sha256` is None where the hub keeps it in git itself; then `blob` is its git id."""
+
+    path: str
+    size: int
+    sha256: str | None
+    blob: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    def fault(self, path: Path) -> str | None:
+        """Why the file at `path` is not this one; None if it is."""
+        size = path.stat().st_size
+        if size != self.size:
+            return f"{size:,} bytes, not {self.size:,}"
+        if self.sha256 is not None:
+            return None if sha256_of(path) == self.sha256 else "its SHA-256 is not the one that the hub states"
+        data = path.read_bytes()
+        found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        return None if found == self.blob else "its git id is not the one that the hub states"
+
+
+def fetch(
+    name: str,
+    out: Path,
+    shards: int,
+    say: Say,
+    repository: str | None = None,
+    revision: str | None = None,
+) -> ShardRecord:
+    """Downloads the tokenizer, all val shards and the first `shards` train shards of a set into `out`.
+
+    Every file is compared with the size and the digest that the hub states before it gets its name; what is there
+    already is compared, too, and not fetched again, so a killed fetch goes on where it was, and more shards can be
+    fetched later: what was complete stays so until all of them have come. The record is written last.
+
+    Args:
+        name: one of SETS.
+        repository, revision: take the files from elsewhere, or of a branch, tag or commit.
+
+    Raises:
+        DataError: the set has fewer shards, or `out` holds something else.
+        DataIntegrityError: what came is not what the hub states.
+        EnvironmentFailure: huggingface_hub is not installed, the hub does not answer or refuses, or the disk is full.
+    """
+    hub, wanted = _hub(), SETS[name]
+    where = repository or wanted.repository
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out}: is no folder", "name another --out")
+    before = _ours(out, name)
+    with _asking(where):
+        api = hub.HfApi()
+        commit = str(api.dataset_info(where, revision=revision).sha)
+        listed = [*api.list_repo_tree(where, wanted.folder, repo_type="dataset", revision=commit)]
+        listed += api.get_paths_info(where, [wanted.tokenizer], repo_type="dataset", revision=commit)
+    remote = {file.path: file for file in map(_remote, listed) if file is not None}
+    chosen = _chosen(remote, wanted, shards, f"{where} at {commit[:12]}", out)
+    total = sum(file.size for file in chosen)
+    say(f"{where} at {commit[:12]}: {len(chosen)} files, {total:,} bytes")
+    try:
+        lacking = [file for file in chosen if not _is_there(file, out, say)]
+        there = {file.name for file in chosen} - {file.name for file in lacking}
+        whole = before is not None and there >= {chosen[0].name, *before.entries("train"), *before.entries("val")}
+        (out / _DOWNLOADS).mkdir(parents=True, exist_ok=True)
+        (out / _SET).write_text(name, encoding="utf-8")
+        if not whole:
+            begin_record(out)
+        came: list[Path] = []
+        for file in lacking:
+            came.append(_brought(hub, where, commit, file, out, say))
+            if not whole:
+                _give_names(came, out)
+        if came:
+            begin_record(out)  # the one that is there does not list what gets its name now
+            _give_names(came, out)
+        record = _record(f"{name}: {where} at {commit}", chosen, out)
+        write_record(out, record)
+    except OSError as error:
+        raise EnvironmentFailure(f"{out}: cannot be written: {error.strerror or error}") from error
+    shutil.rmtree(out / _DOWNLOADS, ignore_errors=True)
+    return record
+
+
+_DOWNLOADS = ".downloads"
+_SET = f"{_DOWNLOADS}/set"  # what is being fetched
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise EnvironmentFailure("huggingface_hub is not installed", "pip install 'specc[hub]'") from None
+    return huggingface_hub
+
+
+@contextmanager
+def _asking(repository: str) -> Iterator[None]:
+    """The hub's client raises whatever its transport does."""
+    try:
+        yield
+    except Exception as error:
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise EnvironmentFailure(
+            f"cannot fetch from the hub ({repository}): {type(error).__name__}: {first}",
+            "check the network, the repository and your access to it; what is complete is kept, so run it again",
+        ) from error
+
+
+def _ours(out: Path, name: str) -> ShardRecord | None:
+    """The record of a whole fetch of the set; None for one that was ended, or for no folder. Raises DataError for a
+    folder of something else."""
+    record, begun = None, False
+    with suppress(FileNotFoundError):
+        begun = (out / _SET).read_text(encoding="utf-8") == name
+    try:
+        record = read_record(out)
+    except DataIntegrityError as error:
+        if (out / RECORD).stat().st_size:
+            raise DataError(f"{out}: what it holds is not known: {error.message}", "name another --out") from None
+    else:
+        begun = record.source.startswith(f"{name}: ") if record is not None else begun or not any(out.glob("*"))
+    if not begun:
+        raise DataError(f"{out}: holds other data", "name another --out")
+    return record
+
+
+def _remote(entry: Any) -> _Remote | None:
+    if not hasattr(entry, "blob_id"):  # a folder
+        return None
+    sha256 = str(entry.lfs.sha256) if entry.lfs is not None else None
+    return _Remote(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
+
+
+def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: str, out: Path) -> list[_Remote]:
+    """The files to have; train shards that are in `out` already stay."""
+    files = [file for _, file in sorted(remote.items()) if file.name.endswith(".bin")]
+    val = [file for file in files if split_of(file.name) == "val"]
+    train = [file for file in files if split_of(file.name) == "train"]
+    if wanted.tokenizer not in remote or not val:
+        lacking = wanted.tokenizer if wanted.tokenizer not in remote else f"{wanted.folder}/*_val_*.bin"
+        raise DataError(f"{where}: has no {lacking}", "name the --repo and --revision that has it")
+    if len(train) < shards:
+        raise DataError(f"{where}: has {len(train):,} train shards, not {shards:,}", f"--shards {len(train)}")
+    there = [index + 1 for index, file in enumerate(train) if (out / file.name).exists()]
+    return [remote[wanted.tokenizer], *val, *train[: max([shards, *there])]]
+
+
+def _is_there(file: _Remote, out: Path, say: Say) -> bool:
+    if not (out / file.name).is_file():
+        return False
+    sound = file.fault(out / file.name) is None
+    say(f"{file.name}: is there" + ("" if sound else ", but not the one of the hub; fetched again"))
+    return sound
+
+
+def _brought(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say: Say) -> Path:
+    """Where the file lies until it gets its name. Raises DataIntegrityError for another than the hub states."""
+    with _asking(repository):
+        came = hub.hf_hub_download(
+            repository, file.path, repo_type="dataset", revision=commit, local_dir=out / _DOWNLOADS
+        )
+    path = Path(came)
+    fault = file.fault(path)
+    if fault is not None:
+        path.unlink()
+        raise DataIntegrityError(f"{file.name}: what came from the hub is damaged: {fault}", "run it again")
+    with open(path, "rb") as handle:
+        os.fsync(handle.fileno())
+    say(f"{file.name}: {file.size:,} bytes")
+    return path
+
+
+def _give_names(came: list[Path], out: Path) -> None:
+    while came:
+        path = came.pop()
+        os.replace(path, out / path.name)
+    sync_folder(out)
+
+
+def _record(source: str, chosen: list[_Remote], out: Path) -> ShardRecord:
+    tokenizer = open_tokenizer(str(out / chosen[0].name))
+    if tokenizer.bos is None:
+        raise DataError(f"{tokenizer.name}: has neither BOS nor EOS", "fetch another set")
+    entries: dict[Split, list[ShardEntry]] = {"train": [], "val": []}
+    for file in chosen[1:]:
+        shard = TokenShard(out / file.name)
+        shard.close()
+        split = split_of(file.name)
+        assert split is not None
+        entries[split].append(
+            ShardEntry(name=file.name, tokens=shard.tokens, sha256=file.sha256 or sha256_of(out / file.name))
+        )
+    splits = {
+        split: SplitEntry(documents=None, document_bytes=None, shards=tuple(some)) for split, some in entries.items()
+    }
+    return ShardRecord(
+        format=1,
+        source=source,
+        tokenizer=tokenizer.name,
+        tokenizer_digest=tokenizer.digest(),
+        vocab=tokenizer.vocab,
+        bos=tokenizer.bos,
+        marks="document",
+        splits=splits,
+    )

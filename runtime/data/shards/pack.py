@@ -1,0 +1,171 @@
+"""Packs text into a folder of token shards with a record: whole under its name, or not there at all."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from specc.runtime.data.documents.corpus import split_corpus
+from specc.runtime.data.documents.reading import Bounds
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
+from specc.runtime.data.shards.shards import Split, sync_folder
+from specc.runtime.data.shards.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
+from specc.runtime.data.tokenizers.tokenizer import open_tokenizer, tokenizer_files
+from specc.runtime.errors import EnvironmentFailure
+
+Progress = Callable[[Split, int], None]
+SPLITS: tuple[Split, ...] = ("val", "train")  # the small one first: that it is empty should not be found last
+
+
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """What to pack, and how.
+
+    Attributes:
+        sources, validation, share, bounds: as `specc.runtime.data.documents.corpus.split_corpus` takes them.
+        out: the folder to make; it must not be there, or be empty. A link is followed.
+        tokenizer: as `open_tokenizer` takes it; its file goes into the folder.
+        search: where to look for it.
+        marks: BOS before every document, or only at the start of a split, so that all its text can be scored.
+        shard_tokens: of each shard but the last of a split.
+    """
+
+    sources: tuple[str, ...]
+    out: Path
+    tokenizer: str
+    validation: tuple[str, ...] = ()
+    share: float | None = None
+    bounds: Bounds | None = None
+    marks: Marks = "document"
+    shard_tokens: int = SHARD_TOKENS
+    search: tuple[Path, ...] = ()
+
+
+def pack(
+    options: PackOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
+) -> ShardRecord:
+    """Makes the folder; the same input gives the same bytes. A killed one leaves `.NAME.packing` beside it, which the
+    next one begins again.
+
+    Raises:
+        DataError: for a source, the tokenizer, or a folder that is in use.
+        DataIntegrityError: a compressed file is damaged.
+        EnvironmentFailure: the folder cannot be written.
+    """
+    tokenizer = open_tokenizer(options.tokenizer, options.search)
+    require_16_bits(tokenizer)
+    require_bos(tokenizer)
+    assert tokenizer.bos is not None
+    corpora = split_corpus(options.sources, options.validation, options.share, options.bounds)
+    for corpus in corpora.values():
+        corpus.require_files()
+    left = corpora["train"].left_out
+    if left and say is not None:
+        more = f" and {len(left) - 3:,} more" * (len(left) > 3)
+        say(f"left out, as their names begin with neither train nor val: {', '.join(left[:3])}{more}")
+    listings = [corpus.listing() for corpus in corpora.values()]
+    name = ", ".join(Path(source).absolute().name for source in options.sources)  # where it lies is not in the bytes
+    out = options.out.expanduser().resolve()
+    with _staged(out) as folder:
+        for file in tokenizer_files(options.tokenizer, options.search):
+            _copy(file, folder / file.name)
+        splits: dict[Split, SplitEntry] = {}
+        for split in SPLITS:
+            told = None if progress is None else _of(progress, split)
+            files = split + "_{:06d}.bin"
+            found = write_shards(corpora[split], tokenizer, folder, files, options.shard_tokens, options.marks, told)
+            shards = tuple(ShardEntry(name=n, tokens=t, sha256=sha256_of(folder / n)) for n, t in found.shards.items())
+            splits[split] = SplitEntry(documents=found.documents, document_bytes=found.document_bytes, shards=shards)
+        if [corpus.listing() for corpus in corpora.values()] != listings:
+            raise DataError(f"{name}: changed while it was being packed", "run again when it is complete")
+        record = ShardRecord(
+            format=1,
+            source=name,
+            tokenizer=tokenizer.name,
+            tokenizer_digest=tokenizer.digest(),
+            vocab=tokenizer.vocab,
+            bos=tokenizer.bos,
+            marks=options.marks,
+            splits=splits,
+        )
+        write_record(folder, record)
+    return record
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _of(progress: Progress, split: Split) -> Callable[[int], None]:
+    return lambda done: progress(split, done)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
+    with open(target, "rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """An empty folder beside `out`, which becomes `out` in the end; locked, so that there is one of them."""
+    staging = out.with_name(f".{out.name}.packing")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        left = f"; {staging}, which a killed one left, can be removed" * staging.is_dir()
+        raise DataError(f"{out}: is there already", f"name another --out, or remove it{left}")
+    if staging.exists() and not staging.is_dir():
+        raise DataError(f"{staging}: is in the way, and is no folder that was left by packing", "remove it")
+    staging.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(descriptor, staging, out)
+        try:
+            if out.exists():
+                _require_replaceable(out)
+            for stray in staging.iterdir():  # what a killed one left
+                shutil.rmtree(stray) if stray.is_dir() and not stray.is_symlink() else stray.unlink()
+            begin_record(staging)
+            yield staging
+            os.rename(staging, out)
+            sync_folder(out.parent)
+        except OSError as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise EnvironmentFailure(f"{out}: cannot be written: {error.strerror or error}") from error
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _require_replaceable(out: Path) -> None:
+    """Raises DataError for an empty folder that something is mounted on: better now than when all is packed. The kernel
+    alone knows of all kinds of mounts, and says so for any change of the name."""
+    aside = out.with_name(f".{out.name}.aside")
+    try:
+        out.rename(aside)
+    except OSError as error:
+        what = f"{out}: cannot be replaced by another folder: {error.strerror or error}"
+        raise DataError(what, f"name a folder in it: --out {out / 'packed'}") from error
+    aside.rename(out)
+
+
+def _lock(descriptor: int, staging: Path, out: Path) -> None:
+    """The folder that is open there, for this process alone. It may have been renamed since it was opened."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        same = os.path.samestat(os.fstat(descriptor), os.stat(staging))
+    except (BlockingIOError, FileNotFoundError):
+        same = False
+    if not same:
+        hint = f"wait for that, which makes {staging} into it, or name another --out"
+        raise DataError(f"{out}: another process packs into it", hint)

@@ -1,0 +1,1 @@
+"""Windows of a token stream, for training and scoring."""

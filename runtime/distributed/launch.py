@@ -1,0 +1,209 @@
+"""`specc train --gpus N`: one process a GPU on this machine, in the environment that torchrun would give them.
+
+torchrun itself would do, but for three things: it ends with 1 whatever its processes end with, it gives them 30
+seconds to save after a signal, and it shows one failure as many. Across machines, torchrun is what to use.
+"""
+
+import ctypes
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from specc.compiler.spec.spec import Spec
+from specc.compiler.targets import TARGETS
+from specc.runtime.errors import EnvironmentFailure, RunFailure
+from specc.runtime.model.load import choose_target, device_of
+from specc.runtime.storage.run_directory import Run
+
+PEER_LOST = 76  # what a process ends with when it only follows another; never what a command ends with
+GRACE = 20.0  # seconds that the others have to end by themselves, once one has failed
+_LAUNCHER = "SPECC_LAUNCHER"
+# A process that failed skips its teardown, in which CUDA or NCCL could wait for ranks that are gone.
+_COMMAND = """
+import os, sys
+from specc.compiler.cli import run
+code = run(sys.argv[1:])
+if code:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+"""
+
+
+def is_launched() -> bool:
+    """Whether this process is one of several that torchrun or `launch` has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def place() -> tuple[int, int, int, int]:
+    """Rank and number of processes, over all hosts and on this one, from the environment.
+
+    Raises EnvironmentFailure where the environment is not whole.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    try:
+        rank, size, local_rank, local_size = (int(os.environ[name]) for name in names)
+    except (KeyError, ValueError) as error:
+        hint = "unset RANK and WORLD_SIZE, or start it with torchrun"
+        raise EnvironmentFailure(f"the environment is not that of torchrun: {error}", hint) from None
+    return rank, size, local_rank, local_size
+
+
+def require_devices(count: int, spec: Spec, target: str | None) -> None:
+    """Raises EnvironmentFailure unless `count` processes can run here: on a GPU each, or, where that is the
+    `target`, on the CPU; TargetError for a target that the spec does not list."""
+    if target in spec.targets and device_of(TARGETS[target]) == "cpu":
+        return
+    import torch
+
+    if target is not None:
+        choose_target(spec, target)
+    if (found := torch.cuda.device_count()) < count:
+        message = f"--gpus {count} needs {count} NVIDIA GPU{'s' if count > 1 else ''}, and torch finds {found}"
+        raise EnvironmentFailure(message, "with --target cpu, so many processes run on the CPU")
+
+
+def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
+    """As `choose_target`, but where a number of `gpus` was asked for, the CPU is only taken if it is `wanted`.
+
+    Raises as that does, and EnvironmentFailure where none of the spec's targets runs on the GPUs here.
+    """
+    chosen = choose_target(spec, wanted)
+    if gpus is not None and wanted is None and device_of(TARGETS[chosen]) == "cpu":
+        message = f"no target of {spec.name} runs on the GPUs of this machine"
+        raise EnvironmentFailure(message, f"its targets are {', '.join(spec.targets)}")
+    return chosen
+
+
+def own_cpu(path: Path, spec: Spec) -> str | None:
+    """The target for the CPU that the model of `spec` at `path` was trained on, or, of an artifact, has alone; None
+    where it is another one, or a target of the spec runs on a GPU here. Raises as `Run.open`."""
+    own = Run.open(path).target if path.is_dir() else spec.targets[0]
+    alone = path.is_dir() or len(spec.targets) == 1
+    if not alone or device_of(TARGETS[own]) != "cpu" or device_of(TARGETS[choose_target(spec, None)]) != "cpu":
+        return None
+    return own
+
+
+def launch(size: int, arguments: Sequence[str], say: Callable[[str], None]) -> int:
+    """Runs `specc ARGUMENTS` in `size` processes; returns the exit code of the first that failed, else 0.
+
+    SIGTERM and SIGINT go to all of them, who save and end as one process would. When one has failed, the
+    others get GRACE seconds. Should this process be killed, they get SIGTERM.
+    """
+    with ExitStack() as stack:
+        environment = {**os.environ, **_defaults(size), "MASTER_PORT": str(stack.enter_context(_reserved_port()))}
+        processes: list[subprocess.Popen[bytes]] = []
+        came = stack.enter_context(_noted())
+        stack.callback(_kill, processes)
+        for rank in range(size):
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-P", "-c", _COMMAND, *arguments]
+            # a session of its own: Ctrl-C then comes only through here, once
+            processes.append(subprocess.Popen(command, env=own, start_new_session=True))
+        return _outcome(_ended(processes, came), size, came, say)
+
+
+def _defaults(size: int) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    given = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        _LAUNCHER: str(os.getpid()),
+    }
+    wanted = {"OMP_NUM_THREADS": str(max(1, cores // size))}
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # else it goes by what the host name resolves to
+    return {**{name: value for name, value in wanted.items() if name not in os.environ}, **given}
+
+
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that no other program is given while this is open, and on which rank 0 can listen."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("", 0))
+        yield int(holder.getsockname()[1])
+
+
+@contextmanager
+def _noted() -> Iterator[list[int]]:
+    """The SIGTERM and SIGINT that come while this is open, as a list that grows."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # only there can they be caught
+        yield came
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended(processes: Sequence["subprocess.Popen[bytes]"], came: Sequence[int]) -> list[tuple[int, int]]:
+    """Waits for all, and sends on what `came`; rank and return code of those that ended by themselves, in the
+    order in which they did."""
+    ended: dict[int, int] = {}
+    killed: set[int] = set()
+    until = math.inf
+    sent = 0
+    while len(ended) < len(processes):
+        for rank, process in enumerate(processes):
+            if rank not in ended and (code := process.poll()) is not None:
+                ended[rank] = code
+                until = min(until, time.monotonic() + GRACE) if code else until
+        for number in came[sent:]:
+            sent += 1
+            for process in processes:
+                process.send_signal(number)
+        if time.monotonic() > until:
+            killed |= {rank for rank in range(len(processes)) if rank not in ended}
+            _kill(processes)
+        time.sleep(0.02)
+    return [(rank, code) for rank, code in ended.items() if rank not in killed]
+
+
+def _outcome(ended: Sequence[tuple[int, int]], size: int, came: Sequence[int], say: Callable[[str], None]) -> int:
+    causes = [(rank, code) for rank, code in ended if code not in (0, PEER_LOST)]
+    if not causes:
+        return RunFailure.exit_code if any(code for _, code in ended) else 0
+    rank, code = causes[0]
+    if code > 0:
+        return code
+    if -code in came:  # before training, where there was nothing to save
+        return 128 - code
+    say(f"error: rank {rank} of {size} was ended by signal {-code} ({signal.strsignal(-code)})")
+    return RunFailure.exit_code
+
+
+def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for process in processes:
+        process.kill()  # does nothing to one that has ended
+    for process in processes:
+        process.wait()
+
+
+def end_with_launcher() -> None:
+    """Has the system send this process SIGTERM when `launch`, if that started it, dies before it."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
+    if os.getppid() != int(launcher):
+        os.kill(os.getpid(), signal.SIGTERM)

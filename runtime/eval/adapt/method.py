@@ -1,0 +1,112 @@
+"""What is asked of a method that adapts a model to the text it is scored on, and what it works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.catalog import catalog
+from specc.compiler.spec.adapt.adaptation import Adaptation
+from specc.runtime.data.windows.scored import Batch, share
+from specc.runtime.distributed.world import World
+from specc.runtime.errors import RuntimeFailure
+from specc.runtime.eval import adapt
+from specc.runtime.metrics.bits_per_byte import Account
+from specc.runtime.metrics.validation import Score
+
+
+class Halves(Protocol):
+    """A generated model whose spec adapts: `score`, and its two halves. ids and targets are i64 [B, T]."""
+
+    def score(self, ids: Tensor, targets: Tensor) -> Tensor: ...
+    def features(self, ids: Tensor) -> Tensor: ...
+    def nats(self, x: Tensor, targets: Tensor) -> Tensor: ...
+
+
+class AdaptError(RuntimeFailure):
+    """The settings of a method do not fit the model."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A Batch on the device: i64 and bool [B, T]."""
+
+    ids: Tensor
+    targets: Tensor
+    new: Tensor
+    seen: Tensor
+
+
+@dataclass
+class Work:
+    """A model and the text to score. No parameter of the model takes a gradient, unless a method lets it.
+
+    Attributes:
+        account: takes the nats of each batch.
+        score: nats of each target, f32 [B, T], of ids and targets, i64 [B, T]; without autograd.
+        features: what the head reads, [B, T, D], of ids.
+        nats: as `score`, of what the head reads, and targets.
+        rows: at once.
+        seed: of what starts at random.
+    """
+
+    account: Account
+    model: nn.Module
+    score: Score
+    features: Callable[[Tensor], Tensor]
+    nats: Callable[[Tensor, Tensor], Tensor]
+    rows: int
+    world: World
+    seed: int
+    progress: Callable[[int, int], None] | None = None
+    _todo: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        spans = [self.account.span(mine) for chunk in self.account.chunks if (mine := self.mine(chunk))]
+        self._todo = sum(end - start for start, end in spans)
+
+    def mine(self, batches: range) -> range:
+        """This rank's part of a run of batches."""
+        part = share(len(batches), self.world.rank, self.world.size)
+        return batches[part.start : part.stop]
+
+    def each(self, batches: range, nats: Callable[[Placed], Tensor]) -> None:
+        """Counts what `nats` gives, f32 [B, T], of each of this rank's batches among these."""
+        for number in self.mine(batches):
+            batch = self.account.read(number)
+            self.account.add(batch, nats(self._placed(batch)))
+            if self.progress is not None:
+                self.progress(self.account.tokens, self._todo)
+
+    def _placed(self, batch: Batch) -> Placed:
+        arrays = (batch.ids, batch.targets, batch.new, batch.seen)
+        return Placed(*(torch.from_numpy(array.copy()).to(self.world.device) for array in arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to adapt, of the `kind` of settings that it is named after.
+
+    Attributes:
+        rows: how many windows a batch has, of the settings, where windows of a batch have something in common; None
+            where any number does.
+        chunk: how many targets are scored before the model changes, of the settings; None where it does not.
+        run: scores all that there is, and says how often it adapted. Several processes run it with one `world`.
+    """
+
+    name: str
+    rows: Callable[[Any], int] | None
+    chunk: Callable[[Any], int | None]
+    run: Callable[[Any, Work], str]
+
+
+def method_of(settings: Adaptation) -> Method:
+    """What does as the settings say."""
+    known: Mapping[str, Method] = catalog(adapt, Method)
+    return known[settings.kind]

@@ -1,0 +1,59 @@
+"""SLOT: a vector that is added to what the head reads, and fitted while the trunk stays as it is.
+
+The trunk runs once a batch, without gradients; a step of the fit is one pass of the head and one back through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from specc.compiler.spec.adapt.slot import Slot, SlotCausal
+from specc.runtime.eval.adapt.method import Method, Placed, Work
+
+
+def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, vectors: int) -> Tensor:
+    """Nats f32 [B, T] with the vector that `how` fits on the mean of the targets `fitted`, bool [B, T]: one vector of
+    all rows, or one a row, each on its own mean. A row without such targets keeps the vector that it starts with, 0."""
+    with torch.no_grad():
+        hidden = work.features(batch.ids)
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    counts = fitted.sum(1, keepdim=True) if vectors > 1 else fitted.sum()
+    delta = wide.new_zeros(vectors, 1, wide.shape[-1]).requires_grad_()
+    optimizer = AdamW([delta], lr=how.lr, eps=how.eps, weight_decay=how.weight_decay)
+    for _ in range(how.steps):
+        nats = work.nats((wide + delta).to(hidden.dtype), batch.targets)
+        loss = (torch.where(fitted, nats, 0) / counts.clamp(min=1)).sum()
+        (delta.grad,) = torch.autograd.grad(loss, (delta,))
+        optimizer.step()
+    with torch.no_grad():
+        return work.nats((wide + delta).to(hidden.dtype), batch.targets)
+
+
+def _published(how: Slot, work: Work) -> str:
+    def nats(batch: Placed) -> Tensor:
+        fitted = batch.new | batch.seen
+        fitted[:, -1] = False
+        return _fitted(work, how, batch, fitted, 1)
+
+    return _batches(work, nats, f"one vector for each {how.windows} windows")
+
+
+def _causal(how: SlotCausal, work: Work) -> str:
+    def nats(batch: Placed) -> Tensor:
+        return _fitted(work, how, batch, batch.seen, len(batch.ids))
+
+    return _batches(work, nats, "one vector for each window but the first")
+
+
+def _batches(work: Work, nats: Callable[[Placed], Tensor], what: str) -> str:
+    for chunk in work.account.chunks:
+        work.each(chunk, nats)
+    return f"{what}, of {len(work.account.windows):,}"
+
+
+SLOT = Method("slot", lambda how: how.windows, lambda how: None, _published)
+SLOT_CAUSAL = Method("slot_causal", None, lambda how: None, _causal)

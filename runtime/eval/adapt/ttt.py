@@ -1,0 +1,197 @@
+"""Test-time training, score first: the weights learn from each chunk once all of it is scored."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from specc.compiler.pattern import matches
+from specc.compiler.spec.adapt.ttt import AdamWSettings, LoraSettings, SgdSettings, TestTimeTraining
+from specc.runtime.data.windows.scored import share
+from specc.runtime.errors import RunFailure
+from specc.runtime.eval.adapt.method import AdaptError, Method, Placed, Work
+
+OPTIMIZERS: Mapping[type, Callable[[list[Tensor], Any], Optimizer]] = {
+    SgdSettings: lambda leaves, how: SGD(
+        leaves, how.lr, how.momentum, weight_decay=how.weight_decay, nesterov=how.nesterov
+    ),
+    AdamWSettings: lambda leaves, how: AdamW(leaves, how.lr, how.betas, how.eps, how.weight_decay),
+}
+SCHEDULES: Mapping[str, Callable[[float], float]] = {
+    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    "constant": lambda done: 1.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A weight that learns as it is: its master, f32."""
+
+    leaves: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Whole:
+        return cls((_wide(weight).clone().requires_grad_(),))
+
+    def value(self) -> Tensor:
+        return self.leaves[0].clone()
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A matrix [out, in] that stays, and its correction: factor * b [out, rank] @ a [rank, in], f32."""
+
+    base: Tensor
+    leaves: tuple[Tensor, ...]
+    factor: float
+
+    @classmethod
+    def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> LowRank:
+        base = _wide(weight).clone()  # of an f32 weight, `_wide` is the weight itself, which takes what was learned
+        rows, columns = base.shape
+        a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
+        b = base.new_zeros(rows, how.rank)
+        return cls(base, (a.to(base).requires_grad_(), b.requires_grad_()), how.scale / how.rank)
+
+    def value(self) -> Tensor:
+        a, b = self.leaves
+        return self.base + self.factor * (b @ a)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A window of tokens from `start` on, of whose targets those at the positions behind `after` up to `end` count."""
+
+    start: int
+    after: int
+    end: int
+
+
+def rows_of(span: tuple[int, int], length: int) -> list[Row]:
+    """Rows of one length, at most `length`, each of whose targets in `span` (behind the first, up to the second)
+    counts in one; what is before it is context."""
+    after, end = span
+    ends = [*range(after + length, end, length), end]
+    return [Row(max(0, e - length), a, e) for a, e in zip([after, *ends], ends, strict=False)]
+
+
+class Learner:
+    """The weights that learn, by name. The model computes with them in its own dtype; what learns is f32."""
+
+    def __init__(self, how: TestTimeTraining, work: Work) -> None:
+        self.how, self.work = how, work
+        covered = {n: p for n, p in work.model.named_parameters() if matches(how.match, n)}
+        shown = {n: p for n, p in covered.items() if how.lora is None or p.dim() == 2}
+        if not shown:
+            what = "parameter" if not covered else "matrix, and lora corrects matrices"
+            raise AdaptError(f"ttt: `match: {how.match}` covers no {what}", "e.g. `blocks.*` or `*`")
+        self.shown = shown
+        self.weights = [_learning(name, weight, how, work.seed) for name, weight in shown.items()]
+        self.leaves = [leaf for weight in self.weights for leaf in weight.leaves]
+        self.optimizer = OPTIMIZERS[type(how.learns_by)](self.leaves, how.learns_by)
+        self.sums = torch.zeros(sum(p.numel() for p in shown.values()), device=work.world.device, dtype=_dtype(shown))
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """The model's weights are as they were when the block ends."""
+        kept = [weight.detach().clone() for weight in self.shown.values()]
+        try:
+            for weight in self.shown.values():
+                weight.requires_grad_()
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, before in zip(self.shown.values(), kept, strict=True):
+                    weight.requires_grad_(False).copy_(before)
+
+    def learn(self, span: tuple[int, int], done: float) -> None:
+        """Trains on the targets of a chunk when the share `done` of all chunks that are trained on is."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.how.learns_by.lr * SCHEDULES[self.how.schedule](done)
+        rows = rows_of(span, self.work.account.windows.length)
+        for _ in range(self.how.epochs):
+            for first in range(0, len(rows), self.how.batch):
+                self._step(rows[first : first + self.how.batch])
+
+    def _step(self, rows: Sequence[Row]) -> None:
+        world, count = self.work.world, sum(row.end - row.after for row in rows)
+        part = share(len(rows), world.rank, world.size)
+        mine = rows[part.start : part.stop]
+        self.sums.zero_()
+        for first in range(0, len(mine), self.work.rows):
+            self._backward(mine[first : first + self.work.rows], count)
+        world.add(self.sums)
+        sizes = [weight.numel() for weight in self.shown.values()]
+        self.optimizer.zero_grad()
+        for weight, shown, grad in zip(self.weights, self.shown.values(), torch.split(self.sums, sizes), strict=True):
+            torch.autograd.backward(weight.value(), grad.view(shown.shape))
+        if self.how.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.leaves, self.how.clip_norm)
+        self.optimizer.step()
+        with torch.no_grad():
+            for weight, shown in zip(self.weights, self.shown.values(), strict=True):
+                shown.copy_(weight.value())
+
+    def _backward(self, rows: Sequence[Row], count: int) -> None:
+        """Adds the gradients of the mean over `count` targets, as far as these rows hold them."""
+        account, device = self.work.account, self.work.world.device
+        length = min(account.windows.length, max(row.end for row in rows))
+        filled = [*rows, *[rows[-1]] * (self.work.rows - len(rows))]
+        tokens = torch.from_numpy(np.stack([account.tokens_at(row.start, length + 1) for row in filled])).to(device)
+        bounds = torch.tensor([(row.after - row.start, row.end - row.start) for row in filled], device=device)
+        place = torch.arange(1, length + 1, device=device)
+        counted = (place > bounds[:, :1]) & (place <= bounds[:, 1:])
+        counted[len(rows) :] = False
+        nats = self.work.nats(self.work.features(tokens[:, :-1].contiguous()), tokens[:, 1:].contiguous())
+        loss = (torch.where(counted, nats, 0) / count).sum()
+        grads = torch.autograd.grad(loss, list(self.shown.values()), materialize_grads=True)
+        self.sums += torch.cat([grad.flatten().to(self.sums.dtype) for grad in grads])
+
+
+def _learning(name: str, weight: Tensor, how: TestTimeTraining, seed: int) -> Whole | LowRank:
+    if how.lora is None:
+        return Whole.of(weight.detach())
+    digest = hashlib.sha256(f"{seed} {name} lora".encode()).digest()
+    return LowRank.of(
+        weight.detach(), how.lora, torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    )
+
+
+def _wide(weight: Tensor) -> Tensor:
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def _dtype(shown: Mapping[str, Tensor]) -> torch.dtype:
+    return _wide(next(iter(shown.values()))[:0]).dtype
+
+
+def _run(how: TestTimeTraining, work: Work) -> str:
+    """The order is the proof that it is causal: a chunk's targets are all counted before the first step on them."""
+
+    def nats(batch: Placed) -> Tensor:
+        with torch.no_grad():
+            return work.score(batch.ids, batch.targets)
+
+    learner, chunks = Learner(how, work), work.account.chunks
+    with learner.learning():
+        for number, chunk in enumerate(chunks):
+            work.each(chunk, nats)
+            if number + 1 < len(chunks):
+                learner.learn(work.account.span(chunk), number / max(len(chunks) - 1, 1))
+                if not all(bool(leaf.isfinite().all()) for leaf in learner.leaves):
+                    message = f"test-time training broke the weights in chunk {number + 1} of {len(chunks)}"
+                    raise RunFailure(message, "lower eval.adapt.optimizer.lr, or clip_norm")
+    count = sum(leaf.numel() for leaf in learner.leaves)
+    return f"{count:,} numbers learned from {len(chunks) - 1:,} of {len(chunks):,} chunks"
+
+
+TTT = Method("ttt", None, lambda how: how.chunk, _run)

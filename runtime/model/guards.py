@@ -1,0 +1,110 @@
+"""Holds what a loaded model is given to its vocabulary and its context: a GPU would read beyond the embedding, or lose
+its context."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.ir.graph import Named, TensorType
+from specc.compiler.programs.programs import Programs
+
+KEPT = ("state.", "cache.")  # what stands before the names of inputs that are kept from token to token
+
+
+def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
+    """Raises ValueError, naming the first that is none, unless `ids` are whole numbers from 0 to `vocabulary` - 1.
+    Waits for the device."""
+    wrong = ((ids < 0) | (ids >= vocabulary)).nonzero()
+    if len(wrong):
+        place = wrong[0].tolist()
+        raise ValueError(f"{name}{place} is {int(ids[tuple(place)])}; the vocabulary has ids 0 to {vocabulary - 1}")
+
+
+def check_programs(model: nn.Module, programs: Programs, vocabulary: int) -> None:
+    """Lets every program of `model` but those that train look at what it is given before it runs, and raise ValueError.
+
+    Shapes, dtypes and devices are looked at always. Ids are too, which waits for a GPU once a call; but not there by a
+    program that takes a single token, which runs once a step: its ids are the caller's to keep in range.
+    """
+    for graph in programs.programs:
+        trains = {"train", *(phase.train for phase in programs.phases)}
+        if graph.name not in trains and callable(getattr(model, graph.name, None)):
+            given = tuple(entry for entry in graph.inputs if not entry[0].startswith(KEPT))
+            setattr(model, graph.name, _checked(model, graph.name, given, vocabulary, programs.context))
+
+
+def _checked(
+    model: nn.Module, program: str, inputs: tuple[Named, ...], vocabulary: int, context: int | None
+) -> Callable[..., Any]:
+    """The method `program` of `model`, checked. It keeps no model alive."""
+    held = weakref.ref(model)
+    names = tuple(name for name, _ in inputs)
+    step = all(isinstance(dim, int) for _, type in inputs for dim in type.shape[1:])
+
+    def run(*given: Any, **named: Any) -> Any:
+        own: Any = held()
+        tensors = {**dict(zip(names, given, strict=False)), **named}
+        sizes: dict[str, int] = {}
+        device = next((tensor.device for tensor in (*own.parameters(), *own.buffers())), None)
+        for name, type in inputs:
+            if name in tensors:  # else Python tells what is missing
+                _require(name, tensors[name], type, sizes, context, device)
+                if type.shape and not (step and tensors[name].is_cuda):
+                    require_ids(name, tensors[name], vocabulary)
+        for kept in (*given[len(names) :], *(one for name, one in named.items() if name not in names)):
+            _require_rows(kept, names[0], sizes["B"])
+        return getattr(Unchecked(own), program)(*given, **named)
+
+    return run
+
+
+class Unchecked:
+    """The programs of a model without what `check_programs` puts before them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self._model), name).__get__(self._model)
+
+
+def _require(
+    name: str, given: Any, wanted: TensorType, sizes: dict[str, int], context: int | None, device: torch.device | None
+) -> None:
+    """Raises ValueError unless `given` is a tensor of the type `wanted`, where dims have the `sizes` found so far, to
+    which it adds, and no sequence is empty or longer than `context`."""
+    shape = f"torch.int64 [{', '.join(map(str, wanted.shape))}]"
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} is {type(given).__name__}; it wants a tensor, {shape}")
+    if given.dtype != torch.int64:
+        raise ValueError(f"{name} is {given.dtype}; it wants {shape}")
+    if given.dim() != len(wanted.shape):
+        raise ValueError(f"{name} has the shape {list(given.shape)}; it wants {shape}")
+    if device is not None and given.device != device:
+        raise ValueError(f'{name} is on {given.device}, and the model on {device}; use {name}.to("{device}")')
+    if not wanted.shape:
+        if not given.is_cuda and context is not None and not 0 <= int(given) < context:
+            raise ValueError(f"{name} is {int(given)}; the model's context is {context} tokens, from 0 on")
+        return
+    for i, (dim, size) in enumerate(zip(wanted.shape, given.shape, strict=True)):
+        known = sizes.setdefault(dim, size) if isinstance(dim, str) else dim
+        if size != known:
+            where = f", and {dim} is {known} beside it" if isinstance(dim, str) else ""
+            raise ValueError(f"{name} has the shape {list(given.shape)}{where}; it wants {shape}")
+        if size == 0:
+            raise ValueError(f"{name} is empty: its shape is {list(given.shape)}; it wants {shape}")
+        if i and context is not None and size > context:
+            raise ValueError(f"{name} has {size} tokens a row; the model's context is {context}")
+
+
+def _require_rows(kept: Any, name: str, rows: int) -> None:
+    """Raises ValueError unless `kept` is a state, a dict, or a cache, a list, of tuples of tensors of so many rows."""
+    groups = list(kept.values()) if isinstance(kept, dict) else kept
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, tuple) for group in groups):
+        raise ValueError("the state is not one that encode, or new_cache, gave")
+    for tensor in (tensor for group in groups for tensor in group):
+        if tensor.dim() and tensor.shape[0] != rows:
+            raise ValueError(f"the state is of {tensor.shape[0]} rows, and {name} has {rows}")

@@ -1,0 +1,225 @@
+"""Checkpoints: one committed directory a step (see committed.py), of safetensors and JSON, never pickles.
+
+`checkpoints/step_00000400/` holds model.safetensors (the f32 masters), optimizer.safetensors,
+rng.safetensors, ema.safetensors where the run averages, state.json and COMMIT. All is by parameter name.
+"""
+
+import platform
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as tensor_bytes
+from torch import Tensor
+
+from specc.compiler.strict import StrictModel, Unit
+from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.storage import committed
+from specc.runtime.storage.committed import Committed, in_words
+
+STATE = "state.json"
+MODEL: Final = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+AVERAGE: Final = "ema.safetensors"
+RNG = "rng.safetensors"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a run needs to go on. Tensors are f32 by parameter name (`optimizer`: `kind.slot/parameter`);
+    `rng` holds the generators' states as u8. `seconds` is the time spent training; `done` the share of the run that
+    was behind before the last update, by which a phase of the run is known."""
+
+    step: int
+    seconds: float
+    weights: Mapping[str, Tensor]
+    average: Mapping[str, Tensor] | None
+    optimizer: Mapping[str, Tensor]
+    rng: Mapping[str, Tensor]
+    loader: Mapping[str, int]
+    spec_digest: str
+    done: float = 1.0
+
+    def copied(self) -> "Snapshot":
+        """With tensors of its own."""
+
+        def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+        average = copy(self.average) if self.average is not None else None
+        return replace(self, weights=copy(self.weights), average=average, optimizer=copy(self.optimizer))
+
+
+class State(StrictModel):
+    """state.json. `weights` names the file that the run would end with, were it to end here; `threads` are
+    those of the CPU, on which the order of sums depends."""
+
+    step: int
+    seconds: float
+    weights: Literal["model.safetensors", "ema.safetensors"]
+    spec_digest: str
+    threads: int
+    versions: dict[str, str]
+    loader: dict[str, int]
+    done: Unit = 1.0
+
+
+def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
+    """Commits `snapshot` as `folder/step_NNNNNNNN` and then removes all but the `keep` newest.
+
+    A sound checkpoint of that step is left as it is; a damaged one is replaced. Raises RunFailure when the
+    operating system refuses (disk full); then the checkpoints are those from before.
+    """
+    if keep < 2:
+        raise ValueError("the newest checkpoint may get damaged: keep at least 2")
+    path = path_of(folder, snapshot.step)
+    try:
+        if path.exists():
+            if fault(path) is None:
+                return path
+            committed.discard(path)
+        committed.write(path, _files(snapshot))
+        for old in _outdated(folder, keep):
+            committed.discard(old)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        again = f"specc train --run {shlex.quote(str(folder.parent))} --resume auto"
+        hint = f"older checkpoints are whole: free some space, then: {again}"
+        raise RunFailure(f"cannot write the checkpoint {path}: {reason}", hint) from error
+    return path
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step_{step:08d}"
+
+
+def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest sound checkpoint in `folder`; `warn` is told of each newer one that is damaged, and why."""
+    for path in reversed(_steps(folder)):
+        reason = fault(path)
+        if reason is None:
+            return path
+        warn(f"skipping a damaged checkpoint: {reason}")
+    return None
+
+
+def fault(path: Path) -> str | None:
+    """Why the checkpoint cannot be used, or None if it is all there and as it was committed."""
+    try:
+        load(path)
+    except IntegrityError as error:
+        return error.message
+    return None
+
+
+def load(path: Path) -> Snapshot:
+    """Reads and verifies a checkpoint. Raises IntegrityError for one that is not as it was committed."""
+    files = Committed.open(path)
+    state = read_state(path)
+    groups = {name: _tensors(files, name) for name in (MODEL, OPTIMIZER, RNG)}
+    average = _tensors(files, AVERAGE) if state.weights == AVERAGE else None
+    if files.members.keys() != {STATE, *groups, state.weights}:
+        raise IntegrityError(f"{path}: holds files that are no part of a checkpoint", committed.HINT)
+    return Snapshot(
+        state.step,
+        state.seconds,
+        groups[MODEL],
+        average,
+        groups[OPTIMIZER],
+        groups[RNG],
+        state.loader,
+        state.spec_digest,
+        state.done,
+    )
+
+
+def read_state(path: Path) -> State:
+    """The state.json of a checkpoint. Raises IntegrityError for one that is not as it was committed."""
+    try:
+        state = State.model_validate_json(Committed.open(path).read(STATE))
+    except ValidationError as error:
+        raise IntegrityError(f"{path / STATE}: {in_words(error)}", committed.HINT) from None
+    if path.name != f"step_{state.step:08d}":
+        raise IntegrityError(f"{path / STATE}: is of step {state.step}", committed.HINT)
+    return state
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    """What the run would end with at this checkpoint: the averaged weights where it averages, else the plain
+    ones; f32 by parameter name. Raises IntegrityError for a checkpoint that is not as it was committed."""
+    return _tensors(Committed.open(path), read_state(path).weights)
+
+
+def require_match(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raises IntegrityError, with the difference, unless both have the same names, shapes and dtypes."""
+    differences = [f"it has no {name}" for name in wanted if name not in found]
+    differences += [f"{name} is unknown" for name in found if name not in wanted]
+    differences += [
+        f"{name} is {_form(found[name])} and should be {_form(wanted[name])}"
+        for name in wanted
+        if name in found and _form(found[name]) != _form(wanted[name])
+    ]
+    if differences:
+        more = f", and {len(differences) - 8} more" if len(differences) > 8 else ""
+        message = f"{what} does not fit the model: {', '.join(differences[:8])}{more}"
+        raise IntegrityError(message, "use the spec and the version of specc that the run was made with")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
+    state = State(
+        step=snapshot.step,
+        seconds=snapshot.seconds,
+        weights=MODEL if snapshot.average is None else AVERAGE,
+        spec_digest=snapshot.spec_digest,
+        threads=torch.get_num_threads(),
+        versions={"python": platform.python_version(), "torch": str(torch.__version__)},
+        loader=dict(snapshot.loader),
+        done=snapshot.done,
+    )
+    groups = {MODEL: snapshot.weights, OPTIMIZER: snapshot.optimizer, RNG: snapshot.rng}
+    if snapshot.average is not None:
+        groups[AVERAGE] = snapshot.average
+    for name, tensors in groups.items():
+        own = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
+        yield name, tensor_bytes(own)
+    yield STATE, state.model_dump_json(indent=1).encode()
+
+
+def _tensors(files: Committed, name: str) -> dict[str, Tensor]:
+    try:
+        return parse_tensors(files.read(name))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise IntegrityError(f"{files.path / name}: {error}", committed.HINT) from None
+
+
+def _steps(folder: Path) -> list[Path]:
+    """The checkpoint directories, oldest first."""
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _outdated(folder: Path, keep: int) -> list[Path]:
+    """Those older than the `keep` newest that look whole: a damaged one must not count as kept."""
+    steps = _steps(folder)
+    whole = [path for path in steps if _looks_whole(path)]
+    return [path for path in steps if len(whole) >= keep and steps.index(path) < steps.index(whole[-keep])]
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        return Committed.open(path).in_full_size()
+    except IntegrityError:
+        return False

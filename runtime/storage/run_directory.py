@@ -1,0 +1,267 @@
+"""The run directory: what is trained, how, and everything that comes out of it.
+
+runs/gpt_mini-001/
+    spec.json        the resolved spec, overrides applied; readable wherever a spec is
+    run.json         target, data and overrides, as given
+    lock.json        the measured kernels it runs with, where the spec had any
+    files/           what else it needs, its tokenizer
+    generated/       the code that runs
+    log.jsonl        a line a step, and what happened between
+    checkpoints/     see checkpoint.py
+    quantized/       what `specc quantize` makes of them
+"""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from specc.compiler.build import canonical, compile_loaded
+from specc.compiler.errors import SpecError
+from specc.compiler.plan.lock import NO_LOCK, Lock, read_lock
+from specc.compiler.spec import check
+from specc.compiler.spec.spec import Spec
+from specc.compiler.spec.train import GENERATED
+from specc.compiler.strict import StrictModel
+from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.committed import COMMIT
+
+SPEC = "spec.json"
+LOCK = "lock.json"
+KEPT = "files"
+
+
+class RunDirectoryError(RuntimeFailure):
+    """The run directory is not there, is in use, or is that of another run."""
+
+    exit_code = 2
+
+
+class _Record(StrictModel):
+    format: Literal[1]
+    target: str
+    data: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory and what it says of the run. `overrides` are the `--set` texts that `spec` contains."""
+
+    directory: Path
+    spec: Spec
+    target: str
+    data: str
+    overrides: tuple[str, ...] = ()
+    lock: Lock = NO_LOCK
+
+    @property
+    def generated(self) -> Path:
+        return self.directory / "generated"
+
+    @property
+    def files(self) -> Path:
+        return self.directory / KEPT
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def quantized(self) -> Path:
+        return self.directory / "quantized"
+
+    @property
+    def staged(self) -> Path:
+        """Where what becomes `quantized` is made. Beside the run's own lock: a run that still trains may be quantized
+        from its last checkpoint."""
+        return self.directory / ".quantizing" / "quantized"
+
+    @property
+    def goes_on(self) -> str:
+        """The command that goes on with it; `--gpus` and the limits of a run are not kept."""
+        return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
+
+    @property
+    def spec_digest(self) -> str:
+        """SHA-256 (hex) of the canonical spec; checkpoints carry it."""
+        return hashlib.sha256(canonical(self.spec).encode()).hexdigest()
+
+    @classmethod
+    def create(
+        cls,
+        directory: Path,
+        spec: Spec,
+        target: str,
+        data: str,
+        overrides: Sequence[str] = (),
+        lock: Lock = NO_LOCK,
+        files: Sequence[Path] = (),
+    ) -> "Run":
+        """Makes the directory, with copies of `files`. Raises RunDirectoryError if there is something in it,
+        RunFailure if it cannot be written."""
+        require_free(directory)
+        run = cls(directory, spec, target, data, tuple(overrides), lock)
+        try:
+            for folder in (*([run.files] if files else []), run.generated, run.checkpoints, run.quantized):
+                folder.mkdir(parents=True, exist_ok=True)
+            for file in files:
+                shutil.copyfile(file, run.files / file.name)
+        except OSError as error:
+            raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
+        if lock.targets:
+            _write_text(directory / LOCK, lock.text())
+        run.record()
+        _write_text(directory / SPEC, readable(spec))  # last: with it the directory is a run
+        return run
+
+    @classmethod
+    def open(cls, directory: Path) -> "Run":
+        """Reads a run directory. Raises RunDirectoryError if it is none, IntegrityError if it is damaged."""
+        if not is_run(directory):
+            if directory.exists() and (whole := next(filter(is_run, directory.absolute().parents), None)):
+                raise RunDirectoryError(f"{directory}: is a part of a run", f"name the run, {whole}")
+            what = "is not a run: it has no spec.json" if directory.exists() else "no such run"
+            raise RunDirectoryError(f"{directory}: {what}", "name a directory that `specc train` made")
+        try:
+            spec, _ = check.load(directory / SPEC)
+            lock = read_lock(directory / LOCK)
+            record = _Record.model_validate_json((directory / "run.json").read_bytes())
+        except SpecError as error:
+            raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {error}") from None
+        except (OSError, ValidationError) as error:
+            raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
+        return cls(directory, spec, record.target, record.data, record.overrides, lock)
+
+    def record(self) -> None:
+        """Writes run.json. Raises RunFailure if it cannot be written."""
+        record = _Record(format=1, target=self.target, data=self.data, overrides=self.overrides)
+        _write_text(self.directory / "run.json", record.model_dump_json(indent=1))
+
+    def requantized(self, overrides: Sequence[str]) -> "Run":
+        """The run with `--set` texts about its spec's `quant`, which nothing that is trained depends on but QAT.
+
+        Raises SpecError for what they make of the spec, as far as a build of the run's target would tell,
+        RunDirectoryError where they touch more than `quant`.
+        """
+        if not overrides:
+            return self
+        spec, source = check.load(self.directory / SPEC, tuple(overrides))
+        if spec.model_copy(update={"quant": self.spec.quant}) != self.spec:
+            message = f"{self.directory} is trained: of its spec only what is under `quant` can still be set"
+            raise RunDirectoryError(message, "take out the other --set")
+        compile_loaded(spec.at_rest, source, (self.target,))
+        return replace(self, spec=spec)
+
+    def require_same(self, spec: Spec, target: str) -> None:
+        """Raises RunDirectoryError, with what differs, unless the run was started with just these."""
+        here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
+        changed = [f"{path}: {old} there, {new} now" for path, old, new in _differences(here, there)]
+        changed += [f"the target: {self.target} there, {target} now"] if target != self.target else []
+        if changed:
+            hint = "resume with the settings of the run, or start a new one; --steps ends a run early"
+            raise RunDirectoryError(f"{self.directory} is another run: {'; '.join(changed[:6])}", hint)
+
+    def with_data(self, data: str) -> "Run":
+        """The run with its data where it is now, by a `lasting` name; whether it is the same, a checkpoint's position
+        in it tells. Raises RunDirectoryError where it is still to be where it was, and is not there."""
+        if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
+            hint = f"say where it is now: {self.goes_on} --data PATH"
+            raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, is not there", hint)
+        return replace(self, data=data)
+
+
+def lasting(data: str) -> str:
+    """The data of a run by a name that holds in any folder: what is no file or folder here stays as it is."""
+    path = Path(data).expanduser()
+    return data if data in ("stdlib", *GENERATED) or not path.exists() else str(path.absolute())
+
+
+def is_run(directory: Path) -> bool:
+    """Whether there is a run in this directory, sound or not. What one was quantized to has a spec.json too."""
+    return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
+
+
+def require_free(directory: Path) -> None:
+    """Raises RunDirectoryError unless a run can begin here: nothing is there but what a killed start left."""
+    left = {"run.json", LOCK, KEPT, "generated", "checkpoints", "quantized"}
+    occupied = directory.exists() and (
+        not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
+    )
+    if occupied:
+        hint = f"continue that run with --run {shlex.quote(str(directory))} --resume auto, or name another directory"
+        raise RunDirectoryError(f"{directory} is not empty", hint)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Makes the directory and keeps other processes from writing in it until the end, or until this one dies.
+
+    Raises RunDirectoryError if another process has it, RunFailure if it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        message = f"{directory} is in use by another process"
+        raise RunDirectoryError(message, "wait until it ends, or train in another directory") from None
+    except OSError as error:
+        raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def readable(spec: Spec) -> str:
+    """The resolved spec as JSON for people: all its defaults, sorted keys, a line each."""
+    data = spec.model_dump(mode="json", by_alias=True)
+    return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def default_run(name: str, root: Path = Path("runs")) -> Path:
+    """The next free `runs/NAME-NNN`."""
+    return root / f"{name}-{_last_number(name, root) + 1:03d}"
+
+
+def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
+    """The `runs/NAME-NNN` with the highest number."""
+    number = _last_number(name, root)
+    return root / f"{name}-{number:03d}" if number else None
+
+
+def _last_number(name: str, root: Path) -> int:
+    pattern = re.compile(re.escape(name) + r"-(\d{3,9})")
+    names = os.listdir(root) if root.is_dir() else []
+    return max((int(match[1]) for entry in names if (match := pattern.fullmatch(entry))), default=0)
+
+
+def _write_text(path: Path, text: str) -> None:
+    write_atomically(path, [text.encode()], lambda _: None)
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for i, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(one, other, f"{path}[{i}]")
+    elif old != new:
+        yield path, old, new

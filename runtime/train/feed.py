@@ -1,0 +1,157 @@
+"""What a step hands to the program `train`: the batch as it comes, or with the decoder's inputs made for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.programs.programs import Phase
+from specc.compiler.spec.train import ForcingSpec
+from specc.compiler.vocabulary import START
+from specc.runtime.decode.lines import fed
+
+if TYPE_CHECKING:
+    from specc.runtime.data.lines.pairs import PairLoader
+
+Program = Callable[..., Tensor]
+Batch = tuple[Tensor, ...]
+
+
+class Batches(Protocol):
+    """Where batches come from, with a place in an order that can be saved."""
+
+    def next(self) -> Batch: ...
+
+    def state(self) -> dict[str, int]: ...
+
+    def restore(self, state: Mapping[str, int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Feed(Protocol):
+    """Turns batches into what a micro-batch needs. `names` are the inputs of the program `train`, in order."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
+        """For the `part`-th pass of the update after `step` others, in a phase of the run; batch and result lie on the
+        device."""
+        ...
+
+    def loss(self, train: Program, *arguments: Tensor) -> Tensor:
+        """The loss of a pass, f32 [], of its `arguments`. Captured in a CUDA graph with them at fixed addresses."""
+        ...
+
+    def made_up(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
+        """A batch of random tokens, rows x window, on the CPU."""
+        ...
+
+    def counted(self) -> tuple[int | None, int]:
+        """Samples and tokens given so far to all ranks; None for samples where steps are counted in tokens alone."""
+        ...
+
+
+class Windows:
+    """Batches of text: ids and targets, i64 [B, T], are what the program takes; a step has `tokens` of them."""
+
+    names = ("ids", "targets")
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens, self._given = tokens, 0
+
+    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
+        self._given += self._tokens if part == 0 else 0
+        return batch
+
+    def loss(self, train: Program, *arguments: Tensor) -> Tensor:
+        return train(*arguments)
+
+    def made_up(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
+        return tuple(torch.randint(vocabulary, (2, *shape), generator=generator))
+
+    def counted(self) -> tuple[int | None, int]:
+        return None, self._given
+
+
+class Forced:
+    """Batches of pairs, with teacher forcing: (source, target, weight) become (source, inputs, target, weight).
+
+    `inputs`, i64 [B, T], is what the decoder is fed: start and the target's tokens but the last, and where the truth is
+    not forced, the model's own token instead, by the programs of the phase of the run. Every position of every sample
+    is drawn by itself: that of sample k of the step is number k * T + t of SHAKE-256("specc forcing {seed} {step}"),
+    read as little-endian u32, and the truth is forced where it is below the probability times 2 ** 32. So it is the
+    same for any number of ranks.
+
+    Args:
+        model: gives its own tokens, with its weights as they are then.
+        schedule: the probability of the truth; None for 1 throughout.
+        epoch: samples of an epoch.
+    """
+
+    names = ("source", "inputs", "target")
+
+    def __init__(
+        self, model: nn.Module, schedule: ForcingSpec | None, epoch: int, seed: int, loader: PairLoader
+    ) -> None:
+        self._model, self._schedule, self._epoch, self._seed, self._loader = model, schedule, epoch, seed, loader
+
+    def probability(self, step: int) -> float:
+        """That a position is fed the truth, in the update after `step` others."""
+        if self._schedule is None:
+            return 1.0
+        return forced_at(
+            self._schedule, step if self._schedule.by == "step" else step * self._loader.rows / self._epoch
+        )
+
+    def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
+        source, target, weight = batch
+        probability = self.probability(step)
+        if probability >= 1:
+            return source, shifted(target), target, weight
+        forcing = torch.from_numpy(self._drawn(probability, step, part, target.shape[1])).to(target.device)
+        return source, fed(self._model, source, target, forcing, phase.writes), target, weight
+
+    def _drawn(
+        self, probability: float, step: int, part: int, width: int
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+        """bool [B, T] of this rank's rows."""
+        count = self._loader.rows * width
+        words = hashlib.shake_256(f"specc forcing {self._seed} {step}".encode()).digest(4 * count)
+        forced = np.frombuffer(words, "<u4").reshape(-1, width) < probability * 2**32
+        return np.ascontiguousarray(forced[self._loader.mine(part)])
+
+    def loss(self, train: Program, *arguments: Tensor) -> Tensor:
+        source, inputs, target, weight = arguments
+        return train(source, inputs, target) * weight
+
+    def made_up(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
+        source, target = torch.randint(vocabulary, (2, *shape), generator=generator)
+        return source, target, torch.ones(())
+
+    def counted(self) -> tuple[int | None, int]:
+        return self._loader.samples, self._loader.tokens
+
+
+def shifted(target: Tensor) -> Tensor:
+    """What a decoder is fed when the truth is forced everywhere: start, then the target's tokens but the last."""
+    inputs = target.roll(1, dims=1)
+    inputs[:, 0] = START
+    return inputs
+
+
+def forced_at(schedule: ForcingSpec, when: float) -> float:
+    """The probability at a step, or at an epoch and a part of it."""
+    points = schedule.points
+    after = next((i for i, (start, _) in enumerate(points) if start > when), len(points))
+    start, value = points[after - 1]
+    if schedule.between == "hold" or after == len(points):
+        return value
+    end, coming = points[after]
+    return value + (coming - value) * (when - start) / (end - start)

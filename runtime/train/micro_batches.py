@@ -1,0 +1,25 @@
+"""How a step's batch is cut into micro-batches."""
+
+from specc.compiler.spec.train import TrainSpec
+from specc.runtime.errors import RuntimeFailure
+
+
+class BatchError(RuntimeFailure):
+    """The batch of the spec cannot be cut into micro-batches."""
+
+    exit_code = 2
+
+
+def micro_batches(train: TrainSpec, window: int, world: int = 1) -> int:
+    """Backward passes a step on each of `world` processes. Raises BatchError if they do not come out even."""
+    by_rows, rows = train.batch is not None, train.at_once(world)
+    size = (train.batch if by_rows else train.tokens_per_step) or 0
+    at_once = rows * world if by_rows else rows * window * world
+    count, rest = divmod(size, at_once)
+    if rest or not count:
+        processes = f" x {world} processes" if world > 1 else ""
+        what, unit = ("batch", "") if by_rows else ("tokens_per_step", f" x {window} tokens")
+        message = f"train.{what} {size:,} is no multiple of micro_batch {rows}{unit}{processes} = {at_once:,}"
+        near = " or ".join(f"{n * at_once:,}" for n in (count, count + 1) if n)
+        raise BatchError(message, f"use {near}, or another micro_batch")
+    return count

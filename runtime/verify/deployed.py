@@ -1,0 +1,155 @@
+"""Holds what runs from an artifact to its witnesses: programs whose products are computed in whole numbers."""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler import pipeline
+from specc.compiler.expr import torch_value
+from specc.compiler.int8.products import integer_products
+from specc.compiler.kernels.int8.gemm import int8_tail
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.quantized import LARGEST, Int8Linear
+from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.programs import reference
+from specc.compiler.spec.spec import Spec
+from specc.runtime.artifact.tensors import QuantizedModel, dequantized
+from specc.runtime.bench.products import operands
+from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.model.load import Loaded, device_of, instantiate
+from specc.runtime.open_model import realize_stored
+from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
+from specc.runtime.verify.judge import PEAK, RMS, Judge, inputs_of, sizes_of
+from specc.runtime.verify.verify import STEPPED, Check, batch_of, not_here, traces
+
+ROWS = (1, 7, 16, 33, 129)
+SAMPLES = 16
+# Of what int8 itself costs, an RMS over all tokens. A number that differs in its last bit can fall to the next code,
+# and all that its sample computes from there on differs: most samples meet no such tie, and what one costs is no more
+# than other roundings do. Of 180 small models none had more than 0.02 in the middle and 0.2 in all.
+SHARE = 0.1  # of the sample in the middle
+WHOLE_SHARE = 0.5  # of all samples together
+ROUNDING = 1e-5  # nats, of sums in f32
+
+
+def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
+    """All checks of the deployed programs of a spec's targets; none for targets that deploy what they train. Random
+    parameters are quantized as the spec says, from ranges of random ids."""
+    for target in targets:
+        if pipeline.deployed(spec, target) is None:
+            continue
+        with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder:
+            yield from traces(instantiate(spec, target, Path(folder), deployed=True), "deployed")
+        if reason := not_here(target):
+            yield Check(target, "values, kernels, cache, deployed", None, reason)
+            continue
+        torch.manual_seed(seed)
+        weights, stored = _quantized(spec, target)
+        loaded = realize_stored(resolved(spec, stored.schemes), target, None, stored, dequantized(stored))
+        yield from _values(spec, loaded, weights)
+        yield from _kernels(spec, loaded)
+
+
+def _quantized(spec: Spec, target: str) -> tuple[dict[str, Tensor], QuantizedModel]:
+    """Random parameters that leave no path at zero, f32 on the CPU, and what is stored of them."""
+    programs = pipeline.lower(spec, target)
+    weights = {
+        param.name: torch.randn(param.shape) * (0.2 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5)
+        for param in programs.params
+    }
+    schemes = {name: plain(scheme) for name, scheme in allocation(spec.quant, programs.params).items()}
+    sources = integer_products(programs, schemes)
+    ranges = input_ranges(programs, sources, [batch_of(spec, programs, "score", 16, _tokens(spec), "cpu")], weights)
+    hessians = {n: torch.eye(weights[n].shape[-1]).double() for n, scheme in schemes.items() if scheme.needs_hessian}
+    quantizer = Quantizer(spec, weights, hessians, {}, lambda *_: None, sources, ranges)
+    return weights, quantizer.model(schemes)
+
+
+def _tokens(spec: Spec) -> int:
+    return min(spec.model.window, 48)
+
+
+def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterator[Check]:
+    """Scores against the deployed programs' references in float64, with the same codes; and token by token."""
+    target, model = loaded.target.name, loaded.model
+    inputs = batch_of(spec, loaded.programs, "score", SAMPLES, _tokens(spec), device_of(loaded.target))
+    own: Any = model
+    stored = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    exact = {n: t.detach().cpu() for n, t in stored.items()}
+    exact = {name: value.double() if value.is_floating_point() else value for name, value in exact.items()}
+    given = {name: ids.cpu() for name, ids in inputs.items()}
+    floats = {name: weight.double() for name, weight in weights.items()}
+    with torch.no_grad():
+        truth = reference.run(loaded.programs, "score", given, exact)["loss"]
+        whole = reference.run(pipeline.lower(spec, target), "score", given, floats)["loss"]
+        cost = _rms(truth - whole)
+        found = own.score(*inputs.values()).cpu().double()
+        stepped = next(STEPPED[program.name] for program in loaded.programs.programs if program.name in STEPPED)
+        read, nats = stepped(own, _tokens(spec), *inputs.values())
+    for name, wrong in (
+        ("score against float64", found - truth),
+        ("cached equals uncached", nats.cpu().double() - truth[:, read]),
+    ):
+        detail = f"RMS error {_rms(wrong):.1e} nats, of the middle sample {_middle(wrong):.1e}; int8 costs {cost:.1e}"
+        yield Check(target, f"{name}, deployed", near(wrong, cost), detail)
+
+
+def near(wrong: Tensor, cost: float) -> bool:
+    """Whether the errors [samples, tokens] are those of sound code, where int8 costs an RMS of `cost` beside the
+    floats; never for NaN."""
+    return _middle(wrong) <= SHARE * cost + ROUNDING and _rms(wrong) <= WHOLE_SHARE * cost + ROUNDING
+
+
+def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
+    """Every kernel of the plan on several numbers of rows, against float64."""
+    plan = pipeline.deployed_plan(spec, loaded.target.name, "")
+    assert plan is not None
+    source = sys.modules[type(loaded.model).__module__]
+    seen: set[str] = set()
+    for choice in plan.choices:
+        if choice.rendered.module in seen:
+            continue
+        seen.add(choice.rendered.module)
+        function, device = vars(source)[plan.called(choice)], device_of(loaded.target)
+        error = _product_error if isinstance(choice.site.node.op, Int8Linear) else _judged_error
+        worst = max(error(choice.site, function, rows, device) for rows in ROWS)
+        detail = f"rows {list(ROWS)}: at most {worst:.2f} of what rounding may cost"
+        yield Check(loaded.target.name, f"kernel {choice.rendered.module}, deployed", worst <= 1.0, detail)
+
+
+def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
+    """The largest error of an output as a share of what the judge lets pass; infinite for NaN or another shape."""
+    judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device))
+    return max(max(error.rms / RMS, error.peak / PEAK) for error in judge.errors(judge.call(function)))
+
+
+def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
+    """The largest error of a product, whose sums are exact, as a share of what rounding the output may cost; infinite
+    for NaN or another shape."""
+    tail = int8_tail(site)
+    given = operands(site, tail, rows, torch.device(device))
+    found = function(*given).cpu()
+    x, w, offset, *others = (tensor.cpu() for tensor in given)
+    sums = torch.from_numpy(x.long().numpy() @ w.long().numpy().T) + offset.long()
+    values = {value.name: other.double() for value, other in zip(tail.operands, others, strict=True)}
+    want = torch_value(tail.expr, {**values, "p": sums.double()})
+    if found.shape != want.shape or bool(found.isnan().any()):
+        return float("inf")
+    room = {torch.int8: 0.501, torch.float32: 2e-5}.get(found.dtype, 1e-2)
+    if tail.codes:
+        return float((found.double() - want.clamp(-LARGEST, LARGEST)).abs().max()) / room
+    return float(((found.double() - want).abs() / want.abs().clamp_min(1.0)).max()) / room
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())
+
+
+def _middle(values: Tensor) -> float:
+    """The median over samples, the first dim, of their RMS."""
+    return float(values.square().flatten(1).mean(1).sqrt().median())

@@ -1,0 +1,56 @@
+"""Random inputs of the types that a plan states, on the spec's own sizes."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from specc.compiler.ir.graph import TensorType
+from specc.compiler.spec.spec import Spec
+from specc.runtime.dtypes import DTYPES as DTYPES
+
+Value = Tensor | float
+SCALAR = 0.5  # for a number that each block fixes for itself
+
+
+def sizes_of(spec: Spec) -> Mapping[str, int]:
+    """What the symbols of a type stand for: one micro-batch of whole windows."""
+    window = spec.model.window
+    return {"B": spec.train.at_once(), "T": window, "S": window}
+
+
+def random_tensor(
+    type: TensorType, sizes: Mapping[str, int], generator: torch.Generator, below: Callable[[torch.dtype], int]
+) -> Tensor:
+    """A random value of a type, on the generator's device: normal numbers, matrices of parameters scaled so that
+    products are about 1, whole numbers from 0 to under `below` of their dtype."""
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in type.shape]
+    dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
+    if not dtype.is_floating_point:
+        return torch.randint(below(dtype), shape, generator=generator, device=generator.device).to(dtype)
+    values = torch.randn(shape, generator=generator, device=generator.device)
+    return (values.mul_(shape[-1] ** -0.5) if known and len(shape) > 1 else values).to(dtype)
+
+
+class Operands:
+    """Makes inputs on the spec's sizes: `random_tensor`, with tokens below the vocabulary where a type has whole
+    numbers."""
+
+    def __init__(self, spec: Spec, device: torch.device, seed: int = 0) -> None:
+        self._sizes, self._vocabulary = sizes_of(spec), spec.model.vocabulary
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def tensor(self, type: TensorType) -> Tensor:
+        """A random value of a type."""
+        return random_tensor(type, self._sizes, self._generator, self._below)
+
+    def _below(self, dtype: torch.dtype) -> int:
+        return 2 if dtype == torch.bool else min(self._vocabulary, torch.iinfo(dtype).max)
+
+    def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
+        """A value for each ref, one for all places that name the same; a number where a block binds one."""
+        made: dict[str, Value] = {}
+        for ref, type in zip(refs, types, strict=True):
+            if ref not in made:
+                made[ref] = SCALAR if ref.startswith("$") else self.tensor(type)
+        return [made[ref] for ref in refs]

@@ -1,0 +1,279 @@
+"""Holds generated code to both witnesses: the plan by torch.fx, and float64 references by value; and looks for
+leaks."""
+
+import copy
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler import pipeline
+from specc.compiler.kernels.kernel import Rendered, Site
+from specc.compiler.ops.dropout import Dropout
+from specc.compiler.plan.lock import NO_LOCK, Lock
+from specc.compiler.programs import fx_witness as witness
+from specc.compiler.programs import reference
+from specc.compiler.programs.programs import Programs
+from specc.compiler.render.program import METHODS
+from specc.compiler.spec.spec import Spec
+from specc.compiler.targets import TARGETS
+from specc.compiler.vocabulary import PAD
+from specc.runtime.dtypes import DTYPES
+from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, runs_on
+from specc.runtime.train.feed import shifted
+from specc.runtime.verify.judge import LOOSER, Composed, Errors, Judge, inputs_of, sizes_of
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was held to a witness. `ok` is None where this machine could not try it; `detail` says what was
+    seen."""
+
+    target: str
+    name: str
+    ok: bool | None
+    detail: str
+
+
+def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_LOCK) -> Iterator[Check]:
+    """All checks of a spec's targets with the tiles of `lock`, in order; those that need another machine say so. Code
+    of a package that is not installed fails on a machine that could run it, and is left out on another."""
+    for target in targets:
+        reason = not_here(target)
+        with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder:
+            plain = instantiate(spec, target, Path(folder) / "plain", fuse=False)
+            try:
+                fused = instantiate(spec, target, Path(folder) / "fused", lock=lock)
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name.partition(".")[0] == __name__.partition(".")[0]:
+                    raise
+                yield Check(target, "fx, values, kernels, causality, fused", None if reason else False, str(error))
+                yield from traces(plain, "fuse: []")
+                continue
+            yield from traces(fused, "fused")
+            yield from traces(plain, "fuse: []")
+            if reason:
+                yield Check(target, "values, kernels, causality", None, reason)
+                continue
+            torch.manual_seed(seed)
+            _fill(fused, plain)
+            yield from _values(spec, fused, plain)
+            yield from _kernels(spec, fused, lock)
+            yield from _causality(fused)
+            yield from _cache(spec, fused)
+
+
+def not_here(target: str) -> str | None:
+    """Why this machine cannot run a target's code; None where it can."""
+    row = TARGETS[target]
+    if not row.arch:
+        return None
+    if not torch.cuda.is_available():
+        return f"needs a GPU of {row.title}; only the traces were checked here"
+    major, minor = torch.cuda.get_device_capability()
+    if not runs_on(row, major * 10 + minor):
+        return f"needs {row.title}; this GPU is sm{major}{minor}"
+    return None
+
+
+def traces(loaded: Loaded, name: str) -> Iterator[Check]:
+    """The fx round trip of every program that sees whole sequences."""
+    model = copy.deepcopy(loaded.model).to(DTYPES[_dtype(loaded)])
+    source = sys.modules[type(loaded.model).__module__]
+    for program in loaded.programs.whole:
+        try:
+            graph = witness.trace(model, source, METHODS.get(program, program))
+            nodes = witness.round_trip(loaded.programs, program, graph)
+            types = witness.check_types(loaded.programs, program, graph, model, 2, 16)
+        except witness.Mismatch as error:
+            yield Check(loaded.target.name, f"fx {program}, {name}", False, str(error))
+        else:
+            detail = f"{nodes} nodes equal the plan's, {types} types"
+            yield Check(loaded.target.name, f"fx {program}, {name}", True, detail)
+
+
+def _fill(fused: Loaded, plain: Loaded) -> None:
+    """Random parameters that leave no path at zero, the same in both modules, in compute dtype on the target's
+    device."""
+    device, dtype = device_of(fused.target), DTYPES[_dtype(fused)]
+    tensors = {}
+    for param in fused.programs.params:
+        spread = 1.0 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5
+        tensors[param.name] = torch.randn(param.shape) * spread
+    for loaded in (fused, plain):
+        with torch.no_grad():
+            for name, parameter in loaded.model.named_parameters():
+                parameter.copy_(tensors[name])
+        loaded.model.to(device=device, dtype=dtype)
+
+
+def _dtype(loaded: Loaded) -> str:
+    """What the model computes in."""
+    return loaded.programs.params[0].dtype
+
+
+def _batch(loaded: Loaded, program: str, rows: int, tokens: int) -> dict[str, Tensor]:
+    return batch_of(loaded.spec, loaded.programs, program, rows, tokens, device_of(loaded.target))
+
+
+def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: int, device: str) -> dict[str, Tensor]:
+    """Random ids for every input of a program, each `rows` x `tokens`."""
+    names = [name for name, _ in programs.program(program).inputs]
+    return {name: torch.randint(spec.model.vocabulary, (rows, tokens), device=device) for name in names}
+
+
+def _drops(loaded: Loaded) -> bool:
+    """Whether training draws at random, so that it can be compared with nothing."""
+    return any(isinstance(node.op, Dropout) for graph in loaded.programs.graphs for node in graph.nodes)
+
+
+def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
+    """Loss and every gradient of the generated module against float64; the unfused module shows what rounding costs.
+    Where training draws, the loss is the mean of what scoring gives.
+
+    What it costs the gradient of a single number, one sum of many terms that may cancel, is chance: such numbers are
+    told apart, with more room, and hide no error of a matrix.
+    """
+    program = "score" if _drops(fused) else "train"
+    inputs = _batch(fused, program, 2, min(spec.model.window, 48))
+    programs = pipeline.lower(replace_fuse(spec), fused.target.name)
+    exact = {name: p.detach().double().requires_grad_() for name, p in plain.model.named_parameters()}
+    loss = reference.run(programs, program, inputs, exact)["loss"].mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    truth = {name: _gradient(tensor) for name, tensor in exact.items()}
+    least = 1e-5 * max(tensor.norm().item() for tensor in truth.values())
+    losses: dict[str, float] = {}
+    errors: dict[str, dict[str, float]] = {}
+    for name, loaded in (("fused", fused), ("plain", plain)):
+        loaded.model.zero_grad()
+        run: Any = loaded.model if program == "train" else loaded.model.score
+        found = run(*inputs.values()).mean()
+        found.backward()
+        errors[name] = {}
+        for path, parameter in loaded.model.named_parameters():
+            errors[name][path] = _relative(_gradient(parameter), truth[path], least)
+        losses[name] = abs(found.item() - loss.item()) / abs(loss.item())
+        loaded.model.zero_grad()
+    target = fused.target.name
+    dtype = DTYPES[_dtype(fused)]
+    seen = f"relative error {losses['fused']:.1e}; unfused {losses['plain']:.1e}"
+    yield Check(target, "loss against float64", Composed(losses["fused"], losses["plain"]).ok(dtype), seen)
+    single = {path for path, value in exact.items() if value.numel() == 1}
+    groups = (("gradients", exact.keys() - single, LOOSER), ("gradients of single numbers", single, 10.0))
+    for title, paths, room in groups:
+        if not paths:
+            continue
+        worst, at = max((errors["fused"][path], path) for path in paths)
+        plainly = max(errors["plain"][path] for path in paths)
+        seen = f"worst {worst:.1e} at {at}; unfused {plainly:.1e}"
+        yield Check(target, f"{title} against float64", Composed(worst, plainly).ok(dtype, room), seen)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """Its gradient; zeros where the loss reads nothing of it."""
+    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+
+
+def _relative(found: Tensor, exact: Tensor, least: float) -> float:
+    """|found - exact| / |exact| in the Frobenius norm; infinite where `found` holds NaN. A norm below
+    `least` counts as that: some gradients are 0 but for rounding."""
+    error = ((found.double() - exact).norm() / exact.norm().clamp_min(least)).item()
+    return error if error == error else float("inf")
+
+
+def _kernels(spec: Spec, loaded: Loaded, lock: Lock) -> Iterator[Check]:
+    """Every kernel of the plan on random row counts, against float64 and against the eager chain in its own dtype."""
+    source = sys.modules[type(loaded.model).__module__]
+    plan = pipeline.plan(spec, loaded.target.name, "", lock)
+    seen: set[str] = set()
+    for choice in plan.choices:
+        if choice.rendered.function and choice.rendered.module not in seen:
+            seen.add(choice.rendered.module)
+            yield from _kernel(choice.site, choice.rendered, vars(source)[plan.called(choice)], loaded)
+
+
+def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> Iterator[Check]:
+    generator = torch.Generator().manual_seed(7)
+    counts = [1, 7, 64, 129, *torch.randint(1, 700, (4,), generator=generator).tolist()]
+    device = device_of(loaded.target)
+    errors: list[Errors] = []
+    for rows in counts:
+        judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device, seed=rows))
+        errors += judge.errors(judge.call(function))
+    if (many := Judge.many(site, device)) is not None:  # few rows are one tile a multiprocessor, at most
+        counts.append(many.inputs[0].shape[:2].numel())
+        errors += many.errors(many.call(function))
+    worst = Errors(max(error.rms for error in errors), max(error.peak for error in errors))
+    detail = f"rows {counts}: RMS error {worst.rms:.2f}x eager's, maximum {worst.peak:.2f}x"
+    yield Check(loaded.target.name, f"kernel {rendered.module}", worst.ok, detail)
+
+
+def _causality(loaded: Loaded) -> Iterator[Check]:
+    """Another token at j moves nothing before j, and something from j on."""
+    tokens = min(loaded.spec.model.window, 128)
+    inputs, fed = _batch(loaded, "score", 2, tokens), loaded.spec.model.fed
+    scale = 1e-5 if _dtype(loaded) == "f32" else 1e-2
+    leak, moved = 0.0, True
+    with torch.no_grad():
+        before = loaded.model.score(*inputs.values())  # type: ignore[operator]
+        for j in sorted({0, 1, tokens // 3, tokens // 2, tokens - 1}):
+            changed = inputs[fed].clone()
+            changed[:, j] = (changed[:, j] + 1) % loaded.spec.model.vocabulary
+            again = {**inputs, fed: changed}
+            difference = (loaded.model.score(*again.values()) - before).abs()  # type: ignore[operator]
+            leak = max(leak, difference[:, :j].max().item() if j else 0.0)
+            moved = moved and bool(difference[:, j:].max() > 0)
+    detail = f"changing token j moved scores before j by at most {leak:.1e}" + ("" if moved else "; and none after it")
+    yield Check(loaded.target.name, "causality", leak <= scale and moved, detail)
+
+
+def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
+    """A token at a time against the state gives the scores of the whole sequence, as far as the dtype's rounding lets
+    them: three times what it does to the whole sequence's own scores."""
+    tokens = min(spec.model.window, 64)
+    inputs = _batch(loaded, "score", 2, tokens)
+    model: Any = loaded.model
+    exact = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    programs = pipeline.lower(replace_fuse(spec), loaded.target.name)
+    stepped = next(STEPPED[program.name] for program in programs.programs if program.name in STEPPED)
+    with torch.no_grad():
+        truth = reference.run(programs, "score", inputs, exact)["loss"]
+        noise = (model.score(*inputs.values()).double() - truth).abs().max().item()
+        read, nats = stepped(model, tokens, *inputs.values())
+    error = (nats.double() - truth[:, read]).abs().max().item()
+    detail = f"largest error {error:.1e} nats against float64; uncached {noise:.1e}"
+    yield Check(loaded.target.name, "cached equals uncached", error <= 3 * noise + 1e-5, detail)
+
+
+def _stepped_text(model: Any, tokens: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
+    """Two chunks, then a token at a time: the positions after which there are logits, and the nats there."""
+    cache = model.new_cache(len(ids), tokens)
+    ends = sorted({max(tokens // 4, 1), max(tokens // 2, 1), *range(max(tokens // 2, 1), tokens + 1)})
+    logits, start = [], 0
+    for end in ends:
+        logits.append(model.prefill(ids[:, start:end], torch.tensor(start, device=ids.device), cache))
+        start = end
+    read = [end - 1 for end in ends]
+    return read, _nats(logits, targets[:, read])
+
+
+def _stepped_pairs(model: Any, tokens: int, source: Tensor, target: Tensor) -> tuple[list[int], Tensor]:
+    """Every position of the target, and the nats there, 0 at pads."""
+    state, inputs = model.encode(source), shifted(target)
+    starts = (torch.tensor(t, device=source.device) for t in range(tokens))
+    logits = [model.extend(inputs[:, t : t + 1], start, state) for t, start in enumerate(starts)]
+    return list(range(tokens)), _nats(logits, target) * (target != PAD)
+
+
+def _nats(logits: list[Tensor], targets: Tensor) -> Tensor:
+    """Those of each target, [B, T], for logits of each position."""
+    return -torch.stack(logits, 1).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+
+# the program that goes on with a line -> how a line is scored with it
+STEPPED: Mapping[str, Callable[..., tuple[list[int], Tensor]]] = {"prefill": _stepped_text, "extend": _stepped_pairs}

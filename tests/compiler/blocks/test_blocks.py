@@ -1,0 +1,397 @@
+"""Every kind of block, with each option that changes what it computes: generated code against float64 references."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from late_blocks import CASES as LATE
+from tiny_models import ATTENTION, FUSE_MLP, MLP, Pair, float64, pair, tiny
+
+from specc.compiler import blocks
+from specc.compiler.blocks.roles import Embed, Layer, Mix, Norm, Skips
+from specc.compiler.catalog import models
+from specc.compiler.programs import fx_witness as witness
+from specc.compiler.programs.programs import flatten
+from specc.compiler.strict import tag_of
+
+ROOT = Path(__file__).parents[3]
+GATED = {**MLP, "act": "silu(gate) * x"}
+CLASHING = ("block", "model", "weights", "linear_relu2", "x", "h", "cos", "f", "tensor", "positions", "blocks", "act")
+HEAD = {"head": ["logits", "softcap"]}
+LOSS = {"head": ["logits", "softcap", "loss"]}
+PLAIN_LOSS = {"head": ["logits", "loss"]}
+RESIDUAL = {"blocks.*.mlp": ["up", "act", "down", "x"]}
+NORM_ROPE = ({"blocks.*.attention": ["q.norm", "q.rope", "q.gain"]}, {"blocks.*.attention": ["k.norm", "k.rope"]})
+ROPE = {"blocks.*.*.{q,k}": ["rope"]}
+
+
+def attention(**options: Any) -> dict[str, Any]:
+    return {"layers": ({**ATTENTION, **options}, MLP)}
+
+
+def mlp(act: Any = MLP["act"], **options: Any) -> dict[str, Any]:
+    return {"layers": (ATTENTION, {**MLP, "act": act, **options})}
+
+
+def norm(**options: Any) -> dict[str, Any]:
+    return {"norm": options, "blocks": {"norm": options}}
+
+
+CASES: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "one_block": {"count": 1},
+    "window": attention(window=3),
+    "window_of_one": {**attention(window=1), "name": "blind"},  # a token that sees itself alone reads no q and k
+    "window_beyond_context": attention(window=100),
+    "rope": attention(rope={}),
+    "rope_partial": attention(rope={"dims": 2, "base": 100}),
+    "rope_wide_heads": attention(rope={"base": 500}, head_dim=6),
+    "qk_norm": attention(qk_norm={}),
+    "qk_norm_gain": attention(qk_norm={"gain": 1.5}, rope={"dims": 2}),
+    "kv_heads": attention(kv_heads=1, rope={}),
+    "kv_heads_window": attention(kv_heads=1, window=4, rope={"dims": 2}, qk_norm={"gain": 2}),
+    "head_dim": attention(head_dim=3),
+    "residual_learned": {"layers": ({**ATTENTION, "residual": "learned"}, {**MLP, "residual": "learned"})},
+    "residual_number": {"layers": ({**ATTENTION, "residual": 0.5}, {**MLP, "residual": 0.25})},
+    "residual_formula": {"layers": ({**ATTENTION, "residual": "1/sqrt(2 * layers)"}, MLP)},
+    "residual_by_layer": {
+        "layers": ({**ATTENTION, "residual": "1/(layer + 1)"}, {**MLP, "residual": "exp(-layer)"}),
+        "count": 3,
+    },
+    "rms_affine": norm(kind="rms", affine=True),
+    "rms_eps": norm(kind="rms", eps=0.1),
+    "rms_scale": norm(kind="rms", scale=0.5),
+    "rms_scale_by_layers": norm(kind="rms", affine=True, scale="1/sqrt(layers)"),
+    "rms_scale_by_layer": {"blocks": {"norm": {"kind": "rms", "scale": "1/sqrt(layer + 1)"}}, "count": 3},
+    "layer_norm": norm(kind="layer"),
+    "layer_norm_scaled": {"blocks": {"norm": {"kind": "layer", "scale": "1/(layer + 2)"}}},
+    "project": {"embed": [{"kind": "token", "dim": 4}, {"kind": "project"}], "head": {"tied": False}},
+    "project_norm": {
+        "embed": [{"kind": "token", "dim": 4}, {"kind": "project"}, {"kind": "norm", "eps": 0.01}],
+        "head": {"tied": False},
+    },
+    "embed_norm": {"embed": [{"kind": "token"}, {"kind": "norm"}]},
+    "untied": {"head": {"tied": False}},
+    "softcap": {"head": {"softcap": 2}},
+    "softcap_fused": {"head": {"softcap": 2.5}, "fuse": (FUSE_MLP, HEAD)},
+    "softcap_untied_fused": {"head": {"softcap": 3, "tied": False}, "fuse": (HEAD,)},
+    "loss_fused": {"fuse": (FUSE_MLP, PLAIN_LOSS)},
+    "loss_softcap_fused": {"head": {"softcap": 2.5}, "fuse": (FUSE_MLP, LOSS)},
+    "loss_untied_fused": {"head": {"softcap": 3, "tied": False}, "fuse": (LOSS,)},
+    "loss_without_padding_fused": {"head": {"softcap": 2}, "fuse": (LOSS,), "vocab": 16},
+    "loss_fused_alone": {"layers": (MLP,), "fuse": (PLAIN_LOSS,), "vocab": 65},
+    "norm_rope_fused": {**attention(qk_norm={"gain": 1.5}, rope={"dims": 2}), "fuse": (*NORM_ROPE, FUSE_MLP)},
+    "norm_rope_of_whole_heads_fused": {
+        **attention(qk_norm={"gain": 1.5, "eps": 0.1}, rope={"base": 50}, kv_heads=1),
+        "fuse": (*NORM_ROPE, FUSE_MLP),
+        "blocks": {"skips": {"kind": "unet"}},
+        "count": 3,
+    },
+    "norm_rope_without_gain_fused": {
+        **attention(qk_norm={}, rope={"dims": 2}, window=3),
+        "fuse": ({"blocks.*.attention": ["q.norm", "q.rope"]}, {"blocks.*.attention.k": ["norm", "rope"]}),
+    },
+    "rope_gain_fused": {
+        **attention(qk_norm={"gain": 2}, rope={}),
+        "fuse": ({"blocks.*.attention": ["q.rope", "q.gain"]}, {"blocks.*.attention": ["k.rope"]}),
+    },
+    "rope_fused": {**attention(rope={}), "fuse": (ROPE,)},
+    "ropes_of_two_attentions_fused": {
+        "layers": (
+            {**ATTENTION, "name": "near", "window": 3, "rope": {"dims": 2}},
+            {**ATTENTION, "name": "far", "rope": {"base": 50}, "kv_heads": 1},
+            MLP,
+        ),
+        "fuse": (ROPE, FUSE_MLP),
+    },
+    "unet_2": {"blocks": {"skips": {"kind": "unet"}}, "count": 2},
+    "unet_3": {"blocks": {"skips": {"kind": "unet"}}, "count": 3},
+    "unet_5": {
+        "blocks": {"skips": {"kind": "unet"}, "norm": {"kind": "rms", "scale": "1/(layer + 1)"}},
+        "layers": ({**ATTENTION, "rope": {}}, {**MLP, "residual": "learned"}),
+        "count": 5,
+    },
+    "unet_gated": {"blocks": {"skips": {"kind": "unet", "gated": True}}, "count": 3},
+    "mix": {"blocks": {"mix": {"kind": "embedded"}}},
+    "mix_of_one_block": {"blocks": {"mix": {"kind": "embedded"}}, "count": 1},
+    "mix_and_skips": {"blocks": {"mix": {"kind": "embedded"}, "skips": {"kind": "unet"}}, "count": 3},
+    "rope_trained": attention(rope={"trained": 3}),
+    "values": attention(values={"dim": 3}),
+    "values_of_all_layers_listed": attention(values={"dim": 3, "layers": [0, 1]}, rope={}),
+    "values_in_one": attention(values={"dim": 3, "layers": [1]}, kv_heads=1, rope={}),
+    "values_in_two_with_skips": {
+        **attention(values={"dim": 3, "layers": [3, 4]}),
+        "blocks": {"skips": {"kind": "unet"}},
+        "count": 5,
+    },
+    "values_before_skips": {
+        **attention(values={"dim": 3, "layers": [0, 2]}),
+        "blocks": {"skips": {"kind": "unet"}},
+        "count": 3,
+    },
+    "values_of_two_attentions": {
+        "layers": (
+            {**ATTENTION, "name": "near", "window": 3, "values": {"dim": 2, "layers": [1]}},
+            {**ATTENTION, "name": "far", "kv_heads": 1, "values": {"dim": 3, "layers": [0]}},
+            MLP,
+        ),
+    },
+    "exclude": attention(exclude={}),
+    "exclude_groups": attention(exclude={}, kv_heads=1, rope={}, window=4),
+    "exclude_in_some": {**attention(exclude={"layers": [1, 2]}), "count": 4},
+    "gate": attention(gate={"features": 3}),
+    "gate_of_all_features": attention(gate={"act": "sigmoid(x)", "init": {"normal": 0.005}}),
+    "gate_sparse": attention(gate={"features": 4, "act": "sigmoid(0.5 * x)"}, exclude={}, kv_heads=1),
+    "parallel": {"blocks": {"parallel": [0, 1]}},
+    "parallel_in_one": {
+        "layers": ({**ATTENTION, "residual": "learned", "rope": {}}, {**MLP, "residual": 0.5}),
+        "blocks": {"parallel": [2], "norm": {"kind": "rms", "affine": True, "scale": "1/(layer + 1)"}},
+        "count": 4,
+    },
+    "loop": {"blocks": {"loop": {"first": 0, "last": 0, "passes": 2}}, "count": 1},
+    "loop_of_two": {
+        "layers": ({**ATTENTION, "rope": {}}, {**MLP, "residual": "1/(layer + 1)"}),
+        "blocks": {"loop": {"first": 1, "last": 2, "passes": 3}},
+        "count": 4,
+    },
+    "loop_and_skips": {
+        **attention(rope={}, kv_heads=1),
+        "blocks": {"loop": {"first": 1, "last": 1, "passes": 3}, "skips": {"kind": "unet"}},
+        "count": 3,
+    },
+    "loop_with_all": {
+        **attention(rope={}, values={"dim": 3, "layers": [1, 3]}, exclude={"layers": [2, 3]}),
+        "blocks": {
+            "loop": {"first": 1, "last": 2, "passes": 2},
+            "skips": {"kind": "unet", "gated": True},
+            "mix": {"kind": "embedded"},
+            "parallel": [2, 3],
+        },
+        "embed": [{"kind": "token"}, {"kind": "norm"}, {"kind": "smear"}],
+        "count": 4,
+    },
+    "bigram": {"embed": [{"kind": "token"}, {"kind": "bigram", "buckets": 16, "dim": 3, "bos": 4}]},
+    "bigram_norm_smear": {
+        "embed": [
+            {"kind": "token"},
+            {"kind": "bigram", "buckets": 32, "dim": 5, "scale": 0.5},
+            {"kind": "norm"},
+            {"kind": "smear"},
+        ],
+    },
+    "smear_bos": {"embed": [{"kind": "token"}, {"kind": "norm"}, {"kind": "smear", "bos": 4}]},
+    "smear_by_token": {
+        "embed": [{"kind": "token"}, {"kind": "smear_by_token", "features": 3, "bos": 4}, {"kind": "norm"}],
+    },
+    "smear_by_token_narrow": {
+        "embed": [{"kind": "token", "dim": 4}, {"kind": "smear_by_token", "features": 4}, {"kind": "project"}],
+        "head": {"tied": False},
+    },
+    "everything": {
+        "embed": [
+            {"kind": "token"},
+            {"kind": "bigram", "buckets": 32, "dim": 5},
+            {"kind": "norm"},
+            {"kind": "smear", "bos": 4},
+        ],
+        "layers": (
+            {
+                **ATTENTION,
+                "kv_heads": 1,
+                "rope": {"dims": 4, "trained": 6},
+                "qk_norm": {"gain": 1.5},
+                "values": {"dim": 3, "layers": [3, 4]},
+                "exclude": {},
+                "gate": {"features": 3},
+                "residual": "learned",
+            },
+            {**MLP, "residual": "learned"},
+        ),
+        "blocks": {
+            "norm": {"kind": "rms", "scale": "1/sqrt(layer + 1)"},
+            "skips": {"kind": "unet", "gated": True},
+            "mix": {"kind": "embedded"},
+            "parallel": [4],
+        },
+        "head": {"softcap": 2.5},
+        "count": 5,
+        "fuse": (*NORM_ROPE, FUSE_MLP, LOSS),
+    },
+    "two_mlps": {
+        "layers": (ATTENTION, {**MLP, "name": "wide", "hidden": 16}, {**MLP, "name": "deep", "act": "gelu(x)"}),
+        "fuse": ({"blocks.*.wide": ["up", "act", "down"]}, {"blocks.*.deep": ["up", "act", "down"]}),
+    },
+    "two_mlps_of_one_kind": {
+        "layers": (ATTENTION, {**MLP, "name": "a"}, {**MLP, "name": "b"}),
+        "fuse": ({"blocks.*.{a,b}": ["up", "act", "down"]},),
+    },
+    "two_attentions": {
+        "layers": (
+            {**ATTENTION, "name": "near", "window": 3, "rope": {"dims": 2}},
+            {**ATTENTION, "name": "far", "rope": {"base": 50}, "kv_heads": 1},
+            MLP,
+        ),
+    },
+    "ropes_of_two_bases": {
+        "layers": (
+            {**ATTENTION, "name": "near", "rope": {"base": 3}},
+            {**ATTENTION, "name": "far", "rope": {"base": 50.5}},
+            MLP,
+        ),
+    },
+    "names_of_the_generated_code": {
+        "layers": (
+            {**ATTENTION, "name": "attend", "rope": {}},
+            *({**MLP, "name": name, "hidden": 9 + i} for i, name in enumerate(CLASHING)),
+        ),
+        "fuse": tuple({f"blocks.*.{name}": ["up", "act", "down"]} for name in CLASHING),
+    },
+    "only_attention": {"layers": (ATTENTION,), "fuse": ()},
+    "only_mlp": {"layers": (MLP,)},
+    "mlp_ratio": {"layers": (ATTENTION, {"kind": "mlp", "ratio": 3.5, "act": "leaky_relu(x, 0.5) ** 2"})},
+    "leaky_relu2": mlp("leaky_relu(x, 0.5) ** 2"),
+    "gelu": mlp("gelu(x)"),
+    "gelu_tanh": mlp("gelu_tanh(x)"),
+    "silu": mlp("silu(x)"),
+    "linear": mlp("2 * x"),
+    "odd_activation": mlp("where(x > 0.5, tanh(x) * x, abs(x) - 0.25)"),
+    "named_activation": mlp({"expr": "exp(-x ** 2)", "name": "bump"}),
+    "swiglu": {"layers": (ATTENTION, GATED)},
+    "geglu": mlp("gelu(gate) * x"),
+    "bilinear": mlp("gate * x"),
+    "residual_fused": {"fuse": (RESIDUAL,)},
+    "residual_learned_fused": {"layers": (ATTENTION, {**MLP, "residual": "learned"}), "fuse": (RESIDUAL,)},
+    "residual_number_fused": {"layers": (ATTENTION, {**MLP, "residual": 0.5}), "fuse": (RESIDUAL,)},
+    "residual_gated_fused": {"layers": (ATTENTION, {**GATED, "residual": "learned"}), "fuse": (RESIDUAL,)},
+    "down_residual_fused": {"fuse": ({"blocks.*.mlp": ["down", "x"]},)},
+    "up_act_fused": {"fuse": ({"blocks.*.mlp": ["up", "act"]},)},
+    "two_groups_of_one_part": {
+        "layers": (ATTENTION, {**MLP, "residual": "learned"}),
+        "fuse": ({"blocks.*.mlp": ["up", "act"]}, {"blocks.*.mlp": ["down", "x"]}),
+    },
+    "act_down_fused": {"fuse": ({"blocks.*.mlp": ["act", "down"]},)},
+    "attention_out_fused": {
+        "layers": ({**ATTENTION, "residual": "learned"}, MLP),
+        "fuse": ({"blocks.*.attention": ["out", "x"]}, FUSE_MLP),
+    },
+    **LATE,
+}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=list(CASES))
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, Pair]:
+    """A case as it is fused, and with `fuse: []`, with equal parameters."""
+    spec = tiny(**CASES[request.param])
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    return pair(spec, folder, fuse=True), pair(spec, folder, fuse=False)
+
+
+def test_loss_and_all_gradients_equal_the_reference(both: tuple[Pair, Pair]) -> None:
+    with float64():
+        for made in both:
+            ids, targets = made.batch()
+            want = made.reference("train", ids=ids, targets=targets)["loss"]
+            gradients = torch.autograd.grad(want, list(made.params.values()))
+            loss = made.model(ids, targets)
+            loss.backward()
+            torch.testing.assert_close(loss, want, rtol=1e-11, atol=1e-11)
+            for (name, parameter), gradient in zip(
+                made.model.named_parameters(), _ordered(made, gradients), strict=True
+            ):
+                blind = made.spec.name == "blind" and name.endswith((".q", ".k"))
+                assert (gradient.abs().max() > 0) != blind, f"the gradient of {name} tests nothing"
+                torch.testing.assert_close(
+                    parameter.grad, gradient, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+                )
+
+
+def _ordered(made: Pair, gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    by_name = dict(zip(made.params, gradients, strict=True))
+    return [by_name[name] for name, _ in made.model.named_parameters()]
+
+
+def test_scores_are_causal_and_equal_the_reference(both: tuple[Pair, Pair]) -> None:
+    with float64(), torch.no_grad():
+        for made in both:
+            ids, targets = made.batch()
+            scores = made.model.score(ids, targets)
+            want = made.reference("score", ids=ids, targets=targets)["loss"]
+            torch.testing.assert_close(scores, want, rtol=1e-11, atol=1e-11)
+            changed = ids.clone()
+            changed[:, 5] = (changed[:, 5] + 1) % made.spec.model.vocabulary
+            moved = (made.model.score(changed, targets) - scores).abs()
+            assert moved[:, :5].max() == 0
+            assert moved[:, 5].min() > 0
+
+
+def test_cached_logits_equal_the_uncached(both: tuple[Pair, Pair]) -> None:
+    with float64(), torch.no_grad():
+        for made in both:
+            ids, _ = made.batch()
+            rows, tokens = ids.shape
+            cache = made.model.new_cache(rows, tokens + 3)
+            for state in cache:
+                for tensor in state:
+                    tensor.fill_(1e6)  # rows that are not written yet must not be read
+            logits = [made.model.prefill(ids[:, :5], torch.tensor(0), cache)]
+            logits.append(made.model.prefill(ids[:, 5:8], torch.tensor(5), cache))
+            logits += [made.model.decode(ids[:, i : i + 1], torch.tensor(i), cache) for i in range(8, tokens)]
+            found = torch.stack([row.log_softmax(-1) for row in logits], dim=1)
+            ends = torch.tensor([4, 7, *range(8, tokens)])
+            for token in range(made.spec.model.vocabulary):
+                nats = made.model.score(ids, torch.full_like(ids, token))[:, ends]
+                torch.testing.assert_close(-found[..., token], nats, rtol=1e-9, atol=1e-10)
+
+
+def test_torch_fx_finds_the_plan(both: tuple[Pair, Pair]) -> None:
+    for made in both:
+        source = sys.modules[type(made.model).__module__]
+        early = [(name, name) for phase in made.programs.phases for name in (phase.train, phase.score)]
+        for program, method in (("train", "forward"), ("score", "score"), *early):
+            traced = witness.trace(made.model, source, method)
+            nodes = flatten(made.programs, made.programs.program(program), groups=False).nodes
+            assert witness.round_trip(made.programs, program, traced) == len(nodes)
+
+
+def test_generated_code_is_ruff_clean(both: tuple[Pair, Pair]) -> None:
+    for made in both:
+        folder = Path(str(sys.modules[type(made.model).__module__].__file__)).parent
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "ruff",
+                "check",
+                "--no-cache",
+                "--config",
+                str(ROOT / "pyproject.toml"),
+                str(folder),
+            ],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_every_kind_of_block_is_in_a_case() -> None:
+    wanted = {
+        tag_of(model, "kind") for role in (Embed, Layer, Mix, Norm, Skips) for model in models(blocks, role, "kind")
+    }
+    used: set[object] = {"rms"}  # the default
+
+    def collect(value: object) -> None:
+        if isinstance(value, Mapping):
+            used.add(value.get("kind"))
+            for item in value.values():
+                collect(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                collect(item)
+
+    collect(list(CASES.values()))
+    collect([ATTENTION, MLP, {"kind": "token"}])
+    assert wanted <= used

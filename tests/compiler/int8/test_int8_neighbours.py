@@ -1,0 +1,129 @@
+"""Int8 products beside what else a model has: gates, views, waves, floats, states that nobody reads."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from pair_models import SELF, blocks, pairs_data
+from tiny_models import ATTENTION, spec_data, spec_of
+
+from specc.runtime.artifact.tensors import dequantized
+from specc.runtime.open_model import realize, realize_stored
+from specc.runtime.quantize.quantizer import resolved
+from specc.runtime.verify import deployed as checks
+from specc.runtime.verify.deployed import verify_deployed
+from specc.runtime.verify.verify import batch_of
+
+FLOATS: dict[str, Any] = {"scheme": "none", "dtype": "f32"}
+EMBED: dict[str, Any] = {"kind": "embed", "dim": 16}
+WAVES: dict[str, Any] = {**EMBED, "positions": "sinusoidal"}
+LSTM: dict[str, Any] = {"kind": "lstm", "hidden": 16}
+BOTH: dict[str, Any] = {"kind": "lstm", "hidden": 8, "directions": "both", "biases": 1}
+GATED: dict[str, Any] = {"kind": "mlp", "hidden": 32, "act": "silu(gate) * x"}
+CROSS: dict[str, Any] = {"kind": "attention", "name": "cross", "of": "encoder", "heads": 2}
+REPEAT: dict[str, Any] = {"kind": "repeat"}
+UNTIED: dict[str, Any] = {"head": {"tied": False, "bias": True}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def quant(*patterns: str, bits: int = 8) -> dict[str, Any]:
+    """Int8 of what the patterns match, floats of all else."""
+    return {
+        "default": FLOATS,
+        "rules": [{"match": match, "scheme": "int8", "activation_bits": bits} for match in patterns],
+    }
+
+
+def text(layers: Sequence[Mapping[str, Any]], scheme: Mapping[str, Any]) -> dict[str, Any]:
+    return {**spec_data(layers, fuse=(), dim=16), "quant": dict(scheme)}
+
+
+def pairs(encoder: Sequence[Any], decoder: Sequence[Any], scheme: Mapping[str, Any], **model: Any) -> dict[str, Any]:
+    return {**pairs_data(encoder, decoder, **model), "quant": dict(scheme)}
+
+
+def gated(bits: int) -> dict[str, Any]:
+    side = [EMBED, blocks(SELF, GATED, norm={"kind": "layer"})]
+    return pairs(side, [EMBED, blocks(SELF, CROSS, GATED)], quant("*.mlp.{up,gate,down}", bits=bits))
+
+
+CASES: Mapping[str, dict[str, Any]] = {
+    "gate": text((ATTENTION, GATED), quant("*.mlp.{up,gate}")),
+    "gate of 16 bits": text((ATTENTION, GATED), quant("*.mlp.{up,gate}", bits=16)),
+    "gate of padded rows": text((ATTENTION, {**GATED, "hidden": 24}), quant("*.mlp.*")),
+    "gate alone": text((ATTENTION, GATED), quant("*.mlp.gate")),
+    "gates of pairs": gated(8),
+    "gates of pairs of 16 bits": gated(16),
+    "lstm ahead of a head of 16 bits": pairs([EMBED, LSTM], [REPEAT, LSTM], quant("head.*", bits=16), **UNTIED),
+    "repeated ahead of attention": pairs(
+        [EMBED, LSTM],
+        [REPEAT, blocks(SELF, norm={"kind": "layer"})],
+        quant("decoder.*.attention.{q,k,v,out}"),
+        **UNTIED,
+    ),
+    "repeated ahead of attention of 16 bits": pairs(
+        [EMBED, LSTM],
+        [REPEAT, blocks(SELF, norm={"kind": "layer"})],
+        quant("decoder.*.attention.{q,k,v,out}", bits=16),
+        **UNTIED,
+    ),
+    "waves": pairs([WAVES, blocks(SELF)], [WAVES, blocks(SELF, CROSS)], quant("*.{q,k,v,out}")),
+    "float biases": pairs(
+        [EMBED, BOTH],
+        [EMBED, {**SELF, "bias": True}, {**CROSS, "bias": True}, {"kind": "concat", "beside": "embed"}, LSTM],
+        quant("decoder.cross.{k,v,q}", "head.logits"),
+        bridge={"kind": "concat"},
+        **UNTIED,
+    ),
+    "float biases and a residual": pairs(
+        [EMBED, blocks({**SELF, "bias": True})],
+        [EMBED, blocks({**SELF, "bias": True}, CROSS)],
+        quant("*.{q,k,v,out}"),
+    ),
+    "residuals of several factors": pairs(
+        [EMBED, blocks(SELF, {**GATED, "residual": 0.25})],
+        [EMBED, blocks(SELF, CROSS, {**GATED, "residual": 0.5})],
+        quant("*.{out,up,down}"),
+    ),
+    "last state unread": pairs(
+        [EMBED, {**BOTH, "name": "l1"}, {**BOTH, "name": "l2"}],
+        [EMBED, LSTM],
+        quant("encoder.*.{input,hidden,back_input,back_hidden,bias,back_bias}"),
+        bridge={"kind": "concat"},
+    ),
+    "sequence unread": pairs(
+        [EMBED, BOTH],
+        [EMBED, LSTM],
+        quant("encoder.lstm.*"),
+        bridge={"kind": "concat"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_deployed_model_computes_what_its_reference_does(name: str) -> None:
+    found = list(verify_deployed(spec_of(CASES[name]), ("cpu",)))
+    assert [check for check in found if not check.ok] == []
+    assert any(check.name.startswith("kernel int8") for check in found)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_deployed_model_is_near_the_floats(name: str) -> None:
+    """What its reference computes too is what the model computed before: no part of it is lost or taken twice."""
+    spec = spec_of(CASES[name])
+    torch.manual_seed(1)
+    weights, stored = checks._quantized(spec, "cpu")
+    floats = realize(resolved(spec, stored.schemes), "cpu", None, weights)
+    whole = realize_stored(resolved(spec, stored.schemes), "cpu", None, stored, dequantized(stored))
+    inputs = batch_of(spec, whole.programs, "score", 8, min(spec.model.window, 20), "cpu")
+    with torch.no_grad():
+        exact, found = (one.model.score(*inputs.values()) for one in (floats, whole))  # type: ignore[operator]
+    assert 0 < float((found - exact).square().mean()) < 0.03 * float(exact.var())

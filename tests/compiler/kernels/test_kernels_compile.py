@@ -1,0 +1,90 @@
+"""Generated Triton kernels compiled to machine code of GPUs that this machine need not have."""
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from kernel_sites import EPILOGUES, imported, jitted, make_site, parameters
+
+from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
+from specc.compiler.kernels.kernel import Site
+
+POINTERS = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32"}
+# The blocks of the descriptors that launch() makes: of x, of each weight, and half a tile of anything else.
+BLOCKS = {
+    "x": "BLOCK_M, BLOCK_K",
+    "nk": "BLOCK_N, BLOCK_K",
+    "kn": "BLOCK_K, BLOCK_N",
+    "half": "BLOCK_M, HALF_N",
+}
+
+
+def signature(module: ModuleType, site: Site) -> tuple[dict[str, str], dict[str, int]]:
+    """The types of the kernel's arguments as launch() passes them, and the values of its constants."""
+    tensors = dict(zip(parameters(module, site), (*site.inputs, *site.node.types), strict=True))
+    first, *weights = list(tensors)[: site.node.op.arity]
+    sizes = {"BLOCK_M": module.BLOCK_M, "BLOCK_N": module.BLOCK_N, "BLOCK_K": module.BLOCK_K}
+    sizes["HALF_N"] = module.BLOCK_N // 2
+    types, constants = {}, {}
+    for name in inspect.signature(jitted(module, site).fn).parameters:
+        tensor, _, kind = name.rpartition("_")
+        if kind == "ptr":
+            types[name] = POINTERS[tensors[tensor].dtype]
+        elif kind == "desc":
+            role = "x" if tensor == first else site.node.op.layout if tensor in weights else "half"
+            block = [sizes[word] for word in BLOCKS[role].split(", ")]
+            types[name] = f"tensordesc<{POINTERS[tensors[tensor].dtype][1:]}{block}>"
+        elif name == "M":
+            types[name] = "i32"
+        else:
+            types[name] = "constexpr"
+            constants[name] = 132 if name == "PROGRAMS" else getattr(module, name)
+    return types, constants
+
+
+def compiled(site: Site, folder: Path) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module = imported(LINEAR_TRITON, site, folder)
+    types, constants = signature(module, site)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
+    source = ASTSource(jitted(module, site), types, constants, aligned)
+    options = {"num_warps": module.WARPS, "num_stages": module.STAGES}
+    return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_sm90_kernels_load_by_tma_and_multiply_by_wgmma(name: str, tmp_path: Path) -> None:
+    site = make_site(name)
+    code = compiled(site, tmp_path / f"compiled_sm90_{name}")
+    ptx = code.asm["ptx"]
+    tiles = sum(len(type.shape) == 2 for type in site.inputs)
+    assert ptx.count("cp.async.bulk.tensor.2d.shared") >= tiles
+    assert ptx.count("cp.async.bulk.tensor.2d.global") == 2 * len(site.node.types)  # a store for each half
+    assert "wgmma.mma_async" in ptx and ".f64" not in ptx
+    assert code.metadata.shared <= site.target.shared_memory
+    assert len(code.asm["cubin"]) > 10_000
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+@pytest.mark.parametrize("target", ["sm80", "sm86"])
+def test_ampere_kernels_copy_asynchronously_and_use_tensor_cores(name: str, target: str, tmp_path: Path) -> None:
+    site = make_site(name, target=target)
+    code = compiled(site, tmp_path / f"compiled_{target}_{name}")
+    ptx = code.asm["ptx"]
+    assert "cp.async.cg.shared.global" in ptx and "mma.sync" in ptx
+    assert "cp.async.bulk" not in ptx and ".f64" not in ptx
+    assert code.metadata.shared <= site.target.shared_memory
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 8), (40, 24), (1000, 1000), (96, 4096)])
+@pytest.mark.parametrize("target", ["sm90", "sm80", "sm120"])
+def test_odd_shapes_compile(n: int, k: int, target: str, tmp_path: Path) -> None:
+    for name in ("scaled_residual", "silu_gated", "two_muls"):
+        site = make_site(name, n, k, target, out="f32")
+        code = compiled(site, tmp_path / f"compiled_{target}_{n}_{k}_{name}")
+        assert code.metadata.shared <= site.target.shared_memory

@@ -1,0 +1,97 @@
+"""What an op states of its derivative, against autograd through its reference."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.compiler import ops
+from specc.compiler.catalog import classes
+from specc.compiler.ir.graph import Op, Scaled, Tape, TensorType
+from specc.compiler.ops.attention import CausalAttention
+from specc.compiler.ops.attention_seen import SeenAttention
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.loss import SoftmaxLoss
+from specc.compiler.ops.norm_rope import NormRope
+from specc.compiler.ops.shape import PadRows
+from specc.runtime.verify.judge import many
+
+
+class Computed(Tape):
+    """A tape that computes what a rule adds, by the references."""
+
+    def __init__(self, op: Op, inputs: Sequence[Tensor], grad: Tensor) -> None:
+        self.types = [TensorType(tuple(value.shape), "f64") for value in inputs]
+        self.held = {f"in{i}": value for i, value in enumerate(inputs)} | {"grad0": grad}
+        self.held |= {f"out{i}": value for i, value in enumerate(many(op.reference(*inputs)))}
+
+    def type(self, index: int) -> TensorType:
+        return self.types[index]
+
+    def input(self, index: int) -> str:
+        return f"in{index}"
+
+    def output(self, index: int) -> str:
+        return f"out{index}"
+
+    def grad(self, index: int = 0) -> str:
+        return f"grad{index}"
+
+    def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
+        (self.held[suffix],) = many(op.reference(*(self.held[ref] for ref in inputs)))
+        return suffix
+
+    def value(self, gradient: str | Scaled | None) -> Tensor | None:
+        if isinstance(gradient, Scaled):
+            return self.held[gradient.value] * self.held[gradient.by]
+        return None if gradient is None else self.held[gradient]
+
+
+def ruled(rng: random.Random) -> list[tuple[Op, tuple[tuple[int, ...], ...]]]:
+    """Every op that states a rule, with shapes of its floating inputs."""
+    rows, n, k = (rng.randint(1, 4), rng.randint(1, 5)), rng.randint(1, 6), rng.randint(1, 7)
+    capped = SoftmaxLoss(n, "mean", "3 * tanh(z / 3)")
+    return [
+        (Linear(), ((*rows, k), (n, k))),
+        (PadRows(n + rng.randint(0, 3)), ((n, k),)),
+        (SoftmaxLoss(n, "mean"), ((*rows, n),)),
+        (capped, ((*rows, n + rng.randint(0, 3)),)),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("which", range(4))
+def test_derivatives_equal_autograd(which: int, seed: int) -> None:
+    rng = random.Random(seed)
+    op, shapes = ruled(rng)[which]
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_value(size: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(size), generator=generator, dtype=torch.float64)
+
+    inputs = [random_value(size).requires_grad_() for size in shapes]
+    ids = []
+    if isinstance(op, SoftmaxLoss):
+        ids = [torch.randint(op.vocab, shapes[0][:-1], generator=generator)]
+    output = many(op.reference(*inputs, *ids))[0]
+    grad = random_value(output.shape)
+    wanted = torch.autograd.grad(output, inputs, grad)
+    tape = Computed(op, [value.detach() for value in (*inputs, *ids)], grad)
+    gradients = op.derivative(tape)
+    assert gradients is not None and len(gradients) == len(inputs) + len(ids)
+    for gradient, want in zip(gradients, wanted, strict=False):
+        torch.testing.assert_close(tape.value(gradient), want, rtol=1e-12, atol=1e-12)
+    assert all(gradient is None for gradient in gradients[len(inputs) :])  # whole numbers have none
+
+
+def test_ops_without_a_rule_say_so() -> None:
+    stated = {
+        name
+        for name, kind in classes(ops, Op).items()
+        if kind.derivative is not Op.derivative  # the pointwise language derives its own
+    }
+    # test_norm_rope.py, test_attention.py, test_attention_seen.py
+    elsewhere = {NormRope.name, CausalAttention.name, SeenAttention.name}
+    assert stated == {op.name for op, _ in ruled(random.Random(0))} | elsewhere

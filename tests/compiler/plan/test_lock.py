@@ -1,0 +1,290 @@
+"""The lock: what was measured is what is built, and nothing that does not fit is taken in silence."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specc.compiler.build import compile_spec
+from specc.compiler.cli import run
+from specc.compiler.errors import SpeccError, SpecError
+from specc.compiler.kernels.gemm.evt import GEMM_EVT, GemmTile
+from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
+from specc.compiler.kernels.tile import Tile
+from specc.compiler.plan.lock import (
+    NO_LOCK,
+    Entry,
+    Kept,
+    Lock,
+    Machine,
+    lock_path,
+    locked_kernel,
+    read_lock,
+    site_digest,
+    tile_data,
+)
+from specc.compiler.plan.plan import Choice
+from specc.compiler.report.lock_use import LockUse
+
+ROOT = Path(__file__).parents[3]
+MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
+GPU = MACHINE.model_dump_json()
+MEASURED = GemmTile(64, 256, 64, (2, 1), "Pingpong", (64, 64), 2, 2)
+GIVEN = tile_data(replace(GEMM_EVT, tile=MEASURED)) or {}
+TRITON = tile_data(replace(LINEAR_TRITON, tile=Tile(128, 128, 64, 8, 3))) or {}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    """A spec in a folder of its own, without a lock."""
+    return Path(shutil.copy(ROOT / "specs/gpt_mini.yaml", tmp_path))
+
+
+def choice_of(spec: Path, word: str) -> Choice:
+    plan = compile_spec(spec, (), ("sm90",)).plans["sm90"]
+    return next(c for c in plan.choices if c.rendered.function and word in c.rendered.module)
+
+
+def entry_of(choice: Choice, **changed: object) -> Entry:
+    known = {
+        "node": choice.site.label,
+        "site": site_digest(choice.site),
+        "kernel": "gemm_evt",
+        "tile": tile_data(replace(GEMM_EVT, tile=MEASURED)),
+        "rows": 8192,
+        "ms": 0.25,
+        "floor_ms": 0.2,
+    }
+    return Entry.model_validate({**known, **changed})
+
+
+def write(spec: Path, choice: Choice, **changed: object) -> Lock:
+    lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry_of(choice, **changed), MACHINE)
+    lock_path(spec, "gpt_mini").write_text(lock.text())
+    return lock
+
+
+def test_a_lock_reads_back_as_it_was_written(spec: Path) -> None:
+    path = lock_path(spec, "gpt_mini")
+    assert read_lock(path) is NO_LOCK
+    lock = write(spec, choice_of(spec, "linear_leaky"))
+    assert read_lock(path) == lock and read_lock(path).text() == path.read_text()
+
+
+def test_what_compiled_its_kernels_is_part_of_the_machine(spec: Path) -> None:
+    forward, backward = choice_of(spec, "linear_leaky"), choice_of(spec, "dgrad_mul")
+    noted = MACHINE.model_copy(update={"nvcc": "13.0.88", "cutlass": "4.2.1"})
+    lock = NO_LOCK.with_entry("sm90", forward.rendered.module, entry_of(forward), noted)
+    path = lock_path(spec, "gpt_mini")
+    before = write(spec, forward)  # as locks were before it was noted
+    assert read_lock(path) == before and "nvcc" not in before.text() and "null" not in before.text()
+    path.write_text(lock.text())
+    assert read_lock(path) == lock and lock.machine("sm90") == noted and lock.machine("sm80") is None
+    assert '"cutlass": "4.2.1",' in lock.text() and '"nvcc": "13.0.88",' in lock.text()
+    page = compile_spec(spec).files["PLAN.md"]
+    words = "torch 2.11.0, triton 3.6.0, CUDA 13.0, driver 580, nvcc 13.0.88, CUTLASS 4.2.1"
+    assert page.count(f"Measured on NVIDIA H200: {words}.") == page.count("Measured on") == 1
+    for other in (MACHINE, noted.model_copy(update={"nvcc": "12.9.41"})):
+        kernels = lock.with_entry("sm90", backward.rendered.module, entry_of(backward), other).targets["sm90"].kernels
+        assert set(kernels) == {backward.rendered.module}
+
+
+def test_a_measured_tile_is_built_and_told(spec: Path) -> None:
+    before = compile_spec(spec)
+    choice = choice_of(spec, "linear_leaky")
+    write(spec, choice)
+    after = compile_spec(spec)
+    source = after.files[f"sm90/{choice.rendered.module}.cu"]
+    assert "cute::Shape<cute::Int<64>, cute::Int<256>, cute::Int<64>>" in source
+    assert "SWIZZLE, RASTER = 2, 2" in after.files[f"sm90/{choice.rendered.module}.py"]
+    assert f"{MEASURED}; measured, 0.25 ms" in after.files["PLAN.md"] and "by rule" in after.files["PLAN.md"]
+    assert "Measured on NVIDIA H200: torch 2.11.0, triton 3.6.0, CUDA 13.0, driver 580.\n" in after.files["PLAN.md"]
+    assert "Measured on" not in before.files["PLAN.md"]
+    changed = {name for name in after.files if after.files[name] != before.files[name]}
+    assert changed == {f"sm90/{choice.rendered.module}.{end}" for end in ("cu", "py")} | {"PLAN.md", "manifest.json"}
+    digests = [json.loads(built.files["manifest.json"])["lock"] for built in (before, after)]
+    assert digests[0] is None and len(digests[1]) == 64
+
+
+def test_a_lock_may_choose_another_kernel(spec: Path) -> None:
+    choice = choice_of(spec, "dgrad_mul")
+    assert choice.kernel is GEMM_EVT
+    tile = Tile(128, 128, 64, 4, 3, 2)
+    write(spec, choice, kernel="linear_triton", tile=tile_data(replace(LINEAR_TRITON, tile=tile)))
+    chosen = choice_of(spec, "dgrad_mul")
+    assert chosen.kernel == replace(LINEAR_TRITON, tile=tile)
+    assert ("gemm_evt", "not the one that was measured fastest") in chosen.rejected
+    assert f"{choice.rendered.module}.cu" not in " ".join(compile_spec(spec).files)
+
+
+def test_what_was_measured_for_another_node_is_not_taken(spec: Path) -> None:
+    write(spec, choice_of(spec, "linear_leaky"), site="0" * 12)
+    assert choice_of(spec, "linear_leaky").measured is None
+    other = compile_spec(spec, ("model.blocks.layers.1.ratio=4",), ("sm90",)).plans["sm90"]
+    assert all(choice.measured is None for choice in other.choices)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kernel": "gone"}, "names kernel gone for blocks.*.mlp.up + act, which this compiler does not have"),
+        ({"kernel": "torch", "tile": {"m": 1}}, "gives torch a tile"),
+        ({"kernel": "torch", "tile": None}, "chose torch for blocks.*.mlp.up + act, which has an epilogue"),
+        ({"tile": None}, "gives gemm_evt no tile for blocks.*.mlp.up + act, and it was measured with one"),
+        (
+            {"tile": {**GIVEN, "m": 256, "n": 256, "k": 256, "schedule": "Cooperative"}},
+            "which has 232,448 bytes of shared memory on sm90; two stages of 256x256x256, cooperative",
+        ),
+        ({"tile": {"m": 64, "warmth": 3}}, "has warmth, which tiles of gemm_evt lack"),
+        ({"tile": {"m": 64}}, "is not one of gemm_evt"),
+        ({"tile": {**GIVEN, "schedule": "Solo"}}, "schedule"),
+        ({"tile": {**GIVEN, "raster": 7}}, "raster is 7, and not from 0 to 2"),
+        ({"tile": {**GIVEN, "m": -3}}, "m is -3, and not"),
+        ({"tile": {**GIVEN, "m": 192}}, "is not one of gemm_evt: m is 192, and not a power of two from 64 to 256"),
+        ({"tile": {**GIVEN, "n": 100}}, "n is 100, and not a multiple of 16"),
+        ({"tile": {**GIVEN, "k": 100_000_000}}, "k is 100000000"),
+        ({"tile": {**GIVEN, "schedule": "Cooperative"}}, "m is 64, and not a power of two from 128 to 256"),
+        ({"tile": {**GIVEN, "cluster": [4, 4]}}, "cluster is 16"),
+        ({"tile": {**GIVEN, "part": [48, 64]}}, "part is 48, which does not divide 64"),
+        ({"tile": {**GIVEN, "swizzle": 3}}, "swizzle is 3"),
+        (
+            {"kernel": "linear_triton", "tile": {**TRITON, "m": 7}},
+            "is not one of linear_triton: m is 7, and not a power",
+        ),
+        ({"kernel": "linear_triton", "tile": {**TRITON, "n": 100_000_000}}, "n is 100000000"),
+        ({"kernel": "linear_triton", "tile": {**TRITON, "warps": 5}}, "warps is 5"),
+        ({"kernel": "linear_triton", "tile": {**TRITON, "stages": 0}}, "stages is 0, and not from 1 to 16"),
+        (
+            {"kernel": "linear_triton", "tile": {**TRITON, "m": 256, "stages": 9}},
+            "which has 232,448 bytes of shared memory on sm90; loads for 256x128x64, 8 warps",
+        ),
+    ],
+)
+def test_a_lock_that_cannot_be_followed_is_an_error(spec: Path, changed: dict[str, object], words: str) -> None:
+    write(spec, choice_of(spec, "linear_leaky"), **changed)
+    with pytest.raises(SpeccError) as error:
+        compile_spec(spec)
+    assert words in error.value.message and "specc tune" in error.value.hint
+    assert error.value.message.startswith(f"{spec.stem}.lock.json, sm90: ")
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "tile", "words"),
+    [
+        ("norm_rotary__", "norm_rope_triton", {"rows": 7, "sequences": 1, "warps": 4}, "rows is 7"),
+        ("norm_rotary__", "norm_rope_triton", {"rows": 8, "sequences": 0, "warps": 4}, "sequences is 0"),
+        ("norm_rotary__", "norm_rope_triton", {"rows": 8, "sequences": 1, "warps": 64}, "warps is 64"),
+        ("norm_rotary__", "norm_rope_triton", {"rows": 65536, "sequences": 1, "warps": 4}, "at most 131,072 elements"),
+        ("softmax_loss", "softmax_loss_triton", {"rows": 3, "columns": 512, "warps": 4}, "rows is 3"),
+        ("softmax_loss", "softmax_loss_triton", {"rows": 4, "columns": 100, "warps": 4}, "columns is 100"),
+        ("softmax_loss", "softmax_loss_triton", {"rows": 1, "columns": 512, "warps": 5}, "warps is 5"),
+        (
+            "softmax_loss",
+            "softmax_loss_triton",
+            {"rows": 4096, "columns": 512, "warps": 4},
+            "x columns is 2097152",
+        ),
+        (
+            "softmax_loss",
+            "softmax_loss_triton",
+            {"rows": 2, "columns": 128, "warps": 4},
+            "of 320 columns 2x128",
+        ),
+    ],
+)
+def test_a_tile_that_no_search_could_have_found_is_an_error(
+    spec: Path, module: str, kernel: str, tile: dict[str, int], words: str
+) -> None:
+    write(spec, choice_of(spec, module), kernel=kernel, tile=tile)
+    with pytest.raises(SpeccError) as error:
+        compile_spec(spec)
+    assert words in error.value.message and "specc tune" in error.value.hint
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt_mlp35", "gpt_mini", "gpt_mlp35_base"])
+def test_every_tile_that_a_search_tries_may_stand_in_a_lock(name: str) -> None:
+    for plan in compile_spec(ROOT / f"specs/{name}.yaml", (), ("sm90",)).plans.values():
+        for choice in plan.choices:
+            for variant in choice.kernel.variants(choice.site):
+                entry = entry_of(choice, kernel=variant.name, tile=tile_data(variant))
+                assert locked_kernel(entry) == variant and variant.rejects(choice.site) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ('{"lock_version": 2}', 1, "lock_version"),
+        ('{\n "targets": {\n  "sm90": {"kernels": {}}\n }\n}', 3, "machine"),
+        ('{\n "lock_version": 1,\n "tarets": {}\n}', 3, "tarets"),
+        ('{\n "lock_version": 1,\n', 2, ""),
+        (f'{{"targets": {{"sm90": {{\n "machine": {GPU},\n "kernel": {{}}, "kernels": {{}}\n}}}}}}', 3, "kernel"),
+        ("", 1, "empty"),
+        ("hello", 1, "a mapping"),
+    ],
+)
+def test_a_damaged_lock_is_told_with_its_line(spec: Path, text: str, line: int, words: str) -> None:
+    path = lock_path(spec, "gpt_mini")
+    path.write_text(text)
+    with pytest.raises(SpecError) as error:
+        compile_spec(spec)
+    first = error.value.diagnostics[0]
+    assert first.file.endswith("gpt_mini.lock.json") and first.mark.line == line and words in first.message
+    assert {one.hint for one in error.value.diagnostics} == {
+        "specc tune writes this file: restore it, or delete it and measure again"
+    }
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_what_is_no_file_is_no_lock(spec: Path, kind: str) -> None:
+    path = lock_path(spec, "gpt_mini")
+    path.mkdir() if kind == "directory" else path.symlink_to("nowhere")
+    with pytest.raises(SpecError) as error:
+        compile_spec(spec)
+    assert "specc tune writes this file" in error.value.hint
+
+
+def test_entries_that_apply_to_no_node_are_told(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forward, backward = choice_of(spec, "linear_leaky"), choice_of(spec, "dgrad_mul")
+    lock = NO_LOCK.with_entry("sm90", forward.rendered.module, entry_of(forward), MACHINE)
+    path = lock_path(spec, "gpt_mini")
+    path.write_text(lock.text())
+    assert compile_spec(spec).lock_use == LockUse(1, ())
+    assert run(["plan", str(spec)]) == 0 and capsys.readouterr().err == ""
+    foreign = entry_of(backward, site="0" * 12)
+    for target, name, entry in (
+        ("sm90", backward.rendered.module, foreign),
+        ("sm42", forward.rendered.module, entry_of(forward)),
+        ("sm80", forward.rendered.module, entry_of(forward)),
+    ):
+        lock = lock.with_entry(target, name, entry, MACHINE)
+    kept = Kept(group="0" * 12, keep="input", ms={"input": 1.0})
+    path.write_text(lock.with_kept("sm90", "mlp", kept, MACHINE).text())
+    idle = (f"sm42 {forward.rendered.module}", f"sm80 {forward.rendered.module}", f"sm90 {backward.rendered.module}")
+    idle = (*idle, "sm90 group mlp")
+    assert compile_spec(spec).lock_use == LockUse(5, idle)
+    assert compile_spec(spec, (), ("cpu",)).lock_use.entries == 2  # of targets that the spec does not have
+    note = f"note: 4 of 5 lock entries apply to no node: {', '.join(idle)}; to measure again: specc tune {spec}\n"
+    assert run(["plan", str(spec)]) == 0 and capsys.readouterr().err == note
+    assert run(["build", str(spec), "--into", str(spec.parent / "made")]) == 0 and capsys.readouterr().err == note
+    assert run(["plan", str(spec), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["idle_lock_entries"] == list(idle)
+    changed = compile_spec(spec, ("model.blocks.layers.1.act=gelu(x)",), ("sm90",))
+    assert f"sm90 {forward.rendered.module}" in changed.lock_use.idle
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "gpt_mlp35_base"])
+def test_every_entry_of_a_committed_lock_applies(name: str) -> None:
+    found = compile_spec(ROOT / f"specs/{name}.yaml").lock_use
+    assert found.entries > 5 and not found.idle
+
+
+def test_another_machine_begins_a_new_lock(spec: Path) -> None:
+    forward, backward = choice_of(spec, "linear_leaky"), choice_of(spec, "dgrad_mul")
+    lock = NO_LOCK.with_entry("sm90", forward.rendered.module, entry_of(forward), MACHINE)
+    both = lock.with_entry("sm90", backward.rendered.module, entry_of(backward), MACHINE)
+    assert set(both.targets["sm90"].kernels) == {forward.rendered.module, backward.rendered.module}
+    elsewhere = MACHINE.model_copy(update={"gpu": "NVIDIA H100"})
+    moved = lock.with_entry("sm90", backward.rendered.module, entry_of(backward), elsewhere)
+    assert set(moved.targets["sm90"].kernels) == {backward.rendered.module}

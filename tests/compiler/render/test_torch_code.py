@@ -1,0 +1,199 @@
+"""Generated Python: what is written on a line, what a value is called, and that it computes the graph."""
+
+import ast
+import random
+
+import pytest
+import torch
+from tiny_models import ATTENTION, MLP, tiny
+
+from specc.compiler import pipeline
+from specc.compiler.build import compile_loaded
+from specc.compiler.ir.graph import Builder, Graph, TensorType, output_ref
+from specc.compiler.ops.linear import Linear
+from specc.compiler.ops.norm import RmsNorm
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.shape import MergeHeads, SplitHeads
+from specc.compiler.programs import reference
+from specc.compiler.render.body import LINE, Body
+
+X = TensorType(("B", "T", 8), "f64")
+
+
+def spelled(graph: Graph, reserved: frozenset[str] = frozenset()) -> list[str]:
+    """The body of the function that the graph becomes."""
+    body = Body(graph, {name: name for name, _ in graph.inputs}, lambda node, args: None, reserved)
+    body.run(graph.nodes)
+    return [*body.lines, f"return {body.returned([ref for _, ref in graph.outputs])}"]
+
+
+def double(name: str = "x") -> Pointwise:
+    return Pointwise((f"2 * {name}",), (name,))
+
+
+def test_a_value_read_once_stands_in_its_readers_line() -> None:
+    b = Builder("g")
+    x = b.input("x", X)
+    h = b.add("mlp.h", RmsNorm(), (x,))
+    up = b.add("mlp.up", Linear(), (h, b.param("w", TensorType((8, 8), "f64"), None)))
+    assert spelled(b.build({"y": b.add("mlp.act", double(), (up,))})) == [
+        "return 2.0 * F.linear(F.rms_norm(x, (8,), eps=1e-06), self.w)"
+    ]
+
+
+def test_a_value_read_twice_has_a_name() -> None:
+    b = Builder("g")
+    x = b.input("x", X)
+    h = b.add("mlp.h", RmsNorm(), (x,))
+    assert spelled(b.build({"y": b.add("mlp.sum", Pointwise(("a + b",), ("a", "b")), (h, h))})) == [
+        "h = F.rms_norm(x, (8,), eps=1e-06)",
+        "return h + h",
+    ]
+
+
+def test_a_value_that_its_readers_text_repeats_has_a_name() -> None:
+    """x * sigmoid(x) reads its one input twice; max(x, 1) only looks like it does."""
+    b = Builder("g")
+    x = b.input("v", X)
+    h = b.add("mlp.h", RmsNorm(), (x,))
+    assert spelled(b.build({"y": b.add("mlp.act", Pointwise(("x * sigmoid(x)",), ("x",)), (h,))}))[0].startswith("h = ")
+    b = Builder("g")
+    h = b.add("mlp.h", RmsNorm(), (b.input("v", X),))
+    assert spelled(b.build({"y": b.add("mlp.act", Pointwise(("exp(x)",), ("x",)), (h,))})) == [
+        "return torch.exp(F.rms_norm(v, (8,), eps=1e-06))"
+    ]
+
+
+def test_names_are_short_until_they_meet() -> None:
+    b = Builder("g")
+    x = b.input("x", X)
+    one = b.add("attention.h", RmsNorm(), (x,))
+    two = b.add("mlp.h", RmsNorm(0.5), (x,))
+    mixed = b.add("mlp.m", Pointwise(("a * b + a + b",), ("a", "b")), (one, two))
+    assert spelled(b.build({"y": mixed})) == [
+        "h = F.rms_norm(x, (8,), eps=1e-06)",
+        "mlp_h = F.rms_norm(x, (8,), eps=0.5)",
+        "return h * mlp_h + h + mlp_h",
+    ]
+
+
+def test_a_name_is_free_again_when_its_value_is_dead() -> None:
+    b = Builder("g")
+    x = b.input("x", X)
+    for part in ("attention", "mlp"):
+        h = b.add(f"{part}.h", RmsNorm(), (x,))
+        x = b.add(f"{part}.x", Pointwise(("a * a + x",), ("a", "x")), (h, x))
+    assert [line.partition(" = ")[0] for line in spelled(b.build({"x": x}))[:-1]] == ["h", "x", "h"]
+
+
+def test_reserved_names_are_not_taken() -> None:
+    b = Builder("g")
+    h = b.add("mlp.h", RmsNorm(), (b.input("x", X),))
+    graph = b.build({"y": b.add("mlp.s", Pointwise(("a * a",), ("a",)), (h,))})
+    assert spelled(graph, frozenset({"h"}))[0].startswith("mlp_h = ")
+
+
+def test_several_outputs_are_named_by_their_labels() -> None:
+    b = Builder("g")
+    both = b.add("mlp.act", Pointwise(("x + 1", "x - 1"), ("x",), ("more", "less")), (b.input("x", X),))
+    y = b.add("mlp.y", Pointwise(("a * b",), ("a", "b")), (both, output_ref(both, 1)))
+    assert spelled(b.build({"y": y})) == ["more, less = x + 1.0, x - 1.0", "return more * less"]
+
+
+def test_long_lines_are_given_up_at_their_longest_part() -> None:
+    b = Builder("g", scope="attention")
+    x = b.input("x", X)
+    value = x
+    for i in range(8):
+        value = b.add(f"n{i}", RmsNorm(), (b.add(f"d{i}", double(), (value,)),))
+    lines = spelled(b.build({"y": value}))
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= LINE + len("return ")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_bodies_compute_their_graphs(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng)
+    lines = spelled(graph, frozenset({"h"} if seed % 3 == 0 else ()))
+    names = [name for name, _ in graph.inputs]
+    space: dict[str, object] = {"torch": torch, "F": torch.nn.functional}
+    weight = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    text = "\n".join([f"def f(self, {', '.join(names)}):", *(f"    {line}" for line in lines)])
+    exec(text, space)
+    generator = torch.Generator().manual_seed(seed)
+    values = {name: torch.randn(2, 3, 8, dtype=torch.float64, generator=generator) for name in names}
+    holder = type("Holder", (), {"w": weight})()
+    found = space["f"](holder, **values)  # type: ignore[operator]
+    found = found if isinstance(found, tuple) else (found,)
+    held = {**values, "@w": weight}
+    for node in graph.nodes:
+        held |= zip(node.outputs, reference.node_value(node, [held[ref] for ref in node.inputs]), strict=True)
+    for have, (_, ref) in zip(found, graph.outputs, strict=True):
+        torch.testing.assert_close(have, held[ref], rtol=1e-12, atol=1e-12)
+    assert_nothing_is_computed_twice(text, graph)
+
+
+def random_graph(rng: random.Random) -> Graph:
+    b = Builder("g")
+    refs = [b.input(name, X) for name in ("x", "h", "value")[: rng.randint(1, 3)]]
+    weight = b.param("w", TensorType((8, 8), "f64"), None)
+    for i in range(rng.randint(2, 14)):
+        b.scope = rng.choice(["mlp", "attention", "skip"])
+        name = f"{rng.choice('hxyv')}{rng.choice(['', i])}"
+        if b.path(name) in b.types:
+            name += f"_{i}"
+        ref, other = rng.choice(refs), rng.choice(refs)
+        kind = rng.randrange(5)
+        if kind == 0:
+            refs.append(b.add(name, Linear(), (ref, weight)))
+        elif kind == 1:
+            refs.append(b.add(name, RmsNorm(), (ref,)))
+        elif kind == 2:
+            text = rng.choice(["a * b", "a + tanh(b) * a", "where(a > b, a, 2 * b)", "-a - -b", "max(a, b) / 3"])
+            refs.append(b.add(name, Pointwise((text,), ("a", "b")), (ref, other)))
+        elif kind == 3:
+            refs.append(b.add(name, MergeHeads(), (b.add(f"{name}.heads", SplitHeads(2), (ref,)),)))
+        else:
+            made = b.add(name, Pointwise(("a + 1", "a * a"), ("a",), ("most", "square")), (ref,))
+            refs += [made, output_ref(made, 1)]
+    chosen = rng.sample(refs, min(len(refs), rng.randint(1, 3)))
+    return b.build({f"y{i}": ref for i, ref in enumerate(chosen)})
+
+
+def assert_nothing_is_computed_twice(text: str, graph: Graph) -> None:
+    """As many calls of the library as the graph has nodes that are such calls."""
+    functions = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    calls = [function.attr for function in functions if isinstance(function, ast.Attribute)]
+    for function, op in (("linear", Linear), ("rms_norm", RmsNorm)):
+        assert calls.count(function) == sum(isinstance(node.op, op) for node in graph.nodes)
+
+
+def test_the_model_file_of_a_small_spec() -> None:
+    """Blocks that differ are a table; equal ones are counted; numbers that differ by layer are arguments."""
+    equal = compile_loaded(tiny(count=3), None).files["cpu/model.py"]
+    assert "self.blocks = nn.ModuleList(Block() for _ in range(3))" in equal
+    assert "BLOCKS" not in equal
+    by_layer = {"norm": {"kind": "rms", "scale": "1/(layer + 1)"}}
+    scaled = compile_loaded(tiny(blocks=by_layer), None).files["cpu/model.py"]
+    assert "# class and norm_scale of each\nBLOCKS = (\n    (Block, 1.0),\n    (Block, 0.5),\n)\n" in scaled
+    assert "def __init__(self, norm_scale: float) -> None:" in scaled
+    skips = compile_loaded(tiny(blocks={"skips": {"kind": "unet"}}), None).files["cpu/model.py"]
+    assert "# class of each\nBLOCKS = (\n    (Block,),\n    (SkipBlock,),\n)\n" in skips
+    assert "# block -> the earlier block whose output it also reads\nSKIPS = {1: 0}\n" in skips
+
+
+def test_a_program_that_is_another_by_text_is_an_alias() -> None:
+    text = compile_loaded(tiny(), None).files["cpu/model.py"]
+    assert text.endswith("    decode = prefill  # the same code, a token at a time\n")
+    assert text.count("def prefill(") == 1
+
+
+def test_a_parameter_is_where_its_name_says() -> None:
+    layers = (ATTENTION, {**MLP, "residual": "learned"})
+    programs = pipeline.run(tiny(layers), "cpu")
+    text = compile_loaded(tiny(layers), None).files["cpu/model.py"]
+    assert "self.mlp = weights(up=(12, 8), down=(8, 12), residual=(8,))" in text
+    assert [p.name for p in programs.params if p.name.startswith("blocks.0.mlp")] == [
+        f"blocks.0.mlp.{name}" for name in ("up", "down", "residual")
+    ]

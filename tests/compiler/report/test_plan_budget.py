@@ -1,0 +1,71 @@
+"""What the plan says of a byte budget that no choice of bits keeps."""
+
+from pathlib import Path
+
+import pytest
+
+from specc.compiler.build import compile_spec
+from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.report.page import first_programs, summary
+
+GOLF = Path(__file__).parents[3] / "specs" / "gpt_mlp35.yaml"
+GATED = "model.blocks.layers.1.act=silu(gate) * x"
+SMALL = ("targets=[cpu]", "model.dim=128", "model.blocks.count=4", "model.blocks.layers.0.values.layers=[2, 3]")
+
+
+def warned(*sets: str) -> list[str]:
+    built = compile_spec(GOLF, (*SMALL, *sets))
+    lines = summary(built.spec, built.plans)
+    assert len(lines) <= 25
+    return [line for line in lines if "may not fit" in line or "not for it to choose" in line]
+
+
+def least(*sets: str) -> int:
+    """The bytes of everything by estimate, blocks' matrices at 4 bits."""
+    built = compile_spec(GOLF, (*SMALL, *sets))
+    params = first_programs(built.plans).params
+    schemes = allocation(built.spec.quant, params)
+    fewest = {p.name: schemes[p.name] for p in params}
+    for name, scheme in fewest.items():
+        if name.startswith("blocks.") and scheme.needs_hessian:
+            fewest[name] = scheme.with_bits(4)
+    return sum(fewest[p.name].estimate_bytes(p.shape) for p in params)
+
+
+@pytest.mark.parametrize("choice", ["allocate", "promote"])
+def test_bytes_before_a_choice_are_not_told_as_those_of_the_artifact(choice: str) -> None:
+    """A choice of more bits takes more bytes, up to the budget."""
+    other = "promote" if choice == "allocate" else "allocate"
+    wish = {"allocate": "{bits: [5, 8]}", "promote": "{count: 2, bits: 8}"}
+    for sets, told in (((f"quant.{choice}={wish[choice]}",), True), ((f"quant.{choice}=null",), False)):
+        built = compile_spec(GOLF, (*SMALL, "quant.correct=null", f"quant.{other}=null", *sets))
+        (line,) = (line for line in summary(built.spec, built.plans) if line.startswith("artifact "))
+        assert ("at the bits of its rules, before others are chosen" in line) == told
+
+
+@pytest.mark.parametrize("more", [(), (GATED,)])
+def test_only_what_cannot_fit_at_the_fewest_bits_is_warned_of(more: tuple[str, ...]) -> None:
+    size = least(*more)
+    assert warned(*more, f"quant.budget_bytes={size}") == []
+    first, second = warned(*more, f"quant.budget_bytes={size - 1}")
+    assert f"still about {size:,} bytes" in first
+    assert "embed.token" in second and "blocks." not in second
+
+
+def test_what_a_rule_keeps_from_it_is_named_first() -> None:
+    kept = 'quant.rules.2.match="*.{residual,scale,q_gain,value_scale,gate,stream,embedded,project}"'
+    size = least(GATED, kept)
+    _, second = warned(GATED, kept, f"quant.budget_bytes={size - 1}")
+    bytes_ = 4 * 448 * 128 * 2
+    assert second.startswith(f"  not for it to choose: blocks.*.mlp.gate {bytes_:,} (f16); ")
+
+
+def test_the_gate_of_an_mlp_is_as_its_other_matrices() -> None:
+    """gpt_mlp35 keeps the gate of its smearing, a vector, and of either form."""
+    built = compile_spec(GOLF, (*SMALL, GATED))
+    storage = {param.name: param.storage for param in first_programs(built.plans).params}
+    assert storage["blocks.0.mlp.gate"] == storage["blocks.0.mlp.up"] == "int5"
+    assert storage["embed.smear.gate"] == "f16"
+    by_token = "model.embed=[{kind: token}, {kind: bigram, buckets: 64, dim: 16}, {kind: norm}, {kind: smear_by_token}]"
+    built = compile_spec(GOLF, (*SMALL, by_token))
+    assert {p.name: p.storage for p in first_programs(built.plans).params}["embed.smear_by_token.gate"] == "f16"

@@ -1,0 +1,126 @@
+"""The JSON Schema: committed, valid, and of one mind with the compiler."""
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from specc.compiler.errors import SpecError
+from specc.compiler.spec.check import CODES, check
+from specc.compiler.spec.json_schema import DIALECT, schema_text
+from specc.compiler.text.source import Source, read
+
+SPECS = Path(__file__).parents[3] / "specs"
+SCHEMA = json.loads(schema_text())
+
+
+def test_the_committed_schema_is_current() -> None:
+    assert (SPECS / "schema.json").read_text() == schema_text(), "run `specc schema --write`"
+
+
+def test_it_is_valid_and_its_own_dialect() -> None:
+    assert SCHEMA["$schema"] == DIALECT
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_every_object_is_closed_and_described() -> None:
+    for name, model in SCHEMA["$defs"].items():
+        assert model["additionalProperties"] is False, name
+        assert model["description"], name
+
+
+def listed(data: Any) -> Any:
+    """Tuples as the lists that JSON has."""
+    if isinstance(data, dict):
+        return {key: listed(value) for key, value in data.items()}
+    return [listed(item) for item in data] if isinstance(data, tuple) else data
+
+
+@pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_specs_pass(path: Path) -> None:
+    jsonschema.validate(listed(read(path).data), SCHEMA, jsonschema.Draft202012Validator)
+
+
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    1,
+    3,
+    2**40,
+    0.5,
+    1.5,
+    -0.25,
+    "x",
+    "",
+    "none",
+    "adamw",
+    [],
+    {},
+    ["x"],
+    [1, 2],
+)
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path] * bool(path) + [found for key, value in inner for found in places(value, (*path, key))]
+
+
+def mutated(data: Any, rng: random.Random) -> Any:
+    """One value replaced, removed, or a key added."""
+    data = copy.deepcopy(data)
+    path = rng.choice(places(data))
+    holder = data
+    for part in path[:-1]:
+        holder = holder[part]
+    change = rng.randrange(4)
+    if change == 0 or not isinstance(holder, dict):
+        holder[path[-1]] = copy.deepcopy(rng.choice(VALUES))
+    elif change == 1:
+        del holder[path[-1]]
+    elif change == 2:
+        holder[f"{path[-1]}x"] = holder.pop(path[-1])
+    else:
+        holder[rng.choice(("kind", "scheme", "bits", "dim", "steps", "title"))] = copy.deepcopy(rng.choice(VALUES))
+    return data
+
+
+def unlisted(data: Any) -> Any:
+    """Lists as the tuples that a source holds."""
+    if isinstance(data, dict):
+        return {key: unlisted(value) for key, value in data.items()}
+    return tuple(unlisted(item) for item in data) if isinstance(data, list) else data
+
+
+def codes(data: Any) -> set[str]:
+    """Of a source without places: to read its text would take ten times as long as to check it."""
+    try:
+        check(Source("<text>", "", unlisted(data), {}, {}, {}))
+    except SpecError as error:
+        return {one.code for one in error.diagnostics}
+    return set()
+
+
+def test_editor_and_compiler_agree() -> None:
+    """They may differ in rules across fields (S2..) and inside texts (S106, S107).
+
+    And in `8.0` for a whole number, which JSON Schema takes; no mutant writes that.
+    """
+    beyond = {code for code in CODES if code.startswith("S2")} | {"S106", "S107"}
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    rng = random.Random(20)
+    verdicts = [0, 0]
+    for path in sorted(SPECS.glob("*.yaml")):
+        base = listed(read(path).data)
+        for _ in range(200):
+            data = mutated(base, rng)
+            found, accepted = codes(data), validator.is_valid(data)
+            assert accepted == (found <= beyond), (found, data)
+            verdicts[accepted] += 1
+    assert min(verdicts) > 100

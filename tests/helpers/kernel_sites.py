@@ -1,0 +1,204 @@
+"""The nodes that the kernel tests run on: sites, inputs, references, and generated files as packages."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specc.compiler.expr import parse, torch_value
+from specc.compiler.ir.graph import Dim, Node, TensorType
+from specc.compiler.kernels.kernel import Kernel, Site, symbol
+from specc.compiler.ops.linear import Dgrad, Linear, Product
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.render.jinja import plan_key, render
+from specc.compiler.targets import TARGETS
+
+# outputs; variables, accumulators first; labels; which operands are columns
+Epilogue = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+SILU = "sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))"
+GELU = "0.5 * (1 + erf(0.7071067811865476 * a)) + 0.3989422804014327 * a * exp(-0.5 * a ** 2)"
+
+FORWARD: Mapping[str, Epilogue] = {
+    "leaky_relu2": (("0.5 * slope * x", "where(x > 0, 2 * x, 0.5 * x)"), ("x",), ("y", "slope"), ()),
+    "gelu": (("gelu(x)",), ("x",), (), ()),
+    "relu2": (("relu(x) ** 2",), ("x",), (), ()),
+    "relu6": (("min(max(x, 0), 6)",), ("x",), (), ()),
+    "scaled_residual": (("residual + scale * y",), ("y", "residual", "scale"), (), ("scale",)),
+    "silu_gated": (
+        ("x * slope_x", "silu(gate)", f"x * ({SILU})"),
+        ("x", "gate"),
+        ("y", "slope_x", "slope_gate"),
+        (),
+    ),
+    "gelu_pre": (("gelu(x)", "x"), ("x",), ("y", "pre_x"), ()),
+    "silu_gated_pre": (("silu(gate) * x", "x", "gate"), ("x", "gate"), ("y", "pre_x", "pre_gate"), ()),
+    # Words that the generated code uses itself, and labels that are variables too.
+    "clashes": (("y + x * tl * n + w", "p - float"), ("y", "x", "tl", "n", "p", "float"), ("p", "w"), ("n",)),
+}
+BACKWARD: Mapping[str, Epilogue] = {
+    "mul": (("d * slope",), ("d", "slope"), (), ()),
+    "two_muls": (("d * slope_x", "d * slope_gate"), ("d", "slope_x", "slope_gate"), ("x", "gate"), ()),
+    "gelu_grad": ((f"d * ({GELU})",), ("d", "a"), (), ()),
+    "silu_gated_grad": (
+        ("d * silu(gate)", f"d * pre_x * ({SILU})"),
+        ("d", "pre_x", "gate"),
+        ("x", "dgate"),
+        (),
+    ),
+}
+EPILOGUES = {**FORWARD, **BACKWARD}
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+GUARD = 512  # poisoned elements on either side of an output
+
+
+def make_site(
+    name: str,
+    n: int = 1792,
+    k: int = 512,
+    target: str = "sm90",
+    dtype: str = "bf16",
+    rows: tuple[Dim, ...] = ("T",),
+    out: str = "",
+) -> Site:
+    """A site of one of EPILOGUES; outputs have dtype `out`, where it is given, and columns are fp32."""
+    outputs, variables, labels, columns = EPILOGUES[name]
+    backward = name in BACKWARD
+    weights = 2 if name in ("silu_gated", "silu_gated_pre") else 1
+    op: Product = Dgrad() if backward else Linear(weights)
+    weight = TensorType((k, n) if backward else (n, k), dtype)
+    shapes: list[tuple[Dim, ...]] = [(n,) if v in columns else (*rows, n) for v in variables[weights:]]
+    operands = [TensorType(shape, "f32" if shape == (n,) else dtype) for shape in shapes]
+    types = (TensorType((*rows, k), dtype), *[weight] * weights, *operands)
+    path = "mlp.down.dgrad" if backward else "mlp.up"
+    results = tuple(TensorType((*rows, n), out or dtype) for _ in outputs)
+    tail = Pointwise(outputs, variables, labels, title=name)
+    node = Node(path, op, tuple(f"v{i}" for i in range(len(types))), results, tail, (path, "mlp.act"))
+    return Site(node, types, TARGETS[target], f"blocks.*.{path} + act", "sample")
+
+
+def written(kernel: Kernel, site: Site, folder: Path) -> list[Path]:
+    """Renders the files of a kernel into `folder`, which becomes a package."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "__init__.py").touch()
+    paths = []
+    for name, (template, context) in kernel.render(site).files.items():
+        text = render(template, context, "specs/sample.yaml", plan_key(template, context))
+        (folder / name).write_text(text, encoding="utf-8")
+        paths.append(folder / name)
+    return paths
+
+
+def joined(sources: Iterable[Path], folder: Path) -> Path:
+    """One .cu file in `folder` of several for one architecture: nvcc takes most of its time over what they include."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heads: dict[str, None] = {}
+    bodies = []
+    for i, source in enumerate(sources):
+        lines = source.read_text(encoding="utf-8").splitlines()
+        heads |= dict.fromkeys(line for line in lines if line.startswith(("#include", "// arch:")))
+        bodies += [f"namespace part_{i} {{", *(line for line in lines if line not in heads), "}"]
+    assert sum(head.startswith("//") for head in heads) <= 1, "of several architectures"
+    path = folder / "joined.cu"
+    path.write_text("\n".join((*heads, *bodies, "")), encoding="utf-8")
+    return path
+
+
+def jitted(module: ModuleType, site: Site) -> Any:
+    """The Triton kernel of a generated file."""
+    return getattr(module, f"{symbol(site)[0]}_kernel")
+
+
+def imported(kernel: Kernel, site: Site, folder: Path) -> ModuleType:
+    """Renders a kernel and imports its Python file; `folder` needs a name that no other package has."""
+    written(kernel, site, folder)
+    if str(folder.parent) not in sys.path:
+        sys.path.insert(0, str(folder.parent))
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{folder.name}.{kernel.render(site).module}")
+
+
+def parameters(module: ModuleType, site: Site) -> list[str]:
+    """The names of the tensors that `launch` takes, which must be as many as the site has."""
+    names = list(inspect.signature(module.launch).parameters)
+    assert len(names) == len(site.inputs) + len(site.node.types)
+    return names
+
+
+def sample_inputs(site: Site, m: int, seed: int, device: str = "cpu") -> list[Tensor]:
+    """Random inputs of a site with m rows. Weights are scaled so that products have unit variance."""
+    generator = torch.Generator(device).manual_seed(seed)
+    k = site.inputs[0].width
+    assert isinstance(k, int)
+    tensors = []
+    for i, type in enumerate(site.inputs):
+        shape = [dim if isinstance(dim, int) else m for dim in type.shape]
+        value = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+        scale = k**-0.5 if 0 < i < site.node.op.arity else 1.0
+        tensors.append((value * scale).to(DTYPES[type.dtype]))
+    return tensors
+
+
+def expected(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs in float64, of the inputs as they are."""
+    return _computed(site, [value.double() for value in inputs])
+
+
+def eager(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs as plain Torch computes them, rounding after every operation."""
+    return _computed(site, [value.to(inputs[0].dtype) for value in inputs])
+
+
+def _computed(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
+    op, tail = site.node.op, site.epilogue
+    assert tail is not None
+    products = op.reference(*inputs[: op.arity])
+    accumulators = products if isinstance(products, tuple) else (products,)
+    values: dict[str, Tensor | float] = dict(zip(tail.variables, (*accumulators, *inputs[op.arity :]), strict=True))
+    further = [torch_value(parse(text), values) for text in tail.outputs[1:]]
+    saved = zip(tail.labels[1:], further, strict=True) if tail.labels else ()
+    values = {**dict(saved), **values}
+    return [torch_value(parse(tail.outputs[0]), values), *further]
+
+
+def poisoned(site: Site, m: int, device: str = "cpu") -> list[Tensor]:
+    """Buffers full of NaN that hold an output of m rows and a guard on either side."""
+    n = site.node.type.width
+    assert isinstance(n, int)
+    return [
+        torch.full((m * n + 2 * GUARD,), torch.nan, dtype=DTYPES[type.dtype], device=device) for type in site.node.types
+    ]
+
+
+def inner(buffer: Tensor, site: Site) -> Tensor:
+    """The output inside its guards, [rows, N]."""
+    n = site.node.type.width
+    assert isinstance(n, int)
+    return buffer[GUARD : buffer.numel() - GUARD].view(-1, n)
+
+
+def check_guards(buffer: Tensor, name: str) -> None:
+    """Every element of the output is written and none beside it."""
+    guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
+    assert guards.isnan().all(), f"{name} is written beside its end"
+    unwritten = int(buffer[GUARD : buffer.numel() - GUARD].isnan().sum())
+    assert unwritten == 0, f"{unwritten} elements of {name} are not written"
+
+
+def interpret(folder: Path, runs: list[Any]) -> list[Any]:
+    """What Triton's interpreter, in a process of its own, leaves of each run that run_interpreted.py is given."""
+    torch.save(runs, folder / "cases.pt")
+    command = [sys.executable, str(Path(__file__).with_name("run_interpreted.py"))]
+    command += [str(folder / "cases.pt"), str(folder / "out.pt")]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[Any] = torch.load(folder / "out.pt")
+    return found

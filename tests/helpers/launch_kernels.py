@@ -1,0 +1,144 @@
+"""Launches every kernel of a spec's plan, tiles of its lock included: for a few row counts, and for so many rows that
+every multiprocessor goes from one tile to the next. What they compute is for `specc verify` to judge.
+
+python tests/catalog/launch_kernels.py specs/gpt_mlp35_base.yaml sm90 --sanitize
+
+runs that below each tool of compute-sanitizer (of CUDA 12.3 or later) in turn, which look at the kernels of the plan
+and at no other, and sums up what they say: within cuBLAS, cuDNN and Torch they report what no code here can mend, and
+take hours. `--sanitize racecheck` runs one; `--without attention` launches no module of such a name; `--deployed` is
+for the kernels of int8 artifacts; `--tiles` says how many of the largest tile a multiprocessor gets at least, 0 that
+there are few rows only. The exit code is 1 where a tool reports anything or does not come to an end.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specc.compiler import pipeline
+from specc.compiler.build import kernel_files
+from specc.compiler.kernels.int8.gemm import int8_tail
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.quantized import Int8Linear
+from specc.compiler.plan.lock import Lock, lock_path, read_lock
+from specc.compiler.plan.plan import Choice, Plan
+from specc.compiler.spec.check import load
+from specc.compiler.spec.spec import Spec
+from specc.runtime.bench.products import operands
+from specc.runtime.bench.profile import CUDA_KERNEL
+from specc.runtime.model.load import device_of, instantiate
+from specc.runtime.tune.candidates import tuned_choices
+from specc.runtime.verify.judge import inputs_of, many_sizes, sizes_of
+
+ROWS = (1, 129, 300)
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TILES = 1  # of 256 x 256, so several of most: racecheck takes a thousand times as long as the kernel
+# How the machine code of a source calls its kernels: of Triton, of CUDA C++, and of CUTLASS 3 and 2. cuBLAS has kernels
+# of the last kind too, but of types with names of their own.
+NAMED = (re.compile(r"^@triton\.jit.*\ndef (\w+_kernel)\(", re.MULTILINE), CUDA_KERNEL)
+CUTLASS = ("GemmUniversalAdapter", ("cutlass13device_kernel", "cutlass7Kernel2INS_4gemm"))
+SUMMARY = re.compile(r"^========= ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
+CLEAN = re.compile(r"SUMMARY: 0 (?:errors|hazards)")
+
+
+def launched(plan: Plan, without: str) -> tuple[Choice, ...]:
+    """The choices whose modules do not have `without` in their name; all where it is empty."""
+    chosen = tuple(choice for choice in tuned_choices(plan) if not without or without not in choice.rendered.module)
+    if not chosen:
+        raise SystemExit(f"no kernel is left to launch without {without!r}")
+    return chosen
+
+
+def kernel_names(texts: Sequence[str]) -> tuple[str, ...]:
+    """What the mangled names of the kernels contain that some sources define."""
+    found: dict[str, None] = {}
+    for text in texts:
+        found |= dict.fromkeys(name for pattern in NAMED for name in pattern.findall(text))
+        found |= dict.fromkeys(CUTLASS[1] if CUTLASS[0] in text else ())
+    return tuple(found)
+
+
+def inputs(site: Site, device: str, tiles: int) -> Iterator[list[Tensor]]:
+    """Those of one launch for each row count. They come from the host: initcheck follows copies, and no kernel that is
+    not looked at."""
+    few = [sizes_of(site, rows) for rows in ROWS]
+    large = many_sizes(site, device, tiles) if tiles else None
+    for sizes in (*few, *([large] if large is not None else ())):
+        if isinstance(site.node.op, Int8Linear):
+            given = operands(site, int8_tail(site), sizes["B"] * sizes["T"], torch.device("cpu"))
+        else:
+            given = inputs_of(site, sizes, "cpu")
+        yield [value.to(device) for value in given]
+
+
+def command(tool: str, names: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """One tool of compute-sanitizer, which looks at kernels of `names` only, over this script."""
+    filters = ["--kernel-name", ",".join(f"kns={name}" for name in names)]
+    return ["compute-sanitizer", "--tool", tool, *filters, sys.executable, __file__, *arguments]
+
+
+def sanitize(tools: Sequence[str], names: Sequence[str], arguments: Sequence[str]) -> int:
+    """Runs the tools; the last lines tell what each has found."""
+    if not names:
+        raise SystemExit("no kernel of the plan has machine code of its own: there is nothing to look at")
+    # an allocation a tensor, else memcheck does not see what lies behind one
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    told = []
+    for tool in tools:
+        print(*command(tool, names, arguments), flush=True)
+        done = subprocess.run(command(tool, names, arguments), env=environment, stdout=subprocess.PIPE, text=True)
+        print(done.stdout, flush=True)
+        said = SUMMARY.findall(done.stdout)
+        ended = f"{said[-1] if said else 'no summary'}; the script ends with {done.returncode}"
+        told.append((tool, ended, bool(said) and bool(CLEAN.search(said[-1])) and done.returncode == 0))
+    for tool, ended, _ in told:
+        print(f"{tool}: {ended}")
+    return 0 if all(clean for *_, clean in told) else 1
+
+
+def launch(spec: Spec, plan: Plan, chosen: Sequence[Choice], lock: Lock, asked: argparse.Namespace) -> None:
+    """One kernel after another, each awaited, so that what goes wrong does so below its name."""
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = instantiate(spec, asked.target, Path(folder), lock=lock, deployed=asked.deployed)
+        module, device = vars(sys.modules[type(loaded.model).__module__]), device_of(loaded.target)
+        for choice in chosen:
+            for given in inputs(choice.site, device, asked.tiles):
+                print(choice.rendered.module, list(given[0].shape), flush=True)
+                module[plan.called(choice)](*given)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("target")
+    parser.add_argument("--without", default="")
+    parser.add_argument("--deployed", action="store_true")
+    parser.add_argument("--tiles", type=int, default=TILES)
+    parser.add_argument("--sanitize", nargs="*", choices=TOOLS, metavar="TOOL")
+    asked = parser.parse_args(arguments)
+    spec, _ = load(asked.spec)
+    lock = read_lock(lock_path(asked.spec, spec.name))
+    plan = (pipeline.deployed_plan if asked.deployed else partial(pipeline.plan, lock=lock))(spec, asked.target, "")
+    if plan is None:
+        raise SystemExit(f"{asked.spec} deploys what it trains: leave --deployed out")
+    chosen = launched(plan, asked.without)
+    if asked.sanitize is None:
+        launch(spec, plan, chosen, lock, asked)
+        return 0
+    texts = [text for choice in chosen for text in kernel_files(choice.rendered, "").values()]
+    words = [str(asked.spec), asked.target, "--without", asked.without, "--tiles", str(asked.tiles)]
+    return sanitize(asked.sanitize or TOOLS, kernel_names(texts), words + ["--deployed"] * asked.deployed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""What test_optim_shards.py looks at from inside: each process of a world runs this file and prints one JSON object.
+
+usage: shard_scene.py DEVICE, in the environment of torchrun. Steps with Muon's matrices shared out, beside the same
+steps of one process with the sum of all gradients.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.spec.optimizers import OptimizerSpec
+from specc.compiler.spec.train import TrainSpec
+from specc.runtime.distributed.world import World, joined
+from specc.runtime.optim.groups import Optimizers, shared_out
+from specc.runtime.optim.masters import Masters
+from specc.runtime.optim.reduce import sum_up
+
+# Five, three and one of a shape: no number of ranks takes all of them in equal parts.
+SHAPES: dict[str, tuple[int, ...]] = {
+    **{f"up{i}": (24, 8) for i in range(5)},
+    **{f"down{i}": (8, 24) for i in range(3)},
+    "square": (12, 12),
+    "table": (20, 8),
+    "gain": (7,),
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "newton_schulz": {},
+    "polar_express": {"method": "polar_express", "equalize_rows": True},
+    "turbo": {"method": "turbo", "nesterov": False},
+    "normuon": {"method": "polar_express", "second_moment": 0.9},
+}
+STEPS = 5
+
+
+def specs(**settings: Any) -> tuple[OptimizerSpec, ...]:
+    muon = {"kind": "muon", "match": "{up,down,square}*", "lr": 0.1, "weight_decay": 0.1, **settings}
+    momentum = {"start": 0.5, "end": 0.9, "steps": 3}
+    decay = {"start": 0.2, "end": 0.1, "after": 0.4}
+    adamw = {"kind": "adamw", "match": "*", "lr": 0.05, "weight_decay": decay}
+    entries = ({**muon, "momentum": momentum}, adamw)
+    return TrainSpec.model_validate({"tokens_per_step": 8, "steps": STEPS, "optimizers": entries}).optimizers
+
+
+def model() -> nn.ParameterDict:
+    generator = torch.Generator().manual_seed(3)
+    return nn.ParameterDict({name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()})
+
+
+def gradient(name: str, step: int, rank: int) -> Tensor:
+    seed = 1000 * step + 10 * list(SHAPES).index(name) + rank
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
+
+
+def made(world: World, settings: dict[str, Any], dtype: torch.dtype) -> tuple[Masters, Optimizers]:
+    apart = shared_out(SHAPES, specs(**settings)) if world.size > 1 else frozenset[str]()
+    masters = Masters(model().to(world.device), dict.fromkeys(SHAPES, dtype), apart)
+    return masters, Optimizers(masters.tensors, specs(**settings), world)
+
+
+def advance(masters: Masters, optimizers: Optimizers, world: World, step: int, ranks: range) -> float:
+    """One step with the gradients of `ranks`; returns the norm before clipping, to 1.5."""
+    masters.clear()
+    for rank in ranks:
+        for name, param in masters.shown.items():
+            param.grad = gradient(name, step, rank).to(param.device, param.dtype)
+        masters.collect()
+    norm = sum_up(masters, optimizers.banks, world, len(ranks), 1.5)
+    optimizers.step(1 / (step + 1), step, step / STEPS)
+    masters.refresh()
+    return float(norm)
+
+
+def scene(world: World, settings: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    lone = World.alone().on(world.device)
+    shared, alone = made(world, settings, dtype), made(lone, settings, dtype)
+    norms = []
+    for step in range(STEPS):
+        if step == 3:  # all state by way of one rank, as in a checkpoint, into new optimizers
+            shared[1].gather()
+            kept = {name: tensor.cpu().clone() for name, tensor in shared[1].state().items()}
+            weights = {name: master.detach().clone() for name, master in shared[0].tensors.items()}
+            kept = world.first(lambda kept=kept: kept)  # type: ignore[misc]
+            shared = made(world, settings, dtype)
+            shared[0].restore(weights)
+            shared[1].restore(kept)
+        ours = advance(*shared, world, step, range(world.rank, world.rank + 1))
+        theirs = advance(*alone, lone, step, range(world.size))
+        norms.append(abs(ours / theirs - 1))
+    shared[1].gather()
+    world.require_same("weight", shared[0].digests())
+    weights_off = [float((shared[0].tensors[name] - alone[0].tensors[name]).abs().max().detach()) for name in SHAPES]
+    state, wanted = shared[1].state(), alone[1].state()
+    state_off = [float((state[name] - wanted[name]).abs().max()) for name in wanted]
+    owned = [bank.momentum.shape[0] / len(bank.params) for bank in shared[1].banks]
+    return {
+        "norm": max(norms),
+        "weights": max(weights_off),
+        "state": max(state_off),
+        "names": list(state) == list(wanted),
+        "padding": max(owned),
+    }
+
+
+def main(device: str) -> None:
+    torch.set_num_threads(1)
+    with joined() as joined_world:
+        world = joined_world.on(torch.device(device))
+        found = {
+            f"{name} {dtype}": scene(world, settings, dtype)
+            for name, settings in VARIANTS.items()
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+        print(json.dumps(found), flush=True)
+        world.wait()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

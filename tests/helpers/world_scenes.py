@@ -1,0 +1,199 @@
+"""What test_distributed.py looks at from inside: each process of a world runs this file and prints one JSON object.
+
+usage: world_scenes.py FOLDER [turn], in the environment of torchrun. The last scene ends in a failure of rank 1; with
+`turn`, the only one is a failure of rank 0 in its turn.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from run_samples import gpt_mini
+from toy import Toy, Watch, stream, train_spec, trainer
+
+from specc.compiler.spec.train import TrainSpec
+from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.distributed.world import World, joined
+from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.log import RunLog, Silence, Step
+from specc.runtime.metrics.validation import Validation
+from specc.runtime.storage.checkpoint import latest
+from specc.runtime.storage.run_directory import Run
+from specc.runtime.train import clock
+from specc.runtime.train.loop import Limits, Loop, TrainResult
+from specc.runtime.train.signals import Preempted
+
+TRAIN = train_spec(tokens_per_step=8 * 8, validate_every=7)
+
+
+def loop(folder: Path, name: str, world: World, train: TrainSpec, **more: Any) -> TrainResult:
+    run = Run(folder / name, gpt_mini(), "cpu", "text")
+    run.checkpoints.mkdir(parents=True, exist_ok=True)
+    one = trainer(folder, train, more.get("model", Toy(noise=0.0)), world=world)
+    log: RunLog | Silence = RunLog(run.log) if world.rank == 0 else Silence()
+    validation = Validation(stream(folder, "val"), ByteTokenizer(), 8, 500)
+    watch = Watch(more.get("hook"))
+    try:
+        return Loop(run, one, validation, log, watch, lambda text: None, more.get("limits", Limits())).run()
+    finally:
+        one.loader.close()
+
+
+def calls(folder: Path, world: World) -> dict[str, Any]:
+    """Each collective call once."""
+    tensor = torch.arange(3.0) + world.rank
+    world.add(tensor)
+    with world.in_turn("calls"):
+        went_second = (folder / "turn").exists()
+        (folder / "turn").touch()
+    return {
+        "add": tensor.tolist(),
+        "totals": world.totals(np.array([1.0, 0.5 + world.rank])).tolist(),
+        "most": world.most(world.rank, -world.rank, 0.25),
+        "first": world.first(lambda: f"by {world.rank}"),
+        "went_second": went_second,
+    }
+
+
+def gradients(folder: Path, world: World) -> dict[str, Any]:
+    """What steps leave: the first one's loss and norm, and after four the weights and the optimizers' state, summed in
+    float64."""
+    one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
+    steps = [step for _ in range(4) for step in one.advance()]
+    one.require_same()
+    one.gather()
+    one.loader.close()
+    detached = {name: tensor.detach() for name, tensor in {**one.masters.tensors, **one.optimizers.state()}.items()}
+    sums = {name: [float(one.double().norm()), float(one.double().sum())] for name, one in detached.items()}
+    losses, norms = [step.loss for step in steps], [step.grad_norm for step in steps]
+    return {"micro_batches": one.micro_batches, "losses": losses, "norms": norms, "sums": sums}
+
+
+def scores(folder: Path, world: World) -> dict[str, Any]:
+    """Validation of a part that does not divide evenly."""
+    one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
+    found = []
+    for tokens in (500, 3):
+        result = one.evaluate(Validation(stream(folder, "val"), ByteTokenizer(), 4, tokens))
+        found.append([result.nats, result.tokens, result.piece_bytes])
+    return {"scores": found}
+
+
+def clocks(folder: Path, world: World) -> dict[str, Any]:
+    """Rank 1's clock runs at twice the speed: rank 0's says what the multipliers are and when the run ends."""
+    now = [0.0]
+
+    def tick(step: Step) -> None:
+        now[0] += 0.01 * (1 + world.rank)
+
+    real = clock.time
+    clock.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment,attr-defined]
+    multipliers: list[float] = []
+
+    def note(step: Step) -> None:
+        tick(step)
+        multipliers.append(step.lr)
+
+    try:
+        train = train_spec(steps=None, budget_seconds=0.295, schedule={"warmdown_steps": 10}, tokens_per_step=64)
+        result = loop(folder, "clocks", world, train, hook=note)
+    finally:
+        clock.time = real  # type: ignore[attr-defined]
+    return {"step": result.step, "multipliers": multipliers}
+
+
+def ends(folder: Path, world: World) -> dict[str, Any]:
+    """`--max-seconds`: each rank would end at another step by its own clock."""
+    result = loop(folder, "ends", world, TRAIN.model_copy(update={"steps": 2000}), limits=Limits(seconds=0.3))
+    return {"step": result.step, "complete": result.complete}
+
+
+def stops(folder: Path, world: World) -> dict[str, Any]:
+    """A signal to rank 1 alone, between steps and within validation."""
+    found = []
+    model = Toy(noise=0.0)
+    score = model.score
+
+    def signalled() -> None:
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def during(*args: Any) -> Any:
+        signalled()
+        return score(*args)
+
+    def hook(step: Step) -> None:
+        if step.step == 5:
+            signalled()
+
+    for name, between, scored in (("between", hook, score), ("within", None, during)):
+        model.score = scored  # type: ignore[method-assign]
+        try:
+            loop(folder, name, world, TRAIN, hook=between, model=model)
+        except Preempted as stop:
+            newest = latest(folder / name / "checkpoints", print)
+            found.append([newest.name if newest else None, stop.hint])
+    return {"stops": found}
+
+
+def reports(folder: Path, world: World) -> dict[str, Any]:
+    """A loss that is not finite on rank 1 alone stops all at that step."""
+    model = Toy(noise=0.0)
+
+    def hook(step: Step) -> None:
+        if world.rank == 1 and step.step == 3:
+            model.spoil = lambda loss: loss * float("nan")
+
+    try:
+        loop(folder, "reports", world, TRAIN, hook=hook, model=model)
+    except RunFailure as failure:
+        return {"failure": failure.message}
+    return {}
+
+
+def differs(folder: Path, world: World) -> dict[str, Any]:
+    """One weight of rank 1 is another by its last bit."""
+    one = trainer(folder, TRAIN, Toy(noise=0.0), world=world)
+    one.require_same()
+    if world.rank == 1:
+        with torch.no_grad():
+            bits = one.masters.tensors["blocks.up"].view(torch.int32)
+            bits[3, 5] += 1
+    try:
+        one.require_same()
+    except RunFailure as failure:
+        return {"differs": failure.message}
+    return {}
+
+
+SCENES = (calls, gradients, scores, clocks, ends, stops, reports, differs)
+
+
+def turn() -> None:
+    with joined() as world, world.in_turn("fails"):
+        if world.rank == 0:
+            raise IntegrityError("the disk of this host is damaged")
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    stream(folder)
+    with joined() as world:
+        found = {}
+        for scene in SCENES:
+            found[scene.__name__] = scene(folder, world)
+            world.wait()
+        print(json.dumps(found), flush=True)
+        if world.rank == 1:
+            raise IntegrityError("the disk of this host is damaged")
+        world.wait()
+
+
+if __name__ == "__main__":
+    turn() if sys.argv[2:] else main(Path(sys.argv[1]))

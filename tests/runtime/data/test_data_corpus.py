@@ -1,0 +1,235 @@
+"""Documents: what a source gives, how it is split, and what bad sources say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import random
+from pathlib import Path
+
+import pytest
+
+from specc.runtime.data.documents.corpus import documents, split_corpus
+from specc.runtime.data.documents.reading import BLOCK_BYTES, RUNNING_BYTES, Bounds, read_documents
+from specc.runtime.data.errors import DataError, DataIntegrityError
+
+SEPARATOR = b"<|endoftext|>\n"
+
+
+def both(source: Path | str) -> tuple[list[bytes], list[bytes]]:
+    return list(documents(source, "train")), list(documents(source, "val"))
+
+
+def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_documents_and_separators_make_up_the_file(tmp_path: Path) -> None:
+    generator = random.Random(1)
+    lines = [
+        b"a line\n",
+        b"\n",
+        b" <|endoftext|>\n",
+        b"<|endoftext|> \n",
+        b"x<|endoftext|>\n",
+        "\xe9😀\r\n".encode(),
+        b"\xff\0\n",
+    ]
+    wanted = [b"".join(generator.choices(lines, k=generator.randrange(9))) for _ in range(500)] + [b"no line end"]
+    (tmp_path / "val.txt").write_bytes(SEPARATOR.join(wanted))
+    found = list(documents(tmp_path / "val.txt", "val"))
+    assert found == [document for document in wanted if document]
+    assert sum(map(len, found)) + 500 * len(SEPARATOR) == (tmp_path / "val.txt").stat().st_size
+
+
+def test_separators_may_end_in_crlf_or_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / "val.txt").write_bytes(b"<|endoftext|>\r\na\r\n<|endoftext|>\r\n<|endoftext|>\nb\n<|endoftext|>")
+    assert list(documents(tmp_path / "val.txt", "val")) == [b"a\r\n", b"b\n"]
+
+
+def test_text_without_separators_is_cut_at_line_ends(tmp_path: Path) -> None:
+    generator = random.Random(2)
+    lines = [b"%d " % number + b"w" * generator.randrange(200) + b"\n" for number in range(8000)]
+    (tmp_path / "val.txt").write_bytes(b"".join(lines))
+    found = list(documents(tmp_path / "val.txt", "val"))
+    assert b"".join(found) == b"".join(lines) and len(found) > 20
+    assert all(document.endswith(b"\n") and len(document) <= 2 * BLOCK_BYTES for document in found)
+    (tmp_path / "book.txt").write_bytes(b"".join(lines))
+    train, val = both(tmp_path / "book.txt")
+    assert sorted(train + val) == sorted(found) and train and val
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 3])
+def test_one_endless_line_is_cut_between_characters(tmp_path: Path, shift: int) -> None:
+    text = "." * shift + "😀" * (RUNNING_BYTES // 2)
+    (tmp_path / "val.txt").write_text(text, encoding="utf-8")
+    found = list(documents(tmp_path / "val.txt", "val"))
+    assert "".join(document.decode("utf-8") for document in found) == text
+    assert max(map(len, found)) <= 2 * BLOCK_BYTES
+
+
+def test_a_long_first_document_in_a_separated_file_stays_whole(tmp_path: Path) -> None:
+    wanted = [b"short\n", b"long line\n" * (RUNNING_BYTES // 5), b"last\n"]
+    (tmp_path / "val.txt").write_bytes(SEPARATOR.join(wanted))
+    assert list(documents(tmp_path / "val.txt", "val")) == wanted
+
+
+@pytest.mark.parametrize("suffix", ["", ".xz", ".gz"])
+@pytest.mark.parametrize("bounds", [None, "endoftext"])
+def test_a_long_document_is_whole_wherever_it_stands(tmp_path: Path, bounds: Bounds | None, suffix: str) -> None:
+    wanted = [b"a line of text\n" * (size // 15) for size in (300_000, 50_000, 60_000, 100)]
+    data = {"": bytes, ".xz": lzma.compress, ".gz": gzip.compress}[suffix]
+    path = tmp_path / f"book.txt{suffix}"
+    for order in (wanted, wanted[::-1]):
+        path.write_bytes(data(SEPARATOR.join(order)))  # type: ignore[operator]
+        assert list(read_documents(path, bounds)) == order
+
+
+@pytest.mark.parametrize("bounds", ["endoftext", "blank-line"])
+def test_text_is_cut_only_where_nobody_said_where_documents_end(tmp_path: Path, bounds: Bounds) -> None:
+    (tmp_path / "book.txt").write_bytes(b"a line of text\n" * (2 * RUNNING_BYTES // 15))
+    assert len(list(read_documents(tmp_path / "book.txt", bounds))) == 1
+    assert len(list(read_documents(tmp_path / "book.txt"))) > 20
+
+
+def test_bounds_are_those_of_text_beside_jsonl(tmp_path: Path) -> None:
+    write_folder(
+        tmp_path, {"a.txt": b"one\n\ntwo\n", "b.jsonl": b'{"text": "3\\n\\n4"}', "v.jsonl": b'{"text": "5\\n\\n6"}'}
+    )
+    inputs = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    found = split_corpus(inputs, [tmp_path / "v.jsonl"], bounds="blank-line")
+    assert list(found["train"].documents()) == [b"one\n", b"two\n", b"3\n\n4"]
+    assert list(found["val"].documents()) == [b"5\n\n6"]
+    with pytest.raises(DataError, match="cannot end at `file`"):
+        split_corpus(inputs[1:], [tmp_path / "v.jsonl"], bounds="file")
+
+
+def test_one_document_in_ten_is_val_wherever_it_stands(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(2000)]
+    path = tmp_path / "all.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "id": 1}) + "\n\n" for text in texts))
+    train, val = both(path)
+    assert sorted(train + val) == sorted(text.encode() for text in texts)
+    assert 150 < len(val) < 250
+    random.Random(3).shuffle(texts)
+    folder = write_folder(tmp_path / "many", {f"{n % 7}/{n}.md": text.encode() for n, text in enumerate(texts)})
+    assert [sorted(split) for split in both(folder)] == [sorted(train), sorted(val)]
+
+
+def test_names_decide_the_split_of_a_folder(tmp_path: Path) -> None:
+    files = {
+        "train_1.txt": b"a",
+        "train-0.txt": b"b",
+        "validation.jsonl": b'{"text": "c"}',
+        "val.md": b"d",
+        "x.txt": b"e",
+    }
+    assert both(write_folder(tmp_path / "flat", files)) == ([b"b", b"a"], [b"d", b"c"])
+    files = {"train/deep/1.txt": b"a", "val/2.txt": b"b", "val/readme.rst": b"x", ".hidden/val.txt": b"h"}
+    assert both(write_folder(tmp_path / "nested", files)) == ([b"a"], [b"b"])
+    files = {"val.txt": b"a", "other.txt": b"b", "validators.py": b"c"}
+    assert both(write_folder(tmp_path / "rest", files)) == ([b"b", b"c"], [b"a"])
+    with pytest.raises(DataError, match="no files for the train split"):
+        documents(tmp_path / "rest" / "val.txt", "train")
+
+
+def test_words_that_only_begin_like_a_split_are_not_one(tmp_path: Path) -> None:
+    names = {f"{name}_{n}.py": b"%d" % n for n, name in enumerate(["trainer", "values", "valley", "training"] * 40)}
+    train, val = both(write_folder(tmp_path, names))
+    assert len(train) + len(val) == 160 and 4 < len(val) < 40
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "py", "md"])
+def test_compressed_files_give_the_same_documents(tmp_path: Path, kind: str) -> None:
+    content = b'{"text": "one"}\n{"text": "two"}\n' * 50
+    (tmp_path / f"val.{kind}").write_bytes(content)
+    (tmp_path / f"val.{kind}.xz").write_bytes(lzma.compress(content))
+    (tmp_path / f"val.{kind}.gz").write_bytes(gzip.compress(content))
+    plain, xz, gz = (list(documents(tmp_path / f"val.{kind}{suffix}", "val")) for suffix in ("", ".xz", ".gz"))
+    assert plain == xz == gz and len(plain) == (100 if kind == "jsonl" else 1)
+
+
+@pytest.mark.parametrize("suffix", [".xz", ".gz"])
+def test_damaged_compressed_files_are_integrity_errors(tmp_path: Path, suffix: str) -> None:
+    text = random.Random(4).randbytes(20_000)
+    whole = lzma.compress(text) if suffix == ".xz" else gzip.compress(text)
+    path = tmp_path / f"val.txt{suffix}"
+    for damaged in (
+        whole[:-20],
+        whole[: len(whole) // 2],
+        b"plain text",
+        whole[:5000] + b"\0" * 99 + whole[5099:],
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(DataIntegrityError, match=r"val\.txt.*damaged compressed file"):
+            list(documents(path, "val"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "not JSON: Expecting property name"),
+        (b'{"text": "a"} x', "not JSON: Extra data"),
+        (b"[" * 100_000, "not JSON: RecursionError"),
+        (b"1" * 5000, "not JSON: ValueError"),
+        (b'{"text": 5}', 'found "text" of type int'),
+        (b'{"text": null}', 'found "text" of type NoneType'),
+        (b'{"content": "a"}', 'found an object without "text"'),
+        (b'["a"]', "found a JSON list"),
+        (b'"a"', "found a JSON str"),
+        (b'{"text": "\xff"}', "not valid UTF-8 at byte 10 of the line"),
+        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+    ],
+)
+def test_bad_json_lines_name_the_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "val.jsonl"
+    path.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
+    with pytest.raises(DataError) as caught:
+        list(documents(path, "val"))
+    assert caught.value.message.startswith(f"{path}:3: ") and message in caught.value.message
+    assert "each line must be one JSON object" in caught.value.hint and caught.value.hint in str(caught.value)
+
+
+def test_json_escapes_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "val.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "\\ud83d\\ude00\\u0000\\n"}\n{"text": "\xef\xbb\xbfx"}')
+    assert list(documents(path, "val")) == ["😀\0\n".encode(), "\ufeffx".encode()]
+
+
+def test_sources_without_documents(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        documents(tmp_path / "absent.txt", "train")
+    with pytest.raises(DataError, match="no files to read in this folder"):
+        documents(write_folder(tmp_path / "other", {"a.parquet": b"x"}), "train")
+    with pytest.raises(DataError, match=r"cannot read documents from a \.parquet file") as caught:
+        documents(tmp_path / "other" / "a.parquet", "train")
+    assert ".jsonl" in caught.value.hint
+    empty = write_folder(tmp_path / "empty", {"val.txt": SEPARATOR * 3, "train.txt": b""})
+    for split in ("train", "val"):
+        with pytest.raises(DataError, match=f"the {split} split has no documents"):
+            list(documents(empty, split))
+
+
+def test_documents_come_before_the_file_is_read_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "val.jsonl"
+    path.write_bytes(b'{"text": "first"}\n' * 1000 + b"broken\n")
+    reader = documents(path, "val")
+    assert next(reader) == b"first"
+    with pytest.raises(DataError, match=r"val\.jsonl:1001"):
+        list(reader)
+
+
+def test_the_standard_library_is_a_corpus() -> None:
+    train, val = both("stdlib")
+    assert 0.05 < len(val) / (len(train) + len(val)) < 0.15
+    assert not set(train) & set(val)
+    everything = train + val
+    assert sum(map(len, everything)) > 4_000_000
+    assert Path(json.decoder.__file__).read_bytes() in everything
+    assert Path(pytest.__file__).read_bytes() not in everything
+    assert all(document.decode("utf-8") for document in everything)
+    assert both("stdlib") == (train, val)

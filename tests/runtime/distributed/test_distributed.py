@@ -1,0 +1,358 @@
+"""Several processes train as one: against one process, from inside (world_scenes.py) and by the command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import world_scenes
+from log_lines import read_log
+from ranks import environment
+from run_samples import HELPERS, SPEC, one_thread, write_text
+from safetensors.torch import load_file
+
+from specc.compiler.cli import run
+from specc.runtime.distributed import launch
+from specc.runtime.distributed.world import World
+from specc.runtime.errors import EnvironmentFailure
+from specc.runtime.storage import checkpoint
+
+MAIN = "from specc.compiler.cli import main; main()"
+SPECC = [sys.executable, "-c", MAIN]
+# f32 sums over windows in another order; Muon's iterations grow the difference. Seen after 12 steps: 1e-7 and 6e-6.
+LOSS, WEIGHT = 2e-6, 1e-4
+SMALL = (
+    "targets=[cpu]",
+    "model.dim=32",
+    "model.context=32",
+    "model.blocks.count=2",
+    "train.steps=12",
+    "train.micro_batch=4",
+    "train.tokens_per_step=512",
+    "train.schedule={warmup_steps: 2, warmdown_steps: 4}",
+    "train.average={kind: ema, decay: 0.8}",
+    "train.validate_every=5",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def arguments(folder: Path, name: str, *more: str, steps: int = 12) -> list[str]:
+    """`train` of a small model; the data are made where they are missing."""
+    data = folder / "data"
+    if not data.exists():
+        write_text(data)
+    overrides = [word for text in (*SMALL, f"train.steps={steps}") for word in ("--set", text)]
+    return ["train", str(SPEC), "--data", str(data), "--run", str(folder / name), *overrides, *more]
+
+
+def losses(run: Path) -> list[float]:
+    records = [record for record in read_log(run / "log.jsonl") if record["event"] == "step"]
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+    return [record["loss"] for record in records]
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """Curves, validation, weights, average and optimizer agree to f32 rounding."""
+    assert losses(other) == pytest.approx(losses(one), rel=LOSS)
+    found, wanted = (
+        {(r["step"], r["weights"], r["tokens"]): r["nats"] for r in read_log(path / "log.jsonl") if "nats" in r}
+        for path in (other, one)
+    )
+    assert len(wanted) == 4  # at 5, 10 and twice at the end; a run that was ended early has more
+    assert {key: found.get(key) for key in wanted} == pytest.approx(wanted, rel=LOSS)
+    for file in ("model", "ema", "optimizer"):
+        mine, yours = (load_file(path / f"checkpoints/step_00000012/{file}.safetensors") for path in (one, other))
+        assert mine.keys() == yours.keys()
+        for name, tensor in mine.items():
+            assert float((tensor - yours[name]).norm()) <= WEIGHT * float(tensor.norm()), (file, name)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `data` and a run `one` of one process."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run(arguments(folder, "one")) == 0
+    return folder
+
+
+def test_two_processes_then_one_are_as_one(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments(whole, "two", "--target", "cpu", "--gpus", "2", "--steps", "7")) == 0
+    shown = capfd.readouterr()
+    assert shown.err.count("run: ") == shown.err.count("step 7  loss") == shown.out.count("7 steps in") == 1
+    assert read_log(whole / "two" / "log.jsonl")[0]["processes"] == 2
+    assert run(arguments(whole, "two", "--resume", "auto")) == 0
+    assert_same_end(whole / "one", whole / "two")
+
+
+def test_one_process_then_torchrun_are_as_one(whole: Path) -> None:
+    """Started by hand. Without the `--`, torchrun takes `--run` for an option of its own."""
+    assert run(arguments(whole, "hand", "--steps", "4")) == 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = whole / "specc"  # as the one that an installation makes
+    script.write_text(MAIN)
+    command = [*torchrun, "--", str(script), *arguments(whole, "hand", "--target", "cpu", "--resume", "auto")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("resuming after step 4") == 1 and done.stdout.count("12 steps in") == 1
+    assert_same_end(whole / "one", whole / "hand")
+
+
+@contextmanager
+def started(folder: Path, words: Sequence[str] = ()) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
+    """A long run of two processes in `folder/run`, once it trains, and the ids of its ranks."""
+    words = words or arguments(folder, "run", "--target", "cpu", "--gpus", "2", steps=100_000)
+    with subprocess.Popen([*SPECC, *words], env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            log, until = folder / "run" / "log.jsonl", time.monotonic() + 400
+            while not (log.exists() and '"step": 3,' in log.read_text()):
+                assert process.poll() is None and time.monotonic() < until, process.stderr and process.stderr.read()
+                time.sleep(0.05)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            yield process, [int(child) for child in children]
+        finally:
+            process.kill()
+
+
+def ended(process: "subprocess.Popen[str]", ranks: Sequence[int]) -> tuple[int, str]:
+    """Exit code and what was shown. No rank is left behind."""
+    _, shown = process.communicate(timeout=60)
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    return process.returncode, shown
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+
+
+@linux
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_death_of_one_ends_all(tmp_path: Path, victim: int) -> None:
+    with started(tmp_path) as (process, ranks):
+        os.kill(ranks[victim], signal.SIGKILL)
+        code, shown = ended(process, ranks)
+    assert code == 4 and "Traceback" not in shown
+    assert shown.count(f"error: rank {victim} of 2 was ended by signal 9 (Killed)") == 1
+
+
+@linux
+@pytest.mark.parametrize(("number", "to_launcher", "code"), [(signal.SIGTERM, False, 75), (signal.SIGINT, True, 130)])
+def test_signals_save_on_all_and_the_run_goes_on(
+    tmp_path: Path, number: signal.Signals, to_launcher: bool, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM comes to rank 1 alone; Ctrl-C to the command."""
+    with started(tmp_path) as (process, ranks):
+        os.kill(process.pid if to_launcher else ranks[1], number)
+        found, shown = ended(process, ranks)
+    assert found == code and "Traceback" not in shown and shown.count("saved as") == 1
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints", print)
+    assert newest is not None and str(newest) in shown
+    before = losses(tmp_path / "run")
+    assert checkpoint.read_state(newest).step == len(before)
+    more = ("--resume", "auto", "--steps", str(len(before) + 2))
+    assert run(arguments(tmp_path, "run", *more, steps=100_000)) == 0
+    assert losses(tmp_path / "run")[:-2] == before
+
+
+@linux
+def test_a_killed_launcher_leaves_no_rank(tmp_path: Path) -> None:
+    with started(tmp_path) as (process, ranks):
+        process.kill()
+        until = time.monotonic() + 60
+        while any(Path(f"/proc/{rank}/exe").exists() for rank in ranks):  # a zombie has none
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints", print)
+    assert newest is not None and checkpoint.read_state(newest).step >= 3  # they got SIGTERM, and saved
+
+
+@pytest.mark.parametrize("found", [0, 1])
+def test_more_processes_than_gpus_are_an_environment_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], found: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    assert run(arguments(tmp_path, "run", "--gpus", "2")) == 3
+    shown = capfd.readouterr().err
+    assert f"--gpus 2 needs 2 NVIDIA GPUs, and torch finds {found}" in shown and "--target cpu" in shown
+    assert run(arguments(tmp_path, "run", "--gpus", "2", "--target", "sm80")) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_cpu_is_not_taken_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = type("Spec", (), {"name": "x", "targets": ("cpu",)})()
+    with pytest.raises(EnvironmentFailure, match="no target of x runs on the GPUs"):
+        launch.target_of(spec, None, 2)
+    assert launch.target_of(spec, None, None) == launch.target_of(spec, "cpu", 2) == "cpu"
+
+
+def test_an_environment_that_is_not_whole_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(arguments(tmp_path, "run")) == 3
+    assert "not that of torchrun: 'LOCAL_RANK'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("codes", "came", "outcome", "words"),
+    [
+        ([(0, 0), (1, 0)], [], 0, ""),
+        ([(1, 75), (0, 75)], [15], 75, ""),
+        ([(0, launch.PEER_LOST), (1, 5)], [], 5, ""),  # the cause, not the first to end
+        ([(0, launch.PEER_LOST), (1, launch.PEER_LOST)], [], 4, ""),
+        ([(1, launch.PEER_LOST), (0, -9)], [], 4, "rank 0 of 2 was ended by signal 9 (Killed)"),
+        ([(0, -11)], [15], 4, "rank 0 of 2 was ended by signal 11 (Segmentation fault)"),  # rank 1 hung
+        ([(1, -15), (0, -15)], [15], 143, ""),  # before training
+    ],
+)
+def test_the_exit_code_is_that_of_the_cause(
+    codes: list[tuple[int, int]], came: list[int], outcome: int, words: str
+) -> None:
+    said: list[str] = []
+    assert launch._outcome(codes, 2, came, said.append) == outcome
+    assert words in "".join(said) and bool(said) == bool(words)
+
+
+Scenes = dict[str, Any]
+
+
+def of_two(folder: Path, *words: str) -> list[tuple[int, str, str]]:
+    """The exit code of each of two ranks that run world_scenes.py, and what it printed and said."""
+    command = [sys.executable, str(HELPERS / "world_scenes.py"), str(folder), *words]
+    processes = []
+    with launch._reserved_port() as port:
+        for rank in ("0", "1"):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            processes.append(subprocess.Popen(command, env=environment(**place, **where), **pipes))
+        outputs = [process.communicate(timeout=300) for process in processes]
+    return [(process.returncode, *said) for process, said in zip(processes, outputs, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Scenes], list[tuple[int, str]]]:
+    """The folder, what each of two ranks saw, and each one's exit code and last words."""
+    folder = tmp_path_factory.mktemp("scenes")
+    ended = of_two(folder)
+    for _, out, err in ended:
+        assert out.startswith("{"), err
+    return folder, [json.loads(out) for _, out, _ in ended], [(code, err) for code, _, err in ended]
+
+
+Seen = tuple[Path, list[Scenes], list[tuple[int, str]]]
+
+
+def test_calls_give_all_ranks_the_same(scenes: Seen) -> None:
+    zero, one = (seen["calls"] for seen in scenes[1])
+    assert (zero.pop("went_second"), one.pop("went_second")) == (False, True)
+    assert zero == one == {"add": [1, 3, 5], "totals": [2, 2], "most": [1, 0, 0.25], "first": "by 0"}
+
+
+def test_a_step_is_that_of_one_process(scenes: Seen) -> None:
+    zero, one = (seen["gradients"] for seen in scenes[1])
+    alone = world_scenes.gradients(scenes[0], World.alone())
+    assert zero == one and (alone.pop("micro_batches"), zero.pop("micro_batches")) == (4, 2)
+    assert zero["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert zero["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    assert zero["sums"].keys() == alone["sums"].keys()
+    for name, wanted in alone["sums"].items():
+        assert zero["sums"][name] == pytest.approx(wanted, rel=1e-4, abs=1e-4), name
+
+
+def test_validation_is_that_of_one_process(scenes: Seen) -> None:
+    zero, one = (seen["scores"]["scores"] for seen in scenes[1])
+    alone = world_scenes.scores(scenes[0], World.alone())["scores"]
+    assert zero == one
+    for mine, wanted in zip(zero, alone, strict=True):
+        assert mine[1:] == wanted[1:] and mine[0] == pytest.approx(wanted[0], rel=1e-6)
+
+
+def test_the_clock_is_that_of_rank_0(scenes: Seen) -> None:
+    zero, one = (seen["clocks"] for seen in scenes[1])
+    assert zero["step"] == one["step"] == 30
+    wanted = [1.0] * 20 + [max((0.295 - 0.01 * step) / 0.1, 0.0) for step in range(20, 30)]
+    assert zero["multipliers"] == one["multipliers"] == pytest.approx(wanted)
+
+
+def test_all_end_at_the_same_step(scenes: Seen) -> None:
+    zero, one = (seen["ends"] for seen in scenes[1])
+    assert zero == one and 1 <= zero["step"] < 2000 and not zero["complete"]
+
+
+def test_a_signal_to_one_stops_all_with_a_checkpoint(scenes: Seen) -> None:
+    """Within validation too, where each rank has its own part to score."""
+    zero, one = (seen["stops"]["stops"] for seen in scenes[1])
+    assert zero == one and [name for name, _ in zero] == ["step_00000005", "step_00000007"]
+    assert all(name in hint for name, hint in zero)
+
+
+def test_what_is_not_finite_on_one_rank_stops_all(scenes: Seen) -> None:
+    zero, one = (seen["reports"]["failure"] for seen in scenes[1])
+    assert zero == one and zero.startswith("step 4: the loss is nan")
+
+
+def test_ranks_that_differ_are_an_error(scenes: Seen) -> None:
+    zero, one = (seen["differs"] for seen in scenes[1])
+    assert not zero and one["differs"] == "rank 1 has another weight than rank 0: blocks.up"
+
+
+def test_a_failure_is_shown_by_the_rank_that_had_it(scenes: Seen) -> None:
+    (zero, nothing), (one, shown) = scenes[2]
+    assert zero == launch.PEER_LOST and nothing == ""
+    assert one == 1 and shown.count("Error: the disk of this host is damaged") == 1 and "on rank 1 of 2" in shown
+
+
+def test_a_failure_of_the_first_in_turn_is_all_that_is_shown(tmp_path: Path) -> None:
+    """The others, which wait for it, end before what they wait with is gone; that would say so in many lines."""
+    (zero, _, shown), (one, _, nothing) = of_two(tmp_path, "turn")
+    assert zero == 1 and shown.count("Error: the disk of this host is damaged") == 1
+    assert (one, nothing) == (launch.PEER_LOST, "")
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+
+
+def on_gpus(folder: Path, name: str, gpus: int, *overrides: str) -> list[str]:
+    every = ("train.micro_batch=16", "train.validate_tokens=4000", *overrides)
+    sets = [word for text in every for word in ("--set", text)]
+    where = ["--data", str(folder / "data"), "--run", str(folder / name), "--gpus", str(gpus)]
+    return ["train", str(SPEC), *where, *sets]
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_are_as_one(tmp_path: Path) -> None:
+    """In bf16 the gradients of a micro-batch are rounded, and it has other windows: the curves agree to 2 %."""
+    write_text(tmp_path / "data")
+    for name, gpus in (("one", 1), ("two", 2)):
+        command = [*SPECC, *on_gpus(tmp_path, name, gpus, "train.steps=10", "train.schedule={}")]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=0.02)
+    start = read_log(tmp_path / "two" / "log.jsonl")[0]
+    assert (start["processes"], start["device"]) == (2, "cuda:0")
+
+
+@pytest.mark.gpu
+@two_gpus
+@linux
+def test_the_death_of_one_gpu_ends_all(tmp_path: Path) -> None:
+    """The other waits in NCCL, which does not notice; the command ends it within a minute."""
+    write_text(tmp_path / "data")
+    with started(tmp_path, on_gpus(tmp_path, "run", 2, "train.steps=100000")) as (process, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        code, shown = ended(process, ranks)
+    assert code == 4 and "error: rank 1 of 2 was ended by signal 9 (Killed)" in shown

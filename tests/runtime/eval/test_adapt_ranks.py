@@ -1,0 +1,122 @@
+"""Several processes score together; and the command says what a number is."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from adapt_scene import METHODS, all_of
+from ranks import environment
+from run_samples import HELPERS, make_run, one_thread, small_spec, write_text
+
+from specc.compiler.cli import run as specc
+from specc.runtime.distributed import launch
+from specc.runtime.storage.run_directory import Run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("ranks")
+    return make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
+
+
+def test_three_processes_count_what_one_does(run: Run) -> None:
+    """To the last bit, where no weights learn; else but for the rounding of the sums of gradients."""
+    command = [sys.executable, str(HELPERS / "adapt_scene.py"), str(run.directory), run.data]
+    with launch._reserved_port() as port:
+        processes = []
+        for rank in ("0", "1", "2"):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+            where = environment(**place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            processes.append(subprocess.Popen(command, env=where, text=True, **pipes))  # type: ignore[call-overload]
+        outputs = [process.communicate(timeout=300) for process in processes]
+    assert all(out.startswith("{") for out, _ in outputs), outputs[0][1]
+    first, *others = (json.loads(out) for out, _ in outputs)
+    assert all(other == first for other in others)
+    alone = all_of(run.directory, Path(run.data), None)
+    assert first.keys() == alone.keys() == {"plain", *METHODS}
+    assert {k: first[k] for k in ("plain", "slot", "slot_causal")} == {
+        k: alone[k] for k in ("plain", "slot", "slot_causal")
+    }
+    for name in ("sgd", "adamw", "lora"):
+        assert first[name] == pytest.approx(alone[name], rel=1e-5)
+        assert abs(first[name] - first["plain"]) > 100 * abs(first[name] - alone[name])
+
+
+def test_the_command_shares_the_work_and_only_rank_0_speaks(run: Run) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from specc.compiler.cli import main; main()",
+        "eval",
+        str(run.directory),
+        "--json",
+    ]
+    options = ["--stride", "8", "--max-tokens", "300"]
+    found = [
+        subprocess.run([*command, *options, *more], env=environment(), capture_output=True, text=True, timeout=300)
+        for more in ([], ["--gpus", "2"], ["--gpus", "2", "--target", "cpu"])
+    ]
+    assert [one.returncode for one in found] == [0, 0, 0], found[1].stderr
+    assert json.loads(found[0].stdout) == json.loads(found[1].stdout) == json.loads(found[2].stdout)
+    assert json.loads(found[0].stdout)["tokens"] == 300
+
+
+def test_the_command_says_what_a_number_is(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["eval", str(run.directory), "--stride", "8", "--max-tokens", "100", "--adapt"]
+    for kind, key in (("slot", "non_causal"), ("slot_causal", "adapted"), ("{kind: ttt, chunk: 32}", "adapted")):
+        assert specc([*given, kind]) == 0
+        printed = capsys.readouterr().out
+        assert ("NON-CAUSAL, not the model's score" in printed.splitlines()[-1]) == (kind == "slot")
+        assert "without --adapt, eval scores the model" in printed.splitlines()[-1]
+        assert specc([*given, kind, "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert set(facts) == {"causal", key} and facts["causal"] is (kind != "slot")  # no `bpb` that is a score
+        assert facts[key]["causal"] is facts["causal"] and facts[key]["bpb_pieces"] > 0 and facts[key]["stride"] == 8
+
+
+def test_mistakes_end_with_exit_code_2(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["eval", str(run.directory)]
+    for more, said in (
+        (["--adapt", "slit"], "there is no kind `slit`"),
+        (["--adapt", "slot_causal"], "use a stride below 32"),
+        (["--window", "64"], "the window 64 is not in 1 .. 32"),
+        (["--window", "8", "--stride", "9"], "the stride 9 is not in 1 .. 8, the window"),
+        (["--stride", "0"], "0 is not in the range"),
+        (["--adapt", "{kind: ttt, match: nothing}"], "covers no parameter"),
+    ):
+        assert specc([*given, *more]) == 2
+        assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_the_cpu_is_taken_unasked_where_nothing_else_is_the_models_own(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was trained there, or an artifact for it alone; not where a GPU of this machine would do, nor for a
+    run that was trained on one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    both = small_spec("targets=[sm80, cpu]")
+    assert launch.own_cpu(run.directory, run.spec) == "cpu"
+    assert launch.own_cpu(make_run(tmp_path / "both", both, run.data).directory, both) == "cpu"
+    trained = Run.create(tmp_path / "gpu", both, "sm80", run.data)
+    assert launch.own_cpu(trained.directory, both) is None
+    assert launch.own_cpu(tmp_path / "x.specc", run.spec) == "cpu"
+    assert launch.own_cpu(tmp_path / "x.specc", both) is None
+    assert specc(["eval", str(trained.directory), "--gpus", "2"]) == 3
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "--gpus 2 needs 2 NVIDIA GPUs" in shown and "with --target cpu, so many processes run on the CPU" in shown
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert launch.own_cpu(tmp_path / "both", both) is None
+    assert launch.own_cpu(run.directory, run.spec) == "cpu"

@@ -1,0 +1,133 @@
+"""`evaluate`: the number is the model's loss over the split, whatever the windows."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from run_samples import make_run, model_of, one_thread, random_weights, small_spec, write_text
+
+from specc.runtime.data.errors import DataError
+from specc.runtime.errors import RunFailure
+from specc.runtime.eval.evaluate import EvaluateError, EvaluateOptions, evaluate
+from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
+from specc.runtime.storage import checkpoint
+from specc.runtime.storage.run_directory import Run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("evaluate")
+    made = make_run(folder / "run", small_spec(), str(write_text(folder / "data")))
+    quantize(made.directory, QuantizeOptions(cache=folder / "cache"), lambda _: None)
+    return made
+
+
+def scored(run: Run, stride: int | None = None, max_tokens: int | None = None) -> EvaluateOptions:
+    return EvaluateOptions(stride=stride, max_tokens=max_tokens, cache=run.directory.parent / "cache")
+
+
+def expected_nats(run: Run, stride: int, last: int | None, window: int = 32) -> tuple[float, int, int]:
+    """Nats, tokens and bytes by the definition: each target once, one window at a time, in float64."""
+    model = model_of(run.spec, fuse=False).model.double()
+    documents = (Path(run.data) / "val.txt").read_bytes().split(b"<|endoftext|>\n")
+    tokens = [token for document in documents for token in (256, *document)]
+    last = len(tokens) - 1 if last is None else last
+    nats, scored_to, end = 0.0, 0, min(window, last)
+    while scored_to < last:
+        ids = torch.tensor([tokens[max(0, end - window) : end]])
+        targets = torch.tensor([tokens[max(0, end - window) + 1 : end + 1]])
+        with torch.no_grad():
+            losses = model.score(ids, targets)[0]  # type: ignore[operator]
+        nats += float(losses[-(end - scored_to) :].sum())
+        scored_to, end = end, min(end + stride, last)
+    return nats, last, sum(token != 256 for token in tokens[1 : last + 1])
+
+
+@pytest.mark.parametrize(("stride", "max_tokens"), [(None, None), (32, 100), (7, None), (1, 80), (32, 20)])
+def test_it_is_the_loss_of_every_token_once(run: Run, stride: int | None, max_tokens: int | None) -> None:
+    result = evaluate(run.directory, scored(run, stride, max_tokens))
+    nats, tokens, size = expected_nats(run, stride or 32, max_tokens)
+    assert (result.tokens, result.piece_bytes) == (tokens, size)
+    assert result.nats == pytest.approx(nats, rel=1e-6)
+    assert result.bpb == result.bpb_pieces == pytest.approx(nats / math.log(2) / size, rel=1e-6)
+    whole = max_tokens is None
+    assert ("==" in result.audit()) == whole and ("unknown" in result.audit()) != whole
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, None), (20, 7), (1, 1), (32, 32)])
+def test_windows_may_be_shorter_than_the_context(run: Run, window: int, stride: int | None) -> None:
+    options = replace(scored(run, stride, 150), window=window)
+    result = evaluate(run.directory, options)
+    nats, tokens, size = expected_nats(run, stride or window, 150, window)
+    assert (result.tokens, result.piece_bytes) == (tokens, size)
+    assert result.nats == pytest.approx(nats, rel=1e-6)
+
+
+def test_a_spec_may_state_its_windows(run: Run, tmp_path: Path) -> None:
+    """A shorter window that is asked for is no error where the spec's stride is longer: it then is the stride."""
+    other = make_run(tmp_path / "run", small_spec("eval={batch: 4, window: 16, stride: 12}"), run.data)
+    cache = run.directory.parent / "cache"
+    found = [evaluate(other.directory, EvaluateOptions(cache=cache, max_tokens=99, window=w)) for w in (None, 16, 8)]
+    same = [replace(scored(run, stride, 99), window=window) for window, stride in ((16, 12), (16, 12), (8, 8))]
+    assert found == [evaluate(run.directory, options) for options in same]
+
+
+def test_more_context_scores_each_token_with_more(run: Run) -> None:
+    results = [evaluate(run.directory, scored(run, stride)).nats for stride in (32, 8)]
+    assert results[0] != results[1]
+
+
+def test_the_quantized_model_is_another_one(run: Run) -> None:
+    plain = evaluate(run.directory, scored(run))
+    inside = evaluate(run.directory, scored(run), quantized=True)
+    assert inside.nats != plain.nats
+    assert abs(inside.nats - plain.nats) / plain.tokens < 0.2
+    data = EvaluateOptions(data=run.data, cache=run.directory.parent / "cache")
+    assert evaluate(run.quantized / "model.specc", data) == inside
+
+
+def test_progress_counts_tokens(run: Run) -> None:
+    seen: list[tuple[int, int]] = []
+    result = evaluate(run.directory, scored(run), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (result.tokens, result.tokens) and seen == sorted(seen) and len(seen) > 2
+
+
+def test_the_spec_has_a_say_on_windows(run: Run, tmp_path: Path) -> None:
+    spec = small_spec("eval={batch: 3, stride: 7}")
+    other = make_run(tmp_path / "run", spec, run.data)
+    cache = run.directory.parent / "cache"
+    assert evaluate(other.directory, EvaluateOptions(cache=cache)).nats == pytest.approx(
+        evaluate(run.directory, scored(run, 7)).nats, rel=1e-6
+    )
+
+
+def test_what_cannot_be_scored_is_a_usage_error(run: Run) -> None:
+    with pytest.raises(EvaluateError, match="does not say what to score") as caught:
+        evaluate(run.quantized / "model.specc", EvaluateOptions())
+    assert caught.value.exit_code == 2
+    for stride in (33, -1):
+        with pytest.raises(EvaluateError, match=r"is not in 1 \.\. 32"):
+            evaluate(run.directory, scored(run, stride))
+    with pytest.raises(EvaluateError, match="cannot score 0 tokens"):
+        evaluate(run.directory, scored(run, max_tokens=0))
+    with pytest.raises(DataError, match="no such file"):
+        evaluate(run.directory, EvaluateOptions(data="/nowhere", cache=run.directory.parent / "cache"))
+
+
+def test_a_broken_model_is_a_failure(run: Run, tmp_path: Path) -> None:
+    broken = make_run(tmp_path / "run", small_spec(), run.data, step=1)
+    snapshot = checkpoint.load(broken.checkpoints / "step_00000001")
+    assert snapshot.average is not None
+    weights = random_weights(broken.spec) | {"embed.token": torch.full((257, 32), float("nan"))}
+    checkpoint.save(broken.checkpoints, replace(snapshot, step=2, average=weights))
+    with pytest.raises(RunFailure, match="the loss is nan"):
+        evaluate(broken.directory, scored(run))

@@ -1,0 +1,126 @@
+"""The schedules against their formulas, at the ends and in between."""
+
+import random
+
+import pytest
+
+from specc.compiler.spec.optimizers import Ramp, Taper
+from specc.compiler.spec.train import ScheduleSpec, TrainSpec
+from specc.runtime.optim.schedule import by_clock, by_steps, moment, multiplier, progress, tapered, value_at
+
+
+def test_a_fraction_of_a_run_is_a_whole_number_of_steps_where_people_say_so() -> None:
+    """In floats 0.29 * 100 is a little less than 29."""
+    for steps in (10, 20, 50, 100, 200, 1000):
+        for percent in range(1, 100):
+            found = ScheduleSpec(warmdown_fraction=percent / 100).of(steps)
+            assert found == (0, percent * steps // 100), (percent, steps)
+
+
+def test_by_steps_goes_up_stays_and_goes_down() -> None:
+    schedule = ScheduleSpec(warmup_steps=4, warmdown_steps=5, floor=0.3)
+    found = [by_steps(schedule, 12, step) for step in range(12)]
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.3])
+
+
+def test_shares_are_steps_of_the_run_that_it_is() -> None:
+    for steps, up, down in ((12, 3, 6), (400, 100, 200), (3, 0, 1)):
+        shares, counted = (
+            ScheduleSpec(warmup_fraction=0.25, warmdown_fraction=0.5, floor=0.1),
+            ScheduleSpec(warmup_steps=up, warmdown_steps=down, floor=0.1),
+        )
+        found = [by_steps(shares, steps, step) for step in range(steps)]
+        assert found == [by_steps(counted, steps, step) for step in range(steps)]
+
+
+def test_without_warm_up_and_warm_down_it_is_one_throughout() -> None:
+    assert [by_steps(ScheduleSpec(), 3, step) for step in range(6)] == [1] * 6  # a bench goes on behind the last
+    assert [by_clock(ScheduleSpec(), 3.0, step, float(step)) for step in range(5)] == [1, 1, 1, 1, 1]
+
+
+def test_by_clock_is_the_formula_of_the_challenge() -> None:
+    draw = random.Random(5)
+    seen = set()
+    for _ in range(2000):
+        budget, mean, warmdown = draw.uniform(10, 600), draw.uniform(0.05, 0.5), draw.randint(1, 4000)
+        step = draw.randint(1, int(1.1 * budget / mean))
+        seconds, floor = step * mean, draw.choice([0.0, 0.05])
+        left = budget - seconds
+        wanted = 1.0 if left > warmdown * mean else max(left / (warmdown * mean), floor)
+        found = by_clock(ScheduleSpec(warmdown_steps=warmdown, floor=floor), budget, step, seconds)
+        assert found == pytest.approx(max(wanted, 0.0), abs=1e-9)
+        seen.add("one" if found == 1 else "floor" if found == floor else "between")
+    assert seen == {"one", "floor", "between"}
+
+
+def test_the_clock_of_the_anchor_run() -> None:
+    """600 s, 4000 steps, 87.7 ms: warm-down begins near 249 s and reaches the floor 17.5 s before the end."""
+    schedule = ScheduleSpec(warmdown_steps=4000, floor=0.05)
+
+    def at(seconds: float) -> float:
+        return by_clock(schedule, 600.0, round(seconds / 0.0877), seconds)
+
+    assert at(248.5) == 1 and 0.99 < at(250.0) < 1
+    assert at(582.0) > 0.05 and at(582.9) == 0.05
+
+
+def test_by_clock_warms_up_by_steps() -> None:
+    schedule = ScheduleSpec(warmup_steps=4, warmdown_steps=2)
+    assert [by_clock(schedule, 100.0, step, 0.1 * step) for step in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+
+
+def test_the_spec_decides_which_of_the_two() -> None:
+    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}
+    schedule = {"warmdown_steps": 10}
+    steps = TrainSpec.model_validate({**common, "steps": 20, "schedule": schedule})
+    clock = TrainSpec.model_validate({**common, "budget_seconds": 20.0, "schedule": schedule})
+    assert multiplier(steps, 15, 1e9) == 0.5 and progress(steps, 15, 1e9) == 0.75
+    assert multiplier(clock, 15, 15.0) == 0.5 and progress(clock, 15, 15.0) == 0.75
+    assert progress(steps, 20, 0.0) == progress(clock, 1, 21.0) == 1
+
+
+def test_ramps_end_and_stay() -> None:
+    ramp = Ramp(start=0.92, end=0.99, steps=1500)
+    assert value_at(ramp, 0) == 0.92
+    assert value_at(ramp, 750) == pytest.approx(0.955)
+    assert value_at(ramp, 1500) == value_at(ramp, 99999) == pytest.approx(0.99)
+    assert value_at(0.95, 7) == 0.95
+
+
+def test_tapers_begin_at_their_share_of_the_run() -> None:
+    taper = Taper(start=0.095, end=0.0475, after=0.7)  # that of parameter-golf PR 1729: to half over the last 30 %
+    assert tapered(taper, 0.0) == tapered(taper, 0.7) == 0.095
+    assert tapered(taper, 0.85) == pytest.approx(0.75 * 0.095)
+    assert tapered(taper, 1.0) == pytest.approx(0.0475)
+    assert tapered(0.04, 0.9) == 0.04
+
+
+@pytest.mark.parametrize("length", [{"steps": 40}, {"budget_seconds": 40.0}])
+def test_a_warm_down_by_fraction_is_the_same_by_steps_and_by_the_clock(length: dict[str, float]) -> None:
+    """Over the last 3/4 of the run, whatever a step takes; the floor and the warm-up hold."""
+    schedule = {"warmdown_fraction": 0.75, "floor": 0.1, "warmup_steps": 4}
+    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}
+    train = TrainSpec.model_validate({**common, **length, "schedule": schedule})
+    for step in range(41):
+        wanted = min(1.0, (step + 1) / 4, max((40 - step) / 30, 0.1))
+        assert multiplier(train, step, float(step)) == pytest.approx(wanted)
+
+
+def test_a_warm_up_by_fraction_goes_by_the_clock_too() -> None:
+    """Over the first quarter of 40 s, at 0.5 s an update: 20 of them. What the first takes is not known before it."""
+    schedule = ScheduleSpec(warmup_fraction=0.25)
+    found = [by_clock(schedule, 40.0, step, 0.5 * step) for step in range(30)]
+    assert found == pytest.approx([0.0, *((step + 1) / 20 for step in range(1, 20)), *[1.0] * 10])
+    slower = [by_clock(schedule, 40.0, step, 2.0 * step) for step in range(8)]
+    assert slower == pytest.approx([0.0, 0.4, 0.6, 0.8, *[1.0] * 4])
+    assert by_clock(schedule, 40.0, 0, 1e-4) == 0.0  # the clock runs when the first update begins
+
+
+def test_what_begins_late_does_not_begin_in_the_warm_up() -> None:
+    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},), "steps": 20}
+    schedule = {"warmup_steps": 10, "warmdown_steps": 10}
+    train = TrainSpec.model_validate({**common, "schedule": schedule})
+    moments = [moment(train, step, 0.0) for step in range(20)]
+    assert [one.multiplier for one in moments[:3]] == [0.1, 0.2, 0.3]
+    assert [one.warm_down < 0.35 for one in moments] == [False] * 17 + [True] * 3
+    assert moments[15].multiplier == moments[15].warm_down == 0.5 and moments[15].done == 0.75

@@ -1,0 +1,64 @@
+"""What a submission says where it ends early, is over its budget, or was not written to its end."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from run_samples import make_run, small_spec
+from test_submission import Made, alone, made, single
+
+from specc.compiler.cli import run as specc
+from specc.runtime.artifact.codecs import Codec
+from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
+from specc.runtime.submission.count import submission_size
+from specc.runtime.submission.export import export_submission
+from specc.runtime.submission.names import CODE, WEIGHTS
+
+__all__ = ["made", "single"]  # the fixtures of all tests here
+
+
+def test_a_training_that_ends_before_the_last_phase_is_refused(made: Made, tmp_path: Path) -> None:
+    """Its weights would be scored as the model of the last phase, which was not trained; with that phase it is fine."""
+    spec = small_spec("model.blocks.loop={first: 1, last: 1, passes: 2, after: 0.5}")
+    run = make_run(tmp_path / "run", spec, str(made.shards))
+    quantize(run.directory, QuantizeOptions(max_tokens=50), lambda _: None)
+    export_submission(run.directory, tmp_path / "out", codec=Codec.LZMA)
+    (tmp_path / "out" / WEIGHTS).unlink()
+    for steps, code in (("2", 4), ("3", 0)):  # the third of three is the first behind half of the run
+        done = alone(made, tmp_path / "out", "--data", str(made.shards), "--steps", steps)
+        assert done.returncode == code, done.stderr
+        assert (f"{steps} steps end before the last phase" in done.stderr) == (code == 4)
+        assert ("step 1: loss" in done.stdout) == (code == 0)  # not after training
+        assert (tmp_path / "out" / WEIGHTS).is_file() == (code == 0)
+
+
+def test_an_export_over_its_budget_ends_with_exit_code_1(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files are there, and it says so, and what would fit: as it was quantized, but with room for the code."""
+    run = Path(shutil.copytree(made.run.directory, tmp_path / "a run"))
+    export = ["export", str(run), "--format", "submission", "--codec", "lzma", "--out"]
+    assert specc([*export, str(tmp_path / "fits")]) == 0 and "over" not in capsys.readouterr().err
+    quantize(run, QuantizeOptions(max_tokens=50, overrides=("quant.budget_bytes=40000",)), lambda _: None)
+    assert specc([*export, str(tmp_path / "over")]) == 1
+    shown = capsys.readouterr()
+    assert "are over the budget of 40,000; both files are written" in shown.err
+    assert f"specc quantize '{run}' --set quant.budget_bytes=40000 --for submission, then" in shown.err
+    assert shown.out.count("wrote ") == 2 and submission_size(tmp_path / "over").over
+
+
+def test_what_a_killed_export_leaves_is_no_submission(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty folder, or one with the weights alone, as the code is written last."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "cut").mkdir()
+    shutil.copy(made.folder / WEIGHTS, tmp_path / "cut")
+    for name in ("cut", "empty"):
+        for more in ([], ["--plain"]):
+            assert specc(["size", str(tmp_path / name), *more]) == 5
+            told = capsys.readouterr().err
+            assert f"{name} holds no submission: {CODE}" in told and "export it again: specc export RUN" in told
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("")
+    assert specc(["size", str(tmp_path / "other")]) == 2 and "is not a run" in capsys.readouterr().err

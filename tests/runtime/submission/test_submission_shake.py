@@ -1,0 +1,161 @@
+"""What is taken out of a package, and the stand-in for pydantic in it."""
+
+import ast
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+
+from specc.compiler.quant.gptq import Gptq
+from specc.compiler.spec.train import TrainSpec
+from specc.compiler.strict import StrictModel
+from specc.runtime.submission.bundle import CHECKS, spelled
+from specc.runtime.submission.records import BaseModel, Field, ValidationError
+from specc.runtime.submission.shake import ShakeError, Shaker
+
+SOURCES = {
+    "p": '"""The package."""\nfrom p.deep import inner\n__all__ = ["inner"]\n',
+    "p.deep": (
+        "from __future__ import annotations\n"
+        "from typing import TYPE_CHECKING\n"
+        "import os.path\n"
+        "import dead\n"
+        "from p.heavy import Heavy\n"
+        "if TYPE_CHECKING:\n    from p.never import Never\n"
+        "RATE = 2\n"
+        "UNUSED = dead.value\n"
+        'def inner(x: Heavy) -> Never:\n    """Doc."""\n'
+        "    y: int = x * RATE\n    return os.path.join(str(y), late())\n"
+        "def late():\n    from p.other import word\n    return word()\n"
+    ),
+    "p.heavy": "import not_there\nclass Heavy: ...\n",
+    "p.never": "import not_there\nclass Never: ...\n",
+    "p.other": (
+        "from dataclasses import dataclass\nfrom p import names\n"
+        "@dataclass\nclass Word:\n    text: Unknown\n    end: str = '!'\n"
+        "def word():\n    return Word(names.FIRST).text + Word('').end\n"
+    ),
+    "p.names": "FIRST = 'a'\nSECOND = missing\n",
+    "p.main": "from p import inner\nfrom checker import verdict\ndef main():\n    return inner(21), verdict()\n",
+    "p.mine": "def verdict():\n    return 'mine'\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] == "shaken"]:
+        monkeypatch.delitem(sys.modules, name)
+    return tmp_path / "shaken"
+
+
+def test_what_is_kept_runs_alone(package: Path) -> None:
+    shaker = Shaker("p", SOURCES, {("checker", None): ("p.mine", None)}, "shaken")
+    shaker.reach("p.main", "main")
+    texts = shaker.texts()
+    assert sorted(texts) == ["deep.py", "main.py", "mine.py", "names.py", "other.py"]
+    whole = "".join(texts.values())
+    for gone in ("dead", "UNUSED", "Heavy", "Never", "SECOND", "Doc", "Unknown", "TYPE_CHECKING", "import p", "from p"):
+        assert gone not in whole
+    package.mkdir()
+    for name, text in texts.items():
+        (package / name).write_text(text)
+    assert importlib.import_module("shaken.main").main() == ("42/a!", "mine")
+
+
+def test_methods_go_from_the_classes_that_are_named_and_what_derives_from_them() -> None:
+    """Also where the base is imported by another name, or through another module; not from a class of its own."""
+    sources = {
+        "p": "from p.base import Base\n",
+        "p.base": "class Base:\n    def check(self): return missing\n    def keep(self): return 1\n",
+        "p.mid": "from p import Base as Root\nclass Mid(Root):\n    def check(self): return missing\n",
+        "p.own": "class Own:\n    def check(self): return 2\n    def inner(self): return 3\n",
+        "p.main": (
+            "from p.mid import Mid\nfrom p.own import Own\n"
+            "class Low(Mid):\n    def check(self): return missing\n    def inner(self): return 4\n"
+            "def main(): return Low().keep(), Low().inner(), Own().check(), Own().inner()\n"
+        ),
+    }
+    dropped = {("p.base", "Base"): ("check",), ("p.own", "Own"): ("inner",)}
+    shaker = Shaker("p", sources, {}, "shaken", dropped)
+    shaker.reach("p.main", "main")
+    texts = shaker.texts()
+    left = {
+        node.name: [one.name for one in node.body if isinstance(one, ast.FunctionDef)]
+        for text in texts.values()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert left == {"Base": ["keep"], "Mid": [], "Low": ["inner"], "Own": ["check"]}
+
+
+def test_what_a_submission_goes_without_is_there() -> None:
+    """A method that was renamed would travel unseen."""
+    for (module, name), methods in CHECKS.items():
+        owner = getattr(importlib.import_module(module), name)
+        assert issubclass(owner, StrictModel)
+        for method in methods:
+            heirs = [owner, *all_subclasses(owner)]
+            assert any(method in vars(one) for one in heirs), (name, method)
+
+
+def all_subclasses(owner: type) -> list[type]:
+    return [one for heir in owner.__subclasses__() for one in (heir, *all_subclasses(heir))]
+
+
+def test_a_symbol_can_be_replaced() -> None:
+    replaced = {("p.deep", "late"): ("p.mine", "verdict"), ("checker", None): ("p.mine", None)}
+    shaker = Shaker("p", SOURCES, replaced, "shaken")
+    shaker.reach("p.main", "main")
+    assert "other.py" not in shaker.texts() and "from shaken.mine import verdict as late" in shaker.texts()["deep.py"]
+
+
+def test_what_cannot_be_followed_is_named() -> None:
+    for text, message in [
+        ("from p.deep import nothing\ndef main(): return nothing", "p.deep has no nothing"),
+        ("from p import names\ndef main(): return vars(names)", "more than a place of names"),
+        ("from . import names\ndef main(): return names", "relative imports"),
+    ]:
+        with pytest.raises(ShakeError, match=message):
+            Shaker("p", {**SOURCES, "p.main": text}, {}, "shaken").reach("p.main", "main")
+
+
+def test_settings_are_spelled_as_they_are() -> None:
+    optimizer = {"kind": "adamw", "match": "*", "lr": 0.1, "betas": [0.8, 0.9]}
+    data = {"tokens_per_step": 8, "steps": 3, "optimizers": [optimizer], "average": {"kind": "swa"}}
+    for value in (TrainSpec.model_validate_json(json.dumps(data)), Gptq(bits=5, clip_stds=(12.85,))):
+        classes: set[type] = set()
+        text = spelled({"it": value}, classes)
+        assert eval(text, {kind.__name__: kind for kind in classes}) == {"it": value}
+    with pytest.raises(TypeError, match="cannot hold set"):
+        spelled({1}, set())
+
+
+class Ranged(BaseModel):
+    bits: Annotated[int, Field(ge=4, le=8)]
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    later: Any = Field(0, exclude_if=lambda value: value == 0)
+
+
+class Tagged(Ranged):
+    tag: str = "t"
+
+
+def test_the_stand_in_holds_to_ranges_and_names() -> None:
+    one = Tagged(bits=5)
+    assert (one.bits, one.share, one.later, one.tag) == (5, 0.5, 0, "t")
+    assert one == Tagged(bits=5) != Tagged(bits=6) and hash(one) == hash(Tagged(bits=5))
+    assert one != Ranged(bits=5) and one.model_dump() == {"bits": 5, "share": 0.5, "tag": "t"}
+    assert one.model_copy(update={"later": 2}).model_dump() == {"bits": 5, "share": 0.5, "later": 2, "tag": "t"}
+    assert [*Tagged.model_fields] == ["bits", "share", "later", "tag"]
+    bad: list[dict[str, Any]] = [{}, {"bits": 3}, {"bits": 9}, {"bits": "5"}, {"bits": 5.0}, {"bits": True}]
+    for given in (*bad, {"bits": 5, "share": 1.0}, {"bits": 5, "share": float("nan")}, {"bits": 5, "odd": 1}):
+        with pytest.raises(ValidationError):
+            Tagged(**given)
+    with pytest.raises(AttributeError, match="frozen"):
+        one.bits = 6
+    with pytest.raises(ValidationError):
+        one.model_copy(update={"bits": 2})

@@ -1,0 +1,236 @@
+"""Compiling and caching CUDA C++: a stand-in for nvcc shows what is run, kept, refused and locked."""
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
+from specc.runtime.support import native
+from specc.runtime.support.native import cache_folder, compile_only, slow
+
+GOOD = "ptxas info : 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+NVCC = """\
+#!{python}
+import pathlib, sys, time
+if "--version" in sys.argv:
+    print({version!r})
+    sys.exit()
+with open({log!r}, "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+time.sleep({delay})
+source, made = (pathlib.Path(a) for a in (sys.argv[-3], sys.argv[-1]))
+made.write_bytes(b"compiled " + source.read_bytes())
+sys.stderr.write({output!r})
+sys.exit({code})
+"""
+Install = Callable[..., list[str]]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], list[str]]]:
+    """Puts a stand-in for nvcc on PATH; what it gives back tells the commands that were run."""
+    monkeypatch.setenv("SPECC_CACHE_DIR", str(tmp_path / "cache"))
+
+    def put(output: str = GOOD, code: int = 0, version: str = "nvcc 1.0", delay: float = 0) -> Callable[[], list[str]]:
+        bin, log = tmp_path / "bin", tmp_path / "log"
+        bin.mkdir(exist_ok=True)
+        words = {"python": sys.executable, "log": str(log), "delay": delay}
+        path = bin / "nvcc"
+        path.write_text(NVCC.format(version=version, output=output, code=code, **words))
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{bin}{os.pathsep}{os.environ['PATH']}")
+        native.nvcc_version.cache_clear()
+        return lambda: log.read_text().splitlines() if log.exists() else []
+
+    return put
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "dgrad_mul__n64_k32.cu"
+    path.write_text("// kernel\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ("nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 13.0, V13.0.88\nBuild x", "13.0.88"),
+        ("nvcc of somebody\nelse", "nvcc of somebody"),
+        ("", "unknown"),
+    ],
+)
+def test_nvcc_tells_its_version(install: Install, said: str, version: str) -> None:
+    install(version=said)
+    assert native.nvcc_release(native.find_nvcc()) == version
+
+
+def kept(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "cache" / "native").iterdir() if path.suffix != ".lock")
+
+
+def test_a_source_is_compiled_once_per_content(install: Install, source: Path, tmp_path: Path) -> None:
+    commands = install()
+    first = compile_only(source)
+    assert first.read_bytes() == b"compiled // kernel\n"
+    other = tmp_path / "elsewhere" / source.name
+    other.parent.mkdir()
+    other.write_text("// kernel, with another comment\n")
+    assert compile_only(source) == first == compile_only(other)
+    assert len(commands()) == 1
+    other.write_text("int another_kernel;\n")
+    assert compile_only(other) != first and len(commands()) == 2
+    assert len(kept(tmp_path)) == 2
+
+
+def test_the_command_targets_sm90a_and_finds_cutlass(install: Install, source: Path) -> None:
+    commands = install()
+    compile_only(source)
+    (command,) = commands()
+    for flag in (
+        "-O3",
+        "-DNDEBUG",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "--expt-relaxed-constexpr",
+        "-shared",
+    ):
+        assert flag in command.split()
+    includes = [Path(word[2:]) for word in command.split() if word.startswith("-I")]
+    assert any((include / "cutlass" / "cutlass.h").is_file() for include in includes)
+    assert any((include / "cutlass" / "util" / "packed_stride.hpp").is_file() for include in includes)
+
+
+def test_another_compiler_flag_or_header_version_compiles_anew(
+    install: Install, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = install()
+    paths = {compile_only(source)}
+    install(version="nvcc 2.0")
+    paths.add(compile_only(source))
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-lineinfo"))
+    paths.add(compile_only(source))
+    headers = native.find_cutlass()[1]
+    monkeypatch.setattr(native, "find_cutlass", lambda: ("9.9", headers))
+    paths.add(compile_only(source))
+    assert len(paths) == len(commands()) == 4
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "message"),
+    [
+        ("error: no such type\n", 2, "nvcc cannot compile dgrad_mul__n64_k32.cu (exit 2)"),
+        (
+            "ptxas info : 0 bytes stack frame, 16 bytes spill stores, 8 bytes spill loads\n" + GOOD * 60,
+            0,
+            "ptxas makes a slow kernel of dgrad_mul__n64_k32.cu: 16 bytes spill stores, 8 bytes spill loads",
+        ),
+        (
+            "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async\n" + GOOD,
+            0,
+            "ptxas makes a slow kernel of dgrad_mul__n64_k32.cu: warning C7510, wgmma instructions are serialized",
+        ),
+    ],
+)
+def test_a_bad_compile_fails_with_its_log_and_leaves_nothing(
+    install: Install, source: Path, tmp_path: Path, output: str, code: int, message: str
+) -> None:
+    commands = install(output=output, code=code)
+    for attempt in (1, 2):
+        with pytest.raises(RunFailure) as caught:
+            compile_only(source)
+        assert caught.value.message == message and caught.value.exit_code == 4
+        assert output.splitlines()[-1] in caught.value.hint
+        assert kept(tmp_path) == [] and len(commands()) == attempt
+    install()
+    assert compile_only(source).is_file()
+
+
+def test_what_ptxas_says_of_a_good_kernel_is_no_reason() -> None:
+    assert slow(GOOD + "ptxas info : Used 168 registers, used 2 barriers\n") is None
+
+
+def test_processes_that_want_one_kernel_compile_it_once(install: Install, source: Path, tmp_path: Path) -> None:
+    commands = install(delay=1.0)
+    script = "import pathlib, sys; from specc.runtime.support.native import compile_only\n"
+    script += "print(compile_only(pathlib.Path(sys.argv[1])).read_bytes())"
+    command = [sys.executable, "-c", script, str(source)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    outputs = [process.communicate(timeout=100)[0] for process in processes]
+    assert outputs == ["b'compiled // kernel\\n'\n"] * 3
+    assert len(commands()) == 1 and len(kept(tmp_path)) == 1
+
+
+def test_an_interrupted_compile_leaves_nothing_to_load(install: Install, source: Path, tmp_path: Path) -> None:
+    commands = install(delay=5)
+    script = "import pathlib, sys; from specc.runtime.support.native import compile_only\n"
+    script += "compile_only(pathlib.Path(sys.argv[1]))"
+    process = subprocess.Popen([sys.executable, "-c", script, str(source)])
+    while not commands() and process.poll() is None:
+        pass
+    process.kill()
+    process.wait()
+    assert not [name for name in kept(tmp_path) if name.endswith(".so")]
+    install()
+    assert compile_only(source).read_bytes() == b"compiled // kernel\n"
+
+
+def test_the_cache_is_the_users_alone(install: Install, source: Path, tmp_path: Path) -> None:
+    install()
+    folder = compile_only(source).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(IntegrityError, match="has mode 770, so others can write to it") as caught:
+        compile_only(source)
+    assert caught.value.exit_code == 5 and caught.value.hint == f"Run: chmod 700 {folder}"
+
+
+def test_a_linked_cache_is_refused(install: Install, source: Path, tmp_path: Path) -> None:
+    commands = install()
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "cache" / "native").symlink_to(tmp_path / "real")
+    with pytest.raises(IntegrityError, match="is a link"):
+        compile_only(source)
+    assert commands() == []
+
+
+def test_a_cache_of_another_user_is_refused(install: Install, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = install()
+    owner = cache_folder().stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(IntegrityError, match=f"belongs to user {owner}"):
+        compile_only(source)
+    assert commands() == []
+
+
+def test_without_nvcc_the_error_says_what_to_install(
+    install: Install, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    with pytest.raises(EnvironmentFailure, match="need nvcc") as caught:
+        compile_only(source)
+    assert caught.value.exit_code == 3 and "CUDA toolkit" in caught.value.hint
+
+
+def test_nvcc_of_cuda_home_is_found(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert native.find_nvcc() == str(tmp_path / "bin" / "nvcc")
+
+
+def test_without_headers_the_error_says_what_to_install(
+    install: Install, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install()
+    monkeypatch.setattr(native, "CUTLASS", "no-such-wheel")
+    with pytest.raises(EnvironmentFailure) as caught:
+        compile_only(source)
+    assert caught.value.exit_code == 3
+    assert caught.value.hint == "Install them: pip install --no-deps 'no-such-wheel>=4.2'"

@@ -1,0 +1,176 @@
+"""A whole run on pairs of lines, from the spec: training, resuming, scoring every split and files of lines."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from log_lines import read_log
+from run_samples import one_thread
+
+from specc.compiler.cli import run as command
+from specc.compiler.spec.check import load
+from specc.compiler.spec.spec import Spec
+from specc.runtime.data.documents.corpus import is_val
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.lines.polynomial_sets import training_set
+from specc.runtime.distributed.world import World
+from specc.runtime.eval.evaluate import EvaluateError, EvaluateOptions, ExactMatches, evaluate
+from specc.runtime.metrics.exact_match import ExactMatch
+from specc.runtime.train.loop import TrainResult
+from specc.runtime.train.train import TrainOptions, train
+
+SPEC = Path(__file__).parents[3] / "specs" / "poly_attn.yaml"
+SMALL = (
+    "targets=[cpu]",
+    "train.data={kind: polynomial, lines: 600, seed: 1}",
+    "train.batch=32",
+    "train.steps=8",
+    "train.schedule={}",
+    "train.qat=null",
+    "train.teacher_forcing=[[0, 1.0], [6, 0.5]]",
+    "train.validate_every=0",
+    "train.validate_tokens=300",
+    "train.optimizers.0.lr=0.01",
+    "eval={metric: exact_match, lines: 40, batch: 32}",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def small(*overrides: str) -> Spec:
+    return load(SPEC, (*SMALL, *overrides))[0]
+
+
+def go(folder: Path, spec: Spec, data: str = "polynomial", **more: object) -> TrainResult:
+    said: list[str] = []
+    options = TrainOptions(spec, "cpu", data, folder, **more)  # type: ignore[arg-type]
+    return train(options, said.append, World.alone())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return go(tmp_path_factory.mktemp("lines") / "run", small()).run
+
+
+def test_it_trains_logs_and_scores(run: Path) -> None:
+    records = read_log(run / "log.jsonl")
+    steps = [record for record in records if record["event"] == "step"]
+    assert len(steps) == 8 and steps[-1]["loss"] < steps[0]["loss"] - 0.4
+    assert all(step["tokens_per_second"] > step["samples_per_second"] > 0 for step in steps)
+    validation = next(record for record in records if record["event"] == "validation")
+    assert set(validation) == {
+        "event", "step", "weights", "nats", "tokens", "lines", "exact_match", "token_accuracy"
+    }  # fmt: skip
+    assert 280 < validation["tokens"] <= 300
+    end = records[-1]
+    assert end["samples"] == 8 * 32 and end["tokens"] > 20 * end["samples"]
+    assert end["tokens_per_second"] == pytest.approx(end["tokens"] / end["seconds"])
+
+
+def test_resuming_is_exact(run: Path, tmp_path: Path) -> None:
+    """Also where the first part ends before, and the second after, the model's own tokens are fed."""
+    go(tmp_path / "parts", small(), stop_after_steps=5)
+    result = go(tmp_path / "parts", small(), resume="auto")
+    assert result.step == 8
+    both = ([r["loss"] for r in read_log(at / "log.jsonl") if r["event"] == "step"] for at in (run, tmp_path / "parts"))
+    assert next(both) == next(both)
+
+
+def test_every_split_is_scored(run: Path) -> None:
+    found = evaluate(run, EvaluateOptions())
+    assert isinstance(found, ExactMatches)
+    assert [one.name for one in found.sets] == ["same-law", "duplicate-free", "structure-disjoint"]
+    assert [one.score.lines for one in found.sets] == [40, 40, 40]
+    seen = [one.seen for one in found.sets]
+    assert seen[0] is not None and seen[0].structures > 0
+    assert seen[1] is not None and seen[1].lines == 0
+    assert seen[2] is not None and (seen[2].lines, seen[2].structures) == (0, 0)
+    (alone,) = evaluate(run, EvaluateOptions(data="polynomial:duplicate-free", batch=7)).sets  # type: ignore[union-attr]
+    assert isinstance(alone.score, ExactMatch)
+    assert alone.score.nats == pytest.approx(found.sets[1].score.nats, rel=1e-5)
+    assert alone.score.tokens == found.sets[1].score.tokens
+    assert found.report()[2].endswith("0.0 % of the lines are in the training set, 0.0 % by coefficients")
+    assert found.facts()[1]["seen"] == 0
+
+
+def test_a_file_of_lines_is_scored(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "some.txt"
+    path.write_text("\n".join(training_set(1, 20).texts()) + "\n")
+    (one,) = evaluate(run, EvaluateOptions(data=str(path))).sets  # type: ignore[union-attr]
+    assert (one.name, one.score.lines) == ("some.txt", 20)
+    assert one.seen is not None and one.seen.lines == 1
+    (part,) = evaluate(run, EvaluateOptions(data=str(path), max_tokens=50)).sets  # type: ignore[union-attr]
+    assert part.score.tokens <= 50 and 1 <= part.score.lines < 20
+    path.write_text("x+1=1+x\n")  # no product, but of the same characters
+    (other,) = evaluate(run, EvaluateOptions(data=str(path))).sets  # type: ignore[union-attr]
+    assert (other.score.lines, other.seen) == (1, None)
+    path.write_text("x+1=1+w\n")
+    with pytest.raises(DataError, match="'w', which is not in the vocabulary"):
+        evaluate(run, EvaluateOptions(data=str(path)))
+
+
+def test_what_cannot_be_scored_is_refused(run: Path) -> None:
+    with pytest.raises(EvaluateError, match="have no stride"):
+        evaluate(run, EvaluateOptions(stride=4))
+    with pytest.raises(EvaluateError, match="cannot score 0 tokens"):
+        evaluate(run, EvaluateOptions(max_tokens=0))
+    with pytest.raises(DataError, match="no split 'mine'"):
+        evaluate(run, EvaluateOptions(data="polynomial:mine"))
+
+
+def test_a_file_of_lines_is_trained_on_but_for_a_tenth(tmp_path: Path) -> None:
+    path = tmp_path / "lines.txt"
+    lines = training_set(9, 300).texts()
+    path.write_text("\n".join(lines) + "\n")
+    result = go(tmp_path / "run", small("train.steps=2", "train.teacher_forcing=null"), str(path))
+    (one,) = evaluate(result.run, EvaluateOptions()).sets  # type: ignore[union-attr]
+    assert one.score.lines == sum(is_val(line.encode()) for line in lines)
+    assert one.seen is None
+    with pytest.raises(DataError, match="a file has none to draw"):
+        go(tmp_path / "fresh", small("train.data.fresh=true"), str(path))
+    path.write_text("x**2=x**2\n")
+    with pytest.raises(DataError, match="too few lines to hold some out"):
+        go(tmp_path / "few", small(), str(path))
+
+
+def test_fresh_samples_train_and_what_is_held_out_stays_unseen(tmp_path: Path) -> None:
+    spec = small("train.steps=3", "train.teacher_forcing=null", "train.data.fresh=true", "train.data.lines=64")
+    result = go(tmp_path / "run", spec)
+    found = evaluate(result.run, EvaluateOptions(max_tokens=100))
+    assert isinstance(found, ExactMatches) and [one.seen for one in found.sets] == [None, None, None]
+
+
+def test_the_command_line_selects_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--data polynomial` names the kind where the spec states none, and leaves one that it states as it is."""
+    text = SPEC.read_text()
+    start = text.index("  data: {")
+    path = tmp_path / "poly_none.yaml"
+    path.write_text(text[:start] + text[text.index("\n", start) + 1 :])
+    words = [word for override in SMALL for word in ("--set", override) if "train.data=" not in override]
+    words += ["--steps", "1", "--data", "polynomial"]
+    small_set = ["--set", "eval.lines=2"]
+    assert command(["train", str(path), "--run", str(tmp_path / "none"), *words, *small_set]) == 0
+    assert "1 steps in" in (said := capsys.readouterr()).out and "% exact" in said.out
+    assert json.loads((tmp_path / "none" / "spec.json").read_text())["train"]["data"] == {
+        "fresh": False, "kind": "polynomial", "lines": 800_000, "seed": 42
+    }  # fmt: skip
+    assert "train.data={kind: polynomial}" in (tmp_path / "none" / "run.json").read_text()
+    for more in ([], ["--data", "polynomial"]):
+        run = tmp_path / f"stated{len(more)}"
+        words = [word for override in (*SMALL, "eval.lines=2") for word in ("--set", override)]
+        assert command(["train", str(SPEC), "--run", str(run), "--steps", "1", *words, *more]) == 0
+        assert json.loads((run / "spec.json").read_text())["train"]["data"]["lines"] == 600
+        assert json.loads((run / "run.json").read_text())["data"] == "polynomial"
+    capsys.readouterr()
+    assert command(["eval", str(run), "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [
+        "same-law", "duplicate-free", "structure-disjoint"
+    ]  # fmt: skip
+    gpt = SPEC.with_name("gpt_mini.yaml")
+    assert command(["train", str(gpt), "--run", str(tmp_path / "gpt"), "--data", "polynomial"]) == 2
+    assert "S222 `polynomial` gives pairs of lines" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""Training on pairs: steps counted in samples, teacher forcing by schedule, the same step however it is cut."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pair_toy import TOKENS, WIDTH, PairToy, pair_spec, pair_trainer, pairs
+from torch import Tensor, nn
+
+from specc.compiler.spec.train import ForcingSpec
+from specc.runtime.storage import checkpoint
+from specc.runtime.train.feed import forced_at, shifted
+from specc.runtime.train.micro_batches import BatchError, micro_batches
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The forcings that the model was asked to fill in; its own token is always 7."""
+    asked: list[Tensor] = []
+
+    def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
+        assert forcing.dtype == torch.bool and forcing.shape == target.shape
+        asked.append(forcing)
+        return torch.where(forcing, shifted(target), 7)
+
+    monkeypatch.setattr("specc.runtime.train.feed.fed", fed)
+    return asked
+
+
+def weights(one: Any) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in one.masters.tensors.values()]).clone()
+
+
+def steps(one: Any, count: int) -> list[Any]:
+    found = [step for _ in range(count) for step in one.advance()]
+    one.loader.close()
+    return found
+
+
+def test_it_learns_and_counts_samples_and_tokens() -> None:
+    one = pair_trainer(pair_spec(steps=60))
+    one.clock.start()
+    found = steps(one, 60)
+    one.clock.stop()
+    assert found[-1].loss < 0.7 * found[0].loss
+    whole = pairs()
+    per_sample = ((whole.source != 0).sum() + (whole.target != 0).sum()) / 200
+    assert one.totals()["samples"] == 60 * 24
+    assert one.totals()["tokens"] == pytest.approx(60 * 24 * per_sample, rel=0.02)
+    assert all(step.tokens_per_second / step.samples_per_second == pytest.approx(per_sample, rel=0.2) for step in found)
+    assert one.totals()["samples_per_second"] == pytest.approx(one.totals()["samples"] / one.clock.seconds)
+
+
+def test_the_loss_is_the_mean_over_the_targets_tokens() -> None:
+    one = pair_trainer(pair_spec(steps=1))
+    source, target, _ = one.loader.next()
+    one.loader.restore(pair_trainer().loader.state())
+    with torch.no_grad():
+        losses = PairToy().score(source, target)
+    (step,) = steps(one, 1)
+    assert step.loss == pytest.approx(float(losses.sum() / (target != 0).sum()), rel=1e-6)
+
+
+def test_micro_batches_make_the_same_step() -> None:
+    one, many = pair_trainer(), pair_trainer(pair_spec(micro_batch=4))
+    assert (one.micro_batches, many.micro_batches) == (1, 6)
+    for a, b in zip(steps(one, 5), steps(many, 5), strict=True):
+        assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-5)
+    assert torch.allclose(weights(one), weights(many), atol=1e-5)
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    assert micro_batches(pair_spec(batch=768), 30, 2) == 1
+    assert micro_batches(pair_spec(batch=768, micro_batch=96), 30, 2) == 4
+    with pytest.raises(BatchError, match=r"train.batch 768 is no multiple of micro_batch 256 x 2 processes = 512"):
+        micro_batches(pair_spec(batch=768, micro_batch=256), 30, 2)
+    with pytest.raises(BatchError, match=r"train.batch 10 is no multiple of micro_batch 3 x 3 processes = 9"):
+        micro_batches(pair_spec(batch=10), 30, 3)
+
+
+def test_the_truth_is_fed_one_place_later() -> None:
+    target = torch.tensor([[5, 6, 2, 0], [9, 2, 0, 0]])
+    assert shifted(target).tolist() == [[1, 5, 6, 2], [1, 9, 2, 0]]
+    assert target.tolist() == [[5, 6, 2, 0], [9, 2, 0, 0]]
+
+
+def test_schedules_hold_or_go_in_a_straight_line() -> None:
+    points = ((0, 1.0), (10, 0.5), (30, 0.0))
+    hold, line = ForcingSpec(points=points), ForcingSpec(points=points, between="linear")
+    assert [forced_at(hold, when) for when in (0, 9, 10, 29, 30, 99)] == [1, 1, 0.5, 0.5, 0, 0]
+    assert [forced_at(line, when) for when in (0, 5, 10, 20, 30, 99)] == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
+
+
+def test_forcing_follows_steps_and_epochs(drawn: list[Tensor]) -> None:
+    one = pair_trainer(pair_spec(teacher_forcing=((0, 1.0), (3, 0.5))))
+    steps(one, 6)
+    assert len(drawn) == 3  # nothing is drawn, and no token made, while all is forced
+    assert len({tuple(map(tuple, forcing.tolist())) for forcing in drawn}) == 3
+    share = torch.cat(drawn).float().mean()
+    assert abs(float(share) - 0.5) < 5 * (0.25 / (3 * 24 * WIDTH)) ** 0.5
+    by_epoch = pair_trainer(pair_spec(teacher_forcing={"points": ((0, 1.0), (1, 0.0)), "by": "epoch"}))
+    assert [by_epoch.feed.probability(step) for step in (0, 8, 9, 20)] == [1, 1, 0, 0]  # type: ignore[attr-defined]
+    linear = {"points": ((0, 1.0), (2, 0.0)), "by": "epoch", "between": "linear"}
+    feed = pair_trainer(pair_spec(teacher_forcing=linear)).feed
+    assert feed.probability(5) == pytest.approx(1 - 5 * 24 / 200 / 2)  # type: ignore[attr-defined]
+
+
+def test_forcing_is_the_same_however_a_step_is_cut(drawn: list[Tensor]) -> None:
+    spec = {"teacher_forcing": ((0, 0.3),)}
+    whole = pair_trainer(pair_spec(**spec))
+    steps(whole, 2)
+    first = drawn.copy()
+    drawn.clear()
+    steps(pair_trainer(pair_spec(**spec, micro_batch=8)), 2)
+    assert [torch.equal(torch.cat(drawn[3 * i : 3 * i + 3]), first[i]) for i in range(2)] == [True, True]
+    for rank in range(2):
+        drawn.clear()
+        from specc.runtime.distributed.world import World
+
+        feed = pair_trainer(pair_spec(**spec), world=World(rank, 2)).feed
+        part = feed._drawn(0.3, 0, 0, WIDTH)  # type: ignore[attr-defined]
+        assert np.array_equal(part, first[0].numpy()[rank::2])
+
+
+def test_resuming_is_exact_with_forcing(drawn: list[Tensor], tmp_path: Path) -> None:
+    train = pair_spec(teacher_forcing=((0, 1.0), (4, 0.5)), micro_batch=12)
+    whole = pair_trainer(train)
+    expected = [step.loss for step in steps(whole, 10)]
+    for stop in (2, 6):
+        one = pair_trainer(train)
+        losses = [step.loss for step in steps(one, stop)]
+        path = checkpoint.save(tmp_path / str(stop), one.snapshot())
+        two = pair_trainer(train)
+        two.restore(checkpoint.load(path))
+        losses += [step.loss for step in steps(two, 10 - stop)]
+        assert losses == expected
+        assert torch.equal(weights(two), weights(whole))
+        assert two.totals()["samples"] == whole.totals()["samples"] == 240
+        assert two.totals()["tokens"] == whole.totals()["tokens"]
+
+
+def test_warm_up_leaves_everything_as_it_was() -> None:
+    cold, warm = pair_trainer(), pair_trainer()
+    warm.warm_up(TOKENS.vocab)
+    assert torch.equal(weights(cold), weights(warm))
+    assert [step.loss for step in steps(cold, 3)] == [step.loss for step in steps(warm, 3)]
+    assert cold.totals()["tokens"] == warm.totals()["tokens"]

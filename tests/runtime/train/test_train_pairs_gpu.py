@@ -1,0 +1,37 @@
+"""Training on pairs on a GPU: the captured step is the eager one, with all tokens forced and with the model's own."""
+
+import pytest
+import torch
+from pair_toy import CPU, TOKENS, pair_spec, pair_trainer
+from torch import Tensor, nn
+
+from specc.runtime.train.feed import shifted
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("micro_batch", [24, 8])
+def test_a_captured_step_is_the_eager_one(micro_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also across the step from which tokens are drawn: nothing is captured anew, only what the graph reads."""
+
+    def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
+        return torch.where(forcing, shifted(target), 7)
+
+    monkeypatch.setattr("specc.runtime.train.feed.fed", fed)
+    fast = {"optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},), "steps": 12, "micro_batch": micro_batch}
+    train, forced = pair_spec(**fast, teacher_forcing=((0, 1.0), (6, 0.5))), pair_trainer(pair_spec(**fast))
+    truth = [step.loss for _ in range(12) for step in forced.advance()]
+    forced.loader.close()
+    found = []
+    for device, compiled in ((CPU, False), (torch.device("cuda"), False), (torch.device("cuda"), True)):
+        one = pair_trainer(train, device=device, compiled=compiled)
+        if compiled:
+            one.warm_up(TOKENS.vocab)
+        steps = [step for _ in range(12) for step in one.advance()] + one.settle()
+        one.loader.close()
+        found.append(([step.loss for step in steps], one.totals()["tokens"], one.totals()["samples"]))
+    assert [len(losses) for losses, _, _ in found] == [12, 12, 12]
+    for losses, tokens, samples in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=2e-3)
+        assert (tokens, samples) == found[0][1:]
+    assert found[0][0][:6] == truth[:6] and found[0][0][6:] != pytest.approx(truth[6:], rel=0.01)

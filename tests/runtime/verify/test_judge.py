@@ -1,0 +1,249 @@
+"""The judge lets pass what is as exact as plain Torch, and nothing that is wrong, rounded twice, or not written."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specc.compiler.build import compile_spec
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.plan.plan import Plan
+from specc.compiler.programs import reference
+from specc.compiler.spec.check import load
+from specc.runtime.model.load import Loaded, instantiate
+from specc.runtime.tune.candidates import all_choices, candidates
+from specc.runtime.tune.measure import refusal
+from specc.runtime.verify import judge as judging
+from specc.runtime.verify.judge import Judge, composed, inputs_of, many_sizes, on_domain
+from specc.runtime.verify.random_inputs import Operands, sizes_of
+from specc.runtime.verify.verify import Check, verify
+
+SIZES = {"B": 2, "T": 24, "S": 24}
+
+
+SPEC = Path(__file__).parents[3] / "specs/gpt_mini.yaml"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return compile_spec(SPEC, (), ("sm90",)).plans["sm90"]
+
+
+@pytest.fixture(scope="module")
+def site(plan: Plan) -> Site:
+    """The forward of an MLP in bf16: y and slope."""
+    return next(c.site for c in plan.choices if c.rendered.module.startswith("linear_leaky"))
+
+
+@pytest.fixture(scope="module")
+def judge(site: Site) -> Judge:
+    return Judge.of(site, inputs_of(site, SIZES, "cpu"))
+
+
+def kernel(site: Site, change: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """A kernel that rounds each output once, the first of them changed."""
+
+    def call(*inputs: Tensor) -> tuple[Tensor, ...]:
+        y, *others = reference.node_value(site.node, [value.double() for value in inputs])
+        return (change(y.bfloat16()), *(other.bfloat16() for other in others))
+
+    return call
+
+
+def test_a_sound_kernel_passes(site: Site, judge: Judge) -> None:
+    assert refusal(judge, kernel(site, lambda y: y)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y: y * 1.01,
+        lambda y: torch.empty_like(y),  # not written: the judge's memory is full of NaN
+        lambda y: y[:, :1],  # would broadcast
+        lambda y: torch.where(y == y.amax(), torch.inf, y),
+        lambda y: y.to(torch.float8_e4m3fn).bfloat16(),
+    ],
+    ids=["off", "unwritten", "shape", "one infinite", "coarse"],
+)
+def test_what_is_wrong_is_refused(site: Site, judge: Judge, change: Callable[[Tensor], Tensor]) -> None:
+    assert "output 0 has" in (refusal(judge, kernel(site, change)) or "")
+
+
+def test_other_bits_the_next_time_are_refused(site: Site, judge: Judge) -> None:
+    calls: list[None] = []
+
+    def flicker(y: Tensor) -> Tensor:
+        calls.append(None)
+        return y if len(calls) < 50 else y.nextafter(torch.tensor(torch.inf, dtype=y.dtype))
+
+    assert refusal(judge, kernel(site, flicker)) == "other bits when it is called again"
+    assert len(calls) == 50
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU as a device with one multiprocessor."""
+    monkeypatch.setattr(judging, "multiprocessors", lambda device: 1)
+
+
+def test_every_multiprocessor_gets_several_tiles_of_every_candidate(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert many_sizes(plan.choices[0].site, "cpu") is None
+    monkeypatch.setattr(judging, "multiprocessors", lambda device: 132)
+    tiled = 0
+    for choice in all_choices(plan):
+        sizes = many_sizes(choice.site, "cuda")
+        assert sizes is not None and sizes["T"] == sizes["S"]
+        rows, types = sizes["B"] * sizes["T"], (*choice.site.inputs, *choice.site.node.types)
+        assert sum(type.bytes(sizes) for type in types) < 2 << 30
+        for candidate in candidates(choice.site, ""):
+            tile = getattr(candidate.kernel, "tile", None)
+            if hasattr(tile, "n"):
+                n = choice.site.node.type.width
+                assert isinstance(n, int)
+                tiles = -(-rows // tile.m) * -(-n // tile.n)
+                assert tiles >= 3 * 132 * getattr(tile, "resident", 1) and rows % tile.m
+                tiled += 1
+    assert tiled > 100
+
+
+def test_what_goes_wrong_in_a_later_tile_is_seen(site: Site, judge: Judge, few: None) -> None:
+    def late(y: Tensor) -> Tensor:
+        flat = y.flatten(0, 1)
+        flat[-60:-52] *= 1.5  # what one warp has of one tile
+        return y
+
+    def unwritten(y: Tensor) -> Tensor:
+        y.flatten(0, 1)[-60] = torch.nan  # a row that is not compared with float64
+        return y
+
+    many = Judge.many(site, "cpu")
+    assert many is not None and many.sample is not None
+    compared = many.sample.rows
+    rows = many.inputs[0].shape[:2].numel()
+    assert rows > 3 * 256 and rows - 1 in compared and rows - 60 not in compared
+    assert len(many.exact[0]) == len(compared) < rows / 6
+    assert refusal(many, kernel(site, lambda y: y), deterministic=False) is None
+    for change in (late, unwritten, lambda y: y[:, :-1], lambda y: y.flatten(0, 1)):
+        assert "output 0 has" in (refusal(many, kernel(site, change), deterministic=False) or "")
+
+
+def test_what_is_no_product_is_compared_whole(plan: Plan, few: None) -> None:
+    loss = next(c.site for c in plan.choices if c.rendered.module.startswith("softmax_loss"))
+    many = Judge.many(loss, "cpu")
+    assert many is not None and many.sample is None and many.exact[1].shape == many.inputs[0].shape
+
+
+def loss_of(plan: Plan) -> Site:
+    return next(c.site for c in plan.choices if c.rendered.module.startswith("softmax_loss"))
+
+
+def test_a_sample_of_a_mean_keeps_the_mean_of_all(plan: Plan) -> None:
+    """A bench has 65,536 rows of 50,304 logits, of which float64 has no room for all."""
+    site = loss_of(plan)
+    inputs = inputs_of(site, {"B": 3, "T": 343}, "cpu")
+    whole, some = (Judge.of(site, inputs, sample) for sample in (False, True))
+    assert some.sample is not None and len(some.exact[1]) == len(some.sample.rows) == 148
+    assert torch.equal(some.exact[0], whole.exact[0]) and some.bars[0] == whole.bars[0]
+    torch.testing.assert_close(some.exact[1], whole.exact[1].flatten(0, 1)[some.sample.rows], rtol=1e-14, atol=0)
+    assert some.bars[1][0] == pytest.approx(whole.bars[1][0], rel=0.05)
+    loss, grad = reference.node_value(site.node, list(inputs))
+    assert all(error.ok for error in some.errors((loss, grad)))
+    scaled = grad * (len(inputs[0][0]) / len(some.sample.rows))  # of a mean over the sample
+    late = grad.clone()
+    late[-1, -1] *= 1.1
+    coarse = grad.to(torch.float8_e5m2).bfloat16()
+    for other in (scaled, late, coarse, grad[:2], grad.flatten(0, 1)):
+        assert [error.ok for error in some.errors((loss, other))] == [True, False]
+    assert not some.errors((loss * 1.001, grad))[0].ok
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "poly_transformer"])
+@pytest.mark.parametrize("part", ["attention__", "attention_grad__"])
+def test_a_sample_of_attention_is_of_sequences(name: str, part: str) -> None:
+    """Causal, and of a sequence to what is seen of itself or of another."""
+    plan = compile_spec(SPEC.with_name(f"{name}.yaml"), (), ("sm90",)).plans["sm90"]
+    for site in {c.rendered.module: c.site for c in plan.choices if part in c.rendered.module}.values():
+        _sampled(site)
+
+
+def _sampled(site: Site) -> None:
+    inputs = inputs_of(site, {"B": 9, "T": 24, "S": 20}, "cpu")
+    whole, some = (Judge.of(site, inputs, sample) for sample in (False, True))
+    found = reference.node_value(site.node, list(inputs))
+    for few, every, value in zip(some.exact, whole.exact, found, strict=True):
+        assert value.shape == every.shape and torch.equal(few, every[[0, 7, 8]])
+    assert all(error.ok for error in (*some.errors(found), *whole.errors(found)))
+    relative = some.relative(some.errors(found))
+    assert 0 < relative.generated <= relative.eager < 0.02 and relative.exact == "float64"
+    for i, value in enumerate(found):
+        coarse = value.to(torch.float8_e4m3fn).to(value.dtype)
+        for wrong in (coarse, value[:3], value.where(torch.arange(value.numel()).view(value.shape) != 9, torch.nan)):
+            errors = some.errors([*found[:i], wrong, *found[i + 1 :]])
+            assert [error.ok for error in errors] == [k != i for k in range(len(found))]
+
+
+def test_what_has_tables_of_positions_is_sampled_by_sequences(plan: Plan) -> None:
+    site = next(c.site for c in plan.choices if c.rendered.module.startswith("norm_rotary__"))
+    inputs = inputs_of(site, {"B": 8, "T": 24, "S": 24}, "cpu")
+    judge = Judge.of(site, inputs, sample=True)
+    found = reference.node_value(site.node, list(inputs))
+    assert all(len(value) == 2 for value in judge.exact if value.dim() > 1)
+    assert all(error.ok for error in judge.errors(found))
+
+
+def test_what_kernels_give_together_may_round_what_they_keep() -> None:
+    exact = torch.randn(64, 32, dtype=torch.float64)
+    chain = (exact + 1e-3 * torch.randn(64, 32)).float()
+    for share, good in ((1.0, True), (1.4, True), (1.6, False), (float("nan"), False)):
+        ((seen, ok),) = composed([(exact + share * (chain.double() - exact)).float()], [chain], [exact])
+        assert ok == good and seen.eager == pytest.approx(1e-3, rel=0.1) and seen.exact == "float64"
+    ((_, ok),) = composed([chain[:1]], [chain], [exact])
+    assert not ok
+
+
+def test_verify_goes_on_to_later_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, _ = load(SPEC, ("model.dim=32", "model.blocks.count=2", "targets=[cpu]"))
+
+    def spoiled(*given: Any, **words: Any) -> Loaded:
+        """The kernel is wrong behind its 1,000th row."""
+        loaded = instantiate(*given, **words)
+        module = vars(sys.modules[type(loaded.model).__module__])
+        if (right := module.get("dgrad_mul")) is not None:
+
+            def late(*inputs: Tensor) -> Tensor:
+                value: Tensor = right(*inputs)
+                value.flatten(0, 1)[1000:] *= 2
+                return value
+
+            module["dgrad_mul"] = late
+        return loaded
+
+    def seen() -> list[Check]:
+        return [check for check in verify(spec, ("cpu",)) if check.name.startswith("kernel dgrad")]
+
+    monkeypatch.setattr("specc.runtime.verify.verify.instantiate", spoiled)
+    assert [check.ok for check in seen()] == [True], "the CPU's kernels have no tiles"
+    monkeypatch.setattr(judging, "multiprocessors", lambda device: 2)
+    (check,) = seen()
+    assert check.ok is False and check.detail.startswith("rows [1, 7, 64, 129, ") and ", 1715]: " in check.detail
+
+
+def test_a_bench_takes_the_inputs_of_the_judge(site: Site) -> None:
+    """One routine makes the numbers of both, and one makes operands positive where else the value is no number."""
+    spec, _ = load(SPEC, ("train.micro_batch=2",))
+    tail = Pointwise(("x * sqrt(s)",), ("x", "s"))
+    node = replace(site.node, epilogue=tail, inputs=("x", "w", "s"), types=site.node.types[:1])
+    site = replace(site, node=node, inputs=(*site.inputs[:2], site.node.types[0]))
+    operands = Operands(spec, torch.device("cpu"), seed=3)
+    made = operands.of(site.node.inputs, site.inputs)
+    given = inputs_of(site, sizes_of(spec), "cpu", seed=3)
+    assert all(map(torch.equal, made[:2], given[:2])) and bool((made[2] < 0).any())
+    assert torch.equal(given[2], made[2].abs()) and torch.equal(on_domain(site, made, made)[2], given[2])

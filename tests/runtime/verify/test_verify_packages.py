@@ -1,0 +1,40 @@
+"""`verify` where a lock names a package that is not installed: the other targets are checked all the same."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from specc.compiler.build import compile_spec
+from specc.compiler.plan.lock import NO_LOCK, Entry, Machine, site_digest
+from specc.compiler.spec.check import load
+from specc.runtime.verify.verify import verify
+
+SPEC = Path(__file__).parents[3] / "specs/gpt_mini.yaml"
+WIDE = ("model.dim=256", "model.blocks.count=2", 'fuse=[{"blocks.*.attention": [y]}]')  # heads that flash-attn-4 takes
+MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
+
+
+@pytest.mark.parametrize(("there", "ok"), [(False, None), (True, False)], ids=["another machine", "its machine"])
+def test_a_missing_package_is_told_and_the_next_target_checked(
+    there: bool, ok: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, None)
+    choice = compile_spec(SPEC, WIDE, ("sm90",)).plans["sm90"].choices[0]
+    site = choice.site
+    words = {"kernel": "flash_attention_4", "rows": 24, "ms": 0.25, "floor_ms": 0.125}
+    entry = Entry.model_validate({"node": site.label, "site": site_digest(site), **words})
+    lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry, MACHINE)
+    monkeypatch.setattr("specc.runtime.verify.verify.not_here", lambda target: None if there else "no GPU")
+    spec, _ = load(SPEC, WIDE)
+    seen = []
+    for check in verify(spec, ("sm90", "cpu"), lock=lock):
+        seen.append(check)
+        if check.target == "cpu":
+            break
+    first, *others, last = seen
+    assert (first.target, first.ok) == ("sm90", ok)
+    assert "flash-attn-4" in first.detail and "specc[flash]" in first.detail
+    assert [(check.name, check.ok) for check in others] == [("fx train, fuse: []", True), ("fx score, fuse: []", True)]
+    assert (last.target, last.name, last.ok) == ("cpu", "fx train, fused", True)

@@ -1,0 +1,17 @@
+"""What pyproject.toml installs is what there is."""
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("compiler", "runtime", "templates")
+
+
+def test_every_package_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {
+        "specc." + ".".join(path.parent.relative_to(ROOT).parts)
+        for folder in FOLDERS
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == found
