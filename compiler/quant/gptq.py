@@ -9,13 +9,11 @@ from pydantic import Field
 from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.gptq_solver import Factor, factorize, solve, weighted_error
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized, row_quantile
-from specc.compiler.quant.scheme import SchemeError, Seen, check_finite, check_shape
+from specc.compiler.quant.scheme import Array, SchemeError, Seen, check_finite, check_shape
 from specc.compiler.strict import Positive, PositiveFloat, later
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from specc.compiler.quant.scheme import Array
 
 Quantile = Annotated[float, Field(gt=0, le=1)]
 

@@ -12,13 +12,11 @@ from specc.compiler.ops.quantized import LARGEST_K, step_of
 from specc.compiler.quant.entropy import normal_bits
 from specc.compiler.quant.gptq_solver import factorize, solve, weighted_error
 from specc.compiler.quant.rows import LARGEST_SCALE, SMALLEST_SCALE, PerRow, arrays_of, dequantized
-from specc.compiler.quant.scheme import Range, SchemeError, Seen, Stored, check_arrays, check_finite, check_shape
+from specc.compiler.quant.scheme import Array, Range, SchemeError, Seen, Stored, check_arrays, check_finite, check_shape
 from specc.compiler.strict import later
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from specc.compiler.quant.scheme import Array
 
 LARGEST_OFFSET = 2**30  # of a bias in whole numbers: with it no sum of int8 products leaves int32
 SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # of an input's scale: within, no code, step or output leaves f32

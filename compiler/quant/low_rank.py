@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from specc.compiler.quant.scheme import SchemeError, Stored
+from specc.compiler.quant.scheme import Array, SchemeError, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from specc.compiler.quant.scheme import Array
 
 GROUP = 64
 LEFT, RIGHT = (-2, 1), (-8, 7)  # the least and the largest code

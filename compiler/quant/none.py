@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from specc.compiler.quant.scheme import ITEM_BYTES, Scheme, SchemeError, Stored, check_arrays, check_finite
+from specc.compiler.quant.scheme import ITEM_BYTES, Array, Scheme, SchemeError, Stored, check_arrays, check_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from specc.compiler.quant.scheme import Array
 
 
 class Unquantized(Scheme):

@@ -8,12 +8,10 @@ from pydantic import Field
 
 from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.rows import PerRow, arrays_of, row_quantile
-from specc.compiler.quant.scheme import check_finite, check_shape
+from specc.compiler.quant.scheme import Array, check_finite, check_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from specc.compiler.quant.scheme import Array
 
 
 class Round(PerRow):

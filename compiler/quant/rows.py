@@ -16,13 +16,11 @@ from pydantic import Field, ValidationError
 
 from specc.compiler.quant import low_rank
 from specc.compiler.quant.entropy import normal_bits, normal_clip
-from specc.compiler.quant.scheme import Scheme, SchemeError, Stored, check_arrays
+from specc.compiler.quant.scheme import Array, Scheme, SchemeError, Stored, check_arrays
 from specc.compiler.strict import later
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from specc.compiler.quant.scheme import Array
 
 SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
 LARGEST_SCALE = 65504.0  # the largest finite float16

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Array = npt.NDArray[Any]
+else:
+    Array = Any  # the compiler imports without numpy
 
 StoredType = Literal["i8", "i32", "f16", "bf16", "f32"]
 

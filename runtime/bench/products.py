@@ -13,15 +13,14 @@ from torch import Tensor
 from specc.compiler.expr import torch_text
 from specc.compiler.kernels.int8.gemm import DTYPES as SPELT
 from specc.compiler.kernels.int8.gemm import Int8Tail, int8_tail
-from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.plan.plan import Choice, Plan
 from specc.runtime.bench.kernels import Ready
 from specc.runtime.bench.plain import executed
 from specc.runtime.bench.timing import Call, Measured, alternate
 from specc.runtime.bench.variants import as_trained
-from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import RunFailure
+from specc.runtime.verify.random_inputs import int8_operands
 
 ROWS = (1, 16, 32, 128, 768, 4096, 23040)  # M: one line, steps of decoders, whole batches of 768 lines of 30 tokens
 CALLS = 20  # in one graph
@@ -75,7 +74,7 @@ def _row(name: str, choice: Choice, own: Callable[..., Tensor], device: torch.de
     times: dict[int, Mapping[str, Measured]] = {}
     refused: dict[int, str] = {}
     for m in ROWS:
-        x, w, offset, *rest = operands(site, tail, m, device)
+        x, w, offset, *rest = int8_operands(tail, m, device)
         calls: dict[str, Call] = {OURS: _bound(own, x, w, offset, *rest)}
         found = own(x, w, offset, *rest)
         try:
@@ -90,27 +89,6 @@ def _row(name: str, choice: Choice, own: Callable[..., Tensor], device: torch.de
         times[m] = _times(calls, device)
     made = site.node.type.dtype
     return ProductRow(name, choice.rendered.module, choice.kernel.language, tail.n, tail.k, made, times, refused)
-
-
-def operands(site: Site, tail: Int8Tail, m: int, device: torch.device) -> list[Tensor]:
-    """Random x [M, K], w [N, K], offset [N] and the epilogue's operands; the first of those of [N], the scale, is such
-    that sums come near 1, and the last, where y are codes, such that these use their range."""
-    generator = torch.Generator(device).manual_seed(m)
-
-    def codes(*shape: int) -> Tensor:
-        return torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator, device=device, dtype=torch.int8)
-
-    offset = torch.randint(-99, 100, (tail.n,), generator=generator, device=device, dtype=torch.int32)
-    found = [codes(m, tail.k), codes(tail.n, tail.k), offset]
-    for value in tail.operands:
-        shape = (tail.n,) if value.column else (m, tail.n)
-        numbers = torch.randn(shape, generator=generator, device=device)
-        found.append(numbers.to(DTYPES[value.type.dtype]))
-    columns = [i for i, value in enumerate(tail.operands, 3) if value.column]
-    found[columns[0]] = found[columns[0]] / (LARGEST**2 * tail.k**0.5)
-    if tail.codes and len(columns) > 1:
-        found[columns[-1]] = found[columns[-1]] * LARGEST
-    return found
 
 
 def epilogue_of(tail: Int8Tail) -> Callable[..., Tensor]:

@@ -35,7 +35,7 @@ from specc.runtime.decode.lines import Translator, translator
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import Loaded, initialize, instantiate
-from specc.runtime.train.micro_batches import micro_batches
+from specc.runtime.train.sources.micro_batches import micro_batches
 from specc.runtime.train.sources.source import Epoch, Supply, source_of
 from specc.runtime.train.trainer import Trainer
 

@@ -29,6 +29,7 @@ from specc.runtime.artifact.artifact import ArtifactSize, write_artifact
 from specc.runtime.artifact.table import described
 from specc.runtime.artifact.tensors import dequantized
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
+from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.calibration.hessian import traces
 from specc.runtime.calibration.input_ranges import trained_scales
 from specc.runtime.calibration.ranges import input_ranges
@@ -50,7 +51,6 @@ from specc.runtime.quantize.budget import Allocation, promoted
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
 from specc.runtime.quantize.report import InputRow, Row, input_report, report, told_clipped
-from specc.runtime.quantize.solve import Gradients
 from specc.runtime.storage import checkpoint, committed
 from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
 from specc.runtime.storage.run_directory import SPEC, Run, locked, readable

@@ -15,11 +15,12 @@ from specc.compiler.spec.spec import RULES, SCHEMES, QuantSpec, Spec
 from specc.runtime.artifact.artifact import measured_bytes
 from specc.runtime.artifact.table import described
 from specc.runtime.artifact.tensors import QuantizedModel, entropy_bytes, quantize_tensors
+from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.calibration.hessian import traces
 from specc.runtime.errors import QuantizeError
 from specc.runtime.log import Say
 from specc.runtime.quantize.budget import Allocation, choose
-from specc.runtime.quantize.solve import Gradients, added_nats, largest_errors, solve_bits
+from specc.runtime.quantize.solve import added_nats, largest_errors, solve_bits
 
 Progress = Callable[[str, int, int], None]
 

@@ -11,7 +11,8 @@ from specc.compiler.int8.products import Source
 from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.quant.scheme import Range, Scheme, Solution
 from specc.runtime.artifact.tensors import QuantizedModel, dequantized, entropy_bytes
-from specc.runtime.quantize.solve import Gradients, added_nats
+from specc.runtime.calibration.gradients import Gradients
+from specc.runtime.quantize.solve import added_nats
 
 COLUMNS = 100  # of a terminal that tables are made for
 MANY = 40  # rows of a table; more are told by role

@@ -6,7 +6,6 @@ programming over bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from specc.compiler.pattern import matches
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.quant.variants import variants
 from specc.compiler.spec.spec import Allocate
+from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.allocate import Measure, too_large
 
@@ -25,25 +25,6 @@ ENOUGH = 0.0005  # of the budget left over, and no more is looked for
 
 Allocation = Mapping[str, Scheme]
 Option = tuple[int, float]  # bytes, cost
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """How much the loss l hangs on what a parameter of shape [rows, columns] gives where it is used.
-
-    Attributes:
-        products: E[(dl/dy_i)^2] of the outputs y of linears whose weight it is, f64 [rows]; None where it is none's.
-        lookups: E[1(id = v) (dl/dy_j)^2] of the rows y that are looked up in it, a token, f64 [rows, columns]; None
-            where none are.
-    """
-
-    products: Tensor | None = None
-    lookups: Tensor | None = None
-
-    def cpu(self) -> "Gradients":
-        """The same on the CPU."""
-        products, lookups = (None if one is None else one.cpu() for one in (self.products, self.lookups))
-        return Gradients(products, lookups)
 
 
 def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> float:

@@ -33,6 +33,7 @@ from specc.runtime.artifact.artifact import read_artifact, write_artifact
 from specc.runtime.artifact.codecs import Codec, compress
 from specc.runtime.artifact.tensors import QuantizedModel, dequantized, layout
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
+from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.tokenizer import PieceBytes
 from specc.runtime.data.windows.loader import Loader
@@ -46,7 +47,6 @@ from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Quantizer
-from specc.runtime.quantize.solve import Gradients
 from specc.runtime.submission import plan
 from specc.runtime.submission.known import canonical, resolved
 from specc.runtime.submission.names import WEIGHTS

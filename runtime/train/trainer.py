@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specc.compiler.programs.programs import Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
+from specc.runtime.calibration.input_scales import InputScales
 from specc.runtime.distributed.world import World
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
@@ -28,13 +29,10 @@ from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.reduce import sum_up
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
-from specc.runtime.train.feed import Batch, Batches, Feed, Windows
-from specc.runtime.train.micro_batches import micro_batches
 from specc.runtime.train.phases import Function, Resting, Stretch, compiled_functions, current, stretches
 from specc.runtime.train.precision import products_in_tf32
-
-if TYPE_CHECKING:
-    from specc.runtime.calibration.input_scales import InputScales
+from specc.runtime.train.sources.feed import Batch, Batches, Feed, Windows
+from specc.runtime.train.sources.micro_batches import micro_batches
 
 WARM_UP_STEPS = 3
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"

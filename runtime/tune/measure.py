@@ -9,19 +9,12 @@ import torch
 
 from specc.compiler.plan.plan import Choice
 from specc.runtime.bench.timing import alternate
-from specc.runtime.model.load import import_file
 from specc.runtime.tune.candidates import Candidate
-from specc.runtime.tune.prepare import Prepared, prepare, short
+from specc.runtime.tune.prepare import Prepared, loaded, prepare, short
 from specc.runtime.verify.judge import Judge, inputs_of, many
 
 CHECKED = {"B": 3, "T": 343, "S": 343}  # their product is no multiple of any tile
 REPEATS = 100
-
-
-def loaded(folder: Path, module: str, function: str) -> Callable[..., Any]:
-    """The function of a rendered kernel."""
-    call: Callable[..., Any] = vars(import_file(folder, module))[function]
-    return call
 
 
 def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) -> str | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from specc.compiler.kernels.kernel import Site
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
+from specc.runtime.model.load import import_file
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +118,6 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
         if site is not None:
             import torch
 
-            from specc.runtime.tune.measure import loaded
             from specc.runtime.verify.judge import inputs_of, many_sizes, within
 
             call: Callable[..., Any] = loaded(folder, module, function)
@@ -144,3 +144,9 @@ def short(text: str) -> str:
     """The first line that says something, not too long."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
+
+
+def loaded(folder: Path, module: str, function: str) -> Callable[..., Any]:
+    """The function of a rendered kernel."""
+    call: Callable[..., Any] = vars(import_file(folder, module))[function]
+    return call

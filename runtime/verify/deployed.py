@@ -19,12 +19,12 @@ from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.programs import reference
 from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.tensors import QuantizedModel, dequantized
-from specc.runtime.bench.products import operands
 from specc.runtime.calibration.ranges import input_ranges
 from specc.runtime.model.load import Loaded, device_of, instantiate
 from specc.runtime.open_model import realize_stored
 from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
 from specc.runtime.verify.judge import PEAK, RMS, Judge, inputs_of, sizes_of
+from specc.runtime.verify.random_inputs import int8_operands
 from specc.runtime.verify.verify import STEPPED, Check, batch_of, not_here, traces
 
 ROWS = (1, 7, 16, 33, 129)
@@ -132,7 +132,7 @@ def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
     """The largest error of a product, whose sums are exact, as a share of what rounding the output may cost; infinite
     for NaN or another shape."""
     tail = int8_tail(site)
-    given = operands(site, tail, rows, torch.device(device))
+    given = int8_operands(tail, rows, torch.device(device))
     found = function(*given).cpu()
     x, w, offset, *others = (tensor.cpu() for tensor in given)
     sums = torch.from_numpy(x.long().numpy() @ w.long().numpy().T) + offset.long()

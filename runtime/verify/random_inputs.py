@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from specc.compiler.ir.graph import TensorType
+from specc.compiler.kernels.int8.gemm import Int8Tail
+from specc.compiler.ops.quantized import LARGEST
 from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES as DTYPES
 
@@ -54,3 +56,24 @@ class Operands:
             if ref not in made:
                 made[ref] = SCALAR if ref.startswith("$") else self.tensor(type)
         return [made[ref] for ref in refs]
+
+
+def int8_operands(tail: Int8Tail, m: int, device: torch.device) -> list[Tensor]:
+    """Random x [M, K], w [N, K], offset [N] and the epilogue's operands; the first of those of [N], the scale, is such
+    that sums come near 1, and the last, where y are codes, such that these use their range."""
+    generator = torch.Generator(device).manual_seed(m)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator, device=device, dtype=torch.int8)
+
+    offset = torch.randint(-99, 100, (tail.n,), generator=generator, device=device, dtype=torch.int32)
+    found = [codes(m, tail.k), codes(tail.n, tail.k), offset]
+    for value in tail.operands:
+        shape = (tail.n,) if value.column else (m, tail.n)
+        numbers = torch.randn(shape, generator=generator, device=device)
+        found.append(numbers.to(DTYPES[value.type.dtype]))
+    columns = [i for i, value in enumerate(tail.operands, 3) if value.column]
+    found[columns[0]] = found[columns[0]] / (LARGEST**2 * tail.k**0.5)
+    if tail.codes and len(columns) > 1:
+        found[columns[-1]] = found[columns[-1]] * LARGEST
+    return found

@@ -25,7 +25,7 @@ from specc.compiler.targets import TARGETS
 from specc.compiler.vocabulary import PAD
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, runs_on
-from specc.runtime.train.feed import shifted
+from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import LOOSER, Composed, Errors, Judge, inputs_of, sizes_of
 
 

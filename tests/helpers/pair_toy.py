@@ -13,8 +13,8 @@ from specc.runtime.data.lines.pairs import FixedSet, PairLoader, Pairs
 from specc.runtime.data.lines.polynomial import SYMBOLS, draw
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.distributed.world import World
-from specc.runtime.train.feed import Forced
-from specc.runtime.train.micro_batches import micro_batches
+from specc.runtime.train.sources.feed import Forced
+from specc.runtime.train.sources.micro_batches import micro_batches
 from specc.runtime.train.trainer import Trainer
 
 CPU = torch.device("cpu")

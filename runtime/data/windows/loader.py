@@ -27,12 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.windows.batch import Batch, Sender
 from specc.runtime.data.windows.stream import TokenStream
 
 if TYPE_CHECKING:
     import torch
-
-    from specc.runtime.data.windows.sending import Batch, Sender
 
 Order = Literal["sequential", "coprime_stride"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride")

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]
-
-
-class Sender(Protocol):
-    """`ahead` says that a batch should be sent before it is needed."""
-
-    ahead: bool
-
-    def send(self, windows: npt.NDArray[np.uint16]) -> Batch:
-        """Inputs and targets, i64 [B, T], of windows [B, T + 1]; not to be used before `arrived`."""
-        ...
-
-    def arrived(self, batch: Batch) -> Batch:
-        """The batch, for the current stream."""
-        ...
+from specc.runtime.data.windows.batch import Batch, Sender
 
 
 class Here:

@@ -23,8 +23,8 @@ from specc.runtime.data.windows.opening import characters_of
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.exact_match import PairValidation
 from specc.runtime.model.load import Loaded, device_of
-from specc.runtime.train.feed import Forced
-from specc.runtime.train.micro_batches import micro_batches
+from specc.runtime.train.sources.feed import Forced
+from specc.runtime.train.sources.micro_batches import micro_batches
 from specc.runtime.train.sources.source import Drill, Epoch, Source, Supply
 
 

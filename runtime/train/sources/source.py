@@ -17,7 +17,7 @@ from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded
 from specc.runtime.train import sources
-from specc.runtime.train.feed import Batches, Feed
+from specc.runtime.train.sources.feed import Batches, Feed
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import Loaded
-from specc.runtime.train.feed import Windows
+from specc.runtime.train.sources.feed import Windows
 from specc.runtime.train.sources.source import Drill, Epoch, Source, Supply
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from specc.compiler.errors import SpecError
 from specc.compiler.pipeline import lower
-from specc.runtime.train.feed import shifted
+from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.verify import verify
 
 Weights = Mapping[str, Tensor]

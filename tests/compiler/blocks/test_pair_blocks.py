@@ -21,7 +21,7 @@ from specc.compiler.ops.dropout import Dropout
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs.programs import flatten
 from specc.compiler.strict import tag_of
-from specc.runtime.train.feed import shifted
+from specc.runtime.train.sources.feed import shifted
 
 ROOT = Path(__file__).parents[3]
 LEARNED = {**EMBED, "positions": "learned"}

@@ -17,7 +17,7 @@ from specc.runtime.decode.lines import Translator, fed, translator
 from specc.runtime.decode.step_graphs import Eager
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import Loaded, initialize, instantiate
-from specc.runtime.train.feed import shifted
+from specc.runtime.train.sources.feed import shifted
 
 LEARNED = {**EMBED, "positions": "learned"}
 ADDITIVE = {"kind": "additive", "query": "lstm"}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from specc.compiler.spec.check import load
 from specc.runtime.model.load import Loaded, instantiate
-from specc.runtime.train.feed import shifted
+from specc.runtime.train.sources.feed import shifted
 
 ROOT = Path(__file__).parents[3]
 COUNTS = {"poly_lstm": 3_725_472, "poly_attn": 405_215, "poly_transformer": 4_758_528}

@@ -25,7 +25,7 @@ from specc.compiler.spec.train import QatSpec, ScheduleSpec
 from specc.runtime.artifact.tensors import dequantized
 from specc.runtime.model.load import instantiate
 from specc.runtime.optim.masters import Masters
-from specc.runtime.train.feed import shifted
+from specc.runtime.train.sources.feed import shifted
 
 TWO_BIASES = {
     **LSTM,

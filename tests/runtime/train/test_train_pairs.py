@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from specc.compiler.spec.train import ForcingSpec
 from specc.runtime.storage import checkpoint
-from specc.runtime.train.feed import forced_at, shifted
-from specc.runtime.train.micro_batches import BatchError, micro_batches
+from specc.runtime.train.sources.feed import forced_at, shifted
+from specc.runtime.train.sources.micro_batches import BatchError, micro_batches
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         asked.append(forcing)
         return torch.where(forcing, shifted(target), 7)
 
-    monkeypatch.setattr("specc.runtime.train.feed.fed", fed)
+    monkeypatch.setattr("specc.runtime.train.sources.feed.fed", fed)
     return asked
 
 

@@ -5,7 +5,7 @@ import torch
 from pair_toy import CPU, TOKENS, pair_spec, pair_trainer
 from torch import Tensor, nn
 
-from specc.runtime.train.feed import shifted
+from specc.runtime.train.sources.feed import shifted
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ def test_a_captured_step_is_the_eager_one(micro_batch: int, monkeypatch: pytest.
     def fed(model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str]) -> Tensor:
         return torch.where(forcing, shifted(target), 7)
 
-    monkeypatch.setattr("specc.runtime.train.feed.fed", fed)
+    monkeypatch.setattr("specc.runtime.train.sources.feed.fed", fed)
     fast = {"optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},), "steps": 12, "micro_batch": micro_batch}
     train, forced = pair_spec(**fast, teacher_forcing=((0, 1.0), (6, 0.5))), pair_trainer(pair_spec(**fast))
     truth = [step.loss for _ in range(12) for step in forced.advance()]

@@ -17,7 +17,7 @@ from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.checkpoint import Snapshot
-from specc.runtime.train.micro_batches import BatchError, micro_batches
+from specc.runtime.train.sources.micro_batches import BatchError, micro_batches
 from specc.runtime.train.trainer import Trainer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.train import ForcingSpec
 from specc.compiler.vocabulary import START
+from specc.runtime.data.lines.pairs import PairLoader
 from specc.runtime.decode.lines import fed
-
-if TYPE_CHECKING:
-    from specc.runtime.data.lines.pairs import PairLoader
 
 Program = Callable[..., Tensor]
 Batch = tuple[Tensor, ...]
