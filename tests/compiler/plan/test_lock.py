@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from specc.cli.app import run
 from specc.compiler.build import compile_spec
-from specc.compiler.cli import run
 from specc.compiler.errors import SpeccError, SpecError
 from specc.compiler.kernels.gemm.evt import GEMM_EVT, GemmTile
 from specc.compiler.kernels.gemm.triton import LINEAR_TRITON

@@ -24,7 +24,7 @@ from specc.runtime.tune.search import Found, Outcome, TuneError, TuneOptions, tu
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "specs/gpt_mini.yaml"
-MAIN = "from specc.compiler.cli import main; main()"
+MAIN = "from specc.cli.app import main; main()"
 
 
 @pytest.fixture(scope="module")

@@ -1,30 +1,20 @@
-"""The commands that measure and verify. Torch is imported when one of them runs, not before."""
+"""The command that measures. Torch is imported when it runs, not before."""
 
 import json
 import shlex
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 
 import rich_click as click
 
-from specc.compiler.cli import (
-    checked_targets,
-    cli,
-    device_option,
-    format_option,
-    formatted,
-    json_option,
-    set_option,
-    spec_argument,
-    target_option,
-)
-from specc.compiler.cli_run import Repeatable, joined_world, say
+from specc.cli.options import device_option, format_option, json_option, set_option, spec_argument
+from specc.cli.output import say
+from specc.cli.processes import Repeatable, joined_world, launched
 
 PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 
 
-@cli.command(cls=Repeatable)
+@click.command("bench", cls=Repeatable)
 @spec_argument
 @device_option
 @set_option
@@ -54,8 +44,7 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 )
 @json_option
 @format_option
-@formatted
-def bench(
+def command(
     spec: Path,
     target: str | None,
     overrides: tuple[str, ...],
@@ -78,7 +67,7 @@ def bench(
     from specc.compiler.build import compile_loaded
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load
-    from specc.runtime.distributed.launch import is_launched, launch, require_devices
+    from specc.runtime.distributed.launch import is_launched
     from specc.runtime.model.load import choose_target
 
     parts = tuple(part for part in PARTS if part in only)
@@ -96,12 +85,8 @@ def bench(
         chosen = choose_target(loaded, target)  # one, however many processes: --gpus 2 beside --gpus 1 compares
         if gpus is not None and world is not None and gpus != world.size:
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
-        if gpus is not None and world is None:
-            require_devices(gpus, loaded, chosen)
-            if gpus > 1:
-                context = click.get_current_context()
-                assert context is not None
-                return launch(gpus, context.meta["arguments"], say)
+        if gpus is not None and world is None and (code := launched(gpus, loaded, chosen)) is not None:
+            return code
         from specc.runtime.bench import report
         from specc.runtime.bench.suite import BenchOptions, follow
         from specc.runtime.bench.suite import bench as run
@@ -129,83 +114,3 @@ def bench(
             picture.write_bytes(roofline(found))
             say(f"wrote {picture}")
     return 0
-
-
-@cli.command()
-@spec_argument
-@target_option
-@set_option
-@click.option("--only", default="", metavar="TEXT", help="Nodes whose path contains TEXT.")
-@click.option("--compile-only", is_flag=True, help="Compile all CUDA C++ into the cache and stop; needs no GPU.")
-@click.option("--fresh", is_flag=True, help="Measure again what was measured before, if on more rows.")
-@json_option
-@format_option
-@formatted
-def tune(
-    spec: Path,
-    target: str | None,
-    overrides: tuple[str, ...],
-    only: str,
-    compile_only: bool,
-    fresh: bool,
-    as_json: bool,
-) -> None:
-    """Search the fastest kernel and tile for every node with a kernel of its own, on the spec's own sizes.
-
-    Writes NAME.lock.json beside the spec after each node; `specc build` reads it. A search that was cut off goes on
-    where it stopped. Candidates that do not compile, spill, or are less exact than plain Torch are listed with the
-    reason. With --set, what a variant's nodes have joins the same lock: an entry holds for its very node alone.
-    """
-    from specc.compiler.plan.lock import lock_path, read_lock
-    from specc.compiler.spec.check import load
-    from specc.compiler.targets import TARGETS
-
-    loaded, _ = load(spec, overrides)
-    path = lock_path(spec, loaded.name)
-    lock = read_lock(path)
-    from specc.runtime.model.load import choose_target
-    from specc.runtime.tune import report
-    from specc.runtime.tune.search import TuneOptions
-    from specc.runtime.tune.search import tune as run
-
-    compiled = next((name for name in loaded.targets if "wgmma" in TARGETS[name].features), None)
-    chosen = compiled if compile_only and target is None and compiled else choose_target(loaded, target)
-    found = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh), say)
-    click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
-    if not compile_only:
-        say(f"wrote {path}; next: specc build {shlex.quote(str(spec))}")
-
-
-@cli.command()
-@spec_argument
-@target_option
-@json_option
-@format_option
-@formatted
-def verify(spec: Path, target: str | None, as_json: bool) -> int:
-    """Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.
-
-    Exit 1 where a check fails, 3 where a target that was named cannot run here.
-    """
-    from specc.compiler.build import compile_spec
-    from specc.compiler.plan.lock import lock_path, read_lock
-
-    wanted = checked_targets(spec, target)
-    built = compile_spec(spec, (), wanted)
-    lock = read_lock(lock_path(spec, built.spec.name))
-    from specc.runtime.verify.deployed import verify_deployed
-    from specc.runtime.verify.verify import verify as checks
-
-    found = []
-    words = {True: "ok", False: "FAILED", None: "not here"}
-    targets = wanted or built.spec.targets
-    for check in chain(checks(built.spec, targets, lock=lock), verify_deployed(built.spec, targets)):
-        found.append(check)
-        if not as_json:
-            click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")
-    if as_json:
-        rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in found]
-        click.echo(json.dumps(rows, indent=2))
-    if any(check.ok is False for check in found):
-        return 1
-    return 3 if target is not None and any(check.ok is None for check in found) else 0

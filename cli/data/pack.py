@@ -1,6 +1,5 @@
-"""The commands that make, check and fetch token shards."""
+"""The command that packs text into token shards."""
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -8,16 +7,11 @@ from typing import Any
 
 import rich_click as click
 
-from specc.compiler.cli import cli, format_option, formatted, json_option
-from specc.compiler.cli_run import Stages, folder, say, tokenizers_option
+from specc.cli.options import folder, format_option, tokenizers_option
+from specc.cli.output import say
 
 
-@cli.group()
-def data() -> None:
-    """Token shards: pack text into them, check them, fetch them."""
-
-
-@data.command()
+@click.command("pack")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--out", type=folder, required=True, help="The folder to make.")
 @click.option("--tokenizer", required=True, help="`bytes`, a SentencePiece *.model or a tiktoken rank file.")
@@ -47,8 +41,7 @@ def data() -> None:
 @click.option("--shard-tokens", type=click.IntRange(1, 2**31 - 1), default=100_000_000, show_default=True)
 @tokenizers_option
 @format_option
-@formatted
-def pack(
+def command(
     inputs: tuple[str, ...],
     out: Path,
     tokenizer: str,
@@ -91,56 +84,4 @@ def pack(
             f"{name:<6} {split.documents:,} documents, {split.document_bytes:,} bytes, {tokens:,} tokens "
             f"({per_token} bytes a token), {len(split.shards)} shards"
         )
-    click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(out))))
-
-
-@data.command()
-@click.argument("folder", type=folder)
-@click.option("--tokenizer", help="The one of the tokens, where no record of pack or fetch lies beside them.")
-@tokenizers_option
-@json_option
-@format_option
-@formatted
-def check(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], as_json: bool) -> int:
-    """Read a folder of token shards once, and tell what it holds and what is wrong.
-
-    Exit 5 where bytes are not what they should be, 1 for what else is wrong.
-    """
-    from specc.runtime.data.shards.check import check as read
-    from specc.runtime.data.tokenizers.tokenizer import open_tokenizer
-
-    stages = Stages()
-    opened = open_tokenizer(tokenizer, (*tokenizers, folder, Path())) if tokenizer is not None else None
-    found = read(folder, opened, lambda done, total: stages("check", done, total))
-    if as_json:
-        click.echo(json.dumps(found.facts(), indent=2))
-    else:
-        for line in found.report():
-            click.echo(line)
-    return found.exit_code
-
-
-@data.command()
-@click.argument("name", metavar="fineweb-sp1024|fineweb-sp8192")
-@click.option("--out", type=folder, required=True, help="The folder to fill; a fetch that was ended goes on in it.")
-@click.option(
-    "--shards", type=click.IntRange(min=1), default=10, show_default=True, help="Train shards, of 100 million tokens."
-)
-@click.option("--repo", help="A dataset repository of the hub that has the same files; the set's own where unset.")
-@click.option("--revision", help="A branch, tag or commit of it; main where unset.")
-@format_option
-@formatted
-def fetch(name: str, out: Path, shards: int, repo: str | None, revision: str | None) -> None:
-    """Fetch token shards of FineWeb and their tokenizer from the Hugging Face hub.
-
-    The only command that uses the network.
-    """
-    from specc.runtime.data.shards.fetch import SETS
-    from specc.runtime.data.shards.fetch import fetch as bring
-
-    if name not in SETS:
-        raise click.UsageError(f"no set is named {name}; there are {', '.join(SETS)}")
-    record = bring(name, out, shards, say, repo, revision)
-    tokens = sum(shard.tokens for split in record.splits.values() for shard in split.shards)
-    click.echo(f"{out}: {tokens:,} tokens of {record.tokenizer}")
     click.echo("next: specc data check {0}; specc train SPEC --data {0}".format(shlex.quote(str(out))))
