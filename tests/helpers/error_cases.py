@@ -1,9 +1,9 @@
 """Cases of bad specs: a change to a valid base spec, and the exact message that it gives.
 
-A family of cases is a Markdown file of tests/errors. A case is a heading `## name` and two fenced blocks: the change, and
-the message. The change is a diff against decoder.yaml, or against the base that the fence names (`diff pairs.yaml`).
-Lines that begin with a space or `-` stand once in the base, one after the other; `@@` separates places. A block of YAML
-instead of a diff is a whole spec.
+A family is a Markdown file of tests/errors. A case is a heading `## name` and two fenced blocks: the change, and the
+message. The change is a diff against decoder.yaml, or against the base that the fence names (`diff pairs.yaml`).
+Lines that begin with a space or `-` stand once in the base, one after the other; `@@` separates places. A block of
+YAML instead of a diff is a whole spec.
 """
 
 import re
