@@ -4,11 +4,11 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import format_option, spec_argument, target_option
+from specc.cli.options import Compiling, format_option, spec_argument, target_option
 from specc.cli.project import checked_targets
 
 
-@click.command("ir")
+@click.command("ir", cls=Compiling)
 @spec_argument
 @click.option("--after", default="fuse", show_default=True, help="The pass to stop after: lower, assign_quant or fuse.")
 @click.option("--program", help="One program, e.g. train; all where unset.")
