@@ -1,12 +1,19 @@
 """Which optimizer owns each parameter: the first whose pattern covers it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from specc.compiler.pattern import matches
-from specc.compiler.programs.programs import LoweringError, Parameter
+from specc.compiler.programs.programs import LoweringError, Parameter, Programs
 from specc.compiler.spec.optimizers import MuonSpec
 from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Problem
+
+
+def assign_optimizers(programs: Programs, train: TrainSpec) -> Programs:
+    """The programs with the optimizer of each parameter stated in the table. Raises LoweringError as `owners` does."""
+    owned = owners(train, programs.params)
+    return replace(programs, params=tuple(replace(param, optimizer=owned[param.name]) for param in programs.params))
 
 
 def owners(train: TrainSpec, params: tuple[Parameter, ...]) -> Mapping[str, int]:
