@@ -68,7 +68,7 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
     problems: list[Problem] = []
     programs = lower(spec, target)
     try:
-        owners(spec.train, programs.params)
+        owners(spec.train.optimizers, {param.name: param.shape for param in programs.params})
     except LoweringError as error:
         problems += error.problems
     try:
