@@ -14,7 +14,7 @@ from specc.compiler.kernels.kernel import Rendered
 from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Programs
-from specc.compiler.render.jinja import plan_key, render
+from specc.compiler.render.jinja import render
 from specc.compiler.render.model import model_context
 from specc.compiler.report.lock_use import LockUse, lock_use
 from specc.compiler.report.page import plan_page
@@ -108,12 +108,9 @@ def interface_digest(programs: Programs, storage: Mapping[str, str]) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
-def kernel_files(rendered: Rendered, source: str) -> Mapping[str, str]:
-    """The text of one kernel's files, for the spec that generated files call `source`."""
-    return {
-        name: render(template, context, source, plan_key(template, context))
-        for name, (template, context) in rendered.files.items()
-    }
+def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]:
+    """The text of one kernel's files with its plan key, for the spec that generated files call `source`."""
+    return {name: render(template, context, source, key) for name, (template, context) in rendered.files.items()}
 
 
 def model_files(plan: Plan) -> Mapping[str, str]:
@@ -121,7 +118,7 @@ def model_files(plan: Plan) -> Mapping[str, str]:
     files: dict[str, str] = {}
     for choice in plan.choices:
         if not files.keys() >= choice.rendered.files.keys():
-            files |= kernel_files(choice.rendered, plan.source)
+            files |= kernel_files(choice.rendered, choice.key, plan.source)
     context = model_context(plan)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
     namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""

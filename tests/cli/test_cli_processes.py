@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def imported(*arguments: str) -> set[str]:
     """What a fresh interpreter has imported when a command ends."""
     text = (
-        "import sys\nfrom specc.compiler.cli import run\n"
+        "import sys\nfrom specc.cli.app import run\n"
         f"code = run({list(arguments)!r})\nsys.stdout.flush()\n"
         "sys.stderr.write('\\n@' + ' '.join(sys.modules))\nsys.exit(code)"
     )
@@ -49,10 +49,10 @@ def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
 
 def test_interrupting_a_process_ends_with_130(tmp_path: Path) -> None:
     text = (
-        "import os, signal, sys\nfrom specc.compiler import build, cli\n"
+        "import os, signal, sys\nfrom specc.cli import app\nfrom specc.compiler import build\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "def stop(*a, **k): os.kill(os.getpid(), signal.SIGINT)\n"
-        "build.compile_spec = stop\nsys.argv[1:] = ['plan', 'specs/gpt_mini.yaml']\ncli.main()"
+        "build.compile_spec = stop\nsys.argv[1:] = ['plan', 'specs/gpt_mini.yaml']\napp.main()"
     )
     done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, env={**os.environ})
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
@@ -61,7 +61,7 @@ def test_interrupting_a_process_ends_with_130(tmp_path: Path) -> None:
 def test_without_torch_what_runs_a_model_is_an_environment_error() -> None:
     """The core install validates, plans, builds and diffs; the rest says what to install."""
     text = (
-        "import sys\nsys.modules['torch'] = None\nfrom specc.compiler.cli import run\n"
+        "import sys\nsys.modules['torch'] = None\nfrom specc.cli.app import run\n"
         "print([run(words.split()) for words in sys.argv[1:]])"
     )
     commands = (
