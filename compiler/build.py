@@ -161,10 +161,11 @@ def _files(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], 
     from importlib.metadata import version
 
     from specc.compiler.report.page import plan_page
+    from specc.compiler.report.summary import Summary
 
     folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}
     files = {f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan).items()}
-    files["PLAN.md"] = plan_page(spec, plans, deployed)
+    files["PLAN.md"] = plan_page(Summary(spec, plans, deployed))
     manifest = {
         "spec": digest(canonical(spec)),
         "lock": digest(lock.text()) if lock.targets else None,
