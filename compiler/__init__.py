@@ -1,1 +1,31 @@
-"""Compiles a declarative model spec into source code. Pure and quick: nothing here imports torch."""
+"""Compiles a model spec into generated code. Never imports torch on the way."""
+
+# Folders and modules from the lowest layer to the highest. Each may import itself and what stands before it.
+LAYERS = (
+    "errors",
+    "strict",
+    "pattern",
+    "targets",
+    "vocabulary",
+    "catalog",
+    "generated_folder",
+    "text",
+    "expr",
+    "ir",
+    "ops",
+    "quant",
+    "blocks",
+    "programs",
+    "architectures",
+    "spec",
+    "kernels",
+    "fusions",
+    "plan",
+    "passes",
+    "int8",
+    "pipeline",
+    "render",
+    "report",
+    "build",
+    "diff",
+)

@@ -6,7 +6,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["load"]
+__all__ = ["LAYERS", "load"]
+
+# Folders and modules from the lowest layer to the highest. Each may import itself and what stands before it.
+LAYERS = (
+    "errors",
+    "dtypes",
+    "log",
+    "support",
+    "storage",
+    "model",
+    "distributed",
+    "artifact",
+    "data",
+    "open_model",
+    "decode",
+    "generate",
+    "metrics",
+    "calibration",
+    "optim",
+    "train",
+    "eval",
+    "quantize",
+    "export",
+    "submission",
+    "verify",
+    "bench",
+    "tune",
+)
 
 
 def load(path: str | Path, *, target: str | None = None, device: str | None = None) -> "nn.Module":

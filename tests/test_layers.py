@@ -1,123 +1,156 @@
-"""Imports point one way, and nothing heavy is imported where it is not needed."""
+"""Imports point down: from the command line to the runtime and the compiler, and from layer to layer in each half.
+
+An import counts wherever it stands: at the top of a module, in a function, under TYPE_CHECKING, or in a string of code.
+"""
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+HALVES = ("compiler", "runtime", "cli")  # each may import those before it; the first two are halves, the third is above
 HEAVY = ("torch", "triton", "numpy", "safetensors", "brotli")
-
-# Lower layers first: a module may import from its own layer and from those before it. A folder is its package.
-LAYERS = (
-    ("errors",),
-    ("strict",),
-    ("pattern", "targets", "vocabulary", "generated_folder"),
-    ("catalog", "text", "expr"),
-    ("ir",),
-    ("ops",),
-    ("blocks", "quant"),
-    ("programs",),
-    ("architectures",),
-    ("spec",),
-    ("fusions", "kernels"),
-    ("plan",),
-    ("passes",),
-    ("int8",),
-    ("pipeline",),
-    ("render", "report"),
-    ("build",),
-    ("diff",),
-    ("cli", "cli_run", "cli_export", "cli_measure", "cli_data"),
-)
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+IMPORT_IN_TEXT = re.compile(r"(?:from|import)\s+(specc(?:\.\w+)+)(?:\s+import\s+(\w+))?")
 
 
-def modules() -> list[Path]:
-    return sorted(
-        path for path in (ROOT / "compiler").rglob("*.py") if path.name != "__init__.py" or path.parent.name == "expr"
-    )
+def name_of(path: Path) -> str:
+    """The dotted name of a module or package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("specc", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
 
-def place(path: Path) -> str:
-    """The layer word of a module: its folder under compiler/, else its own name."""
-    return path.relative_to(ROOT / "compiler").parts[0].removesuffix(".py")
+MODULES = {
+    name_of(path): path for half in HALVES if (ROOT / half).is_dir() for path in sorted((ROOT / half).rglob("*.py"))
+}
 
 
-def imports(path: Path, lazy: bool) -> Iterator[str]:
-    """Absolute names of what a module imports when it is imported, or with `lazy` ever; typing aside."""
+def imports(path: Path, at_import_time: bool = False) -> Iterator[str]:
+    """Absolute names of all that a module ever imports, or of what it imports while it is imported itself."""
     tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if lazy else iter(tree.body)
-    typing = {
-        id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and _typing(node) for inner in ast.walk(node)
-    }
+    nodes: Iterator[ast.AST] = _executed(tree) if at_import_time else ast.walk(tree)
     for node in nodes:
-        if id(node) in typing:
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            prefix = "specc.compiler.expr" if node.level else ""
-            name = f"{prefix}.{node.module}".strip(".") if node.module else prefix
-            yield from (
-                (f"{name}.{alias.name}" for alias in node.names) if name in ("specc.compiler", "specc") else [name]
-            )
+            package = name_of(path).split(".")
+            if path.name != "__init__.py":
+                package = package[:-1]
+            origin = ".".join((*package[: len(package) - node.level + 1], node.module or "")) if node.level else ""
+            name = origin.strip(".") or node.module or ""
+            yield from (f"{name}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not at_import_time:
+            for module, attribute in IMPORT_IN_TEXT.findall(node.value):
+                yield f"{module}.{attribute}" if attribute else module
 
 
-def _typing(node: ast.If) -> bool:
-    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+def _executed(tree: ast.Module) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported, without those for type checkers."""
+    for node in tree.body:
+        typing = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        yield from node.orelse if typing else [node]  # type: ignore[attr-defined]
 
 
-def test_every_module_has_a_layer() -> None:
-    assert {place(path) for path in modules()} == set(RANK)
+def target(name: str) -> str | None:
+    """The module of ours that an imported name is, or stands in; None for other packages."""
+    parts = name.split(".")
+    found = (".".join(parts[:end]) for end in range(len(parts), 1, -1))
+    return next((module for module in found if module in MODULES), None)
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT / "compiler")))
-def test_imports_point_down(path: Path) -> None:
-    for name in imports(path, lazy=True):
-        parts = name.split(".")
-        if parts[:2] == ["specc", "compiler"] and len(parts) > 2:
-            assert RANK[parts[2]] <= RANK[place(path)], f"{place(path)} imports {name}"
-        if parts[:2] == ["specc", "runtime"]:
-            own = ("cli_run.py", "cli_export.py", "cli_measure.py", "cli_data.py")
-            assert path.name in own, f"{place(path)} imports {name}"
+EDGES: Mapping[str, frozenset[str]] = {
+    module: frozenset(found for name in imports(path) if (found := target(name)) is not None and found != module)
+    for module, path in MODULES.items()
+}
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT / "compiler")))
-def test_nothing_heavy_is_imported_with_the_compiler(path: Path) -> None:
-    found = [
-        name for name in imports(path, lazy=False) if name.split(".")[0] in HEAVY or name.startswith("specc.runtime")
-    ]
-    assert found == []
+def layers(half: str) -> tuple[str, ...]:
+    """The layers of a half, lowest first."""
+    found: tuple[str, ...] = importlib.import_module(f"specc.{half}").LAYERS
+    return found
+
+
+PRESENT = tuple(half for half in HALVES if f"specc.{half}" in MODULES)
+
+
+@pytest.mark.parametrize("half", PRESENT)
+def test_the_layers_are_what_there_is(half: str) -> None:
+    there = {module.split(".")[2] for module in MODULES if module.startswith(f"specc.{half}.")}
+    assert sorted(layers(half)) == sorted(there)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    half, _, room = module.removeprefix("specc.").partition(".")
+    for imported in EDGES[module]:
+        other, _, lower = imported.removeprefix("specc.").partition(".")
+        assert HALVES.index(other) <= HALVES.index(half), f"{module} imports {imported}"
+        if other == half and room and lower:
+            order, own, its = layers(half), room.split(".")[0], lower.split(".")[0]
+            assert order.index(its) <= order.index(own), f"{module} imports {imported}, which lies above it"
+
+
+def folder(module: str) -> str:
+    """The package that a module lies in; of a package itself, its own name."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def require_no_circle(graph: Mapping[str, set[str]]) -> None:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_modules_form_no_circle() -> None:
+    require_no_circle({module: set(edges) for module, edges in EDGES.items()})
+
+
+def test_folders_form_no_circle() -> None:
+    """Files beside the folders of a half are rooms of their own: some lie below the folders, some above."""
+
+    def room(module: str) -> str:
+        found = folder(module)
+        return module if found.count(".") == 1 else found
+
+    graph: dict[str, set[str]] = {}
+    for module, edges in EDGES.items():
+        graph.setdefault(room(module), set()).update(room(edge) for edge in edges if room(edge) != room(module))
+    require_no_circle(graph)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("specc.compiler")])
+def test_nothing_heavy_is_imported_with_the_compiler(module: str) -> None:
+    names = imports(MODULES[module], at_import_time=True)
+    assert [name for name in names if name.split(".")[0] in HEAVY] == []
 
 
 def test_the_runtime_compiles_through_one_entry() -> None:
     """It may read values of the compiler and ask which scheme or optimizer a parameter has, but `build` makes the
     files."""
-    words = (
-        "passes.fuse",
-        "passes.group",
-        "passes.select_kernels",
-        "render.model",
-        "render.body",
-        "render.jinja",
-        "cli",
-    )
-    makers = {f"specc.compiler.{name}" for name in words}
-    for path in sorted((ROOT / "runtime").rglob("*.py")):
-        for name in imports(path, lazy=True):
-            assert not any(name == maker or name.startswith(f"{maker}.") for maker in makers), (
-                f"{path.name} imports {name}"
-            )
+    words = ("passes.fuse", "passes.group", "passes.select_kernels", "render.model", "render.body", "render.jinja")
+    makers = {f"specc.compiler.{word}" for word in words}
+    runtime = {module: edges for module, edges in EDGES.items() if module.startswith("specc.runtime")}
+    assert {module: edges & makers for module, edges in runtime.items() if edges & makers} == {}
 
 
-def test_no_file_is_long_and_none_is_named_for_nothing() -> None:
-    for path in sorted([*(ROOT / "compiler").rglob("*.py"), *(ROOT / "runtime").rglob("*.py")]):
-        assert len(path.read_text().splitlines()) <= 400, path
-        assert path.stem not in ("utils", "common", "helpers", "manager", "base"), path
+@pytest.mark.parametrize("module", MODULES)
+def test_no_name_explains_nothing(module: str) -> None:
+    assert module.rpartition(".")[2] not in ("utils", "common", "helpers", "manager", "base", "misc")
+
+
+@pytest.mark.parametrize("half", PRESENT)
+def test_a_folder_is_one_screen(half: str) -> None:
+    crowd: dict[Path, int] = {}
+    for path in (ROOT / half).rglob("*.py"):
+        crowd[path.parent] = crowd.get(path.parent, 0) + 1
+    assert {place: count for place, count in crowd.items() if count > 24} == {}
 
 
 def test_templates_stay_templates() -> None:
@@ -135,6 +168,6 @@ def modules_after(code: str) -> set[str]:
 
 
 def test_importing_all_of_the_compiler_imports_nothing_heavy() -> None:
-    names = [f"specc.compiler.{place(path)}" for path in modules()]
-    found = modules_after(f"import importlib\nfor name in {sorted(set(names))!r}: importlib.import_module(name)")
+    names = sorted(module for module in MODULES if module.startswith("specc.compiler"))
+    found = modules_after(f"import importlib\nfor name in {names!r}: importlib.import_module(name)")
     assert found.isdisjoint(HEAVY)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specc.runtime.data.documents.reading import SUPPORTED, Bounds, kind_of, read_documents
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.shards.shards import Split
+from specc.runtime.data.split import Split
 
 _SPLIT_NAME = re.compile(r"(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 # Tests hold broken and odd encodings on purpose; the others differ between installations of one version.

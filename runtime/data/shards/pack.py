@@ -15,8 +15,9 @@ from specc.runtime.data.documents.corpus import split_corpus
 from specc.runtime.data.documents.reading import Bounds
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
-from specc.runtime.data.shards.shards import Split, sync_folder
+from specc.runtime.data.shards.shards import sync_folder
 from specc.runtime.data.shards.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
+from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import open_tokenizer, tokenizer_files
 from specc.runtime.errors import EnvironmentFailure
 

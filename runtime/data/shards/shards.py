@@ -15,19 +15,19 @@ import weakref
 from glob import glob, has_magic
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.split import Split
 
 MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
 MAX_TOKENS = 2**31 - 1  # the count is an int32
 
-Split = Literal["train", "val"]
 
 _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 
