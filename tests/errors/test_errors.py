@@ -14,7 +14,7 @@ from subprocess import run
 import pytest
 from error_cases import BASES, FAMILIES, FOLDER, Case, cases_of, write_message
 
-from specc.compiler.build import validate
+from specc.compiler.build import plan_spec
 from specc.compiler.errors import SpecError, render
 from specc.compiler.spec.check import CODES
 
@@ -26,7 +26,7 @@ GOLDEN = os.environ.get("SPECC_GOLDEN") == "1"
 def message_of_spec(case: Case) -> str:
     Path(case.file).write_text(case.text)
     with pytest.raises(SpecError) as caught:
-        validate(Path(case.file))
+        plan_spec(Path(case.file))
     return render(caught.value) + "\n"
 
 
@@ -61,12 +61,12 @@ def test_names_of_cases_are_unique() -> None:
 
 @pytest.mark.parametrize("base", BASES)
 def test_the_base_specs_are_valid(base: str) -> None:
-    validate(FOLDER / base)
+    plan_spec(FOLDER / base)
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
 def test_the_committed_specs_are_valid(path: Path) -> None:
-    validate(path)
+    plan_spec(path)
 
 
 def mutants(text: str, others: list[str], rng: random.Random) -> Iterator[bytes]:
@@ -134,7 +134,7 @@ def test_damage_to_a_spec_is_an_error_with_a_place(tmp_path: Path) -> None:
         raw = next(streams[i % len(streams)])
         path.write_bytes(raw)
         try:
-            validate(path)
+            plan_spec(path)
         except SpecError as error:
             refused += 1
             lines = raw.decode("utf-8", "replace").split("\n")

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.spec.optimizers import OptimizerSpec
+from specc.compiler.passes.optimizers import owners
+from specc.compiler.programs.programs import LoweringError
+from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.optim.groups import OptimizerError, Optimizers, assign
+from specc.runtime.optim.optimizers import Optimizers
 
 SHAPES = {"embed": (10, 4), "blocks.0.up": (8, 4), "blocks.0.down": (4, 8), "blocks.0.gain": (4,)}
 
@@ -45,24 +47,17 @@ def step(params: dict[str, nn.Parameter], optimizers: Optimizers, number: int) -
     optimizers.step(1 / (number + 1), number)
 
 
-def test_the_first_match_wins() -> None:
-    groups = assign(SHAPES, specs(muon("*.up"), adamw("blocks.*"), muon("*")))
-    assert [group.names for group in groups] == [
-        ("blocks.0.up",),
-        ("blocks.0.down", "blocks.0.gain"),
-        ("embed",),
-    ]
-
-
-def test_a_parameter_that_none_covers_is_named() -> None:
-    with pytest.raises(OptimizerError, match=r"covers the parameter blocks\.0\.gain") as caught:
-        assign(SHAPES, specs(muon("blocks.*.{up,down}"), adamw("embed")))
-    assert caught.value.exit_code == 2 and "*" in caught.value.hint
-
-
-def test_muon_takes_no_vector() -> None:
-    with pytest.raises(OptimizerError, match=r"optimizers\[1\] \(muon\) covers blocks\.0\.gain of shape \[4\]"):
-        assign(SHAPES, specs(adamw("embed"), muon("*")))
+def test_each_parameter_has_one_owner_that_takes_it() -> None:
+    for wrong, code in ((specs(muon("blocks.*.{up,down}"), adamw("embed")), "S310"), (specs(muon("*")), "S309")):
+        with pytest.raises(LoweringError) as caught:
+            Optimizers(masters(), wrong)
+        assert [problem.code for problem in caught.value.problems] == [code]
+    assert owners(specs(muon("*.up"), adamw("blocks.*"), muon("*")), SHAPES) == {
+        "embed": 2,
+        "blocks.0.up": 0,
+        "blocks.0.down": 1,
+        "blocks.0.gain": 1,
+    }
 
 
 def test_state_is_by_name() -> None:

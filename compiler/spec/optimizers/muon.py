@@ -1,47 +1,19 @@
-"""The optimizers of a spec's `train:` section: what each does to the parameters that its pattern covers."""
+"""Muon and its variants."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Problem, StrictModel, Unit, later
+from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
+from specc.compiler.spec.optimizers.schedules import Ramp, Taper
+from specc.compiler.strict import NonNegativeFloat, Problem, Unit, later
 
-Pattern = Annotated[str, Field(min_length=1, max_length=256)]
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean: with 1 it would never move
-# Of methods that do something in place of an iteration: the fewest `steps` in which one iteration is left.
+# Of methods whose first steps are no iterations: the fewest `steps` that iterate once.
 LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
 
 
-class Ramp(StrictModel):
-    """A value that goes from `start` to `end` in a straight line over `steps` steps, and stays there."""
-
-    start: Unit
-    end: Unit
-    steps: Positive
-
-
-class Taper(StrictModel):
-    """A value that is `start` until the share `after` of the run is done, and from there goes to `end` in a straight
-    line."""
-
-    start: NonNegativeFloat
-    end: NonNegativeFloat
-    after: Annotated[float, Field(ge=0, lt=1)]
-
-
-class AdamWSpec(StrictModel):
-    """AdamW (Loshchilov and Hutter, 2019) for the parameters that `match` covers."""
-
-    kind: Literal["adamw"]
-    match: Pattern
-    lr: NonNegativeFloat
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat | Taper = 0.0
-
-
-class MuonSpec(StrictModel):
+class MuonSpec(OptimizerSpec):
     """Muon (Jordan, 2024): momentum whose matrix is orthogonalized by `steps` iterations.
 
     `method` is how: Newton-Schulz with one quintic; Polar Express, a quintic an iteration (Amsel et al. 2025, arXiv
@@ -52,8 +24,6 @@ class MuonSpec(StrictModel):
     """
 
     kind: Literal["muon"]
-    match: Pattern
-    lr: NonNegativeFloat
     momentum: Unit | Ramp = 0.95
     nesterov: bool = True
     method: Literal["newton_schulz", "polar_express", "turbo"] = later("newton_schulz")
@@ -62,11 +32,12 @@ class MuonSpec(StrictModel):
     second_moment: Decay | None = later(None)
     weight_decay: NonNegativeFloat | Taper = 0.0
 
+    def refuses(self, shape: tuple[int, ...]) -> str:
+        """All but matrices."""
+        return "" if len(shape) == 2 else "muon orthogonalizes matrices"
+
     def problems(self) -> Iterator[Problem]:
-        """There are iterations."""
+        """At least one step iterates."""
         if self.steps < (least := LEAST_STEPS.get(self.method, 1)):
             message = f"the first iteration of {self.method} is step {least}, and `steps` is {self.steps}"
             yield Problem(("steps",), "S278", message, f"use at least {least}; without `steps` they are 5")
-
-
-OptimizerSpec = Annotated[AdamWSpec | MuonSpec, Field(discriminator="kind")]
