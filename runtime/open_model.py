@@ -31,8 +31,8 @@ from specc.runtime.artifact.stored import require_products
 from specc.runtime.artifact.table import require_values, unpacked
 from specc.runtime.artifact.tensors import Layout, QuantizedModel, dequantized, layout
 from specc.runtime.data.tokenizers.characters import CharTokenizer
+from specc.runtime.data.tokenizers.from_spec import characters_of, tokenizer_of
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.data.windows.opening import characters_of, tokenizer_of
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.model.load import Loaded, assign, choose_target, device_asked_for, instantiate
@@ -104,7 +104,7 @@ class Deployment:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model in eval mode on `device`, its parameters in the dtypes that its target computes in.
 
     Attributes:
@@ -156,7 +156,7 @@ def open_model(
     search: Sequence[Path] = (),
     say: Say | None = None,
     prepared: Prepare = lambda spec: spec,
-) -> Opened:
+) -> OpenedModel:
     """The model of a run, with the weights that the run ends with, or of an artifact.
 
     Args:
@@ -193,11 +193,11 @@ def opened_run(
     target: str | None,
     device: str | None,
     search: Sequence[Path] = (),
-) -> Opened:
+) -> OpenedModel:
     """As `open_model` of a run, with these weights (f32, by parameter name)."""
     loaded = realize(run.spec, target, device, weights, lock=run.lock)
     where, places = device_asked_for(loaded.target, device), _places(run, search)
-    return Opened(run.spec, loaded, "run", run.directory, where, None, run.data, places)
+    return OpenedModel(run.spec, loaded, "run", run.directory, where, None, run.data, places)
 
 
 def realize(
@@ -348,7 +348,7 @@ def _open_artifact(
     say: Say,
     data: str | None,
     prepared: Prepare,
-) -> Opened:
+) -> OpenedModel:
     found = read_verified(path)
     if not found.same_code:
         say(f"{path} was written with other generated code: results may differ in the last bits")
@@ -358,7 +358,7 @@ def _open_artifact(
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
     where = device_asked_for(loaded.target, device)
-    return Opened(spec, loaded, "artifact", path, where, found.same_code, data, search)
+    return OpenedModel(spec, loaded, "artifact", path, where, found.same_code, data, search)
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:

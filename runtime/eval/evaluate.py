@@ -22,14 +22,14 @@ from specc.runtime.decode.lines import translator
 from specc.runtime.distributed.launch import own_cpu, target_of
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
-from specc.runtime.eval.text import Adapted, EvaluateError, EvaluateOptions, adapting, evaluate_adapted, evaluate_opened
+from specc.runtime.eval.text import Adapted, EvaluateError, EvaluateOptions, adapting, evaluate_adapted, evaluate_text
 from specc.runtime.metrics.bits_per_byte import BitsPerByte
 from specc.runtime.metrics.exact_match import ExactMatch, exact_match
 from specc.runtime.model.load import device_of
-from specc.runtime.open_model import Opened, Say, open_model, spec_at
+from specc.runtime.open_model import OpenedModel, Say, open_model, spec_at
 
 __all__ = ["METRICS", "Adapted", "EvaluateError", "EvaluateOptions", "ExactMatches", "evaluate", "evaluate_lines"]
-__all__ += ["evaluate_adapted", "evaluate_opened"]
+__all__ += ["evaluate_adapted", "evaluate_text"]
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
 
     `progress` is called with tokens or lines scored and those in all. Several processes share the work where all call
     it with their `world`, each on a device of its own; where a number of `gpus` was asked for, that is no CPU unless it
-    is the `target`, or where it is unset what `own_cpu` gives. Raises as `open_model`, `evaluate_opened`,
+    is the `target`, or where it is unset what `own_cpu` gives. Raises as `open_model`, `evaluate_text`,
     `evaluate_adapted` and `evaluate_lines` do; RunFailure where the processes differ, EnvironmentFailure where there
     are fewer GPUs than processes.
     """
@@ -113,7 +113,7 @@ class ExactMatches:
 
 
 def evaluate_lines(
-    opened: Opened,
+    opened: OpenedModel,
     options: EvaluateOptions,
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
@@ -155,7 +155,7 @@ def evaluate_lines(
 
 
 def _sets(
-    opened: Opened, data: str, how: ExactMatchSpec, max_tokens: int | None
+    opened: OpenedModel, data: str, how: ExactMatchSpec, max_tokens: int | None
 ) -> Iterator[tuple[str, Pairs, Callable[[int], Overlap | None]]]:
     """What `data` names: (name, pairs to score, how many of so many of them were trained on)."""
     kind, tokenizer, width = opened.spec.train.data, opened.characters, opened.spec.model.window
@@ -187,5 +187,5 @@ def _seen(lines: Lines, training: Lines | None, count: int) -> Overlap | None:
 
 
 Scored = BitsPerByte | ExactMatches
-Metric = Callable[[Opened, EvaluateOptions, Callable[[int, int], None] | None, World | None], Scored]
-METRICS: Mapping[str, Metric] = {"bits_per_byte": evaluate_opened, "exact_match": evaluate_lines}
+Metric = Callable[[OpenedModel, EvaluateOptions, Callable[[int, int], None] | None, World | None], Scored]
+METRICS: Mapping[str, Metric] = {"bits_per_byte": evaluate_text, "exact_match": evaluate_lines}

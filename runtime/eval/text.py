@@ -19,7 +19,7 @@ from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.eval.adapt.method import Halves, Work, method_of
 from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte, evaluate_bits
-from specc.runtime.open_model import Opened, token_cache
+from specc.runtime.open_model import OpenedModel, token_cache
 from specc.runtime.storage.run_directory import readable
 
 FEWER = "lower --batch, or eval.batch in the spec"  # where memory is full
@@ -60,8 +60,8 @@ class EvaluateOptions:
     hopeless: int | None = None
 
 
-def evaluate_opened(
-    opened: Opened,
+def evaluate_text(
+    opened: OpenedModel,
     options: EvaluateOptions,
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
@@ -179,7 +179,7 @@ class Adapted:
 
 
 def evaluate_adapted(
-    opened: Opened,
+    opened: OpenedModel,
     options: EvaluateOptions,
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
@@ -189,7 +189,7 @@ def evaluate_adapted(
     What a method fits for a batch of windows or for one of them is the same in any number of processes; where weights
     learn, gradients are added up over the processes, and the result is the same but for the rounding of these sums.
 
-    Raises as `evaluate_opened` does, AdaptError (2) for settings that do not fit the model.
+    Raises as `evaluate_text` does, AdaptError (2) for settings that do not fit the model.
     """
     world = replace(world or World.alone(), device=opened.device)
     asked, how = Asked.of(opened.spec, options, str(opened.path)), opened.spec.eval
@@ -226,13 +226,13 @@ def evaluate_adapted(
     return Adapted(how.adapt, asked, done, result)
 
 
-def _compiled(opened: Opened, options: EvaluateOptions) -> Callable[[Any], Any]:
+def _compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
     """What a function of the model becomes."""
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 
 
 @contextmanager
-def _stream(opened: Opened, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
+def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
     """The text to score, the same in all processes."""
     data = options.data or opened.data
     if data is None:

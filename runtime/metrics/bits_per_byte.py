@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.data.windows.scored import Batch, Ids, Windows, cut, read_batch, share
+from specc.runtime.data.windows.evaluation import Batch, Ids, Windows, cut, read_batch, share
 from specc.runtime.data.windows.stream import TokenStream
 
 if TYPE_CHECKING:

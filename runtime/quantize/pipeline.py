@@ -39,7 +39,7 @@ from specc.runtime.eval.evaluate import METRICS, EvaluateOptions, Scored
 from specc.runtime.model.load import assign
 from specc.runtime.open_model import (
     Deployment,
-    Opened,
+    OpenedModel,
     Say,
     as_trained,
     opened_run,
@@ -146,7 +146,7 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
     opened = opened_run(run, weights, options.target, options.device, options.search)
     scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache, hopeless=HOPELESS)
 
-    def measure(model: Opened) -> Scored:
+    def measure(model: OpenedModel) -> Scored:
         metric = METRICS[run.spec.eval.metric]
         return metric(model, scored, lambda done, total: tell("evaluate", done, total), None)
 
@@ -224,7 +224,7 @@ def _facts(run: Run, own: OwnText | None) -> dict[str, Any]:
 
 def _calibrate(
     run: Run,
-    opened: Opened,
+    opened: OpenedModel,
     options: QuantizeOptions,
     weights: Mapping[str, Tensor],
     own: OwnText | None,
@@ -264,7 +264,7 @@ def _too_large(run: Run, wanted: Calibrate) -> RunFailure:
 
 def _ranges(
     run: Run,
-    opened: Opened,
+    opened: OpenedModel,
     options: QuantizeOptions,
     weights: Mapping[str, Tensor],
     sources: Sequence[Source],

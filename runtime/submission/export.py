@@ -10,7 +10,7 @@ from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.artifact.artifact import write_artifact
 from specc.runtime.artifact.codecs import Codec
-from specc.runtime.data.windows.opening import tokenizer_of
+from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target

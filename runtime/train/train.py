@@ -36,7 +36,7 @@ from specc.runtime.storage.run_directory import (
 )
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop, TrainResult
-from specc.runtime.train.sources.source import Opened, Ready, source_of
+from specc.runtime.train.sources.source import OpenData, Ready, source_of
 from specc.runtime.train.trainer import Trainer
 
 
@@ -169,7 +169,7 @@ def _prepare(
     return trainer, supply.validation
 
 
-def _inputs(run: Run, loaded: Loaded, opened: Opened, schemes: Allocation, world: World) -> InputScales | None:
+def _inputs(run: Run, loaded: Loaded, opened: OpenData, schemes: Allocation, world: World) -> InputScales | None:
     """The scales of what int8 products will read, measured on the data that `specc quantize` calibrates with; None
     where the run deploys no such products."""
     assert run.spec.quant is not None

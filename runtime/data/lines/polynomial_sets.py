@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from specc.runtime.data.documents.reading import READ_ERRORS, open_file
+from specc.runtime.data.documents.formats import READ_ERRORS, open_file
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.lines.polynomial import BLOCK, Ints, Lines, draw, joined
 from specc.runtime.data.tokenizers.characters import lines_of

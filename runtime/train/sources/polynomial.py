@@ -19,7 +19,7 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.pairs import FixedSet, FreshSamples, PairLoader, Pairs, lengths
 from specc.runtime.data.lines.polynomial_sets import Fresh, held_out, training_set
 from specc.runtime.data.tokenizers.characters import CharTokenizer
-from specc.runtime.data.windows.opening import characters_of
+from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.exact_match import PairValidation
 from specc.runtime.model.load import Loaded, device_of

@@ -37,7 +37,7 @@ class Epoch:
     held_out: Pairs
 
 
-class Opened(Protocol):
+class OpenData(Protocol):
     """Data that is open. `digests` tell it from other data."""
 
     @property
@@ -64,7 +64,7 @@ class Ready(Protocol):
         """What a run keeps copies of, so that it can be opened where nothing but the run is."""
         ...
 
-    def open(self, data: str, cache: Path, stack: ExitStack) -> Opened:
+    def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
         """Opens `data`, as `--data` names it. What takes long is made once, in `cache`. Raises DataError."""
         ...
 

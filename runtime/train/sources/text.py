@@ -15,9 +15,9 @@ from specc.compiler.spec.data.text import TextData
 from specc.compiler.spec.spec import Calibrate, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.calibration.calibrate import calibration_windows
+from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer, tokenizer_files
 from specc.runtime.data.windows.loader import Loader
-from specc.runtime.data.windows.opening import tokenizer_of
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validation

@@ -24,7 +24,7 @@ from specc.compiler.cli import run as specc
 from specc.compiler.spec import check
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack
-from specc.runtime.data.shards.shards import ShardWriter
+from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.eval.evaluate import EvaluateOptions, evaluate

@@ -13,7 +13,7 @@ from specc.compiler.cli import run as specc
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.shards.record import RECORD
-from specc.runtime.data.shards.shards import ShardWriter
+from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.eval.evaluate import EvaluateOptions, evaluate
 from specc.runtime.submission.export import export_submission
 from specc.runtime.submission.names import CODE, WEIGHTS
