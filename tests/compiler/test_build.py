@@ -321,7 +321,7 @@ def test_a_killed_build_is_finished_by_the_next(small: Path, tmp_path: Path) -> 
     build(small, into)
     rng = random.Random(0)
     slow = (
-        "import os, time\nfrom pathlib import Path\nfrom specc.compiler import artifact, build\n"
+        "import os, time\nfrom pathlib import Path\nfrom specc.compiler import build, generated_folder as artifact\n"
         "real = os.replace\n"
         "def replace(a, b):\n    time.sleep(0.02); real(a, b); time.sleep(0.02)\n"
         "artifact.os.replace = replace\nprint('ready', flush=True)\n"
