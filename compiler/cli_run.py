@@ -239,8 +239,8 @@ def evaluate(
         spec = spec_at(model)
         if (code := ran_on(gpus, spec, target or own_cpu(model, spec))) is not None:
             return code
-    from specc.runtime.eval.evaluate import EvaluateOptions
     from specc.runtime.eval.evaluate import evaluate as score
+    from specc.runtime.eval.options import EvaluateOptions
 
     stages = Stages()
     with joined_world() if is_launched() else nullcontext() as world:
@@ -339,7 +339,7 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p)
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
-    if opened.spec.model.characters is not None:
+    if opened.spec.model.reads == "lines":
         raise click.UsageError(f"{opened.spec.name} turns lines into lines: give it --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)

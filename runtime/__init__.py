@@ -59,7 +59,7 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     from specc.runtime.open_model import open_model
 
     opened = open_model(Path(path), target, device)
-    if opened.spec.model.characters is not None:
+    if opened.spec.model.reads == "lines":
         opened.model.translate = translator_of(opened).translate  # type: ignore[assignment]
     check_programs(opened.model, opened.loaded.programs, opened.spec.model.vocabulary)
     return opened.model

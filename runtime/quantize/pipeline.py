@@ -35,7 +35,8 @@ from specc.runtime.calibration.input_ranges import trained_scales
 from specc.runtime.calibration.ranges import input_ranges
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.eval.evaluate import METRICS, EvaluateOptions, Scored
+from specc.runtime.eval.evaluate import METRICS, Scored
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.load import assign
 from specc.runtime.open_model import (
     Deployment,
@@ -175,7 +176,7 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
     calibration, seconds = (_facts(run, own) if sees or sources else None), time.monotonic() - began
     if calibration is not None:
         say(f"calibrated in {seconds:.1f} s")
-    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained)
+    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained, run.data_digests)
     schemes = quantizer.chosen(base, say, options.reserved)
     model = quantizer.model(schemes)
     inputs = input_report(sources, ranges, model)
@@ -327,6 +328,7 @@ def _write(
             layout=deployment.layout,
             tensors=model.tensors,
             table=described(schemes, model.tensors),
+            trained_on=run.data_digests,
         )
         artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
         facts = (spec, step, size, budget, rows, inputs, more, *losses)

@@ -83,6 +83,7 @@ def export_submission(
         layout=deployment.layout,
         tensors=found.stored.tensors,
         codec=codec,
+        trained_on=found.trained_on,
     )
 
     def check(temporary: Path) -> None:
@@ -110,7 +111,7 @@ def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path]
 def _of_text(run: Run) -> Run:
     """The run, if a submission can be of its kind. Raises ExportError."""
     spec = run.spec
-    if spec.quant is None or not isinstance(spec.eval, BitsSpec) or spec.model.characters is not None:
+    if spec.quant is None or not isinstance(spec.eval, BitsSpec):
         raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
     if spec.train.teacher_forcing is not None:
         raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")

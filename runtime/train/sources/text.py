@@ -22,6 +22,7 @@ from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import Loaded
+from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.train.sources.feed import Windows
 from specc.runtime.train.sources.source import Drill, Epoch, Source, Supply
 
@@ -47,8 +48,8 @@ class _Streams:
     val: TokenStream
 
     @property
-    def digests(self) -> Sequence[str]:
-        return [self.train.digest, self.val.digest]
+    def digests(self) -> DataDigests:
+        return DataDigests(train=self.train.digest, val=self.val.digest)
 
     @property
     def epoch(self) -> Epoch | None:

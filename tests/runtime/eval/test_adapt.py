@@ -16,7 +16,9 @@ from run_samples import make_run, model_of, one_thread, small_spec, write_text
 from torch import Tensor
 
 from specc.runtime.errors import RunFailure
-from specc.runtime.eval.evaluate import Adapted, EvaluateError, EvaluateOptions, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions
+from specc.runtime.eval.text import Adapted
 from specc.runtime.metrics.bits_per_byte import BitsPerByte
 from specc.runtime.open_model import OpenedModel
 from specc.runtime.storage.run_directory import Run
@@ -96,7 +98,7 @@ def naive_slot(run: Run, tokens: list[int], how: dict[str, Any], causal: bool) -
 
 
 def _eval(run: Run) -> Any:
-    from specc.runtime.eval.text import adapting
+    from specc.runtime.eval.evaluate import adapting
 
     return adapting(run.spec, EvaluateOptions(adapt="slot", stride=STRIDE)).eval
 
@@ -316,7 +318,7 @@ def test_a_spec_with_a_rule_for_every_tensor_can_adapt() -> None:
     """As that of a quantized model is, whose bits were allocated: far longer than a line of YAML may be."""
     rules = ", ".join(f"{{match: never.{i}.there, scheme: round, bits: 8}}" for i in range(200))
     spec = small_spec(f"quant.rules=[{rules}]")
-    from specc.runtime.eval.text import adapting
+    from specc.runtime.eval.evaluate import adapting
 
     made = adapting(spec, EvaluateOptions(adapt="slot", stride=STRIDE))
     assert made.quant == spec.quant and made.eval.adapt.kind == "slot"  # type: ignore[union-attr]
