@@ -26,6 +26,7 @@ from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Range
 from specc.compiler.spec.spec import Calibrate, Spec
 from specc.runtime.artifact.artifact import ArtifactSize, write_artifact
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import described
 from specc.runtime.artifact.tensors import dequantized
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
@@ -38,16 +39,7 @@ from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.load import assign
-from specc.runtime.open_model import (
-    Deployment,
-    OpenedModel,
-    Say,
-    as_trained,
-    opened_run,
-    realize,
-    realize_stored,
-    token_cache,
-)
+from specc.runtime.open_model import OpenedModel, Say, as_trained, opened_run, realize, realize_stored, token_cache
 from specc.runtime.quantize.budget import Allocation, promoted
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved

@@ -23,9 +23,9 @@ from specc.compiler.spec.spec import SCHEMES, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.compiler.strict import StrictModel
 from specc.runtime.artifact.codecs import Codec
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.model.load import layer_count, replace_fuse
-from specc.runtime.open_model import Deployment
 from specc.runtime.quantize.quantizer import plain, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 

@@ -10,11 +10,12 @@ from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.artifact.artifact import write_artifact
 from specc.runtime.artifact.codecs import Codec
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
-from specc.runtime.open_model import Deployment, Say, as_trained, read_verified
+from specc.runtime.open_model import Say, as_trained, read_verified
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact

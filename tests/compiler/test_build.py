@@ -311,7 +311,7 @@ def test_the_interface_is_names_shapes_and_storage() -> None:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "from specc.compiler.cli import main; main()", *arguments]
+    return [sys.executable, "-m", "specc.cli", *arguments]
 
 
 def test_a_killed_build_is_finished_by_the_next(small: Path, tmp_path: Path) -> None:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from specc.runtime.data.windows.evaluation import Batch
 from specc.runtime.distributed.world import World, joined
-from specc.runtime.eval.evaluate import adapting
 from specc.runtime.eval.options import EvaluateOptions
-from specc.runtime.eval.text import Adapted, evaluate_adapted, evaluate_text
+from specc.runtime.eval.text import Adapted, adapting, evaluate_adapted, evaluate_text
 from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte
 from specc.runtime.open_model import OpenedModel, open_model
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from run_samples import SMALL, SPEC, one_thread, write_text
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards import tokenize

@@ -98,7 +98,7 @@ def naive_slot(run: Run, tokens: list[int], how: dict[str, Any], causal: bool) -
 
 
 def _eval(run: Run) -> Any:
-    from specc.runtime.eval.evaluate import adapting
+    from specc.runtime.eval.text import adapting
 
     return adapting(run.spec, EvaluateOptions(adapt="slot", stride=STRIDE)).eval
 
@@ -318,7 +318,7 @@ def test_a_spec_with_a_rule_for_every_tensor_can_adapt() -> None:
     """As that of a quantized model is, whose bits were allocated: far longer than a line of YAML may be."""
     rules = ", ".join(f"{{match: never.{i}.there, scheme: round, bits: 8}}" for i in range(200))
     spec = small_spec(f"quant.rules=[{rules}]")
-    from specc.runtime.eval.evaluate import adapting
+    from specc.runtime.eval.text import adapting
 
     made = adapting(spec, EvaluateOptions(adapt="slot", stride=STRIDE))
     assert made.quant == spec.quant and made.eval.adapt.kind == "slot"  # type: ignore[union-attr]

@@ -11,8 +11,8 @@ from adapt_scene import ADAMW, CAUSAL, SLOT, TTT, Nats, adapted, counted, plain
 from run_samples import SPEC, make_run, write_text
 
 from specc.compiler.spec.check import load
-from specc.runtime.eval.evaluate import adapting
 from specc.runtime.eval.options import EvaluateOptions
+from specc.runtime.eval.text import adapting
 from specc.runtime.open_model import OpenedModel, open_model
 from specc.runtime.storage.run_directory import Run
 

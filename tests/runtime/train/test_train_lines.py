@@ -8,11 +8,12 @@ import pytest
 from log_lines import read_log
 from run_samples import one_thread
 
+from specc.cli.app import run as command
 from specc.compiler.build import canonical
-from specc.compiler.cli import run as command
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.artifact import write_artifact
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import described
 from specc.runtime.data.documents.corpus import is_val
 from specc.runtime.data.errors import DataError
@@ -22,7 +23,7 @@ from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.lines import ExactMatches
 from specc.runtime.eval.options import EvaluateError, EvaluateOptions
 from specc.runtime.metrics.exact_match import ExactMatch
-from specc.runtime.open_model import Deployment, read_verified
+from specc.runtime.open_model import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.train.loop import TrainResult
 from specc.runtime.train.train import TrainOptions, train
