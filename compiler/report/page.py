@@ -163,7 +163,7 @@ def _refused(programs: Programs) -> Iterator[str]:
     for graph in programs.graphs:
         for node in graph.nodes if _whole(programs, graph.name) else ():
             for fusion in catalog(fusions, Fusion).values() if node.op.matrix else ():
-                if node.op.name in fusion.ops and (reason := fusion.refuses(graph, (node,))):
+                if node.op.name in fusion.ops and (reason := fusion.refusal(graph, (node,))):
                     path = place_pattern(programs, _alike(programs, node.name), node.name)
                     yield f"- {path}: {fusion.name} {reason}"
 

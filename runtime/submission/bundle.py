@@ -40,7 +40,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
     ("specc.runtime.artifact.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
     ("specc.runtime.artifact.table", "described"): (_KNOWN, "described"),
-    ("specc.runtime.data.shards.cache", "open_cached"): (_KNOWN, "open_cached"),
+    ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
 # Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.
