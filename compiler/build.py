@@ -163,10 +163,11 @@ def _files(
     from importlib.metadata import version
 
     from specc.compiler.report.page import plan_page
+    from specc.compiler.report.summary import Summary
 
     folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}
     files = {f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan).items()}
-    files["PLAN.md"] = plan_page(spec, plans, deployed)
+    files["PLAN.md"] = plan_page(Summary(spec, plans, deployed))
     manifest = {
         **_other_source(spec, source),
         "spec": digest(canonical(spec)),
