@@ -134,11 +134,11 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
             floor_ms=_rounded(found.floor_ms),
         )
         lock = merged(options.path, methodcaller("with_entry", target, found.symbol, entry, machine))
-    for choices in plan.save_choices:
-        kept = fastest(choices, target, lock)
+    for group in plan.save_choices:
+        kept = fastest(group, target, lock)
         if kept is not None:
-            say(line(choices, kept))
-            lock = merged(options.path, methodcaller("with_kept", target, choices.name, kept, machine))
+            say(line(group, kept))
+            lock = merged(options.path, methodcaller("with_kept", target, group.name, kept, machine))
     return tuple(results)
 
 
