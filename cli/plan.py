@@ -4,17 +4,20 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, format_option, json_option, set_option, spec_argument
+from specc.cli.options import Compiling, SpecPath, format_option, json_option, set_option
 from specc.cli.output import tell
 
 
 @click.command("plan", cls=Compiling)
-@spec_argument
+@click.argument("spec", type=SpecPath())
 @set_option
 @json_option
 @format_option
 def command(spec: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Summarize what a spec makes: parameters, bytes, FLOPs, kernels."""
+    """Summarize what a spec makes: parameters, bytes, FLOPs, kernels.
+
+    A spec that is `-` is read from standard input.
+    """
     from specc.compiler.build import plan_spec
     from specc.compiler.report.summary import Summary, data, lines
 
