@@ -90,10 +90,10 @@ def command(
         raise click.UsageError(f"{opened.spec.name} turns lines into lines: give it --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)
-        texts = generate_several(opened, prompt.encode(), max_tokens, sampling, seeds, say=say)
+        texts = generate_several(opened, prompt, max_tokens, sampling, seeds, say=say)
         for own, text in zip(seeds, texts, strict=True):
             click.echo(f"--- seed {own}\n{prompt}{text.decode(errors='replace')}")
         return
     click.echo(prompt, nl=False)
-    write(opened, prompt.encode(), max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
+    write(opened, prompt, max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
     click.echo()

@@ -174,7 +174,7 @@ def sample_tokens(
     first `vocab` count. A token is -1 where the model gave no distribution; what follows it has no meaning. Once
     the graphs are there, nothing waits for the device but once in `PAGE` tokens, to hand it random numbers.
     """
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    generators = [_generator(seed) for seed in seeds]
     last: Tensor | None = None
     for at in range(count):
         if at % PAGE == 0:
@@ -184,3 +184,9 @@ def sample_tokens(
         logits = decoder.prefill(tokens) if last is None else decoder.append(last.clamp(min=0))
         last = sampling.pick(logits[:, :vocab], uniform[at % PAGE])
         yield last
+
+
+def _generator(seed: int) -> torch.Generator:
+    if not -(2**63) <= seed < 2**64:
+        raise SamplingError(f"the seed {seed} has more than 64 bits", f"give 0 to {2**64 - 1}")
+    return torch.Generator().manual_seed(seed)

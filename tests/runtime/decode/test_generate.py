@@ -14,6 +14,7 @@ import torch
 from run_samples import VARIANTS, make_run, model_of, one_thread, small_spec, write_text
 from torch import Tensor, nn
 
+from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from specc.runtime.decode.text import Decoder, Sampling, SamplingError
 from specc.runtime.errors import RunFailure
@@ -351,3 +352,22 @@ def test_each_of_several_texts_ends_by_itself() -> None:
     several = OpenedModel(opened.spec, loaded, "artifact", opened.path, CPU, True, None, ())
     assert generate_several(several, b"", 50, Sampling(0.0), (1, 2, 3)) == [b"ab", b"wxyz", b""]
     assert model.calls == 5
+
+
+def test_a_prompt_of_any_bytes_is_read_and_half_a_surrogate_is_refused() -> None:
+    """The command line spells bytes that are not UTF-8 as surrogate escapes."""
+    for prompt in ("\udcff\udc80x", b"\xff\x80x"):
+        opened, model = scripted([*b"ab", 256])
+        assert generate(opened, prompt, 5, Sampling(0.0)) == b"ab"
+        assert model.calls[0] == (0, [256, 0xFF, 0x80, ord("x")])
+    opened, _ = scripted([*b"ab", 256])
+    with pytest.raises(DataError, match="half a surrogate pair at character 1"):
+        generate(opened, "a\ud83d", 5, Sampling(0.0))
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30])
+def test_a_seed_of_more_than_64_bits_is_refused(seed: int) -> None:
+    opened, _ = scripted([*b"ab", 256])
+    with pytest.raises(SamplingError, match=f"the seed {seed} has more than 64 bits"):
+        generate(opened, b"", 5, Sampling(0.0), seed)
+    assert generate(opened, b"", 5, Sampling(0.0), 2**64 - 1) == b"ab"
