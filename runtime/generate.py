@@ -136,7 +136,7 @@ def _drawn(
     """Steps of token ids, one per seed, behind the same `tokens`. Raises RunFailure for logits that are not finite."""
     rows = torch.tensor([tokens] * len(seeds), device=opened.device)
     try:
-        decoder = Decoder(opened.generated, opened.spec.model.window, opened.device, len(seeds))
+        decoder = Decoder(opened.text_model, opened.spec.model.window, opened.device, len(seeds))
         for step in sample_tokens(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
             found: list[int] = step.tolist()
             if min(found) < 0:

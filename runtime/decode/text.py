@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.model.cuda_graph import WARM_UP, Captured
-from specc.runtime.open_model import Cache, Generated
+from specc.runtime.model.protocols import Cache, GeneratedText
 
 STRIDES = 8  # lengths of the cache that a step is made for: attention reads no more than the next of them
 SHORTEST = 256  # positions: shorter lengths save nothing
@@ -84,7 +84,7 @@ class Decoder:
     ever seen, at least half as many, and the cost is about two tokens a token.
     """
 
-    def __init__(self, model: Generated, window: int, device: torch.device, rows: int = 1) -> None:
+    def __init__(self, model: GeneratedText, window: int, device: torch.device, rows: int = 1) -> None:
         self._model, self._window = model, window
         self._cache = model.new_cache(rows, window)
         self._seen = torch.zeros(rows, window, dtype=torch.int64, device=device)
@@ -136,7 +136,7 @@ class Decoder:
 class _Step:
     """One token of each row against a cache of one length: run as it is, or on a GPU captured and replayed."""
 
-    def __init__(self, model: Generated, cache: Cache) -> None:
+    def __init__(self, model: GeneratedText, cache: Cache) -> None:
         self._model, self._cache = model, cache
         self._logits: Tensor | None = None
         self._captured = Captured(self._write)
