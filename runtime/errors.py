@@ -1,7 +1,8 @@
 """The errors of the runtime: a message, a hint, an exit code."""
 
-import errno
 from pathlib import Path
+
+from specc.compiler.errors import FULL
 
 
 class RuntimeFailure(Exception):
@@ -45,6 +46,5 @@ class IntegrityError(RuntimeFailure):
 
 def write_failure(path: Path, error: OSError, elsewhere: str) -> EnvironmentFailure:
     """The failure of a write to `path`; `elsewhere` says how to choose another place, such as `name another --out`."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     message = f"{path}: cannot be written: {error.strerror or error}"
-    return EnvironmentFailure(message, f"free some space, or {elsewhere}" if full else elsewhere)
+    return EnvironmentFailure(message, f"free some space, or {elsewhere}" if error.errno in FULL else elsewhere)
