@@ -71,7 +71,7 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
         if source is None:
             raise LoweringError(tuple(problems))
         raise SpecError(to_diagnostics(problems, source), source.texts)
-    return Planned(spec, plans, deployed, lock_use(lock, plans, spec.targets))
+    return Planned(spec, plans, deployed, lock_use(lock, plans, spec))
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:

@@ -147,9 +147,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
         for r in storage.rows[:4]
     ]
     rows += [f"  {summary.choice}"] if summary.choice else []
-    rows.append(
-        f"step         {step.tokens:,} tokens on {step.target}, one GPU: {summary.whole}, {summary.memory} of memory"
-    )
+    rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.whole}; memory {summary.memory}")
     if summary.deployed:  # whose products have lines of their own
         rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
     else:
