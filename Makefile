@@ -4,6 +4,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
+# Bytecode is kept even where the environment says otherwise: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup quickstart test check golden
 setup: $(READY)
 
