@@ -1,6 +1,7 @@
 """The one Jinja environment. Text reaches a template only through a typed context and these filters."""
 
 import importlib.resources
+import json
 import re
 from functools import cache
 
@@ -10,8 +11,10 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _py(value: object) -> str:
-    """A Python literal."""
-    if isinstance(value, str | int | float | bool | tuple) or value is None:
+    """A Python literal, its strings in double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, int | float | bool) or value is None:
         return repr(value)
     raise TypeError(f"no Python literal for {type(value).__name__}")
 

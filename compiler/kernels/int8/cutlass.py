@@ -103,7 +103,7 @@ def _source(site: Site, op: Int8Function, tail: Int8Tail, tile: object, leaf: Ma
         tree=listed(f"using Tree = fusion::{leaf['evt']}<", nodes, ">;", last=""),
         tree_arguments=listed("Tree::Arguments const tree{", arguments, "};", 2, ""),
         pointers=listed("Gemm::Arguments arguments(", ["int m", *given], ") {", last=""),
-        nulls=listed("return Gemm::get_workspace_size(arguments(", ["1", *["nullptr"] * len(names)], "));", 2, ""),
+        nulls=listed("return Gemm::get_workspace_size(arguments(", ["m", *["nullptr"] * len(names)], "));", 2, ""),
         entry=listed(f'extern "C" int {op.function}(', ["int m", *given, *ENVIRONMENT], ") {", last=""),
         arguments=", ".join(["m", *names]),
     )
