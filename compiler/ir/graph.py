@@ -218,7 +218,7 @@ class Tape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. `epilogue` is a pointwise tail that joined it, over its accumulators and the inputs after
+    """One operation. `epilogue` is a pointwise epilogue that joined it, over its accumulators and the inputs after
     `op.arity`; `members` are the spec paths of the nodes that it replaced, where these were several."""
 
     name: str
@@ -237,10 +237,12 @@ class Node:
         return output_refs(self.name, len(self.types))
 
     def __str__(self) -> str:
-        tail = f" |> {self.epilogue.name}{self.epilogue.settings()}" if self.epilogue else ""
+        epilogue = f" |> {self.epilogue.name}{self.epilogue.settings()}" if self.epilogue else ""
         members = f" of ({', '.join(self.members)})" if self.members else ""
         types = ", ".join(map(str, self.types))
-        return f"{self.name} = {self.op.name}({', '.join(self.inputs)}){self.op.settings()}{tail}{members} : {types}"
+        return (
+            f"{self.name} = {self.op.name}({', '.join(self.inputs)}){self.op.settings()}{epilogue}{members} : {types}"
+        )
 
 
 Named = tuple[str, TensorType]

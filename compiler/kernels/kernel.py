@@ -35,15 +35,15 @@ class Site:
         It is written as graphs are, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d, slope) ->
         d * slope : bf16[B,T,1792]`, and names no class, so that renaming one in the compiler loses no measurement.
         """
-        tail = f" |> {self.epilogue.formula}" if self.epilogue is not None else ""
+        epilogue = f" |> {self.epilogue.formula}" if self.epilogue is not None else ""
         op, types = self.node.op, ", ".join(map(str, self.node.types))
-        return f"{op.name}{op.settings()}({', '.join(map(str, self.inputs))}){tail} : {types}"
+        return f"{op.name}{op.settings()}({', '.join(map(str, self.inputs))}){epilogue} : {types}"
 
     @property
     def epilogue(self) -> Pointwise | None:
-        """The tail over the accumulators (its first variables, one a product) and further inputs of the node."""
-        tail = self.node.epilogue
-        return tail if isinstance(tail, Pointwise) else None
+        """The epilogue over the accumulators (its first variables, one a product) and further inputs of the node."""
+        epilogue = self.node.epilogue
+        return epilogue if isinstance(epilogue, Pointwise) else None
 
     @property
     def operands(self) -> tuple[tuple[str, TensorType], ...]:
@@ -132,10 +132,10 @@ def missing(kernel: Kernel, target: Target) -> str | None:
 
 def symbol(site: Site) -> tuple[str, str]:
     """Function and file name: `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
-    tail = site.epilogue
+    epilogue = site.epilogue
     word, size = site.node.op.symbol(site.inputs)
     words = [word]
-    if tail is not None:
-        words += [tail.title] if tail.title else [name_of(reread(output)) for output in tail.outputs]
+    if epilogue is not None:
+        words += [epilogue.title] if epilogue.title else [name_of(reread(output)) for output in epilogue.outputs]
     function = "_".join(word for word in words if word)
     return function, f"{function}__{size}"

@@ -7,7 +7,7 @@ from typing import ClassVar
 from specc.compiler.expr import cuda_functions, cuda_text, variables
 from specc.compiler.kernels.epilogue import Value
 from specc.compiler.kernels.gemm.evt import ELEMENTS, ENVIRONMENT, Functor
-from specc.compiler.kernels.int8.gemm import Int8Function, Int8Tail, int8_function, int8_tail
+from specc.compiler.kernels.int8.gemm import Int8Epilogue, Int8Function, int8_epilogue, int8_function
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.ops.quantized import LARGEST
@@ -57,10 +57,10 @@ class Int8Launcher:
 def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -> Rendered:
     """The .cu and .py files of an int8 product. `leaf` spells the argument of a loaded `tile` and `column`, over its
     pointer and element; `evt` names the tree."""
-    tail = int8_tail(site)
-    op = int8_function(site, tail)
-    source = _source(site, op, tail, tile, leaf)
-    names = (*tail.names, "y")
+    epilogue = int8_epilogue(site)
+    op = int8_function(site, epilogue)
+    source = _source(site, op, epilogue, tile, leaf)
+    names = (*epilogue.names, "y")
     pointers = ", ".join(f"{name}.data_ptr()" for name in names)
     launcher = Int8Launcher(
         op,
@@ -77,11 +77,11 @@ def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -
     return Rendered(op.function, op.symbol, files, str(tile))
 
 
-def _source(site: Site, op: Int8Function, tail: Int8Tail, tile: object, leaf: Mapping[str, str]) -> Int8Source:
-    read = [value for value in tail.operands if value.name in variables(tail.expr)]
-    functor = _functor(tail, read)
-    names = [*tail.names, "y"]
-    given = [*(f"void const* {name}" for name in tail.names), "void* y"]
+def _source(site: Site, op: Int8Function, epilogue: Int8Epilogue, tile: object, leaf: Mapping[str, str]) -> Int8Source:
+    read = [value for value in epilogue.operands if value.name in variables(epilogue.expr)]
+    functor = _functor(epilogue, read)
+    names = [*epilogue.names, "y"]
+    given = [*(f"void const* {name}" for name in epilogue.names), "void* y"]
     kinds = [
         f"TileLoad<{ELEMENTS[v.type.dtype]}>" if not v.column else f"ColumnLoad<{ELEMENTS[v.type.dtype]}>" for v in read
     ]
@@ -95,8 +95,8 @@ def _source(site: Site, op: Int8Function, tail: Int8Tail, tile: object, leaf: Ma
         tile=tile,
         header=op.header.replace("# ", "// ", 1).replace("\n# ", "\n// "),
         arch=site.target.nvcc,
-        formulas=tuple(flowed(line, "//     ", "    ") for line in tail.formulas),
-        element=OUTPUTS[tail.y.type.dtype],
+        formulas=tuple(flowed(line, "//     ", "    ") for line in epilogue.formulas),
+        element=OUTPUTS[epilogue.y.type.dtype],
         reads_tiles=any(not value.column for value in read),
         prelude=cuda_functions([functor.value]),
         functor=functor,
@@ -109,10 +109,10 @@ def _source(site: Site, op: Int8Function, tail: Int8Tail, tile: object, leaf: Ma
     )
 
 
-def _functor(tail: Int8Tail, read: list[Value]) -> Functor:
+def _functor(epilogue: Int8Epilogue, read: list[Value]) -> Functor:
     fragments = ("p", *(value.name for value in read))
-    text = cuda_text(tail.expr, {name: f"{name}[i]" for name in fragments})
-    if tail.codes:
+    text = cuda_text(epilogue.expr, {name: f"{name}[i]" for name in fragments})
+    if epilogue.codes:
         text = f"rintf(fminf(fmaxf({text}, -{LARGEST}.0f), {LARGEST}.0f))"
     return Functor(
         "ComputeY",

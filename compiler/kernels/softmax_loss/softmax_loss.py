@@ -59,7 +59,7 @@ class LossContext:
     """What templates/triton/softmax_loss.py.jinja may know, and `body`, the template of the kernel in it.
 
     `functions` are name, docstring and return of what a logit goes through. In the kernel, `read` is what a loaded
-    logit is called, `wanted` what the target's becomes and `bound` the line from a logit to `f`; `tail` tells that a
+    logit is called, `wanted` what the target's becomes and `bound` the line from a logit to `f`; `partial` tells that a
     tile is not all logits, `padded` that rows are not.
     """
 
@@ -84,7 +84,7 @@ class LossContext:
     wanted: str
     read: str
     bound: tuple[str, ...]
-    tail: bool
+    partial: bool
     padded: bool
     inside: str
     slope: str
@@ -293,7 +293,7 @@ def _context(site: Site, tile: RowTile) -> LossContext:
         wanted=target if identity else f"bounded({target})",
         read="f" if identity else "z",
         bound=() if identity else ("f = bounded(z)",),
-        tail=op.vocab % tile.columns > 0 or op.vocab < width,
+        partial=op.vocab % tile.columns > 0 or op.vocab < width,
         padded=op.vocab < width,
         inside=f"(rows < M)[:, None]{' & (at < WIDTH)' if width % tile.columns else ''}",
         slope=" * slope(z)" if slope else "",
