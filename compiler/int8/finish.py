@@ -1,5 +1,5 @@
-"""What graphs of int8 products still want: nothing that nobody reads, codes without a pass of their own, operands that
-lie row by row, a title for each epilogue."""
+"""The last rewrites of graphs of int8 products: no value that nothing reads, codes without a pass of their own,
+operands that lie row by row, a title for each epilogue."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace

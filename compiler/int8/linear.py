@@ -104,7 +104,7 @@ def _tail(edit: Editing, last: Node, operands: Mapping[str, str]) -> Node | None
 
 
 def _given(epilogue: Node, last: Node) -> list[str]:
-    """What a epilogue reads beside the product."""
+    """The operands of an epilogue beside the product."""
     return [ref for ref in epilogue.inputs if ref != last.name]
 
 

@@ -51,7 +51,7 @@ def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor
 
 
 def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
-    """What a step reads of the product with h: codes, offset, scale and inverse."""
+    """The inputs of a step for the product with h: codes, offset, scale and inverse."""
     return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
 
 

@@ -13,10 +13,10 @@ DTYPES = {"bf16": "torch.bfloat16", "f16": "torch.float16", "f32": "torch.float3
 
 @dataclass(frozen=True, slots=True)
 class CustomOp:
-    """What templates may know of the op around a kernel. Fields of code hold whole lines, indented.
+    """The op around a kernel, as templates write it. Fields of code hold whole lines, indented.
 
     `header` are comment lines; `formulas` what is computed, a line each; `x` the input whose rows and device
-    the others share; `wanted` the rows of the table of checks; `allocated` the lines that make the outputs.
+    the others share; `wanted` the rows of the table of checks; `allocated` the lines that allocate the outputs.
     """
 
     header: str

@@ -84,7 +84,7 @@ class Epilogue:
         return tuple(result.value for result in self.results)
 
     def formulas(self, layout: str) -> tuple[str, ...]:
-        """What is computed, a line an accumulator and a result, e.g. `p = x w^T`."""
+        """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
         product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout]
         made = zip(self.accumulators, self.weights, strict=True)
         lines = [f"{p} = {product.format(x=self.x.name, w=w.name)}" for p, w in made]

@@ -1,4 +1,4 @@
-"""What a kernel is asked: whether it takes a node, how well it suits, and the files that compute it."""
+"""The interface of a kernel: whether it takes a node, its rank, and the files that compute it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class Kernel:
 
     @property
     def made_of(self) -> str:
-        """What a plan page says of it: its language, or whose kernel it calls."""
+        """The description on a plan page: its language, or the library whose kernel it calls."""
         return self.language
 
     @property
@@ -113,8 +113,8 @@ class Kernel:
         return 1.0
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
-        """What it writes or reads beside the node's inputs and outputs, once each: a value that is written and read
-        again stands twice."""
+        """The bytes that it writes or reads beside the node's inputs and outputs, once each: a value that is written
+        and read again stands twice."""
         return ()
 
     def render(self, site: Site) -> Rendered:
@@ -123,7 +123,7 @@ class Kernel:
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:
-    """What the target lacks for this kernel, as a reason; None where it has all."""
+    """The features that the target lacks for this kernel, as a reason; None where it has all."""
     if kernel.language not in target.languages:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)

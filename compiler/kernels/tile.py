@@ -117,7 +117,7 @@ def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
 
 
 def whole_tiles(extent: int, side: int) -> float:
-    """What tiles of `side` cover, as a multiple of `extent`."""
+    """The extent that tiles of `side` cover, as a multiple of `extent`."""
     return _padded(extent, side) / extent
 
 

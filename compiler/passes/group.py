@@ -98,7 +98,7 @@ def _part(scope: str, members: Sequence[Node]) -> str:
 
 
 def _labels(rewrite: Rewrite) -> Mapping[str, str]:
-    """What the ops themselves call what they read."""
+    """The labels that the ops give their inputs."""
     return {ref: label for node in rewrite.nodes for ref, label in zip(node.inputs, node.op.input_labels, strict=False)}
 
 

@@ -109,7 +109,7 @@ class Functor:
 
 @dataclass(frozen=True, slots=True)
 class GemmContext:
-    """What templates/cutlass/gemm_evt.cu.jinja may know.
+    """The context of templates/cutlass/gemm_evt.cu.jinja.
 
     `prelude` are functions that the expressions call, `functors` the expressions; `tree` says what they read and where
     their values go, and `tree_arguments` with which tensors; `pointers` and `entry` are signatures, `nulls` and
@@ -140,7 +140,7 @@ class GemmContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """What templates/cutlass/gemm_evt.py.jinja may know: the tensors that the compiled function takes and,
+    """The context of templates/cutlass/gemm_evt.py.jinja: the tensors that the compiled function takes and,
     with workspace and stream, how many pointers that makes; `library` are lines that compute products before it."""
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.py.jinja"
@@ -273,7 +273,7 @@ def _struct(step: Result) -> str:
 
 
 def _reads(step: Result, epilogue: Epilogue) -> tuple[str, ...]:
-    """What a functor is given, in the order accumulator, operands, results before it."""
+    """The arguments of a functor: accumulator, operands, earlier results."""
     read = variables(step.expr)
     known = (*epilogue.accumulators, *(value.name for value in (*epilogue.operands, *epilogue.outputs)))
     return tuple(name for name in known if name in read)

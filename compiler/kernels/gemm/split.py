@@ -16,7 +16,7 @@ class GivenProduct:
     kept: bool
 
     def formula(self, epilogue: Epilogue, layout: str) -> str:
-        """What is computed, e.g. `p_x = x w_x^T, by the library, bf16`."""
+        """The formula, e.g. `p_x = x w_x^T, by the library, bf16`."""
         product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout].format(x=epilogue.x.name, w=self.weight.name)
         return f"{self.into.name} = {product}, by the library, {self.into.type.dtype}"
 
@@ -28,8 +28,8 @@ class GivenProduct:
 
 
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:
-    """What is left for a kernel of one accumulator, and the products before it. The last product is the kernel's: a
-    `gate` stands behind `x`, and what passes an exponential gains from an accumulator that is not rounded.
+    """The epilogue that is left for a kernel of one accumulator, and the products before it. The last product is the
+    kernel's: a `gate` stands behind `x`, and what passes an exponential gains from an accumulator that is not rounded.
 
     An output that is nothing but one of the library's products is written by the library, and only read here."""
     *firsts, accumulator = epilogue.accumulators

@@ -27,7 +27,7 @@ class LibraryProduct(Kernel):
 
 @dataclass(frozen=True, slots=True)
 class EpilogueContext:
-    """What templates/torch/product.py.jinja may know."""
+    """The context of templates/torch/product.py.jinja."""
 
     TEMPLATE: ClassVar[str] = "torch/product.py.jinja"
     header: str

@@ -19,7 +19,7 @@ DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 
 @dataclass(frozen=True, slots=True)
 class TmaContext:
-    """What templates/triton/linear_tma.py.jinja may know: signatures (`finish`, `kernel`) and body lines."""
+    """The context of templates/triton/linear_tma.py.jinja: signatures (`finish`, `kernel`) and body lines."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
     op: CustomOp
@@ -35,7 +35,7 @@ class TmaContext:
 
 @dataclass(frozen=True, slots=True)
 class PointerContext:
-    """What templates/triton/linear_pointer.py.jinja may know: `starts` go before the loop, `dots` into it."""
+    """The context of templates/triton/linear_pointer.py.jinja: `starts` go before the loop, `dots` into it."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
     op: CustomOp

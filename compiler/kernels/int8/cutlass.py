@@ -1,4 +1,5 @@
-"""What the CUTLASS kernels of int8 products share: the functor of the epilogue, the tree around it, the C entry."""
+"""The common part of the CUTLASS kernels of int8 products: the functor of the epilogue, the tree around it, the C
+entry."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ OUTPUTS = {**ELEMENTS, "i8": "int8_t"}
 
 @dataclass(frozen=True, slots=True)
 class Int8Source:
-    """What the two templates of .cu files may know of an int8 product.
+    """The context of the two templates of .cu files for an int8 product.
 
     `tile` holds the numbers of the thread block; `tree` says what the functor reads, `tree_arguments` with which
     tensors; `pointers`, `entry` are signatures, `nulls` and `arguments` calls.
@@ -42,7 +43,7 @@ class Int8Source:
 
 @dataclass(frozen=True, slots=True)
 class Int8Launcher:
-    """What templates/cutlass/gemm_int8.py.jinja may know: the tensors that the compiled function takes and, with
+    """The context of templates/cutlass/gemm_int8.py.jinja: the tensors that the compiled function takes and, with
     workspace and stream, how many pointers that makes."""
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_int8.py.jinja"

@@ -28,7 +28,7 @@ class Int8Epilogue:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the function is given, in order."""
+        """The names of the function's arguments, in order."""
         return ("x", "w", "offset", *(value.name for value in self.operands))
 
     @property
@@ -153,7 +153,7 @@ def told(label: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchContext:
-    """What templates/torch/gemm_int8.py.jinja may know."""
+    """The context of templates/torch/gemm_int8.py.jinja."""
 
     TEMPLATE: ClassVar[str] = "torch/gemm_int8.py.jinja"
     op: Int8Function

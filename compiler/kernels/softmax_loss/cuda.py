@@ -103,7 +103,7 @@ class StagedContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """What templates/cuda/softmax_loss.py.jinja may know; the names are those of softmax_loss.LossContext."""
+    """The context of templates/cuda/softmax_loss.py.jinja; the names are those of softmax_loss.LossContext."""
 
     TEMPLATE: ClassVar[str] = "cuda/softmax_loss.py.jinja"
     header: str
