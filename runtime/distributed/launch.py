@@ -25,6 +25,8 @@ from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
 
 PEER_LOST = 76  # what a process ends with when it only follows another; never what a command ends with
+EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 GRACE = 20.0  # seconds that the others have to end by themselves, once one has failed
 _LAUNCHER = "SPECC_LAUNCHER"
 
@@ -87,7 +89,7 @@ def own_cpu(path: Path, spec: Spec) -> str | None:
 def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
     """Runs a command in `size` processes; returns the exit code of the first that failed, else 0.
 
-    SIGTERM and SIGINT go to all of them, who save and end as one process would. When one has failed, the
+    SIGTERM, SIGHUP and SIGINT go to all of them, who save and end as one process would. When one has failed, the
     others get GRACE seconds. Should this process be killed, they get SIGTERM.
     """
     with ExitStack() as stack:
@@ -127,7 +129,8 @@ def _reserved_port() -> Iterator[int]:
 
 @contextmanager
 def _noted() -> Iterator[list[int]]:
-    """The SIGTERM and SIGINT that come while this is open, as a list that grows."""
+    """The signals that end a run and come while this is open, as a list that grows. One that is ignored, as SIGHUP
+    under nohup, stays so."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only there can they be caught
         yield came
@@ -136,7 +139,8 @@ def _noted() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    caught = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in caught}
     try:
         yield came
     finally:
@@ -174,8 +178,8 @@ def _outcome(ended: Sequence[tuple[int, int]], size: int, came: Sequence[int], s
     rank, code = causes[0]
     if code > 0:
         return code
-    if -code in came:  # before training, where there was nothing to save
-        return 128 - code
+    if -code in came:  # before it could handle it: there was nothing to save
+        return EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED
     say(f"error: rank {rank} of {size} was ended by signal {-code} ({signal.strsignal(-code)})")
     return RunFailure.exit_code
 

@@ -23,9 +23,9 @@ from specc.runtime.data.windows.opening import characters_of
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.exact_match import PairValidation
 from specc.runtime.model.load import Loaded, device_of
-from specc.runtime.train.sources.feed import Forced
+from specc.runtime.train.sources.feed import Forced, TrainingData
 from specc.runtime.train.sources.micro_batches import micro_batches
-from specc.runtime.train.sources.source import Drill, Epoch, Source, Supply
+from specc.runtime.train.sources.source import Epoch, Source, Supply
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class _Sets:
         loader = stack.enter_context(PairLoader(samples, rows, passes, world.device, world.rank, world.size))
         feed = Forced(loaded.model, plan.forcing, len(self.train), plan.seed, loader)
         validation = PairValidation(self.val.within(plan.validate_tokens), self.tokenizer, self.spec)
-        return Supply(loader, feed, validation)
+        return Supply(TrainingData(loader, feed), validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
         """Lines of equal lengths together, without pads: a decoder that is done reads none, and no range is theirs.
@@ -99,13 +99,12 @@ class _Sets:
                 yield {name: torch.from_numpy(side.astype(np.int64)) for name, side in sides.items()}
 
 
-def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Drill:
+def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> TrainingData:
     kind, window = spec.train.data, spec.model.window
     assert isinstance(kind, PolynomialData)
     lines = Pairs.of(training_set(kind.seed, batches * spec.train.rows(window)), characters_of(spec), window)
     sets = _Sets(spec, characters_of(spec), lines, lines, None)
-    supply = sets.supply(loaded, World.alone().on(torch.device(device_of(loaded.target))), stack)
-    return supply.loader, supply.feed
+    return sets.supply(loaded, World.alone().on(torch.device(device_of(loaded.target))), stack).training
 
 
 def _ready(spec: Spec, search: Sequence[Path]) -> _Lines:
