@@ -64,7 +64,7 @@ def command(
     Of a model of pairs also `table`, training and validation on one GPU and on several, with a cache and without;
     `decode`, lines a second in each dtype; and `int8`, the deployed products beside torch._int_mm.
     """
-    from specc.compiler.build import compile_loaded
+    from specc.compiler.build import plan_loaded
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load
     from specc.runtime.distributed.launch import is_launched
@@ -81,7 +81,7 @@ def command(
     with joined_world() if is_launched() else nullcontext() as world:
         loaded, source = load(spec, overrides)
         lock = read_lock(lock_path(spec, loaded.name))
-        compile_loaded(loaded, source, (), lock)
+        plan_loaded(loaded, source, (), lock)
         chosen = choose_target(loaded, target)  # one, however many processes: --gpus 2 beside --gpus 1 compares
         if gpus is not None and world is not None and gpus != world.size:
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import format_option
+from specc.cli.options import Compiling, format_option
 from specc.cli.output import tell
 from specc.cli.project import GENERATED, all_specs, only_spec
 
 
-@click.command("build")
+@click.command("build", cls=Compiling)
 @click.argument("specs", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--all", "every", is_flag=True, help="Every spec in specs/.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 and name each file that is not as built.")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import format_option
+from specc.cli.options import Compiling, format_option
 
 
-@click.command("diff")
+@click.command("diff", cls=Compiling)
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 @format_option

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import format_option
+from specc.cli.options import Compiling, format_option
 from specc.cli.project import SPECS
 
 
-@click.command("init")
+@click.command("init", cls=Compiling)
 @click.argument("name")
 @click.option("--from", "origin", type=click.Path(path_type=Path), required=True, help="The spec to start from.")
 @format_option

@@ -2,10 +2,11 @@
 
 import rich_click as click
 
+from specc.cli.options import Compiling
 from specc.cli.project import SPECS
 
 
-@click.command("schema")
+@click.command("schema", cls=Compiling)
 @click.option("--write", is_flag=True, help="Write specs/schema.json instead of printing.")
 @click.option("--check", is_flag=True, help="Exit 1 where specs/schema.json is stale.")
 def command(write: bool, check: bool) -> int:

@@ -49,7 +49,7 @@ def command(
 
     Across machines, start it with torchrun.
     """
-    from specc.compiler.build import compile_loaded
+    from specc.compiler.build import plan_loaded
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load
     from specc.runtime.distributed.launch import is_launched, target_of
@@ -67,7 +67,7 @@ def command(
             overrides = (*overrides, *selecting(path, overrides, data))
             loaded, source = load(path, overrides)
             lock = read_lock(lock_path(path, loaded.name))
-            compile_loaded(loaded, source, (), lock)
+            plan_loaded(loaded, source, (), lock)
         if gpus is not None and world is not None and gpus != world.size:
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
         if gpus is not None and world is None and (code := launched(gpus, loaded, target)) is not None:

@@ -4,24 +4,24 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import format_option, set_option
+from specc.cli.options import Compiling, format_option, set_option
 from specc.cli.output import error_format, show
 
 
-@click.command("validate")
+@click.command("validate", cls=Compiling)
 @click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @set_option
 @format_option
 def command(specs: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
     """Check specs as far as a build does, and show all errors at once."""
-    from specc.compiler.build import validate as check_spec
+    from specc.compiler.build import plan_spec
     from specc.compiler.errors import SpeccError, SpecError
 
     form = error_format()
     errors: list[SpeccError] = []
     for path in specs:
         try:
-            check_spec(path, overrides)
+            plan_spec(path, overrides)
         except SpeccError as error:
             errors.append(error)
         else:

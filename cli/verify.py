@@ -20,19 +20,19 @@ def command(spec: Path, target: str | None, as_json: bool) -> int:
 
     Exit 1 where a check fails, 3 where a target that was named cannot run here.
     """
-    from specc.compiler.build import compile_spec
+    from specc.compiler.build import plan_spec
     from specc.compiler.plan.lock import lock_path, read_lock
 
     wanted = checked_targets(spec, target)
-    built = compile_spec(spec, (), wanted)
-    lock = read_lock(lock_path(spec, built.spec.name))
+    planned = plan_spec(spec, (), wanted)
+    lock = read_lock(lock_path(spec, planned.spec.name))
     from specc.runtime.verify.deployed import verify_deployed
     from specc.runtime.verify.verify import verify as checks
 
     found = []
     words = {True: "ok", False: "FAILED", None: "not here"}
-    targets = wanted or built.spec.targets
-    for check in chain(checks(built.spec, targets, lock=lock), verify_deployed(built.spec, targets)):
+    targets = wanted or planned.spec.targets
+    for check in chain(checks(planned.spec, targets, lock=lock), verify_deployed(planned.spec, targets)):
         found.append(check)
         if not as_json:
             click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")

@@ -146,7 +146,7 @@ class StrictModel(BaseModel):
 
     untagged: ClassVar[bool] = False
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong across this model's own fields; paths are relative to it."""

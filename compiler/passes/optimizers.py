@@ -1,11 +1,19 @@
 """Assigns each parameter to the first optimizer whose pattern covers its name."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from specc.compiler.pattern import matches
-from specc.compiler.programs.programs import LoweringError
+from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
+from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Problem
+
+
+def assign_optimizers(programs: Programs, train: TrainSpec) -> Programs:
+    """The programs with the optimizer of each parameter stated in the table. Raises LoweringError as `owners` does."""
+    owner = owners(train.optimizers, {param.name: param.shape for param in programs.params})
+    return replace(programs, params=tuple(replace(param, optimizer=owner[param.name]) for param in programs.params))
 
 
 def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:

@@ -31,7 +31,8 @@ from specc.compiler.quant.scheme import Scheme
 from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.artifact import read_artifact, write_artifact
 from specc.runtime.artifact.codecs import Codec, compress
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized, layout
+from specc.runtime.artifact.layout import layout
+from specc.runtime.artifact.tensors import QuantizedModel, dequantized
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.data.errors import DataError

@@ -10,11 +10,12 @@ from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.artifact.artifact import write_artifact
 from specc.runtime.artifact.codecs import Codec
-from specc.runtime.data.windows.opening import tokenizer_of
+from specc.runtime.artifact.deployment import Deployment
+from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
-from specc.runtime.open_model import Deployment, Say, as_trained, read_verified
+from specc.runtime.open_model import Say, as_trained, read_verified
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
@@ -83,6 +84,7 @@ def export_submission(
         layout=deployment.layout,
         tensors=found.stored.tensors,
         codec=codec,
+        trained_on=found.trained_on,
     )
 
     def check(temporary: Path) -> None:
@@ -110,7 +112,7 @@ def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path]
 def _of_text(run: Run) -> Run:
     """The run, if a submission can be of its kind. Raises ExportError."""
     spec = run.spec
-    if spec.quant is None or not isinstance(spec.eval, BitsSpec) or spec.model.characters is not None:
+    if spec.quant is None or not isinstance(spec.eval, BitsSpec):
         raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
     if spec.train.teacher_forcing is not None:
         raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")

@@ -38,7 +38,7 @@ from specc.runtime.storage.run_directory import (
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop, TrainResult
 from specc.runtime.train.signals import preemptible
-from specc.runtime.train.sources.source import Opened, Ready, source_of
+from specc.runtime.train.sources.source import OpenData, Ready, source_of
 from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
 from specc.runtime.train.trainer import Trainer
 
@@ -128,8 +128,9 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         if begun is None:
             require_free(directory)  # another process may have had the lock until now
     say(f"run: {directory}")
-    fresh = Run(directory, spec, options.target, data, options.overrides, options.lock)
+    fresh = Run(directory, spec, options.target, data, options.overrides, options.lock, opened.digests)
     run = begun.with_data(data) if begun is not None else fresh
+    run.require_data(opened.digests)
     trainer, validation = _prepare(run, options, world, opened, stack)
     if begun is not None:
         _resume(begun, run, trainer, say)
@@ -172,7 +173,7 @@ def _fitting(options: TrainOptions, world: World) -> tuple[World, Ready]:
 
 
 def _prepare(
-    run: Run, options: TrainOptions, world: World, opened: Opened, stack: ExitStack
+    run: Run, options: TrainOptions, world: World, opened: OpenData, stack: ExitStack
 ) -> tuple[Trainer, Validates]:
     """The trainer of a run at step 0, and the data that it is scored on."""
     spec, device = run.spec, world.device
@@ -181,7 +182,8 @@ def _prepare(
         loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
         if device.type == "cuda" and world.rank == 0:
             compile_ahead(loaded.directory)
-    world.require_same("part of the run", {"spec": run.spec_digest, "data": list(opened.digests)})
+    digests = opened.digests
+    world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
     initialize(loaded, spec.train.seed)
     supply, parameters = opened.supply(loaded, world, stack), loaded.programs.params
     takes, gives = (name for name, _ in loaded.programs.program("train").inputs), supply.training.feed.names
@@ -196,7 +198,7 @@ def _prepare(
     return Trainer(model, spec.train, supply.training, world, compiled), supply.validation
 
 
-def _fake_quantization(run: Run, loaded: Loaded, opened: Opened, world: World) -> FakeQuantization:
+def _fake_quantization(run: Run, loaded: Loaded, opened: OpenData, world: World) -> FakeQuantization:
     """How weights will be stored; the scales of the inputs of int8 products are measured on the data that `specc
     quantize` calibrates with."""
     assert run.spec.quant is not None
@@ -228,7 +230,7 @@ def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
 
     path = trainer.world.first(newest)
     if path is None:
-        if moved:  # nothing tells whether they are the same
+        if moved and begun.data_digests is None:  # nothing tells whether they are the same
             message = f"{run.directory} is another run: the data: {begun.data} there, {run.data} now"
             raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
         return

@@ -122,7 +122,7 @@ def test_each_error_has_its_exit_code(
     def failing(*args: object, **words: object) -> None:
         raise error
 
-    monkeypatch.setattr("specc.compiler.build.compile_spec", failing)
+    monkeypatch.setattr("specc.compiler.build.plan_spec", failing)
     assert specc("plan", "specs/tiny.yaml") == code
     assert ("Traceback" in specc.err) == (code == 70)
     if code == 70:
