@@ -83,7 +83,7 @@ def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[st
 def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Built:
     """As `compile_spec`, for a spec and a lock that were read before. Raises as `plan_loaded`."""
     planned = plan_loaded(spec, source, targets, lock)
-    files = _files(spec, planned.plans, planned.deployed, lock)
+    files = _files(spec, planned.plans, planned.deployed, lock, source)
     return Built(spec, planned.plans, planned.deployed, planned.lock_use, files)
 
 
@@ -157,15 +157,19 @@ def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
     return model_files(pipeline.uncached_plan(spec, target, _source_name(spec)))
 
 
-def _files(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock) -> Mapping[str, str]:
+def _files(
+    spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock, source: Source | None
+) -> Mapping[str, str]:
     from importlib.metadata import version
 
     from specc.compiler.report.page import plan_page
+    from specc.compiler.report.summary import Summary
 
     folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}
     files = {f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan).items()}
-    files["PLAN.md"] = plan_page(spec, plans, deployed)
+    files["PLAN.md"] = plan_page(Summary(spec, plans, deployed))
     manifest = {
+        **_other_source(spec, source),
         "spec": digest(canonical(spec)),
         "lock": digest(lock.text()) if lock.targets else None,
         "compiler": version("specc"),
@@ -173,6 +177,15 @@ def _files(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], 
         "nodes": {folder: _nodes(plan) for folder, plan in sorted(folders.items())},
     }
     return {**files, MANIFEST: json.dumps(manifest, indent=2, sort_keys=True) + "\n"}
+
+
+def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
+    """The file of a spec, from the folder of its project, where that is another than its name says."""
+    path = Path(source.file) if source is not None else Path()
+    if path.suffix != ".yaml":  # a text, or the spec that a run keeps
+        return {}
+    within = f"specs/{path.name}" if path.absolute().parent.name == "specs" else path.name
+    return {"source": within} if within != _source_name(spec) else {}
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specc.compiler.build import Built, compile_spec
 from specc.compiler.generated_folder import MANIFEST, diff_texts
-from specc.compiler.report.page import first_programs, forward_flops, quantity
+from specc.compiler.report.summary import Summary, quantity
 
 
 def compare(before: Path, after: Path) -> tuple[tuple[str, ...], str]:
@@ -59,8 +59,9 @@ def _renamed(source: str, text: str, target: str, other: str) -> str:
 
 
 def _summary(old: Built, new: Built) -> Iterator[str]:
-    counts = [sum(param.count for param in first_programs(built.plans).params) for built in (old, new)]
-    costs = [3 * forward_flops(built.spec, built.plans) for built in (old, new)]
+    summaries = [Summary(built.spec, built.plans, built.deployed) for built in (old, new)]
+    counts = [summary.parameters for summary in summaries]
+    costs = [3 * summary.forward_flops for summary in summaries]
     yield f"{old.spec.name} -> {new.spec.name}"
     yield f"parameters   {counts[0]:,} -> {counts[1]:,} ({counts[1] - counts[0]:+,})"
     yield f"FLOP a token {quantity(costs[0])}FLOP -> {quantity(costs[1])}FLOP"

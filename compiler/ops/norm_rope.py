@@ -17,6 +17,7 @@ class HeadRotation(Op):
     """What the op and its gradient share. Without `eps` nothing is normalized; with `gain` each head has a number."""
 
     planned: ClassVar[bool] = True
+    work: ClassVar[str] = "norm and rotary"
     eps: float | None = None
     gain: bool = False
 

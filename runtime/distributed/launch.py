@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from specc.compiler.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.errors import EnvironmentFailure, RunFailure
@@ -25,9 +26,8 @@ from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
 
 PEER_LOST = 76  # what a process ends with when it only follows another; never what a command ends with
-EXIT_PREEMPTED, EXIT_INTERRUPTED = 75, 130
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 GRACE = 20.0  # seconds that the others have to end by themselves, once one has failed
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LAUNCHER = "SPECC_LAUNCHER"
 
 
@@ -139,8 +139,8 @@ def _noted() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    caught = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in caught}
+    numbers = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield came
     finally:
@@ -178,7 +178,7 @@ def _outcome(ended: Sequence[tuple[int, int]], size: int, came: Sequence[int], s
     rank, code = causes[0]
     if code > 0:
         return code
-    if -code in came:  # before it could handle it: there was nothing to save
+    if -code in came:  # before Python ran, where there was nothing to save
         return EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED
     say(f"error: rank {rank} of {size} was ended by signal {-code} ({signal.strsignal(-code)})")
     return RunFailure.exit_code

@@ -2,8 +2,10 @@
 
 import json
 import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from specc.compiler.build import canonical
@@ -15,7 +17,7 @@ from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
-from specc.runtime.open_model import Say, as_trained, read_verified
+from specc.runtime.open_model import Say, Verified, as_trained, read_verified
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
@@ -70,11 +72,38 @@ def export_submission(
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
         raise RunFailure(f"{source} was made of another spec than the run has now", again)
     text = _code(run, targets, search, codec)
+    with _whole_or_none(out, code):
+        _write(found, text, code, weights, codec)
+    python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
+    needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
+    say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
+    size = submission_size(out, spec.quant.budget_bytes or LIMIT)
+    if size.over:
+        say(f"{size.total:,} bytes, code included, are over the budget of {size.budget:,}; both files are written")
+        fits = f"{again} --for submission, then export again with --force"
+        say(f"what leaves room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
+    return size
+
+
+@contextmanager
+def _whole_or_none(out: Path, code: Path) -> Iterator[None]:
+    """The folder `out`, without the code that is to be replaced. After a failure, none where there was none before."""
+    there = out.exists()
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        code.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunFailure(f"cannot write {out}: {error.strerror}") from error
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            code.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFailure(f"cannot write {out}: {error.strerror}") from error
+        yield
+    except BaseException:
+        if not there:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
+def _write(found: Verified, text: str, code: Path, weights: Path, codec: Codec) -> None:
+    """Writes the weights, and then the code, which makes a submission whole."""
     deployment = Deployment.of(found.spec)
     write_artifact(
         weights,
@@ -92,15 +121,6 @@ def export_submission(
             raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
 
     write_atomically(code, [text.encode()], check)
-    python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
-    needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
-    say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
-    size = submission_size(out, spec.quant.budget_bytes or LIMIT)
-    if size.over:
-        say(f"{size.total:,} bytes, code included, are over the budget of {size.budget:,}; both files are written")
-        fits = f"{again} --for submission, then export again with --force"
-        say(f"what leaves room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
-    return size
 
 
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:

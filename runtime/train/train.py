@@ -37,7 +37,6 @@ from specc.runtime.storage.run_directory import (
 )
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop, TrainResult
-from specc.runtime.train.signals import preemptible
 from specc.runtime.train.sources.source import OpenData, Ready, source_of
 from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
 from specc.runtime.train.trainer import Trainer
@@ -98,8 +97,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         PeerLost: when another process ended or does not answer (76).
         DataError: for the data.
     """
-    again = "nothing was trained yet: start it again with the same command"
-    with ExitStack() as stack, preemptible(again):
+    with ExitStack() as stack:
         return _train(options, unfailing(say), world or World.alone(), stack)
 
 

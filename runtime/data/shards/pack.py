@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from specc.compiler.errors import FULL
 from specc.runtime.data.documents.corpus import split_corpus
 from specc.runtime.data.documents.formats import Bounds
 from specc.runtime.data.errors import DataError
@@ -140,7 +141,8 @@ def _staged(out: Path) -> Iterator[Path]:
             sync_folder(out.parent)
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
-            raise EnvironmentFailure(f"{out}: cannot be written: {error.strerror or error}") from error
+            hint = "free some space, or name another --out" if error.errno in FULL else ""
+            raise EnvironmentFailure(f"{out}: cannot be written: {error.strerror or error}", hint) from error
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise

@@ -278,7 +278,8 @@ def test_a_full_disk_leaves_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             assert run(command) == 3
-        assert "out: cannot be written: No space left on device" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "out: cannot be written: No space left on device" in told and "= help: free some space" in told
         assert sorted(os.listdir(tmp_path)) == ["out", "text"] and not os.listdir(tmp_path / "out")
     assert run(command) == 0 and check(tmp_path / "out").findings == []
 
