@@ -144,8 +144,15 @@ class NormRopeGrad(HeadRotation):
         with torch.enable_grad():
             y = NormRope(self.eps, self.gain).reference(x, cos, sin, *gain)
         assert isinstance(y, torch.Tensor)
-        found = torch.autograd.grad(y, leaves, dy)
-        return found if self.gain else found[0]
+        gradients = torch.autograd.grad(y, leaves, dy)
+        return gradients if self.gain else gradients[0]
+
+    def sampled(self, some: "Sequence[Tensor]", every: "Sequence[Tensor]") -> "Tensor | tuple[Tensor, ...]":
+        """dx of some sequences; dgain is summed over all."""
+        if not self.gain:
+            return self.reference(*some)
+        whole = (value.to(few.dtype) for few, value in zip(some, every, strict=True))
+        return self.reference(*some)[0], self.reference(*whole)[1]
 
 
 def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[TensorType]) -> None:
