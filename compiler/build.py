@@ -15,7 +15,7 @@ from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.render.jinja import plan_key, render
-from specc.compiler.render.model import model_context
+from specc.compiler.render.model import OpContext, model_context
 from specc.compiler.report.lock_use import LockUse, lock_use
 from specc.compiler.report.page import plan_page
 from specc.compiler.spec.check import load, to_diagnostics
@@ -123,9 +123,11 @@ def model_files(plan: Plan) -> Mapping[str, str]:
         if not files.keys() >= choice.rendered.files.keys():
             files |= kernel_files(choice.rendered, plan.source)
     context = model_context(plan)
+    for name in context.ops:
+        template, package = f"torch/ops/{name}.py.jinja", OpContext(f"specc_{plan.name}")
+        files[f"{name}.py"] = render(template, package, plan.source, plan_key(template, package))
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
-    namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""
-    context = replace(context, supports=supports, namespace=namespace)
+    context = replace(context, supports=supports)
     files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
     return files
 
