@@ -3,7 +3,6 @@
 Neither holds code that is trusted: the module is rendered from the spec by the compiler that is installed.
 """
 
-import hashlib
 import shutil
 import tempfile
 import weakref
@@ -11,110 +10,54 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal
 
 import torch
 from platformdirs import user_cache_path
 from torch import Tensor, nn
 
-from specc.compiler.build import compile_loaded, interface_digest, spec_of
 from specc.compiler.int8.products import integer_products
-from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.lock import NO_LOCK, Lock
-from specc.compiler.quant.scheme import Scheme
-from specc.compiler.spec.check import problems_of
 from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.artifact import read_artifact
 from specc.runtime.artifact.constants import constants, fill
+from specc.runtime.artifact.deployment import Deployment, deployment_of
+from specc.runtime.artifact.layout import Layout
 from specc.runtime.artifact.stored import require_products
 from specc.runtime.artifact.table import require_values, unpacked
-from specc.runtime.artifact.tensors import Layout, QuantizedModel, dequantized, layout
+from specc.runtime.artifact.tensors import QuantizedModel, dequantized
 from specc.runtime.data.tokenizers.characters import CharTokenizer
+from specc.runtime.data.tokenizers.from_spec import characters_of, tokenizer_of
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.data.windows.opening import characters_of, tokenizer_of
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.model.load import Loaded, assign, choose_target, device_asked_for, instantiate
+from specc.runtime.model.protocols import GeneratedLines, GeneratedText, line_model, text_model
 from specc.runtime.storage import checkpoint
+from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.quantized_run import quantized_artifact
 from specc.runtime.storage.run_directory import KEPT, Run, RunDirectoryError
 from specc.runtime.support.native import compile_ahead
 
 Say = Callable[[str], None]
-Cache = list[tuple[Tensor, ...]]
 Prepare = Callable[[Spec], Spec]
 
 
-class Generated(Protocol):
-    """What a generated language model can do. ids and targets are i64 [B, T]; logits f32 [B, vocabulary]."""
-
-    def score(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Nats of each target, f32 [B, T]."""
-        ...
-
-    def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Logits after the last of `ids`, which `cache`, holding `start` (i64 []) tokens, takes in."""
-        ...
-
-    def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """`prefill` of one token, ids [B, 1]."""
-        ...
-
-    def new_cache(self, rows: int, positions: int) -> Cache: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """What a resolved spec stores of a model, and the digests that an artifact of it carries.
-
-    `code` is the SHA-256 of the generated code of all targets, so that it does not depend on where one is.
-    """
-
-    schemes: Mapping[str, Scheme]
-    shapes: Mapping[str, tuple[int, ...]]
-    interface: bytes
-    code: bytes
-
-    @classmethod
-    def of(cls, spec: Spec) -> "Deployment":
-        """Raises LoweringError when the spec makes no model."""
-        built = compile_loaded(spec.at_rest, None)
-        programs = next(iter(built.plans.values())).programs
-        code = hashlib.sha256()
-        for name, text in sorted(built.files.items()):
-            if "/" in name:  # PLAN.md and the manifest, beside the folders, are no code
-                code.update(f"{name}\n{len(text)}\n{text}".encode())
-        return cls(
-            allocation(spec.quant, programs.params),
-            {param.name: param.shape for param in programs.params},
-            interface_digest(programs, {param.name: param.storage for param in programs.params}),
-            code.digest(),
-        )
-
-    @property
-    def layout(self) -> Layout:
-        """The arrays of an artifact, in file order."""
-        return layout(self.schemes, self.shapes)
-
-    @property
-    def integer(self) -> bool:
-        """Whether arrays are multiplied as they are stored, so that the file also says what they are."""
-        return any(scheme.integer for scheme in self.schemes.values())
-
-
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model in eval mode on `device`, its parameters in the dtypes that its target computes in.
 
     Attributes:
-        spec: the run's, or the resolved one in the artifact.
-        source: what it was opened from.
+        spec: of the run, or the resolved spec of the artifact.
+        loaded: the module, with the spec, target and programs that it was generated from.
+        source: the kind of file that it was opened from.
         path: the run or the artifact.
-        device: where the model is.
-        same_code: whether this compiler generates the very code that the artifact was written with; None for
-            a run. Another code computes the same function, but maybe not to the last bit.
-        data: what the run was trained on; None for an artifact.
+        device: device of the parameters.
+        same_code: whether this compiler generates the code that the artifact was written with; None for a run. Other
+            code computes the same function, but maybe not to the last bit.
+        data: the training data, as `--data` names it; None for an artifact outside its run.
+        trained_on: digests of the training data; None where neither run nor artifact states them.
         search: folders to look for the tokenizer in.
     """
 
@@ -126,24 +69,30 @@ class Opened:
     same_code: bool | None
     data: str | None
     search: tuple[Path, ...]
+    trained_on: DataDigests | None = None
 
     @property
     def model(self) -> nn.Module:
         return self.loaded.model
 
     @property
-    def generated(self) -> Generated:
-        """The model as what it can do."""
-        return cast(Generated, self.loaded.model)
+    def text_model(self) -> GeneratedText:
+        """The methods of a model of text."""
+        return text_model(self.loaded.model)
+
+    @property
+    def line_model(self) -> GeneratedLines:
+        """The methods of a model of lines."""
+        return line_model(self.loaded.model)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one that the spec names. Raises DataError where it is not found or has too many ids."""
+        """The tokenizer that the spec names. Raises DataError as `tokenizer_of`."""
         return tokenizer_of(self.spec, self.search)
 
     @property
     def characters(self) -> CharTokenizer:
-        """The vocabulary of a model of pairs of lines. Raises DataError for another one."""
+        """The characters of a model of lines. Raises DataError for a model of text."""
         return characters_of(self.spec)
 
 
@@ -156,7 +105,7 @@ def open_model(
     search: Sequence[Path] = (),
     say: Say | None = None,
     prepared: Prepare = lambda spec: spec,
-) -> Opened:
+) -> OpenedModel:
     """The model of a run, with the weights that the run ends with, or of an artifact.
 
     Args:
@@ -193,11 +142,11 @@ def opened_run(
     target: str | None,
     device: str | None,
     search: Sequence[Path] = (),
-) -> Opened:
+) -> OpenedModel:
     """As `open_model` of a run, with these weights (f32, by parameter name)."""
     loaded = realize(run.spec, target, device, weights, lock=run.lock)
     where, places = device_asked_for(loaded.target, device), _places(run, search)
-    return Opened(run.spec, loaded, "run", run.directory, where, None, run.data, places)
+    return OpenedModel(run.spec, loaded, "run", run.directory, where, None, run.data, places, run.data_digests)
 
 
 def realize(
@@ -287,17 +236,6 @@ def spec_at(path: Path) -> Spec:
     return read_verified(path).spec
 
 
-def deployment_of(text: bytes) -> tuple[Spec, Deployment]:
-    """What the local compiler makes of the spec in an artifact. Raises IntegrityError if that is no model."""
-    try:
-        spec = spec_of(text)
-        if problem := next(iter(problems_of(spec)), None):
-            raise ValueError(problem.message)
-        return spec, Deployment.of(spec)
-    except Exception as error:
-        raise IntegrityError(f"its spec is not one that this specc understands: {error}") from error
-
-
 def token_cache() -> Path:
     """Where tokenized text is kept unless a caller names another folder."""
     return user_cache_path("specc") / "tokens"
@@ -305,13 +243,21 @@ def token_cache() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What an artifact holds: its spec, the arrays as they are stored, the parameters (f32, by name) that they stand
-    for, and whether this compiler generates the very code that it was written with."""
+    """The content of an artifact.
+
+    Attributes:
+        spec: the resolved spec.
+        stored: the arrays as they are stored.
+        weights: the parameters that they stand for, f32, by name.
+        same_code: whether this compiler generates the very code that the artifact was written with.
+        trained_on: digests of the training data; None where the artifact does not state them.
+    """
 
     spec: Spec
     stored: QuantizedModel
     weights: dict[str, Tensor]
     same_code: bool
+    trained_on: DataDigests | None = None
 
 
 def read_verified(path: Path) -> Verified:
@@ -337,7 +283,7 @@ def read_verified(path: Path) -> Verified:
         weights = dequantized(model)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
-    return Verified(spec, model, weights, artifact.code == deployment.code)
+    return Verified(spec, model, weights, artifact.code == deployment.code, artifact.trained_on)
 
 
 def _open_artifact(
@@ -348,7 +294,7 @@ def _open_artifact(
     say: Say,
     data: str | None,
     prepared: Prepare,
-) -> Opened:
+) -> OpenedModel:
     found = read_verified(path)
     if not found.same_code:
         say(f"{path} was written with other generated code: results may differ in the last bits")
@@ -358,7 +304,7 @@ def _open_artifact(
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
     where = device_asked_for(loaded.target, device)
-    return Opened(spec, loaded, "artifact", path, where, found.same_code, data, search)
+    return OpenedModel(spec, loaded, "artifact", path, where, found.same_code, data, search, found.trained_on)
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:

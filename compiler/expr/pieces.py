@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from .algebra import Factor, Factors, addends, is_sum, key, positive
+from .algebra import Factor, Factors, addends, flat, is_sum, key, positive
 from .values import ZERO, Call, Compare, Const, Expr
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
@@ -12,7 +12,7 @@ ORDERINGS = {"<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {1, 0}, "==": {0}, "!=": 
 
 
 def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
-    """What `known` being true (or false) says about `question`; None if nothing."""
+    """The truth of `question` where `known` has the given truth; None where that does not decide it."""
     assert isinstance(question, Compare)
     if (key(question.a), key(question.b)) != (key(known.a), key(known.b)):
         return None
@@ -47,9 +47,9 @@ def has_zero_arm(expr: Expr) -> bool:
     return False
 
 
-def may_be_infinite(factor: Factor) -> bool:
-    base, exponent = factor
-    return exponent < 0 and not positive(base)
+def may_be_infinite(factors: Factors) -> bool:
+    """Whether a product divides by what may be 0."""
+    return any(exponent < 0 and not positive(base) for base, exponent in flat(factors))
 
 
 def lone_where(factors: Factors) -> Call | None:

@@ -52,6 +52,7 @@ class Sdpa(Op):
 
     name: ClassVar[str] = "sdpa"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     window: int | None = None
     documents: bool = False
 
@@ -95,12 +96,13 @@ class Sdpa(Op):
 
 @dataclass(frozen=True, slots=True)
 class CausalAttention(Op):
-    """What Sdpa without a window gives, y [B, T, H, C], and what its gradient reads beside it: lse f32[B, H, T], the
+    """Sdpa without a window, with the log-sum-exp that its gradient reads: y [B, T, H, C] and lse f32[B, H, T], the
     natural logarithm of the sum of exp(q k^T / sqrt(C)) over the keys that a token sees. Every kernel keeps to that,
     so the forward of one serves the gradient of another."""
 
     name: ClassVar[str] = "causal_attention"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
     chained: ClassVar[int] = 2  # scores, and values by their weights
@@ -164,6 +166,7 @@ class CausalAttentionGrad(Op):
 
     name: ClassVar[str] = "causal_attention_grad"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     gradient: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
@@ -266,6 +269,7 @@ class SdpaCached(Op):
 
     name: ClassVar[str] = "sdpa_cached"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     window: int | None = None
     documents: bool = False
 
@@ -311,6 +315,7 @@ class SdpaSeen(Op):
 
     name: ClassVar[str] = "sdpa_seen"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
 
     @property
     def arity(self) -> int:

@@ -1,4 +1,4 @@
-"""What a program is scored by."""
+"""Cross-entropy, alone and fused with the softmax of its logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,6 +71,7 @@ class SoftmaxLoss(Op):
 
     name: ClassVar[str] = "softmax_loss"
     planned: ClassVar[bool] = True
+    work: ClassVar[str] = "softmax and loss"
     rowwise: ClassVar[bool] = True
     vocab: int
     reduction: Literal["mean", "none"]

@@ -38,6 +38,7 @@ from specc.runtime.artifact.sections import (
 from specc.runtime.artifact.streams import Stream, choose, pack, raw_size, streams, unpack
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.data_digests import DataDigests
 
 Array = npt.NDArray[Any]
 Layout = Sequence[tuple[str, Stored]]
@@ -69,13 +70,21 @@ class ArtifactSize:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A verified artifact. Arrays are read-only, as `Stored` describes them, by parameter name and suffix; `table` is
-    the text of the table of arrays, empty where there is none."""
+    """A verified artifact.
+
+    Attributes:
+        spec: the resolved spec as canonical JSON.
+        code: SHA-256 of the generated code that it was written with.
+        tensors: arrays by parameter name and suffix, read-only, as `Stored` describes them.
+        table: text of the table of arrays; empty where there is none.
+        trained_on: digests of the training data; None where the file does not state them.
+    """
 
     spec: bytes
     code: bytes
     tensors: Mapping[str, Mapping[str, Array]]
     table: bytes
+    trained_on: DataDigests | None = None
 
 
 def write_artifact(
@@ -89,15 +98,17 @@ def write_artifact(
     quality: int = 11,
     codec: Codec = Codec.BROTLI,
     table: bytes = b"",
+    trained_on: DataDigests | None = None,
 ) -> ArtifactSize:
     """Writes `path` atomically; it is read back and compared with `tensors` before it takes its place.
 
     `spec` is the resolved spec as canonical JSON; `interface` and `code` are 32-byte digests. The bytes are a
-    function of the arguments and the release of the codec. `quality` below 11 is for tests; `table` is a
-    section of its own. Raises RunFailure when `tensors` is not what `layout` says or the file cannot be written,
-    IntegrityError when it does not read back.
+    function of the arguments and the release of the codec. `quality` below 11 is for tests; `table` and the digests of
+    the training data, `trained_on`, are sections of their own. Raises RunFailure when `tensors` is not what `layout`
+    says or the file cannot be written, IntegrityError when it does not read back.
     """
-    header, bodies = _assemble(spec, interface, code, layout, tensors, quality, codec, table)
+    texts = _texts(spec, table, trained_on)
+    header, bodies = _assemble(texts, interface, code, layout, tensors, quality, codec)
 
     def check(temporary: Path) -> None:
         unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
@@ -109,7 +120,8 @@ def write_artifact(
             back.tensors[name][stored.suffix].tobytes() == tensors[name][stored.suffix].tobytes()
             for name, stored in layout
         )
-        if back.spec != spec or back.code != code or back.table != table or not same:
+        stated = (back.spec, back.code, back.table, back.trained_on)
+        if stated != (spec, code, table, trained_on) or not same:
             raise unreadable
 
     write_atomically(path, [header.pack(), *bodies], check)
@@ -124,12 +136,14 @@ def measured_bytes(
     quality: int = 11,
     codec: Codec = Codec.BROTLI,
     table: bytes = b"",
+    trained_on: DataDigests | None = None,
 ) -> int:
     """The exact size of the file that `write_artifact` would write with this `quality`, without writing it.
 
     While bits are allocated, `specc.runtime.artifact.tensors.entropy_bytes` is the quick estimate.
     """
-    return _assemble(spec, bytes(32), bytes(32), layout, tensors, quality, codec, table)[0].total
+    texts = _texts(spec, table, trained_on)
+    return _assemble(texts, bytes(32), bytes(32), layout, tensors, quality, codec)[0].total
 
 
 def read_artifact(
@@ -162,8 +176,10 @@ def read_artifact(
             )
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
             raise IntegrityError(f"its arrays take {needed:,} bytes, more than the limit of {limit:,}")
-        texts = [read_section(file, section, "the table of arrays", header.codec) for section in header.tables]
-        table = b"".join(texts)
+        table, digests = (
+            b"".join(read_section(file, section, label, header.codec) for section in header.of(kind))
+            for kind, label in ((Kind.TABLE, "the table of arrays"), (Kind.DATA_DIGESTS, "the digests of data"))
+        )
         if judge is not None:
             judge(table)
         plan = _planned(header, layout)
@@ -172,7 +188,7 @@ def read_artifact(
             for i, section in enumerate(header.data, header.texts)
         ]
         tensors = _unpacked_1(layout, header, raws) if header.version == 1 else _unpacked(layout, header, plan, raws)
-    return Artifact(spec, header.code, tensors, table)
+    return Artifact(spec, header.code, tensors, table, DataDigests.unpacked(digests) if digests else None)
 
 
 def require_layout(path: Path, layout: Layout) -> None:
@@ -216,26 +232,28 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise IntegrityError(f"{path}: cannot be read: {error.strerror}") from error
 
 
+def _texts(spec: bytes, table: bytes, trained_on: DataDigests | None) -> list[tuple[Kind, bytes]]:
+    """The sections in front of those of arrays, as (kind, raw bytes)."""
+    if len(spec) > MAX_SPEC_BYTES:
+        raise RunFailure(f"the resolved spec has {len(spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
+    optional = ((Kind.TABLE, table), (Kind.DATA_DIGESTS, b"" if trained_on is None else trained_on.packed()))
+    return [(Kind.SPEC, spec), *((kind, raw) for kind, raw in optional if raw)]
+
+
 def _assemble(
-    spec: bytes,
+    texts: Sequence[tuple[Kind, bytes]],
     interface: bytes,
     code: bytes,
     layout: Layout,
     tensors: Tensors,
     quality: int,
     codec: Codec,
-    table: bytes,
 ) -> tuple[Header, list[bytes]]:
     """The header and the compressed sections of an artifact."""
     if len(interface) != 32 or len(code) != 32:
         raise ValueError("the interface and code digests are 32 bytes each")
-    if len(spec) > MAX_SPEC_BYTES:
-        raise RunFailure(f"the resolved spec has {len(spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
     _check(layout, tensors)
-    parts: list[tuple[Stream | Kind, bytes]] = [(Kind.SPEC, spec)]
-    if table:
-        parts.append((Kind.TABLE, table))
-    parts += _parts(layout, tensors)
+    parts: list[tuple[Stream | Kind, bytes]] = [*texts, *_parts(layout, tensors)]
     if len(parts) > MAX_SECTIONS:
         raise RunFailure(f"the parameters need {len(parts):,} sections; an artifact holds {MAX_SECTIONS:,}")
 

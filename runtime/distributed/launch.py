@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from specc.compiler.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.errors import EnvironmentFailure, RunFailure
@@ -26,17 +27,8 @@ from specc.runtime.storage.run_directory import Run
 
 PEER_LOST = 76  # what a process ends with when it only follows another; never what a command ends with
 GRACE = 20.0  # seconds that the others have to end by themselves, once one has failed
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LAUNCHER = "SPECC_LAUNCHER"
-# A process that failed skips its teardown, in which CUDA or NCCL could wait for ranks that are gone.
-_COMMAND = """
-import os, sys
-from specc.compiler.cli import run
-code = run(sys.argv[1:])
-if code:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-"""
 
 
 def is_launched() -> bool:
@@ -94,10 +86,10 @@ def own_cpu(path: Path, spec: Spec) -> str | None:
     return own
 
 
-def launch(size: int, arguments: Sequence[str], say: Callable[[str], None]) -> int:
-    """Runs `specc ARGUMENTS` in `size` processes; returns the exit code of the first that failed, else 0.
+def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
+    """Runs a command in `size` processes; returns the exit code of the first that failed, else 0.
 
-    SIGTERM and SIGINT go to all of them, who save and end as one process would. When one has failed, the
+    SIGTERM, SIGHUP and SIGINT go to all of them, who save and end as one process would. When one has failed, the
     others get GRACE seconds. Should this process be killed, they get SIGTERM.
     """
     with ExitStack() as stack:
@@ -107,9 +99,8 @@ def launch(size: int, arguments: Sequence[str], say: Callable[[str], None]) -> i
         stack.callback(_kill, processes)
         for rank in range(size):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-P", "-c", _COMMAND, *arguments]
             # a session of its own: Ctrl-C then comes only through here, once
-            processes.append(subprocess.Popen(command, env=own, start_new_session=True))
+            processes.append(subprocess.Popen([*command], env=own, start_new_session=True))
         return _outcome(_ended(processes, came), size, came, say)
 
 
@@ -138,7 +129,7 @@ def _reserved_port() -> Iterator[int]:
 
 @contextmanager
 def _noted() -> Iterator[list[int]]:
-    """The SIGTERM and SIGINT that come while this is open, as a list that grows."""
+    """The SIGTERM, SIGHUP and SIGINT that come while this is open, as a list that grows."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only there can they be caught
         yield came
@@ -147,7 +138,8 @@ def _noted() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield came
     finally:
@@ -185,8 +177,8 @@ def _outcome(ended: Sequence[tuple[int, int]], size: int, came: Sequence[int], s
     rank, code = causes[0]
     if code > 0:
         return code
-    if -code in came:  # before training, where there was nothing to save
-        return 128 - code
+    if -code in came:  # before Python ran, where there was nothing to save
+        return EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED
     say(f"error: rank {rank} of {size} was ended by signal {-code} ({signal.strsignal(-code)})")
     return RunFailure.exit_code
 

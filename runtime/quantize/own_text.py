@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from specc.compiler.spec.spec import Calibrate
-from specc.runtime.decode.text import Decoder, Sampling, drawn
+from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.open_model import Opened
+from specc.runtime.open_model import OpenedModel
 
 TOLD = 64  # tokens of each row from one word on progress to the next
 
@@ -38,7 +38,7 @@ class OwnText:
 
 
 def write_text(
-    opened: Opened, wanted: Calibrate, seed: int, progress: Callable[[int, int], None] | None = None
+    opened: OpenedModel, wanted: Calibrate, seed: int, progress: Callable[[int, int], None] | None = None
 ) -> OwnText:
     """`wanted.sequences` rows of `wanted.length` tokens, all decoded at once.
 
@@ -64,8 +64,8 @@ def write_text(
     written[:, 0] = first.to(opened.device)
     start = written[:, :1].clone()
     try:
-        decoder = Decoder(opened.generated, length, opened.device, rows)  # never full: it ends there
-        steps = drawn(decoder, start, tokenizer.vocab, sampling, seeds, length)
+        decoder = Decoder(opened.text_model, length, opened.device, rows)  # never full: it ends there
+        steps = sample_tokens(decoder, start, tokenizer.vocab, sampling, seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step
             if progress is not None and (done % TOLD == 0 or done == length):

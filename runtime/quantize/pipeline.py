@@ -26,6 +26,7 @@ from specc.compiler.pipeline import lower
 from specc.compiler.quant.scheme import Range
 from specc.compiler.spec.spec import Calibrate, Spec
 from specc.runtime.artifact.artifact import ArtifactSize, write_artifact
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import described
 from specc.runtime.artifact.tensors import dequantized
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
@@ -35,18 +36,10 @@ from specc.runtime.calibration.input_ranges import trained_scales
 from specc.runtime.calibration.ranges import input_ranges
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.eval.evaluate import METRICS, EvaluateOptions, Scored
+from specc.runtime.eval.evaluate import METRICS, Scored
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.load import assign
-from specc.runtime.open_model import (
-    Deployment,
-    Opened,
-    Say,
-    as_trained,
-    opened_run,
-    realize,
-    realize_stored,
-    token_cache,
-)
+from specc.runtime.open_model import OpenedModel, Say, as_trained, opened_run, realize, realize_stored, token_cache
 from specc.runtime.quantize.budget import Allocation, promoted
 from specc.runtime.quantize.own_text import OwnText, write_text
 from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
@@ -146,7 +139,7 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
     opened = opened_run(run, weights, options.target, options.device, options.search)
     scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache, hopeless=HOPELESS)
 
-    def measure(model: Opened) -> Scored:
+    def measure(model: OpenedModel) -> Scored:
         metric = METRICS[run.spec.eval.metric]
         return metric(model, scored, lambda done, total: tell("evaluate", done, total), None)
 
@@ -175,7 +168,7 @@ def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress |
     calibration, seconds = (_facts(run, own) if sees or sources else None), time.monotonic() - began
     if calibration is not None:
         say(f"calibrated in {seconds:.1f} s")
-    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained)
+    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained, run.data_digests)
     schemes = quantizer.chosen(base, say, options.reserved)
     model = quantizer.model(schemes)
     inputs = input_report(sources, ranges, model)
@@ -224,7 +217,7 @@ def _facts(run: Run, own: OwnText | None) -> dict[str, Any]:
 
 def _calibrate(
     run: Run,
-    opened: Opened,
+    opened: OpenedModel,
     options: QuantizeOptions,
     weights: Mapping[str, Tensor],
     own: OwnText | None,
@@ -264,7 +257,7 @@ def _too_large(run: Run, wanted: Calibrate) -> RunFailure:
 
 def _ranges(
     run: Run,
-    opened: Opened,
+    opened: OpenedModel,
     options: QuantizeOptions,
     weights: Mapping[str, Tensor],
     sources: Sequence[Source],
@@ -327,6 +320,7 @@ def _write(
             layout=deployment.layout,
             tensors=model.tensors,
             table=described(schemes, model.tensors),
+            trained_on=run.data_digests,
         )
         artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
         facts = (spec, step, size, budget, rows, inputs, more, *losses)

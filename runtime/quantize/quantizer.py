@@ -21,6 +21,7 @@ from specc.runtime.errors import QuantizeError
 from specc.runtime.log import Say
 from specc.runtime.quantize.budget import Allocation, choose
 from specc.runtime.quantize.solve import added_nats, largest_errors, solve_bits
+from specc.runtime.storage.data_digests import DataDigests
 
 Progress = Callable[[str, int, int], None]
 
@@ -56,9 +57,10 @@ class Quantizer:
         sources: Sequence[Source] = (),
         ranges: Mapping[str, Range] | None = None,
         trained: Mapping[str, Tensor] | None = None,
+        data_digests: DataDigests | None = None,
     ) -> None:
         self.spec, self.weights, self.hessians, self.gradients = spec, weights, hessians, gradients
-        self._tell = tell
+        self._tell, self._data_digests = tell, data_digests
         self.sources, self.ranges, self._trained = sources, ranges or {}, trained or {}
         self._input_scales: dict[tuple[str, Scheme], Tensor | None] = {}
         self._leader_of = {source.weight: source.leader for source in sources}
@@ -176,4 +178,6 @@ class Quantizer:
         model = self.model(schemes)
         text = canonical(resolved(self.spec, schemes)).encode()
         table = described(schemes, model.tensors)
-        return measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, table=table)
+        return measured_bytes(
+            spec=text, layout=model.layout(), tensors=model.tensors, table=table, trained_on=self._data_digests
+        )

@@ -23,9 +23,9 @@ from specc.compiler.spec.spec import SCHEMES, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.compiler.strict import StrictModel
 from specc.runtime.artifact.codecs import Codec
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.model.load import layer_count, replace_fuse
-from specc.runtime.open_model import Deployment
 from specc.runtime.quantize.quantizer import plain, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
@@ -40,7 +40,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
     ("specc.runtime.artifact.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
     ("specc.runtime.artifact.table", "described"): (_KNOWN, "described"),
-    ("specc.runtime.data.shards.cache", "open_cached"): (_KNOWN, "open_cached"),
+    ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
 # Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.

@@ -31,18 +31,21 @@ from specc.compiler.quant.scheme import Scheme
 from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.artifact import read_artifact, write_artifact
 from specc.runtime.artifact.codecs import Codec, compress
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized, layout
+from specc.runtime.artifact.layout import layout
+from specc.runtime.artifact.tensors import QuantizedModel, dequantized
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.tokenizer import PieceBytes
+from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.launch import is_launched
 from specc.runtime.distributed.world import World, joined
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
-from specc.runtime.metrics.bits_per_byte import BitsPerByte, evaluate_bits
+from specc.runtime.metrics.bits_per_byte import BitsPerByte, ScoredText, evaluate_bits
+from specc.runtime.metrics.share import Share
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.quantize.own_text import OwnText, write_text
@@ -253,7 +256,7 @@ def quantize(
         if quant.calibrate.source == "self":
             model: Any = filled(module(target), weights, device, target)
             shape = SimpleNamespace(model=SimpleNamespace(window=plan.WINDOW))
-            opened: Any = SimpleNamespace(tokenizer=Pieces(), spec=shape, device=device, generated=model)
+            opened: Any = SimpleNamespace(tokenizer=Pieces(), spec=shape, device=device, text_model=model)
             own = write_text(opened, quant.calibrate, seed)
             print(f"wrote {own.tokens[:, 1:].numel():,} tokens to calibrate on in {own.seconds:.1f} s")
             del model, opened
@@ -293,19 +296,9 @@ def score(world: World, target: str, options: Any) -> BitsPerByte:
         call = torch.compile(call, fullgraph=True)
     stream = open_stream(options.data, "val", tokenizer, Path())
     try:
-        found = evaluate_bits(
-            call,
-            stream,
-            tokenizer,
-            plan.EVAL.window or plan.WINDOW,
-            plan.EVAL.batch,
-            world.device,
-            plan.EVAL.stride,
-            options.max_tokens,
-            rank=world.rank,
-            world=world.size,
-            reduce=world.totals,
-        )
+        windows = WindowPlan(plan.EVAL.window or plan.WINDOW, plan.EVAL.batch, plan.EVAL.stride)
+        text = ScoredText(stream, tokenizer, options.max_tokens)
+        found = evaluate_bits(call, text, windows, world.device, Share(world.rank, world.size, world.totals))
     finally:
         stream.close()
     if not math.isfinite(found.nats):

@@ -2,19 +2,22 @@
 
 import json
 import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.artifact.artifact import write_artifact
 from specc.runtime.artifact.codecs import Codec
-from specc.runtime.data.windows.opening import tokenizer_of
+from specc.runtime.artifact.deployment import Deployment
+from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
-from specc.runtime.open_model import Deployment, Say, as_trained, read_verified
+from specc.runtime.open_model import Say, Verified, as_trained, read_verified
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
@@ -69,27 +72,8 @@ def export_submission(
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.goes_on)
         raise RunFailure(f"{source} was made of another spec than the run has now", again)
     text = _code(run, targets, search, codec)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        code.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunFailure(f"cannot write {out}: {error.strerror}") from error
-    deployment = Deployment.of(found.spec)
-    write_artifact(
-        weights,
-        spec=canonical(found.spec).encode(),
-        interface=deployment.interface,
-        code=deployment.code,
-        layout=deployment.layout,
-        tensors=found.stored.tensors,
-        codec=codec,
-    )
-
-    def check(temporary: Path) -> None:
-        if temporary.read_bytes() != text.encode():
-            raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
-
-    write_atomically(code, [text.encode()], check)
+    with _whole_or_none(out, code):
+        _write(found, text, code, weights, codec)
     python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
@@ -101,6 +85,44 @@ def export_submission(
     return size
 
 
+@contextmanager
+def _whole_or_none(out: Path, code: Path) -> Iterator[None]:
+    """The folder `out`, without the code that is to be replaced. After a failure, none where there was none before."""
+    there = out.exists()
+    try:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            code.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFailure(f"cannot write {out}: {error.strerror}") from error
+        yield
+    except BaseException:
+        if not there:
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+
+
+def _write(found: Verified, text: str, code: Path, weights: Path, codec: Codec) -> None:
+    """Writes the weights, and then the code, which makes a submission whole."""
+    deployment = Deployment.of(found.spec)
+    write_artifact(
+        weights,
+        spec=canonical(found.spec).encode(),
+        interface=deployment.interface,
+        code=deployment.code,
+        layout=deployment.layout,
+        tensors=found.stored.tensors,
+        codec=codec,
+        trained_on=found.trained_on,
+    )
+
+    def check(temporary: Path) -> None:
+        if temporary.read_bytes() != text.encode():
+            raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
+
+    write_atomically(code, [text.encode()], check)
+
+
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:
     """The bytes of the train_gpt.py that `export_submission` would write of the run at `path`, for all targets of its
     spec, and weights by brotli. Raises as that does."""
@@ -110,7 +132,7 @@ def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path]
 def _of_text(run: Run) -> Run:
     """The run, if a submission can be of its kind. Raises ExportError."""
     spec = run.spec
-    if spec.quant is None or not isinstance(spec.eval, BitsSpec) or spec.model.characters is not None:
+    if spec.quant is None or not isinstance(spec.eval, BitsSpec):
         raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
     if spec.train.teacher_forcing is not None:
         raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")

@@ -2,7 +2,7 @@
 # templates/torch/attention.py.jinja.
 # blocks.*.attention.y.grad    dy bf16[B,T,12,64], q bf16[B,T,12,64], k bf16[B,T,12,64],
 #     v bf16[B,T,12,64], y bf16[B,T,12,64], lse f32[B,12,T] -> dq bf16[B,T,12,64],
-#     dk bf16[B,T,12,64], dv bf16[B,T,12,64]    plan caee16ff7c83
+#     dk bf16[B,T,12,64], dv bf16[B,T,12,64]    plan 96f057c1c77c
 """blocks.*.attention.y.grad: gradient of causal attention by Torch's flash attention.
 
     s = q k^T / 64 ** 0.5 for the keys up to a query's own token
@@ -16,8 +16,8 @@ Called again, it may give other bits: blocks of keys add to dq in the order in w
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.y.grad'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.y.grad"
 H, G, C = 12, 12, 64  # heads of queries, heads of keys and values, channels of each
 
 

@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mini').replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")  # each build is a package of its own
 
 
 @torch.library.custom_op(f"{NAMESPACE}::rope_angles", mutates_args=())

@@ -31,6 +31,7 @@ from specc.runtime.artifact import sections
 from specc.runtime.artifact.artifact import artifact_size, measured_bytes, peek_spec, read_artifact, write_artifact
 from specc.runtime.artifact.tensors import QuantizedModel, dequantized, quantize_tensors
 from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.storage.data_digests import DataDigests
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
@@ -112,6 +113,21 @@ def test_full_quality_and_the_sizes_that_are_told(tmp_path: Path) -> None:
     for quality in (0, 5):
         measured = measured_bytes(spec=spec, layout=layout, tensors=model.tensors, quality=quality)
         assert measured != told.total
+
+
+@pytest.mark.parametrize("table", [b"", b"a table"])
+def test_digests_of_the_training_data_are_kept(table: bytes, tmp_path: Path) -> None:
+    digests = DataDigests(train=INTERFACE.hex(), val=CODE.hex())
+    tensors, spec = random_arrays(SMALL, 1), spec_of(SMALL)
+    about: dict[str, Any] = {"spec": spec, "layout": SMALL, "tensors": tensors, "quality": 5, "table": table}
+    size = write_artifact(tmp_path / "m", interface=INTERFACE, code=CODE, trained_on=digests, **about)
+    back = read_artifact(tmp_path / "m", layout_of)
+    assert (back.trained_on, back.table, back.spec) == (digests, table, spec)
+    assert_same(back, SMALL, tensors)
+    assert size == artifact_size(tmp_path / "m") and size.total == measured_bytes(trained_on=digests, **about)
+    assert 100 < size.total - measured_bytes(**about) < 130  # 64 bytes that do not compress, and their entry
+    write_artifact(tmp_path / "none", interface=INTERFACE, code=CODE, **about)
+    assert read_artifact(tmp_path / "none", layout_of).trained_on is None
 
 
 def test_equal_contents_are_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,14 +19,15 @@ import numpy as np
 import pytest
 from run_samples import SMALL, SPEC, one_thread, write_text
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.shards import tokenized
+from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
+from specc.runtime.errors import EnvironmentFailure
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +91,7 @@ def test_the_tokens_are_those_of_the_text_and_are_cut_anywhere(tmp_path: Path) -
 def test_the_same_text_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     made = []
     for name, batch in (("a", 200), ("b", 10**6)):
-        monkeypatch.setattr(tokenized, "BATCH_BYTES", batch)
+        monkeypatch.setattr(tokenize, "BATCH_BYTES", batch)
         text = write_text(tmp_path / name / "text")
         pack(PackOptions((str(text),), tmp_path / name / "out", str(model), shard_tokens=700))
         made.append(content(tmp_path / name / "out"))
@@ -215,10 +216,10 @@ def test_mistakes_leave_nothing(
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from specc.runtime.data import tokenized
+from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.pack import PackOptions, pack
 text, out, what, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-tokenized.BATCH_BYTES = 3000
+tokenize.BATCH_BYTES = 3000
 function, seen = getattr(os, what), [0]
 def call(*args, **named):
     seen[0] += 1
@@ -278,9 +279,18 @@ def test_a_full_disk_leaves_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             assert run(command) == 3
-        assert "out: cannot be written: No space left on device" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "out: cannot be written: No space left on device" in told and "= help: free some space" in told
         assert sorted(os.listdir(tmp_path)) == ["out", "text"] and not os.listdir(tmp_path / "out")
     assert run(command) == 0 and check(tmp_path / "out").findings == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    options = PackOptions((str(write_text(tmp_path / "text")),), tmp_path / "file" / "out", "bytes")
+    with pytest.raises(EnvironmentFailure, match="cannot be written: Not a directory") as caught:
+        pack(options)
+    assert caught.value.hint == "name another --out"
 
 
 def test_one_process_at_a_time_packs_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,9 +392,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from specc.runtime.data import tokenized
+from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.pack import PackOptions, pack
-tokenized.BATCH_BYTES = 1 << 20
+tokenize.BATCH_BYTES = 1 << 20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 pack(PackOptions((sys.argv[1],), Path(sys.argv[3]), "bytes", (sys.argv[2],)))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

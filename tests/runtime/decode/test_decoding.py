@@ -14,8 +14,9 @@ from torch import Tensor
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import Spec
 from specc.runtime.decode import text as decoding
-from specc.runtime.decode.text import Decoder, Sampling, drawn
-from specc.runtime.open_model import Generated, realize
+from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
+from specc.runtime.model.protocols import GeneratedText
+from specc.runtime.open_model import realize
 
 CPU = torch.device("cpu")
 ROWS = 3
@@ -31,12 +32,12 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def model_named(name: str, folder: Path) -> tuple[Generated, int, int]:
+def model_named(name: str, folder: Path) -> tuple[GeneratedText, int, int]:
     """A model in float64, its vocabulary, its context."""
     if name in OPTIONS:
         p = OPTIONS[name]
-        return cast(Generated, pair(spec_of(p), folder).model), p.vocab, p.context
-    return cast(Generated, model_of(small_spec(*VARIANTS[name])).model.double()), 257, 32
+        return cast(GeneratedText, pair(spec_of(p), folder).model), p.vocab, p.context
+    return cast(GeneratedText, model_of(small_spec(*VARIANTS[name])).model.double()), 257, 32
 
 
 def texts(vocab: int, length: int, seed: int = 0) -> Tensor:
@@ -47,7 +48,7 @@ def texts(vocab: int, length: int, seed: int = 0) -> Tensor:
     return ids
 
 
-def uncached(model: Generated, text: Tensor, vocab: int) -> Tensor:
+def uncached(model: GeneratedText, text: Tensor, vocab: int) -> Tensor:
     """Log-probabilities after each token of one text, [tokens, vocab], by `score`: a row for each target."""
     with torch.no_grad():
         targets = torch.arange(vocab)[:, None].expand(-1, len(text))
@@ -100,7 +101,7 @@ def test_a_row_is_what_its_seed_gives_alone(tmp_path: Path) -> None:
 
     def text(seeds: tuple[int, ...], count: int = 40) -> Tensor:
         decoder = Decoder(model, window, CPU, len(seeds))
-        steps = drawn(decoder, start.expand(len(seeds), 1), vocab - 3, Sampling(0.9), seeds, count)
+        steps = sample_tokens(decoder, start.expand(len(seeds), 1), vocab - 3, Sampling(0.9), seeds, count)
         return torch.stack(list(steps), 1)
 
     together = text(seeds)
@@ -109,7 +110,7 @@ def test_a_row_is_what_its_seed_gives_alone(tmp_path: Path) -> None:
         assert torch.equal(text((seed,))[0], together[row])
     assert torch.equal(together[0], together[3]) and not torch.equal(together[0], together[1])
     assert torch.equal(text(seeds, 17), together[:, :17])
-    assert list(drawn(Decoder(model, window, CPU), start, vocab, Sampling(), (0,), 0)) == []
+    assert list(sample_tokens(Decoder(model, window, CPU), start, vocab, Sampling(), (0,), 0)) == []
 
 
 def test_draws_go_on_past_a_page_of_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,16 +118,18 @@ def test_draws_go_on_past_a_page_of_random_numbers(tmp_path: Path, monkeypatch: 
     found = []
     for page in (1024, 7):
         monkeypatch.setattr(decoding, "PAGE", page)
-        steps = drawn(Decoder(model, window, CPU), torch.ones(1, 1, dtype=torch.int64), vocab, Sampling(), (3,), 25)
+        steps = sample_tokens(
+            Decoder(model, window, CPU), torch.ones(1, 1, dtype=torch.int64), vocab, Sampling(), (3,), 25
+        )
         found.append(torch.cat(list(steps)).tolist())
     assert found[0] == found[1] and len(set(found[0])) > 5
 
 
-def on_gpu(spec: Spec) -> Generated:
+def on_gpu(spec: Spec) -> GeneratedText:
     """The unfused model in f32."""
     torch.set_default_dtype(torch.float32)
     weights = {name: value.float() for name, value in random_params(lower(spec, "cpu"), 0).items()}
-    return cast(Generated, realize(spec, "cpu", "cuda", weights, fuse=False).model)
+    return cast(GeneratedText, realize(spec, "cpu", "cuda", weights, fuse=False).model)
 
 
 @pytest.mark.gpu
@@ -152,9 +155,9 @@ def test_a_replayed_step_waits_for_nothing() -> None:
     model = on_gpu(spec_of(p))
     start = torch.ones(2, 1, dtype=torch.int64, device=device)
     decoder = Decoder(model, p.context, device, 2)
-    first = torch.stack(list(drawn(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context)), 1)
-    list(drawn(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context))
-    steps = drawn(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context)
+    first = torch.stack(list(sample_tokens(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context)), 1)
+    list(sample_tokens(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context))
+    steps = sample_tokens(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context)
     again = [next(steps)]
     torch.cuda.set_sync_debug_mode("error")
     try:

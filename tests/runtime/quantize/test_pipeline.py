@@ -22,10 +22,12 @@ from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Promote, QuantSpec
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.eval.evaluate import EvaluateOptions, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.load import Loaded, assign
-from specc.runtime.open_model import Deployment, open_model, read_verified
+from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize import pipeline
 from specc.runtime.quantize.budget import choose, promoted
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize

@@ -20,14 +20,15 @@ import pytest
 import torch
 from run_samples import make_run, one_thread, small_spec, write_text
 
-from specc.compiler.cli import run as specc
+from specc.cli.app import run as specc
 from specc.compiler.spec import check
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack
-from specc.runtime.data.shards.shards import ShardWriter
+from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.eval.evaluate import EvaluateOptions, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.export.run import ExportError
 from specc.runtime.export.size import size
 from specc.runtime.model.load import TargetError
@@ -305,7 +306,7 @@ def test_gpu_sources_travel(tmp_path: Path) -> None:
     cutlass = [name for name in files if name.endswith(".cu")]
     assert cutlass and all(name.startswith("sm90/") for name in cutlass)
     for name in cutlass:
-        assert "from parts.runtime_native import library" in files[name.replace(".cu", ".py")]
+        assert "from parts.runtime_support_native import library" in files[name.replace(".cu", ".py")]
     assert any("triton" in text and name.startswith("sm90/") for name, text in files.items())
     for name, text in files.items():
         if name.endswith(".py"):

@@ -7,8 +7,9 @@ import pytest
 from run_samples import make_run, small_spec
 from test_submission import Made, alone, made, single
 
-from specc.compiler.cli import run as specc
+from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
+from specc.runtime.errors import RunFailure
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.submission.count import submission_size
 from specc.runtime.submission.export import export_submission
@@ -62,3 +63,22 @@ def test_what_a_killed_export_leaves_is_no_submission(
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("")
     assert specc(["size", str(tmp_path / "other")]) == 2 and "is not a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["write_artifact", "write_atomically"])
+def test_a_failed_export_leaves_no_folder(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Neither an empty one nor weights without the code; a folder that was there stays."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RunFailure("cannot write: No space left on device", "free some space")
+
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/notes.txt").write_text("mine\n")
+    monkeypatch.setattr(f"specc.runtime.submission.export.{name}", full)
+    export = ["export", str(made.run.directory), "--format", "submission", "--codec", "lzma", "--out"]
+    for folder in ("new", "there"):
+        assert specc([*export, str(tmp_path / folder)]) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there/notes.txt").is_file() and not (tmp_path / "there" / CODE).exists()

@@ -1,0 +1,172 @@
+"""The polynomial task: its training set, its held-out splits, and the overlap of one set with another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from specc.compiler.spec.data.polynomial import PolynomialData
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.lines.polynomial import BLOCK, Ints, Lines, draw, joined, parse
+from specc.runtime.data.lines.task import Overlap, Task
+
+MOST_HELD_OUT = 100_000  # lines of each split; fresh samples avoid this many
+MOST_DRAWN = 1 << 25  # lines, to find those; structure-disjoint, beside five million of training, takes two fifths
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How held-out lines are chosen from a stream of their own, in the order in which they are drawn.
+
+    `apart` gives the number of a line that no line of the training set may share; then each line is taken once.
+    None takes all as they come, repeats too: the law of the training set.
+    """
+
+    name: str
+    apart: Callable[[Lines], Ints] | None
+
+
+SPLITS: Mapping[str, Split] = {
+    split.name: split
+    for split in (
+        Split("same-law", None),
+        Split("duplicate-free", lambda lines: lines.keys),
+        Split("structure-disjoint", lambda lines: lines.structures),
+    )
+}
+
+
+def training_set(seed: int, count: int) -> Lines:
+    """A fixed set: the first lines of the stream "train", repeats and all."""
+    return draw("train", seed, 0, count)
+
+
+def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
+    """The first `count` lines of a split; the set of a smaller count is a part of it.
+
+    same-law: as drawn, about 35 % of them are in a training set of 800,000.
+    duplicate-free: distinct lines, none in `training`.
+    structure-disjoint: distinct lines, whose coefficients are in no line of `training`, in whatever variable.
+
+    Raises DataError for a split that there is not, a count above MOST_HELD_OUT, or a training set that leaves too few
+    lines apart from it.
+    """
+    if split not in SPLITS:
+        raise DataError(f"there is no split {split!r}", f"there are {', '.join(SPLITS)}")
+    if not 1 <= count <= MOST_HELD_OUT:
+        raise DataError(f"cannot hold out {count:,} lines", f"a split has up to {MOST_HELD_OUT:,}")
+    apart = SPLITS[split].apart
+    if apart is None:
+        return draw(split, seed, 0, count)
+    known = np.unique(apart(training))
+    parts: list[Lines] = []
+    seen = np.zeros(0, np.int64)
+    start = 0
+    while len(seen) < count:
+        if start >= MOST_DRAWN:
+            raise DataError(
+                f"{split}: beside {len(training):,} lines to train on, {start:,} drawn ones have {len(seen):,} apart, "
+                f"not {count:,}",
+                "train on fewer lines (train.data.lines)",
+            )
+        drawn = draw(split, seed, start, BLOCK)
+        start += BLOCK
+        fitting = drawn[~_in(apart(drawn), known)]
+        fitting = fitting[np.sort(np.unique(fitting.keys, return_index=True)[1])]
+        fitting = fitting[~_in(fitting.keys, seen)]
+        parts.append(fitting)
+        seen = np.sort(np.concatenate((seen, fitting.keys)))
+    return joined(parts)[:count]
+
+
+class Fresh:
+    """The stream "train" without end, and without what the splits apart from it hold, so that they stay unseen.
+
+    Lines are left out where they equal one of the first MOST_HELD_OUT of duplicate-free, or have the coefficients of
+    one of structure-disjoint; both as they are beside a training set of the stream's first `count` lines, which
+    themselves stay. After those about one line in ten is left out; the rest are the law's.
+    """
+
+    def __init__(self, seed: int, count: int) -> None:
+        self.identity = f"{seed} {count}"
+        self._seed = seed
+        training = training_set(seed, count)
+        self._held = [
+            (split.apart, np.unique(split.apart(held_out(split.name, seed, MOST_HELD_OUT, training))))
+            for split in SPLITS.values()
+            if split.apart is not None
+        ]
+
+    def take(self, position: int, count: int) -> tuple[Lines, int]:
+        """The next `count` lines from a position in the stream on, and the position after the last of them."""
+        parts: list[Lines] = []
+        left = count
+        while left > 0:
+            drawn = draw("train", self._seed, position, max(left + left // 4, 256))
+            kept = np.flatnonzero(~self._is_held(drawn))[:left]
+            parts.append(drawn[kept])
+            left -= len(kept)
+            position += len(drawn) if left else int(kept[-1]) + 1
+        return joined(parts), position
+
+    def _is_held(self, lines: Lines) -> npt.NDArray[np.bool_]:
+        held = np.zeros(len(lines), np.bool_)
+        for apart, known in self._held:
+            held |= _in(apart(lines), known)
+        return held
+
+
+def overlap(lines: Lines, training: Lines) -> Overlap:
+    """The share of `lines` that is in `training`."""
+    lines_in, structures_in = (
+        float(_in(ours, np.unique(theirs)).mean())
+        for ours, theirs in ((lines.keys, training.keys), (lines.structures, training.structures))
+    )
+    return Overlap(lines_in, structures_in, "coefficients")
+
+
+def _in(some: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
+    """Which of `some` are in `ordered`, distinct or not, but sorted."""
+    if not len(ordered):
+        return np.zeros(len(some), np.bool_)
+    places = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)
+    found: npt.NDArray[np.bool_] = ordered[places] == some
+    return found
+
+
+class PolynomialTask(Task[Lines]):
+    """Products of two linear forms and their expansions."""
+
+    name: ClassVar[str] = "polynomial"
+    splits: ClassVar[Sequence[str]] = tuple(SPLITS)
+
+    def __init__(self, settings: PolynomialData) -> None:
+        self._settings = settings
+
+    @cached_property
+    def training(self) -> Lines:
+        return self.first(self._settings.lines)
+
+    @property
+    def fresh(self) -> bool:
+        return self._settings.fresh
+
+    def stream(self) -> Fresh:
+        return Fresh(self._settings.seed, self._settings.lines)
+
+    def first(self, count: int) -> Lines:
+        return training_set(self._settings.seed, count)
+
+    def held_out(self, split: str, count: int) -> Lines:
+        return held_out(split, self._settings.seed, count, self.training)
+
+    def parse(self, sources: Sequence[str]) -> Lines:
+        return parse(sources)
+
+    def overlap(self, lines: Lines) -> Overlap:
+        return overlap(lines, self.training)

@@ -1,0 +1,222 @@
+"""Token shards: 256 little-endian int32 of header (magic, version, count, zeros), then uint16 tokens.
+
+Reads go through `pread`, not through a memory map: both use the page cache, but a file cut under a map kills
+the process with SIGBUS, and no check before the access can rule that out. A short `pread` is an ordinary
+error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import weakref
+from glob import glob, has_magic
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.missing import missing_source
+from specc.runtime.data.split import Split
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 1024
+MAX_TOKENS = 2**31 - 1  # the count is an int32
+
+
+_SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
+
+
+class ShardWriter:
+    """Writes one shard: a temporary file beside `path`, synced, then renamed. Nothing half-written has the
+    name.
+
+    Use as a context manager: leaving it normally commits, leaving it by an exception removes the temporary
+        file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.tokens = 0
+        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+        self._file = open(self._temporary, "xb")  # noqa: SIM115 (closed by commit or abort)
+        self._file.write(bytes(HEADER_BYTES))  # zeros: no magic until the count is known
+
+    def write(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
+        """Append tokens (any integer dtype). Raises ValueError for a value over 65535, or too many tokens."""
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFF):
+            raise ValueError("a shard holds tokens 0..65535")
+        if self.tokens + tokens.size > MAX_TOKENS:
+            raise ValueError(f"a shard holds at most {MAX_TOKENS:,} tokens")
+        self._file.write(np.ascontiguousarray(tokens, "<u2").data)
+        self.tokens += int(tokens.size)
+
+    def commit(self) -> None:
+        """Write the header, sync, and give the file its name."""
+        self._file.seek(0)
+        self._file.write(header_of(self.tokens))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._temporary, self.path)
+        sync_folder(self.path.parent)
+
+    def abort(self) -> None:
+        """Forget what was written."""
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.commit()
+        except BaseException:
+            self.abort()
+            raise
+
+
+class TokenShard:
+    """An open shard, validated: header, and a size of exactly 1024 + 2 * tokens bytes.
+
+    Raises:
+        DataError: the file cannot be opened.
+        DataIntegrityError: it is not a shard, or not whole.
+    """
+
+    __slots__ = ("__weakref__", "_descriptor", "_finalizer", "path", "tokens")
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            # not blocking, so that a named pipe cannot hold us
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from None
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            self.tokens = self._validated_count()
+        except BaseException:
+            self.close()
+            raise
+
+    def _validated_count(self) -> int:
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise self._damage("it is not a regular file")
+        size = status.st_size
+        if size < HEADER_BYTES:
+            raise self._damage(f"{size:,} bytes, but a shard's header alone has {HEADER_BYTES:,}")
+        header = np.frombuffer(self._pread(HEADER_BYTES, 0), "<i4")
+        if header.size != 256 or header[0] != MAGIC:
+            raise self._damage(f"not a token shard (magic {header[0] if header.size else '?'}, expected {MAGIC})")
+        if header[1] != VERSION:
+            raise self._damage(f"shard version {header[1]}; this reads version {VERSION} (uint16 tokens)")
+        count = int(header[2])
+        if count < 0 or size != HEADER_BYTES + 2 * count:
+            raise self._damage(f"{size:,} bytes, but {count:,} tokens need {HEADER_BYTES + 2 * count:,}")
+        if header[3:].any():
+            raise self._damage("nonzero bytes in the reserved part of the header")
+        return count
+
+    def read(self, start: int, count: int) -> npt.NDArray[np.uint16]:
+        """Tokens [start, start + count) as a new uint16 array [count].
+
+        Raises:
+            IndexError: the range leaves the shard.
+            DataIntegrityError: the file has become shorter since it was opened, or the disk cannot read it.
+        """
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) of a shard of {self.tokens}")
+        if not self._finalizer.alive:
+            raise ValueError(f"{self.path}: the shard is closed")
+        wanted = 2 * count
+        parts: list[bytes] = []
+        while wanted:
+            part = self._pread(wanted, shard_offset(start + count) - wanted)
+            if not part:
+                size = os.fstat(self._descriptor).st_size
+                raise self._damage(f"cut while in use: {size:,} of {HEADER_BYTES + 2 * self.tokens:,} bytes are left")
+            parts.append(part)
+            wanted -= len(part)
+        return np.frombuffer(b"".join(parts), "<u2").astype(np.uint16)
+
+    def _pread(self, size: int, offset: int) -> bytes:
+        try:
+            return os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise self._damage(f"unreadable at byte {offset:,}: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _damage(self, what: str) -> DataIntegrityError:
+        return DataIntegrityError(f"{self.path}: {what}", "copy or write the file again")
+
+
+def header_of(tokens: int) -> bytes:
+    """The header of a shard of so many tokens."""
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSION, tokens
+    return header.tobytes()
+
+
+def shard_offset(token: int) -> int:
+    """The byte of a shard's file that a token begins at."""
+    return HEADER_BYTES + 2 * token
+
+
+def find_shards(source: str | Path, split: Split) -> list[Path] | None:
+    """The shards of one split, sorted by path; None if `source` is not about shards.
+
+    A source is about shards if it is a `.bin` file, a pattern that ends in `.bin`, or a folder with `.bin`
+    files. The split is the word `train` or `val` (also valid, validation) in the file name.
+
+    Raises:
+        DataError: shards were asked for, and none is of this split.
+    """
+    text = str(Path(source).expanduser())
+    if os.path.isdir(text):
+        files = sorted(Path(text).glob("*.bin"))
+        if not files:
+            return None
+    elif not text.endswith(".bin"):
+        return None
+    else:
+        files = [Path(text)] if os.path.exists(text) or not has_magic(text) else sorted(map(Path, glob(text)))
+    if not files or not (has_magic(text) or os.path.exists(text)):
+        raise missing_source(Path(text))
+    chosen = [path for path in files if split_of(path.name) == split]
+    if not chosen:
+        raise DataError(
+            f"{source}: none of {len(files)} shard{'s' * (len(files) != 1)} is of the {split} split",
+            f"name shards like corpus_{split}_000000.bin; give their folder or a pattern for both splits",
+        )
+    return chosen
+
+
+def split_of(name: str) -> Split | None:
+    """The split that the name of a shard states."""
+    match = _SPLIT_IN_NAME.search(name)
+    return None if match is None else "val" if match[1].lower() == "val" else "train"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

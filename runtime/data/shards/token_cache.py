@@ -1,0 +1,137 @@
+"""Text tokenized once, into a folder of shards that is found again by what they were made from."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock, Timeout
+
+from specc.runtime.data.documents.corpus import Corpus, find_corpus
+from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.shards.shard_file import TokenShard, sync_folder
+from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
+from specc.runtime.data.split import Split
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
+from specc.runtime.errors import write_failure
+
+FORMAT = 2  # of the cache; 1 cut a file with a long first document
+_RECORD = "stream.json"
+
+
+class Cached(NamedTuple):
+    """An entry: its shards in order, documents, their bytes in the source, and the SHA-256 (hex) of all tokens."""
+
+    shards: tuple[TokenShard, ...]
+    documents: int
+    document_bytes: int
+    digest: str
+
+
+def open_cached(
+    source: str | Path,
+    split: Split,
+    tokenizer: Tokenizer,
+    cache: Path,
+    progress: Callable[[int], None] | None = None,
+) -> Cached:
+    """The entry of a split of text, as `open_stream` tells of it; made first where it is not there. Raises as that."""
+    require_bos(tokenizer)
+    corpus = find_corpus(source, split)
+    key = _key(corpus, tokenizer)
+    folder = Path(cache) / f"{split}-{key[:32]}"
+    try:
+        if not (folder / _RECORD).exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder.with_name(folder.name + ".lock")):
+                if not (folder / _RECORD).exists():
+                    _build(corpus, tokenizer, folder, key, progress)
+    except OSError as error:
+        raise write_failure(folder, error, "set XDG_CACHE_HOME to a folder on another disk") from error
+    return _opened(folder, tokenizer)
+
+
+def _key(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    facts = [FORMAT, corpus.listing(), corpus.in_val is not None, corpus.split, tokenizer.digest(), tokenizer.bos]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _build(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str, progress: Callable[[int], None] | None
+) -> None:
+    """Fill a temporary folder and rename it to `folder`. Called under the entry's lock."""
+    _remove_strays(folder)
+    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        record = _tokenize(corpus, tokenizer, temporary, progress)
+        if _key(corpus, tokenizer) != key:
+            raise DataError(f"{corpus.source}: changed while it was being tokenized", "run again when it is complete")
+        with open(temporary / _RECORD, "w", encoding="utf-8") as file:
+            json.dump(record, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(temporary)
+        os.rename(temporary, folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _remove_strays(folder: Path) -> None:
+    """Remove what killed builds left: of this entry, and of others that nobody is building now."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for stray in folder.parent.glob(".*.tmp"):
+        entry = stray.name.removeprefix(".").split(".")[0]
+        with contextlib.suppress(Timeout):
+            lock = FileLock(folder.with_name(entry + ".lock"), timeout=0)
+            with contextlib.nullcontext() if entry == folder.name else lock:
+                shutil.rmtree(stray, ignore_errors=True)
+
+
+def _tokenize(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Callable[[int], None] | None
+) -> dict[str, Any]:
+    found = write_shards(corpus, tokenizer, folder, "{:06d}.bin", SHARD_TOKENS, progress=progress)
+    return {
+        "format": FORMAT,
+        "source": corpus.source,
+        "split": corpus.split,
+        "tokenizer": tokenizer.name,
+        "tokenizer_digest": tokenizer.digest(),
+        "vocab": tokenizer.vocab,
+        "documents": found.documents,
+        "document_bytes": found.document_bytes,
+        "tokens": sum(found.shards.values()),
+        "shards": list(found.shards.values()),
+        "sha256": found.sha256,
+    }
+
+
+def _opened(folder: Path, tokenizer: Tokenizer) -> Cached:
+    hint = f"delete {folder}; it is made again from the source"
+    try:
+        record = json.loads((folder / _RECORD).read_bytes())
+        counts, documents, size = (
+            list(record["shards"]),
+            int(record["documents"]),
+            int(record["document_bytes"]),
+        )
+        digest = str(record["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataIntegrityError(f"{folder / _RECORD}: unreadable", hint) from None
+    try:
+        shards = tuple(TokenShard(folder / f"{index:06d}.bin") for index in range(len(counts)))
+    except DataError as error:
+        raise DataIntegrityError(error.message, hint) from None
+    if [shard.tokens for shard in shards] != counts or record.get("tokenizer_digest") != tokenizer.digest():
+        raise DataIntegrityError(f"{folder}: the shards are not those that {_RECORD} describes", hint)
+    return Cached(shards, documents, size, digest)

@@ -1,0 +1,90 @@
+"""Documents to shards: BOS and the tokens of each document, cut where a shard is full."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specc.runtime.data.documents.corpus import Corpus
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.shards.record import Marks
+from specc.runtime.data.shards.shard_file import ShardWriter
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+
+SHARD_TOKENS = 100_000_000
+BATCH_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written: documents, their bytes in the source, tokens of each file by name, and the SHA-256 (hex) of all
+    tokens as little-endian u16."""
+
+    documents: int
+    document_bytes: int
+    shards: dict[str, int]
+    sha256: str
+
+
+def write_shards(
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    folder: Path,
+    name: str,
+    shard_tokens: int,
+    marks: Marks = "document",
+    progress: Callable[[int], None] | None = None,
+) -> Written:
+    """Writes a split into `folder`. All shards but the last have `shard_tokens` tokens; documents run on from one to
+    the next. `name` is a format of a shard's number; `progress` is called with the bytes of documents so far.
+
+    Raises DataError for the documents and what the tokenizer does not take, OSError when the disk is full.
+    """
+    hasher = hashlib.sha256()
+    bos = np.array([tokenizer.bos], np.uint16)
+    documents = document_bytes = 0
+    shards: dict[str, int] = {}
+    with contextlib.ExitStack() as stack:
+        writer: ShardWriter | None = None
+        for batch in _batches(corpus.documents()):
+            try:
+                encoded = tokenizer.encode_batch(batch)
+            except DataError as error:
+                place = f"{corpus.source}, {corpus.split} documents from number {documents + 1:,} on"
+                raise DataError(f"{place}: {error.message}", error.hint) from None
+            if marks == "document":
+                parts = [part for ids in encoded for part in (bos, ids)]
+            else:
+                parts = [*([] if documents else [bos]), *encoded]
+            tokens = np.concatenate(parts).astype("<u2")
+            hasher.update(tokens.data)
+            while tokens.size:
+                if writer is None or writer.tokens == shard_tokens:
+                    stack.close()
+                    writer = stack.enter_context(ShardWriter(folder / name.format(len(shards))))
+                part, tokens = np.split(tokens, [shard_tokens - writer.tokens])
+                writer.write(part)
+                shards[writer.path.name] = writer.tokens
+            documents += len(batch)
+            document_bytes += sum(map(len, batch))
+            if progress is not None:
+                progress(document_bytes)
+    return Written(documents, document_bytes, shards, hasher.hexdigest())
+
+
+def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
