@@ -41,13 +41,15 @@ def _broken(value: str, room: int, before: int) -> list[str] | None:
     """A value that is too long, opened at its last brackets or, where these stand too far right, its longest; None for
     one that is no call, dict or list. `before` columns are taken by what stands ahead of it."""
     pairs = list(_pairs(value))
-    if not isinstance(_parsed(value), ast.Call | ast.Dict | ast.List | ast.Subscript | ast.Attribute) or not pairs:
+    node = _parsed(value)
+    opened = ast.Call | ast.Dict | ast.List | ast.Subscript | ast.Attribute | ast.Tuple
+    if not isinstance(node, opened) or not pairs or (isinstance(node, ast.Tuple) and pairs != [(0, len(value) - 1)]):
         return None
     start, end = pairs[-1]
     if before + start >= room or end - start < 3:
         start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
     inside = value[start + 1 : end]
-    if value[start] == "(" and (start == 0 or not (value[start - 1].isalnum() or value[start - 1] in "_)]")):
+    if value[start] == "(" and not isinstance(node, ast.Tuple) and (start == 0 or not (value[start - 1].isalnum() or value[start - 1] in "_)]")):
         grouped = [inside] if len(inside) <= room - 4 else _operators(inside, room - 4)
         return [value[: start + 1], *(f"    {text}" for text in grouped), value[end:]]
     lines = [inside] if len(inside) <= room - 4 else [t for item in _items(inside) for t in _item(item, room - 4)]
@@ -83,7 +85,7 @@ def _operators(value: str, room: int) -> list[str]:
     lines: list[str] = []
     for text in texts:
         operator, _, operand = text.partition(" ") if lines else ("", "", text)
-        inner = [operand] if len(text) <= room else _broken(operand, room, len(operator) + 1) or [operand]
+        inner = [operand] if len(text) <= room else _broken(operand, room, len(operator) + 1) or _operators(operand, room)
         lines += [f"{operator} {inner[0]}".strip(), *inner[1:]]
     return lines
 

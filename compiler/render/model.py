@@ -106,10 +106,10 @@ def model_context(plan: Plan) -> ModelContext:
 
 
 def _sizes(sizes: Sequence[tuple[str, int, str]]) -> Iterator[str]:
-    """The line that names sizes."""
-    if sizes:
-        names, values = ", ".join(name for name, _, _ in sizes), ", ".join(str(int(value)) for _, value, _ in sizes)
-        yield f"{names} = {values}"
+    """The lines that name sizes."""
+    for start in range(0, len(sizes), 8):
+        row = sizes[start : start + 8]
+        yield f"{', '.join(name for name, _, _ in row)} = {', '.join(str(int(value)) for _, value, _ in row)}"
 
 
 def _by_number(entry: tuple[str, str]) -> str:

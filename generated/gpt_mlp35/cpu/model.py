@@ -23,7 +23,8 @@ from .rope_partial import rope_partial
 from .softmax_loss_tanh__v1024 import softmax_loss_tanh
 from .softmax_nats_tanh__v1024 import softmax_nats_tanh
 
-V, D, BUCKETS, BIGRAM, G, C, VALUES, H, E = 1024, 512, 3072, 112, 4, 64, 128, 8, 1792
+V, D, BUCKETS, BIGRAM, G, C, VALUES, H = 1024, 512, 3072, 112, 4, 64, 128, 8
+E = 1792
 ROPE_BASE = 10000 * (2048 / 1024) ** (16 / 14)
 ATTENTION_VALUES = {9, 10}  # blocks that are given attention_values
 SKIPS = {5: 4, 6: 3, 7: 2, 8: 1, 9: 0}  # block -> the earlier block whose output it also reads
