@@ -33,7 +33,7 @@ def fitted(line: str, width: int) -> tuple[str, ...]:
 
 
 def _value(statement: str) -> tuple[str, str]:
-    """What a statement gives or returns, and the text before it."""
+    """The value that a statement assigns or returns, and the text before it."""
     node = ast.parse(f"def f():\n {statement}").body[0].body[0]  # type: ignore[attr-defined]
     start = node.value.col_offset - 1
     if isinstance(node.value, ast.Tuple):  # a tuple without parentheses starts where its first item does

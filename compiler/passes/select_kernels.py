@@ -249,7 +249,7 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
 
 
 def _computed(site: Site) -> tuple[object, ...]:
-    """What a function's name has to tell apart; sizes are told by its file's."""
+    """The properties that a function's name distinguishes; sizes are in the name of its file."""
     return site.node.op.words, site.node.op.arity, site.epilogue
 
 

@@ -263,9 +263,9 @@ def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float
 
 def words_of(site: Site) -> str:
     """What a node computes, as people read it: its op, the formula of its epilogue, and its further outputs."""
-    tail = site.epilogue
-    words = site.node.op.words + (f", `{tail.outputs[0]}`" if tail is not None else "")
-    saved = ", ".join((tail or site.node.op).output_labels[1:])
+    epilogue = site.epilogue
+    words = site.node.op.words + (f", `{epilogue.outputs[0]}`" if epilogue is not None else "")
+    saved = ", ".join((epilogue or site.node.op).output_labels[1:])
     return f"{words}, also {saved}" if saved else words
 
 

@@ -18,7 +18,7 @@ from .rotary_grad__h12_c64_r32 import rotary_grad
 from .softmax_loss__v50257 import softmax_loss
 from .softmax_nats__v50257 import softmax_nats
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
 
 
 def weights(**shapes: tuple[int, ...]) -> nn.Module:

@@ -19,7 +19,7 @@ from .norm_rotary_grad__h4_c64_r8 import norm_rotary_grad
 from .softmax_loss_tanh__v8192 import softmax_loss_tanh
 from .softmax_nats_tanh__v8192 import softmax_nats_tanh
 
-NAMESPACE = (__package__ or 'specc_gpt_golf_sp8192').replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt_golf_sp8192").replace(".", "_")  # each build is a package of its own
 
 
 def weights(**shapes: tuple[int, ...]) -> nn.Module:

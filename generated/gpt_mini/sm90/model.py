@@ -18,7 +18,7 @@ from .norm_rotary_grad__h2_c32_r16 import norm_rotary_grad
 from .softmax_loss_tanh__v257 import softmax_loss_tanh
 from .softmax_nats_tanh__v257 import softmax_nats_tanh
 
-NAMESPACE = (__package__ or 'specc_gpt_mini').replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")  # each build is a package of its own
 
 
 def weights(**shapes: tuple[int, ...]) -> nn.Module:
