@@ -24,7 +24,7 @@ from specc.runtime.data.shards.record import (
 )
 from specc.runtime.data.shards.shard_file import TokenShard, split_of, sync_folder
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import open_tokenizer
+from specc.runtime.data.tokenizers.open import open_tokenizer
 from specc.runtime.errors import EnvironmentFailure, write_failure
 
 Say = Callable[[str], None]

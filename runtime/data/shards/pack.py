@@ -18,7 +18,8 @@ from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, Spl
 from specc.runtime.data.shards.shard_file import sync_folder
 from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import open_tokenizer, require_16_bits, require_bos, tokenizer_files
+from specc.runtime.data.tokenizers.open import open_tokenizer, tokenizer_files
+from specc.runtime.data.tokenizers.tokenizer import require_16_bits, require_bos
 from specc.runtime.errors import write_failure
 
 Progress = Callable[[Split, int], None]

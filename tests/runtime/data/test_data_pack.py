@@ -25,7 +25,7 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.pack import PackOptions, pack
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.errors import EnvironmentFailure
 

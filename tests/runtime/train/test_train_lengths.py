@@ -11,7 +11,7 @@ from test_golf_phases import saved, trained
 
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.spec import Spec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.model.load import initialize, instantiate
