@@ -210,7 +210,7 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
 def _newest(run: Run, say: Say) -> Path:
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is None:
-        raise RunFailure(f"{run.directory} has no sound checkpoint", f"train it: {run.goes_on}")
+        raise RunFailure(f"{run.directory} has no sound checkpoint", f"train it: {run.resume_command}")
     return newest
 
 
