@@ -54,8 +54,8 @@ def may_be_infinite(factors: Factors) -> bool:
 
 def lone_where(factors: Factors) -> Call | None:
     match factors:
-        case ((Call("where", _) as found, Fraction(numerator=1, denominator=1)),):
-            return found
+        case ((Call("where", _) as choice, Fraction(numerator=1, denominator=1)),):
+            return choice
     return None
 
 

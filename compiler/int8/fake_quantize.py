@@ -131,7 +131,7 @@ class _Copied:
         table = {graph.name: graph for graph in self._all.graphs}
         for loop in [node for graph in graphs for node in graph.nodes if isinstance(node.op, Scan)]:
             assert isinstance(loop.op, Scan)
-            found = [
+            loops = [
                 (at + node.name, at + name[1:])
                 for graph in walk(table, table[loop.op.callee])
                 for at in places[graph.name]
@@ -140,15 +140,15 @@ class _Copied:
                 for name in (factor.weight, factor.bias)
                 if name and self._schemes[at + name[1:]].integer
             ]
-            if found:
-                nodes = " and ".join(dict.fromkeys(node for node, _ in found))
+            if loops:
+                nodes = " and ".join(dict.fromkeys(node for node, _ in loops))
                 message = (
                     "train.qat cannot round the inputs of int8 products in every step of training: "
                     f"{loop.name} loops over time with {nodes} inside, and it can do so only in an lstm by itself"
                 )
-                names = [name for _, name in found]
-                kept = keeping(self._schemes[names[0]], covering(names))
-                hint = f"give qat inputs: false, which rounds weights alone; or {kept}"
+                names = [name for _, name in loops]
+                rule = keeping(self._schemes[names[0]], covering(names))
+                hint = f"give qat inputs: false, which rounds weights alone; or {rule}"
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:

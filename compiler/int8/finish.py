@@ -13,12 +13,12 @@ def without_unread(nodes: Sequence[Node], outputs: Sequence[str], made: Collecti
     """`nodes` without those of the names `made` that neither another node nor `outputs`, refs, read: a form gives all
     that the op before gave, and of a recurrence the graph may want only a part."""
     read = set(map(node_of, outputs))
-    kept: list[Node] = []
+    nodes_read: list[Node] = []
     for node in reversed(nodes):
         if node.name in read or node.name not in made:
-            kept.append(node)
+            nodes_read.append(node)
             read.update(map(node_of, node.inputs))
-    return kept[::-1]
+    return nodes_read[::-1]
 
 
 def finished(graph: Graph) -> Graph:
@@ -37,10 +37,10 @@ def told_apart(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
             return node
         read = [graph.types[ref] for ref in node.inputs[node.op.arity :]]
         kinds = [(type.dtype, type.shape == node.type.shape) for type in read]
-        known, own = seen.setdefault(epilogue.title, []), (epilogue.outputs, epilogue.variables, kinds)
-        if own not in known:
-            known.append(own)
-        number = known.index(own) + 1
+        known, signature = seen.setdefault(epilogue.title, []), (epilogue.outputs, epilogue.variables, kinds)
+        if signature not in known:
+            known.append(signature)
+        number = known.index(signature) + 1
         return replace(node, epilogue=replace(epilogue, title=f"{epilogue.title}_{number}")) if number > 1 else node
 
     return tuple(replace(graph, nodes=tuple(titled(graph, node) for node in graph.nodes)) for graph in graphs)
@@ -85,14 +85,14 @@ def _requantized(graph: Graph) -> Graph:
         text = f"({epilogue.outputs[0]}) * inverse"
         title = f"{epilogue.title.rpartition('_')[0]}_i8".lstrip("_")
         joined = replace(epilogue, outputs=(text,), variables=(*epilogue.variables, "inverse"), title=title)
-        made = replace(
+        rounded = replace(
             maker,
             inputs=(*maker.inputs, node.inputs[1]),
             types=(replace(node.type),),
             epilogue=joined,
             members=(*maker.members, node.name),
         )
-        nodes = tuple(made if old is maker else old for old in graph.nodes if old is not node)
+        nodes = tuple(rounded if old is maker else old for old in graph.nodes if old is not node)
         swapped = tuple(
             replace(old, inputs=tuple(maker.name if ref == node.name else ref for ref in old.inputs)) for old in nodes
         )

@@ -110,11 +110,13 @@ def weighed(
     first, *second = codes
     if not second:
         return reread("p * scale"), {}
-    kept, offset, scale = held
+    codes_ref, offset, scale = held
     zeros = edit.constant(weight, "zeros", edit.type(offset))
     rows = edit.type(first).shape[:-1]
-    made = TensorType((*rows, edit.type(offset).width), "f32")
-    node = Node(f"{name}.second", Int8Linear(), (*second, kept, zeros, scale), (made,), SCALED, (f"{name}.second",))
+    type = TensorType((*rows, edit.type(offset).width), "f32")
+    node = Node(
+        f"{name}.second", Int8Linear(), (*second, codes_ref, zeros, scale), (type,), SCALED, (f"{name}.second",)
+    )
     return reread(f"p * scale + second / {FINE}"), {edit.add(node, at): "second"}
 
 

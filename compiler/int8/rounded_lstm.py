@@ -32,9 +32,9 @@ def rehearsed(
         gates = edit.add_op(f"{name}_reversed", Reversed(), (gates,), node)
     inputs = (*state, gates, hidden.weight, edit.inverse(hidden.weight))
     step = edit.function(_step([edit.type(ref) for ref in inputs], edit.input_bits(hidden.weight)))
-    kept = [edit.type(ref) for ref in state]
-    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
-    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*kept, y)), inputs, (*kept, y)), node)
+    types = [edit.type(ref) for ref in state]
+    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], types[0].width)
+    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*types, y)), inputs, (*types, y)), node)
     out = f"{loop}:2"
     if backward:
         out = edit.add_op(f"{name}_y", Reversed(), (out,), node)

@@ -102,13 +102,13 @@ def candidates(target: Target, epilogue: Epilogue, k: int) -> tuple[Tile, ...]:
     """The tiles that are worth measuring and that fit the target's shared memory."""
     tma = "tma" in target.features
     beside = _staged if tma else _nothing
-    found = []
+    tiles = []
     for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
         tile = Tile(m, columns // len(epilogue.accumulators), deep, warps, stages, resident)
         needed = loaded_bytes(epilogue, tile) + beside(epilogue, tile.n) * m // ROWS + BARRIERS
         if tile.n >= NARROWEST and deep <= k and needed * resident <= target.shared_memory:
-            found.append(tile)
-    return tuple(found)
+            tiles.append(tile)
+    return tuple(tiles)
 
 
 def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:

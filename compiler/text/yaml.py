@@ -179,10 +179,10 @@ class _Reading:
             self._say("S007", f"this is not YAML: {error}", "look at the lines that follow", last)
             raise SpecError(self.found, {self.name: self.text}) from None
 
-    def _syntax(self, problem: str, found: Any, began: Any) -> SpecError:
+    def _syntax(self, problem: str, stopped: Any, began: Any) -> SpecError:
         """`found` is the parser's mark of where it stopped, `began` of where what it was reading began."""
         stop_index, start_index = (
-            min(mark.index, len(self.text.rstrip())) if mark is not None else 0 for mark in (found or began, began)
+            min(mark.index, len(self.text.rstrip())) if mark is not None else 0 for mark in (stopped or began, began)
         )
         stop, start = mark_of(self.text, stop_index), mark_of(self.text, start_index)
         quoted = self._long_quote(stop_index)

@@ -141,7 +141,7 @@ def int8_function(site: Site, epilogue: Int8Epilogue) -> Int8Function:
 
 def nodes_of(label: str) -> str:
     """The tuple NODES of the paths in a label, without what joined each."""
-    paths = [f'"{one.partition(" ")[0]}"' for one in label.split(" and ")]
+    paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
