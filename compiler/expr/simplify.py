@@ -29,7 +29,7 @@ from .algebra import (
     sum_of,
 )
 from .evaluate import apply, number
-from .pieces import FLIPPED, decided, has_zero_arm, implied, lone_where, may_be_infinite, risen
+from .piecewise import FLIPPED, decided, has_zero_arm, implied, logistic_argument, may_be_infinite, single_where
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, rebuild, variables
 
 PASSES = 20  # a few settle every expression seen; the bound is for one that would alternate
@@ -76,11 +76,11 @@ def add(parts: Iterable[Expr]) -> Expr:
             total[monomial_key(factors)] = (settle(before + coefficient), first)
     terms = [term for term in total.values() if term[0]]
     for index, (coefficient, factors) in enumerate(terms):
-        choice = lone_where(factors)
+        choice = single_where(factors)
         if choice is None:
             continue
         for other, (scale, more) in enumerate(terms[index + 1 :], index + 1):
-            second = lone_where(more)
+            second = single_where(more)
             if second is not None and key(second.args[0]) == key(choice.args[0]):
                 arms = (add((times(coefficient, choice.args[arm]), times(scale, second.args[arm]))) for arm in (1, 2))
                 merged = where(choice.args[0], *arms)
@@ -125,7 +125,7 @@ def _with_sigmoid(factors: Factors) -> Factors:
     """1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u): neither overflows."""
     changed = list(factors)
     for place, (base, exponent) in enumerate(changed):
-        u = risen(base) if exponent < 0 and exponent.denominator == 1 else None
+        u = logistic_argument(base) if exponent < 0 and exponent.denominator == 1 else None
         if u is not None:
             changed[place] = (call("sigmoid", (times(Fraction(-1), u),)), -exponent)
     for place, (base, exponent) in enumerate(changed):

@@ -4,9 +4,9 @@ will."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from specc.compiler.int8.fake_quantized_lstm import cells_apart
 from specc.compiler.int8.form import Factor, Int8Form
 from specc.compiler.int8.products import Editor, Source, Unfit, covering, factors_of, integer_products, sites
-from specc.compiler.int8.rounded_lstm import cells_apart
 from specc.compiler.ir.graph import Graph, Node, TensorType, walk
 from specc.compiler.ops.region import Call, Scan
 from specc.compiler.ops.rounded import RoundRows
@@ -174,7 +174,7 @@ class _Rounding(Editor):
     """A graph while the inputs of its products are rounded."""
 
     def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
-        form.rehearse(self, node, factors)
+        form.fake_quantize(self, node, factors)
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
         rounding = RoundRows(self.input_bits(weight))

@@ -9,7 +9,7 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, RowByRow
 
 
-def without_unread(nodes: Sequence[Node], outputs: Sequence[str], made: Collection[str]) -> list[Node]:
+def without_dead_nodes(nodes: Sequence[Node], outputs: Sequence[str], made: Collection[str]) -> list[Node]:
     """`nodes` without those of the names `made` that neither another node nor `outputs`, refs, read: a form gives all
     that the op before gave, and of a recurrence the graph may want only a part."""
     read = set(map(node_of, outputs))
@@ -26,7 +26,7 @@ def finished(graph: Graph) -> Graph:
     return _row_by_row(_requantized(graph))
 
 
-def told_apart(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
+def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
     """The graphs with different epilogues of int8 products under different titles: a title tells neither factors nor
     operands, and no spec gave it."""
     seen: dict[str, list[tuple[object, ...]]] = {}

@@ -83,7 +83,7 @@ class Int8Form:
         """Replaces a node whose weights are all int8."""
         raise TypeError(f"{type(self).__name__} does not say what a node becomes")
 
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces such a node in a program that trains, by floats that round where `rewrite` rounds: `edit.codes`
         gives there the one value that its codes stand for."""
         raise TypeError(f"{type(self).__name__} does not say how a node is trained for int8")

@@ -61,7 +61,7 @@ class Int8LinearForm(Int8Form):
             ref = edit.add_op(node.name, CropColumns(width), (ref,), last)
         edit.replace(last, ref)
 
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
         (factor,) = factors
         x, *weights = node.inputs
         edit.add(replace(node, inputs=(*edit.codes(x, factor.weight, node), *weights)), node)

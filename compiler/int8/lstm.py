@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from specc.compiler.int8.fake_quantized_lstm import fake_quantized, loop_of
 from specc.compiler.int8.form import Editing, Factor, Int8Form, sums_of, title_of, weighed
-from specc.compiler.int8.rounded_lstm import loop_of, rehearsed
 from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType, TypeRuleError
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.pointwise import Pointwise
@@ -92,8 +92,8 @@ class Int8LstmForm(Int8Form):
             _check(edit, node, factors[d : d + 2])
         self._replace(edit, node, factors, _direction)
 
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
-        self._replace(edit, node, factors, rehearsed)
+    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        self._replace(edit, node, factors, fake_quantized)
 
     def _replace(self, edit: Editing, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
         """By what each direction becomes, side by side."""

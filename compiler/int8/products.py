@@ -7,7 +7,7 @@ from typing import Literal
 from specc.compiler import int8
 from specc.compiler.blocks.init import constant
 from specc.compiler.catalog import catalog
-from specc.compiler.int8.finish import finished, told_apart, without_unread
+from specc.compiler.int8.finish import finished, with_unique_titles, without_dead_nodes
 from specc.compiler.int8.form import Factor, Int8Form
 from specc.compiler.ir.graph import Graph, Node, Op, TensorType, TypeRuleError, node_of, walk
 from specc.compiler.ops.quantized import QuantizeRows, padded
@@ -125,7 +125,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     problems += _left_over(changed, places, quant, schemes)
     if problems:
         raise LoweringError(tuple(dict.fromkeys(problems)))  # programs share code
-    titled = {graph.name: graph for graph in told_apart(changed.values())}
+    titled = {graph.name: graph for graph in with_unique_titles(changed.values())}
     return replace(
         deployed,
         params=(*params, *added.values()),
@@ -255,7 +255,7 @@ class Editor:
         outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
         nodes = [replace(node, inputs=tuple(map(self._name, node.inputs))) for node in nodes]
         new_names = {node.name for group in self.new.values() for node in group}
-        nodes = without_unread(nodes, [ref for _, ref in outputs], new_names)
+        nodes = without_dead_nodes(nodes, [ref for _, ref in outputs], new_names)
         read = {ref for node in nodes for ref in node.inputs}
         params = tuple(entry for entry in self.graph.params if f"@{entry[0]}" in read)
         params += tuple(self.added.items())

@@ -50,7 +50,7 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
     problems += _clashes(programs, choices)
     if problems:
         raise LoweringError(tuple(problems))
-    listed, locked = tuple(_told_together(choices)), lock.targets.get(target.name)
+    listed, locked = tuple(_with_shared_labels(choices)), lock.targets.get(target.name)
     return Plan(programs.name, title, source, target, programs, listed, tuple(save_choices), locked)
 
 
@@ -201,8 +201,8 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
     return kernel
 
 
-def _told_together(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """The choices, with a file that several nodes share telling of all of them."""
+def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """The choices; a file that several nodes share is rendered with the labels of all of them."""
     labels: dict[str, list[str]] = {}
     for choice in choices:
         labels.setdefault(choice.rendered.module, []).append(choice.site.label)

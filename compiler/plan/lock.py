@@ -123,7 +123,7 @@ class StepTiming(StrictModel):
     key: Word
     tokens: Positive
     ms: PositiveFloat
-    memory: Positive
+    memory: Annotated[int, Field(ge=1)]
     classes: Mapping[Word, PositiveFloat] = {}
 
 

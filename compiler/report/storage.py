@@ -18,6 +18,7 @@ from specc.compiler.spec.spec import QuantSpec, Spec
 HEADER_BYTES, SECTION_BYTES, LONGEST_SECTION = 112, 44, 512 * 2**10
 JOINED_BYTES = 16 * 2**10  # arrays of one role that are smaller share a section with others of their kind
 ENTRY_BYTES = 24  # of a row of the table of arrays that whole numbers need, compressed
+ROUNDED = 1024  # so that another learning rate in the spec changes no promise
 FRAME_BYTES = 24  # that compressing a section adds at most, however little it holds
 
 
@@ -90,7 +91,8 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
     sections, arrays = 1 + own + len(joined), sum(len(schemes[p.name].stored(p.shape)) for p in programs.params)
     table = any(scheme.integer for scheme in schemes.values())
     entries = (SECTION_BYTES + FRAME_BYTES + ENTRY_BYTES * arrays) * table
-    return HEADER_BYTES + len(zlib.compress(text.encode(), 9)) + (SECTION_BYTES + FRAME_BYTES) * sections + entries
+    exact = HEADER_BYTES + len(zlib.compress(text.encode(), 9)) + (SECTION_BYTES + FRAME_BYTES) * sections + entries
+    return -(-exact // ROUNDED) * ROUNDED
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -17,10 +17,11 @@ from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
-from specc.runtime.eval.adapt.method import Halves, Work, method_of
+from specc.runtime.eval.adapt.method import Work, method_of
 from specc.runtime.eval.options import EvaluateError, EvaluateOptions, windows_of
 from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte, ScoredText, evaluate_bits
 from specc.runtime.metrics.share import Share
+from specc.runtime.model.protocols import text_model_in_halves
 from specc.runtime.open_model import OpenedModel, token_cache
 from specc.runtime.storage.run_directory import readable
 
@@ -40,7 +41,7 @@ def evaluate_text(
     """
     world = world or World.alone()
     windows = windows_of(opened.spec, options, str(opened.path))
-    score = _compiled(opened, options)(opened.generated.score)
+    score = _compiled(opened, options)(opened.text_model.score)
     with _stream(opened, options, world) as stream, _memory():
         text = ScoredText(stream, opened.tokenizer, options.max_tokens)
         share = Share(world.rank, world.size, world.totals)
@@ -143,7 +144,7 @@ def evaluate_adapted(
     with _stream(opened, options, world) as stream, _memory(fewer):
         text = ScoredText(stream, opened.tokenizer, options.max_tokens)
         account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
-        halves = cast(Halves, model)
+        halves = text_model_in_halves(model)
         score, features, nats = map(compiled, (halves.score, halves.features, halves.nats))
         # Torch before 2.12 takes a graph that another method had compiled, though weights learn since
         # (pytorch/pytorch#139476), and their gradients would lack what the head gives.

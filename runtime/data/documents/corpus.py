@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specc.runtime.data.documents.formats import SUPPORTED, Bounds, kind_of, read_documents
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.missing import nearest_paths
+from specc.runtime.data.missing import missing_source
 from specc.runtime.data.split import Split
 
 _SPLIT_NAME = re.compile(r"(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
@@ -153,8 +153,7 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
             if not kind_of(path):
                 raise DataError(f"{source}: cannot read documents from a {path.suffix or 'suffixless'} file", SUPPORTED)
         else:
-            hint = nearest_paths(path) or "--data takes a text, jsonl or token-shard file or folder, or `stdlib`"
-            raise DataError(f"{source}: no such file or folder", hint)
+            raise missing_source(path)
         found += files
     return found
 

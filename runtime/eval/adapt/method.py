@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,6 @@ from specc.runtime.eval import adapt
 from specc.runtime.metrics.bits_per_byte import Account
 from specc.runtime.metrics.share import Share
 from specc.runtime.metrics.validation import Score
-
-
-class Halves(Protocol):
-    """A generated model whose spec adapts: `score`, and its two halves. ids and targets are i64 [B, T]."""
-
-    def score(self, ids: Tensor, targets: Tensor) -> Tensor: ...
-    def features(self, ids: Tensor) -> Tensor: ...
-    def nats(self, x: Tensor, targets: Tensor) -> Tensor: ...
 
 
 class AdaptError(RuntimeFailure):

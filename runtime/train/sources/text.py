@@ -23,8 +23,8 @@ from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import Loaded
 from specc.runtime.storage.data_digests import DataDigests
-from specc.runtime.train.sources.feed import Windows
-from specc.runtime.train.sources.source import Drill, Epoch, Source, Supply
+from specc.runtime.train.sources.feed import TrainingData, Windows
+from specc.runtime.train.sources.source import Epoch, Source, Supply
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class _Streams:
         loader = Loader(self.train, rows, window, data.order, plan.seed, *share, device=world.device)
         stack.enter_context(loader)
         validation = Validation(self.val, self.tokenizer, self.spec.eval.batch, plan.validate_tokens)
-        return Supply(loader, Windows(plan.rows(window) * window), validation)
+        return Supply(TrainingData(loader, Windows(plan.rows(window) * window)), validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
         wanted = Calibrate(sequences=rows, batch=batch)
@@ -95,10 +95,10 @@ class RandomTokens:
         """It holds nothing open."""
 
 
-def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Drill:
+def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> TrainingData:
     train, window = spec.train, spec.model.window
     tokens = RandomTokens(train.at_once(), window, spec.model.vocabulary, batches)
-    return tokens, Windows(train.rows(window) * window)
+    return TrainingData(tokens, Windows(train.rows(window) * window))
 
 
 def _ready(spec: Spec, search: Sequence[Path]) -> _Text:

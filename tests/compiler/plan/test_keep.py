@@ -159,7 +159,7 @@ def test_the_fastest_way_is_that_of_the_least_sum() -> None:
     best = fastest(found, "sm90", measured(found, times))
     assert best == Kept(key=group_key(found.sites), keep="input", ms={"derivative": 1.2, "input": 1.1})
     assert line(found, best) == (
-        "blocks.*.mlp keeps the input: the derivative 1.2000 ms, the input 1.1000 ms, forward and backward"
+        "blocks.*.mlp saves the input: the derivative 1.2000 ms, the input 1.1000 ms, forward and backward"
     )
     best = fastest(found, "sm90", measured(found, {**times, "linear_gelu_pre__": 0.7}))
     assert best is not None and best.keep == "derivative"

@@ -101,7 +101,7 @@ def test_a_measured_tile_is_built_and_told(spec: Path) -> None:
     source = after.files[f"sm90/{choice.rendered.module}.cu"]
     assert "cute::Shape<cute::Int<64>, cute::Int<256>, cute::Int<64>>" in source
     assert "SWIZZLE, RASTER = 2, 2" in after.files[f"sm90/{choice.rendered.module}.py"]
-    assert f"{MEASURED}; measured, 0.25 ms" in after.files["PLAN.md"] and "by rule" in after.files["PLAN.md"]
+    assert f", {MEASURED} | 0.25 x " in after.files["PLAN.md"] and "; by rule |" in after.files["PLAN.md"]
     assert "Measured on NVIDIA H200: torch 2.11.0, triton 3.6.0, CUDA 13.0, driver 580.\n" in after.files["PLAN.md"]
     assert "Measured on" not in before.files["PLAN.md"]
     changed = {name for name in after.files if after.files[name] != before.files[name]}

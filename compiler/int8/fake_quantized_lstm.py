@@ -1,4 +1,4 @@
-"""A long short-term memory as training rehearses it for int8: floats, rounded where the deployed one rounds."""
+"""A fake-quantized LSTM: training in floats that are rounded where the int8 LSTM rounds."""
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
@@ -19,11 +19,11 @@ BIASED = Pointwise(("x + bias",), ("x", "bias"))
 SUM = Pointwise(("h + x",), ("h", "x"))
 
 
-def rehearsed(
+def fake_quantized(
     edit: Editing, node: Node, name: str, x: str, state: Sequence[str], factors: Sequence[Factor], backward: bool
 ) -> tuple[str, str, str]:
-    """Adds one direction; returns y [B, T, H], h and c: one product for the gates of all steps of x, with the biases,
-    and a loop over the steps of h, which is rounded at each."""
+    """Adds one direction and returns y [B, T, H], h and c: one product for the gates of all steps of x, with the
+    biases, and a loop over the steps of h, which is rounded at each."""
     into, hidden = factors
     gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)
     for i, bias in enumerate(factor.bias for factor in factors if factor.bias):
