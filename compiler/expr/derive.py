@@ -132,7 +132,7 @@ def homogeneous_degree(expr: Expr, var: str) -> float | None:
 
 
 def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
-    """Whether x f'(x) / f(x) is one number at a few points: where it is not, no cases need be told apart."""
+    """Whether x f'(x) / f(x) is one number at a few points. Where it is not, no case distinction is needed."""
     ratios = []
     for x in SAMPLES:
         at = {name: 0.37 + 0.11 * i for i, name in enumerate(variables(expr))} | {var: x}

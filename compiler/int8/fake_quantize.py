@@ -72,7 +72,7 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
 
 
 def _begins(train: TrainSpec) -> float:
-    """The share of the run after which the warm-down is below what `qat` says."""
+    """The share of the run after which the learning rate is below the limit of `qat`."""
     assert train.qat is not None
     schedule = train.schedule
     if train.steps is not None:

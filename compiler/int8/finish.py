@@ -22,12 +22,12 @@ def without_dead_nodes(nodes: Sequence[Node], outputs: Sequence[str], made: Coll
 
 
 def finished(graph: Graph) -> Graph:
-    """The graph with each int8 product writing codes where only codes are made of it, and reading no views."""
+    """The graph in which each int8 product writes codes where all its readers quantize it, and reads no views."""
     return _row_by_row(_requantized(graph))
 
 
 def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """The graphs with different epilogues of int8 products under different titles: a title tells neither factors nor
+    """The graphs with different titles for different epilogues of int8 products: a title names neither factors nor
     operands, and no spec gave it."""
     seen: dict[str, list[tuple[object, ...]]] = {}
 
@@ -71,7 +71,7 @@ def _row_by_row(graph: Graph) -> Graph:
 
 
 def _requantized(graph: Graph) -> Graph:
-    """The graph with every int8 product that only codes are made of writing these codes itself."""
+    """The graph in which every int8 product whose readers all quantize it writes these codes itself."""
     for node in graph.nodes:
         if not isinstance(node.op, QuantizeRows):
             continue

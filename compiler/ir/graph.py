@@ -152,8 +152,8 @@ class Op:
         return outputs[0].count(sizes)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        """The function that the Torch spelling calls: its text is templates/torch/<support>.py.jinja. Empty for
-        none."""
+        """The name of the function that the Torch spelling calls, with the text of templates/torch/<support>.py.jinja;
+        empty where it calls none."""
         return ""
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:

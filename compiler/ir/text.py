@@ -17,7 +17,7 @@ _RETURN = re.compile(r"  return (?P<outputs>.*)")
 
 
 class GraphTextError(ValueError):
-    """A line that is no line of a graph; the message says which."""
+    """A line that is not part of a graph's text; the message names it."""
 
 
 def parse_type(text: str) -> TensorType:

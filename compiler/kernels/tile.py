@@ -27,7 +27,7 @@ def counted(count: int, word: str) -> str:
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
-    """Raises ValueError, which tells `name`, where a number of a tile is out of its bounds."""
+    """Raises ValueError, which names `name`, where a number of a tile is out of its bounds."""
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}, and not from {least} to {most}")
 

@@ -12,8 +12,8 @@ Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Call(Op):
-    """Runs function `callee` with the parameters that stand under `at`, and with `scalars` for the numbers it asks of
-    its caller. `returns` are the shapes and dtypes that it gives back, `labels` what code calls them."""
+    """Runs function `callee` with the parameters that stand under `at`, and with `scalars` for the numbers that it
+    takes from its caller. `returns` are the shapes and dtypes that it gives back, `labels` what code calls them."""
 
     name: ClassVar[str] = "call"
     inline: ClassVar[bool] = False

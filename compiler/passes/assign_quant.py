@@ -76,7 +76,7 @@ def allocation(
 
 
 def stated(quant: QuantSpec, scheme: Scheme) -> Path:
-    """Where the spec says a scheme of an allocation: at a rule, or the default."""
+    """The place in the spec that states a scheme of an allocation: a rule, or the default."""
     positions = [i for i, rule in enumerate(quant.rules) if rule is scheme]
     return ("quant", "rules", positions[0]) if positions else ("quant", "default")
 

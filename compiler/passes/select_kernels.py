@@ -154,7 +154,7 @@ def _rows(type: TensorType) -> TensorType:
 
 
 def _tail(member: str, part: str) -> str:
-    """A member's name as it is told behind another node's: the words that follow what both are part of."""
+    """A member's name behind another node's label: the words after the prefix that both share."""
     if member.startswith(f"{part}."):
         return member.removeprefix(f"{part}.")
     return member.partition(".")[2]

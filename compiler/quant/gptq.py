@@ -63,7 +63,7 @@ class Gptq(PerRow):
         return self.quantize_seen(weight, Seen(hessian))
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """As the base says. The Hessian [columns, columns] must be symmetric positive semidefinite.
+        """As in the base class. The Hessian [columns, columns] must be symmetric positive semidefinite.
 
         Raises SchemeError also when it is missing, has another shape, holds NaN or infinity, or stays
         indefinite under the largest damping.

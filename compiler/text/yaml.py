@@ -298,7 +298,9 @@ class _Reading:
         if event.style is None and key == "<<":
             self._say("S009", "a merge key (<<)", "write the keys out: specs have no aliases", mark)
         elif not isinstance(self._scalar(event, mark), str):
-            self._say("S012", f"the key {quote(key)} is no word", "keys are words; quote it if it is meant", mark)
+            self._say(
+                "S012", f"{quote(key)} is not a valid key", "keys are words; put it in quotes if it is meant", mark
+            )
         if first := names.get(key):
             message = f"key {quote(key)} stands twice"
             self._say("S008", message, "keep one of the two", mark, ("it stands here first", first))

@@ -208,7 +208,7 @@ def number_of(dim: object) -> int:
 
 
 def _dims(name: str, q: TensorType, k: TensorType) -> tuple[str, ...]:
-    """The dims of a tensor as a docstring tells them."""
+    """The dims of a tensor, for a docstring."""
     heads, kv_heads, channels = q.shape[-2], k.shape[-2], q.width
     keys = "T" if q.shape[1] == k.shape[1] else "S"
     if name == "lse":

@@ -221,7 +221,7 @@ GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
 def _described(
     op: CustomOp, site: Site, epilogue: Epilogue, products: tuple[GivenProduct, ...], layout: str
 ) -> CustomOp:
-    """The op with what it says of itself: which products are the library's."""
+    """The op with a docstring that names the products of the library."""
     if not products:
         return op
     formulas = (*(product.formula(epilogue, layout) for product in products), *epilogue.formulas(layout))
