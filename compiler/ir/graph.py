@@ -18,6 +18,36 @@ Dim = int | str
 Sizes = Mapping[str, int]
 
 
+class Size(int):
+    """A dim with a name for code, such as `D` or `H * C`; in all else the number that it is."""
+
+    text: str
+
+    def __new__(cls, value: int, text: str) -> "Size":
+        made = super().__new__(cls, value)
+        made.text = text
+        return made
+
+    def __mul__(self, other: Any) -> Any:
+        product = int(self) * other
+        return Size(product, f"{self.text} * {other.text}") if isinstance(other, Size) else product
+
+    def __rmul__(self, other: Any) -> Any:
+        return Size(other * int(self), f"{other} * {self.text}") if isinstance(other, int) else other * int(self)
+
+    def __floordiv__(self, other: int) -> int:
+        words = self.text.split(" * ")
+        if isinstance(other, Size) and other.text in words[:-1]:
+            words.remove(other.text)
+            return Size(int(self) // int(other), " * ".join(words))
+        return int(self) // int(other)
+
+
+def spelled(dim: Dim) -> str:
+    """A dim as code has it."""
+    return dim.text if isinstance(dim, Size) else str(dim)
+
+
 class TypeRuleError(ValueError):
     """An op was given inputs that it cannot take. `inputs` are the positions of those at fault."""
 
@@ -315,7 +345,8 @@ def node_of(ref: str) -> str:
 
 @dataclass
 class Builder:
-    """Collects the nodes of one graph. `scope` is put before every name that is added."""
+    """Collects the nodes of one graph. `scope` is put before every name that is added; `constants` are numbers that a
+    formula of the spec gives, by a name for code."""
 
     name: str
     scope: str = ""
@@ -326,6 +357,7 @@ class Builder:
     types: dict[str, TensorType] = field(default_factory=dict)
     inits: dict[str, object] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def input(self, name: str, type: TensorType) -> str:
         """Declares an input of the graph."""
@@ -348,6 +380,12 @@ class Builder:
             raise TypeRuleError(f"parameter {path} is both {self.params[path]} and {type}")
         self.types[f"@{path}"] = type
         return f"@{path}"
+
+    def constant(self, name: str, value: float, formula: float | str) -> float:
+        """Declares that `value` is what a formula gives, where it is one, and returns it."""
+        if isinstance(formula, str):
+            self.constants[name.upper()] = value, formula
+        return value
 
     def path(self, name: str) -> str:
         return f"{self.scope}.{name}" if self.scope else name

@@ -25,7 +25,7 @@ from specc.compiler.spec import check
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.shards.shard_file import ShardWriter
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.options import EvaluateOptions
