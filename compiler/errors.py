@@ -1,4 +1,4 @@
-"""What can go wrong, where, and what to do about it; how it is shown; the exit codes of the command line."""
+"""Diagnostics, their place and hint; how they are shown; the exit codes of the command line."""
 
 import errno
 import json

@@ -149,7 +149,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong across this model's own fields; paths are relative to it."""
+        """The problems across this model's own fields; paths are relative to it."""
         yield from ()
 
 

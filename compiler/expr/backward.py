@@ -1,4 +1,4 @@
-"""What the forward saves so that the backward of a pointwise tail is cheap.
+"""The values that a forward saves so that the backward of a pointwise epilogue is cheap.
 
 In order of preference:
 

@@ -12,7 +12,7 @@ ORDERINGS = {"<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {1, 0}, "==": {0}, "!=": 
 
 
 def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
-    """What `known` being true (or false) says about `question`; None if nothing."""
+    """The truth of `question` where `known` has the given truth; None where that does not decide it."""
     assert isinstance(question, Compare)
     if (key(question.a), key(question.b)) != (key(known.a), key(known.b)):
         return None

@@ -30,7 +30,7 @@ class Parts:
 
     @property
     def f(self) -> str:
-        """What becomes of a logit `z` before the softmax."""
+        """The function of a logit `z` before the softmax."""
         if self.bound is None:
             return "z"
         assert isinstance(self.bound.op, Pointwise)

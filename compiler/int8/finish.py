@@ -1,5 +1,5 @@
-"""What graphs of int8 products still want: nothing that nobody reads, codes without a pass of their own, operands that
-lie row by row, a title for each epilogue."""
+"""The last rewrites of graphs of int8 products: no value that nothing reads, codes without a pass of their own,
+operands that lie row by row, a title for each epilogue."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -32,16 +32,16 @@ def told_apart(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
     seen: dict[str, list[tuple[object, ...]]] = {}
 
     def titled(graph: Graph, node: Node) -> Node:
-        tail = node.epilogue
-        if not isinstance(node.op, Int8Linear) or not isinstance(tail, Pointwise):
+        epilogue = node.epilogue
+        if not isinstance(node.op, Int8Linear) or not isinstance(epilogue, Pointwise):
             return node
         read = [graph.types[ref] for ref in node.inputs[node.op.arity :]]
         kinds = [(type.dtype, type.shape == node.type.shape) for type in read]
-        known, own = seen.setdefault(tail.title, []), (tail.outputs, tail.variables, kinds)
+        known, own = seen.setdefault(epilogue.title, []), (epilogue.outputs, epilogue.variables, kinds)
         if own not in known:
             known.append(own)
         number = known.index(own) + 1
-        return replace(node, epilogue=replace(tail, title=f"{tail.title}_{number}")) if number > 1 else node
+        return replace(node, epilogue=replace(epilogue, title=f"{epilogue.title}_{number}")) if number > 1 else node
 
     return tuple(replace(graph, nodes=tuple(titled(graph, node) for node in graph.nodes)) for graph in graphs)
 
@@ -78,13 +78,13 @@ def _requantized(graph: Graph) -> Graph:
         maker = graph.by_name.get(node_of(node.inputs[0]))
         if maker is None or not isinstance(maker.op, Int8Linear) or graph.uses(maker.name) != 1:
             continue
-        tail = maker.epilogue
-        assert isinstance(tail, Pointwise)
+        epilogue = maker.epilogue
+        assert isinstance(epilogue, Pointwise)
         if maker.type.width != node.type.width:
             continue
-        text = f"({tail.outputs[0]}) * inverse"
-        title = f"{tail.title.rpartition('_')[0]}_i8".lstrip("_")
-        joined = replace(tail, outputs=(text,), variables=(*tail.variables, "inverse"), title=title)
+        text = f"({epilogue.outputs[0]}) * inverse"
+        title = f"{epilogue.title.rpartition('_')[0]}_i8".lstrip("_")
+        joined = replace(epilogue, outputs=(text,), variables=(*epilogue.variables, "inverse"), title=title)
         made = replace(
             maker,
             inputs=(*maker.inputs, node.inputs[1]),

@@ -1,4 +1,4 @@
-"""What an op becomes where its weights are int8: the base of each form, and what a form may ask of the pass."""
+"""The int8 form of an op whose weights are int8: the base of each form, and the services of the pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def sums_of(edit: Editing, weight: str, bias: str) -> tuple[str, str, str]:
 def weighed(
     edit: Editing, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
 ) -> tuple[Expr, dict[str, str]]:
-    """What the sums p of the first of `codes` are worth, all codes counted, as the beginning of an epilogue; and what
+    """The value of the sums p of the first of `codes`, all codes counted, as the beginning of an epilogue; and what
     it reads beside p and `scale`. Second codes are multiplied ahead, by a product of their own: f32 [..., N]. `held`
     are the constants of the product."""
     first, *second = codes
@@ -119,7 +119,7 @@ def weighed(
 
 
 def title_of(expr: Expr, type: TensorType) -> str:
-    """What a kernel is called behind `int8_linear`: whether it adds what second codes are worth, the functions behind
+    """The name of a kernel after `int8_linear`: whether it adds what second codes are worth, the functions behind
     the scale, and what it writes."""
     words = name_of(substitute(expr, {"scale": reread("1"), "second": reread("0")}))
     wide = "i16" if "second" in variables(expr) else ""

@@ -46,12 +46,12 @@ def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor
     held = sums_of(edit, factor.weight, factor.bias)
     expr, operands = weighed(edit, name, codes, factor.weight, held, node)
     made = TensorType((*edit.type(codes[0]).shape[:-1], edit.type(held[0]).shape[0]), "f32")
-    tail = Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, made))
-    return edit.add(Node(name, Int8Linear(), (codes[0], *held, *operands), (made,), tail, (name,)), node)
+    epilogue = Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, made))
+    return edit.add(Node(name, Int8Linear(), (codes[0], *held, *operands), (made,), epilogue, (name,)), node)
 
 
 def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
-    """What a step reads of the product with h: codes, offset, scale and inverse."""
+    """The inputs of a step for the product with h: codes, offset, scale and inverse."""
     return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
 
 

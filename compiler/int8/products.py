@@ -29,7 +29,7 @@ class Unfit(Exception):
         self.message, self.names, self.at_once = message, tuple(names), at_once
 
     def problem(self, quant: QuantSpec, schemes: Allocation) -> Problem:
-        """What a user reads, where the spec says int8."""
+        """The message for a user, where the spec says int8."""
         pattern = covering(self.names)
         if self.at_once:
             path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # a rule sooner than the default

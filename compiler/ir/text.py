@@ -11,7 +11,7 @@ _HEAD = re.compile(r"graph (?P<name>[\w.]+)\((?P<inputs>.*)\) \{")
 _PARAM = re.compile(r"  param (?P<name>[\w.]+) : (?P<type>\S+)")
 _NODE = re.compile(
     r"  (?P<name>[\w.]+) = (?P<op>\w+)\((?P<inputs>[^)]*)\)(?P<settings>\{.*?\})?"
-    r"(?: \|> (?P<tail>\w+)(?P<tail_settings>\{.*?\})?)?(?: of \((?P<members>[^)]*)\))? : (?P<types>[^{}|=]+)"
+    r"(?: \|> (?P<epilogue>\w+)(?P<epilogue_settings>\{.*?\})?)?(?: of \((?P<members>[^)]*)\))? : (?P<types>[^{}|=]+)"
 )
 _RETURN = re.compile(r"  return (?P<outputs>.*)")
 
@@ -65,10 +65,10 @@ def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
         elif found := _RETURN.fullmatch(line):
             outputs = tuple((label, ref) for label, _, ref in (part.partition("=") for part in _list(found["outputs"])))
         elif found := _NODE.fullmatch(line):
-            tail = _op(found["tail"], found["tail_settings"], ops) if found["tail"] else None
+            epilogue = _op(found["epilogue"], found["epilogue_settings"], ops) if found["epilogue"] else None
             op = _op(found["op"], found["settings"], ops)
             members = _list(found["members"] or "")
-            nodes.append(Node(found["name"], op, _list(found["inputs"]), _types(found["types"]), tail, members))
+            nodes.append(Node(found["name"], op, _list(found["inputs"]), _types(found["types"]), epilogue, members))
         elif line != "}":
             raise GraphTextError(f"line {number}: not a line of a graph: {line!r}")
     return Graph(name, inputs, tuple(params), tuple(nodes), outputs, scalars)

@@ -96,7 +96,7 @@ class Sdpa(Op):
 
 @dataclass(frozen=True, slots=True)
 class CausalAttention(Op):
-    """What Sdpa without a window gives, y [B, T, H, C], and what its gradient reads beside it: lse f32[B, H, T], the
+    """Sdpa without a window, with the log-sum-exp that its gradient reads: y [B, T, H, C] and lse f32[B, H, T], the
     natural logarithm of the sum of exp(q k^T / sqrt(C)) over the keys that a token sees. Every kernel keeps to that,
     so the forward of one serves the gradient of another."""
 

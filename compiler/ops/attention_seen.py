@@ -15,7 +15,7 @@ SCORES = 1 << 24  # of sequences that a reference takes at a time
 
 @dataclass(frozen=True, slots=True)
 class SeenOp(Op):
-    """What forward and gradient share: both read `seen`, bool[B, S]."""
+    """Base of forward and gradient: both read `seen`, bool[B, S]."""
 
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "attention"
@@ -45,7 +45,7 @@ def _by_sequences(values: "Sequence[Tensor]", q: "Tensor", k: "Tensor") -> "Iter
 
 @dataclass(frozen=True, slots=True)
 class SeenAttention(SeenOp):
-    """What SdpaSeen gives, y [B, T, H, C], and what its gradient reads beside it: lse f32[B, H, T], the natural
+    """SdpaSeen with the log-sum-exp that its gradient reads: y [B, T, H, C] and lse f32[B, H, T], the natural
     logarithm of the sum of exp(q k^T / sqrt(C)) over the keys that are seen. Where none is, y and lse are 0 and no
     gradient comes of it. Every kernel keeps to that, so the forward of one serves the gradient of another."""
 

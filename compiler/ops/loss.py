@@ -1,4 +1,4 @@
-"""What a program is scored by."""
+"""Cross-entropy, alone and fused with the softmax of its logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

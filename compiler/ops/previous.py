@@ -1,4 +1,4 @@
-"""What a token reads of the one before it: in a whole sequence by a shift, in decoding from kept state."""
+"""The previous token's value: a shift of a whole sequence, or the cached state in decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

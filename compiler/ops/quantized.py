@@ -44,7 +44,7 @@ def step_of(bits: int) -> float:
 
 
 def wide(bits: int) -> str:
-    """What names end in where an input has more than 8 bits."""
+    """The suffix of names where an input has more than 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
 
 
@@ -95,7 +95,8 @@ class QuantizeRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class Int8Product(Op):
-    """What multiplies by stored codes w i8 [N, K], which are its input `stored`. A kernel of its own computes it."""
+    """Base of the ops that multiply by stored codes w i8 [N, K], their input `stored`. A kernel of its own computes
+    it."""
 
     matrix: ClassVar[bool] = True
     planned: ClassVar[bool] = True

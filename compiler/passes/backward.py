@@ -27,8 +27,8 @@ def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """What kernels call a pointwise member that reads products, with the further outputs that it is given: `gelu`, and
-    `gelu_pre` where it keeps the products although there are derivatives to keep."""
+    """The name that kernels give a pointwise member that reads products: `gelu`, and `gelu_pre` where the forward saves
+    the products instead of their derivatives."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
     return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
@@ -97,7 +97,7 @@ class Derivation:
         return self.b.add(f"{name}.scaled", Pointwise(("d * grad",), ("grad", "d")), (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """What a rule gave, times the number that its own gradient waits for."""
+        """The result of a rule, times the number that its gradient waits for."""
         if isinstance(value, str):
             return Scaled(value, by)
         both = self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)) if by else value.by

@@ -11,7 +11,7 @@ from specc.compiler.ir.graph import Builder, Graph, Node, Op, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.passes.backward import Derivation, accumulators, spelled, titled
-from specc.compiler.passes.tails import join_tails
+from specc.compiler.passes.join_epilogues import join_epilogues
 from specc.compiler.programs.programs import Group
 
 
@@ -45,7 +45,7 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
         if rewrite.learns:
             backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
         saved = tuple(label for label, _ in backward.inputs if label != "d")
-        way = Group(name, scope, replaced, _returning(forward, saved), join_tails(backward), saved, keep)
+        way = Group(name, scope, replaced, _returning(forward, saved), join_epilogues(backward), saved, keep)
         if all(replace(way, keep=other.keep) != other for other in ways):
             ways.append(way)
     return replace(ways[0], others=tuple(ways[1:]))
@@ -98,7 +98,7 @@ def _part(scope: str, members: Sequence[Node]) -> str:
 
 
 def _labels(rewrite: Rewrite) -> Mapping[str, str]:
-    """What the ops themselves call what they read."""
+    """The labels that the ops give their inputs."""
     return {ref: label for node in rewrite.nodes for ref, label in zip(node.inputs, node.op.input_labels, strict=False)}
 
 
@@ -150,12 +150,12 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
     """The forward with its epilogues joined, which also returns what the backward reads, by the backward's names."""
-    joined = join_tails(forward)
+    joined = join_epilogues(forward)
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     for node in joined.nodes:
         if node.epilogue is not None:
-            tail = forward.by_name[node.members[-1]]
-            moved = dict(zip(tail.outputs, node.outputs, strict=True))
+            epilogue = forward.by_name[node.members[-1]]
+            moved = dict(zip(epilogue.outputs, node.outputs, strict=True))
             where = {name: moved.get(ref, ref) for name, ref in where.items()}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)

@@ -99,7 +99,7 @@ def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: T
     name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))  # as variants differ
     label = group_pattern(programs, group, group.scope)
     choices = SaveChoices(label, name, options, min(options, key=_moved), None)
-    measured = lock.kept(target.name, name, choices.sites)
+    measured = lock.group(target.name, name, choices.sites)
     if measured is None:
         return choices
     return replace(choices, chosen={o.group.keep: o for o in options}[measured.keep], measured=measured)
@@ -249,7 +249,7 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
 
 
 def _computed(site: Site) -> tuple[object, ...]:
-    """What a function's name has to tell apart; sizes are told by its file's."""
+    """The properties that a function's name distinguishes; sizes are in the name of its file."""
     return site.node.op.words, site.node.op.arity, site.epilogue
 
 

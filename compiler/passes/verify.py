@@ -1,4 +1,4 @@
-"""What must hold of programs after every pass. A failure is a bug in specc, never in a spec."""
+"""Invariants of programs after every pass. A failure is a bug in specc, never in a spec."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -58,7 +58,7 @@ def _complaints(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim
 
 
 def _types(node: Node, made: Sequence[TensorType]) -> Iterator[str]:
-    """What an op gives; the further outputs of a pointwise one are saved for a backward, in any dtype."""
+    """Checks the outputs of an op; further outputs of a pointwise op are saved for a backward, in any dtype."""
     saves = isinstance(node.op, Pointwise) and len(made) > 1
     if len(made) != len(node.types):
         yield f"{node.name} has {len(node.types)} types, but its op gives {len(made)}"

@@ -103,7 +103,8 @@ _SYNTAX = (
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a text says (`data`: dicts, tuples, scalars) and where; `source.Source` holds the same."""
+    """The content of a text (`data`: dicts, tuples, scalars) and the place of each part, as `source.Source` has
+    them."""
 
     data: object
     keys: Mapping[Path, Mark]

@@ -47,7 +47,7 @@ FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, "torch/attention_flash_4_i
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What templates/torch/attention.py.jinja may know. `body` is the template of the call, `imports` that of what it
+    """The context of templates/torch/attention.py.jinja. `body` is the template of the call, `imports` that of what it
     needs imported, if anything (`imported`); `wanted` are the rows of the table of checks; `ordered` asks for sums in a
     fixed order."""
 
@@ -181,7 +181,7 @@ def promise(site: Site) -> str:
 
 
 def formulas(site: Site) -> tuple[str, ...]:
-    """What is computed, a line a value, as lines of a docstring."""
+    """The formulas, one line per value, as lines of a docstring."""
     backward, inputs, _ = heads_of(site)
     shared = number_of(inputs["q"].shape[-2]) // number_of(inputs["k"].shape[-2])
     root = f"{number_of(inputs['q'].width)} ** 0.5"

@@ -45,8 +45,8 @@ TILES = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (4, 1, 1), (4, 1, 2), (2, 2, 1), (1, 4
 
 @dataclass(frozen=True, slots=True)
 class ShortContext:
-    """What templates/triton/short_attention.py.jinja may know, and `body`, the template of the loop over the heads that
-    share a key. In the kernel, `queries` and `keys` tell which elements there are; `element` is what a result is
+    """The context of templates/triton/short_attention.py.jinja, and `body`, the template of the loop over the heads
+    that share a key. In the kernel, `queries` and `keys` tell which elements there are; `element` is what a result is
     rounded to; unless `causal`, what is seen is read."""
 
     TEMPLATE: ClassVar[str] = "triton/short_attention.py.jinja"
@@ -218,7 +218,7 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
 
 
 def _split(backward: bool) -> tuple[str, ...]:
-    """What makes each output."""
+    """The expression of each output."""
     if backward:
         return tuple(f"{name}.new_empty({name}.shape)" for name in "qkv")
     return "q.new_empty(q.shape)", "q.new_empty(b, H, t, dtype=torch.float32)"

@@ -71,7 +71,7 @@ def step_refusal(state: TensorType) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PlainStep:
-    """What templates/torch/int8_lstm_step.py.jinja may know: `narrow` where h and c are no f32."""
+    """The context of templates/torch/int8_lstm_step.py.jinja: `narrow` where h and c are no f32."""
 
     TEMPLATE: ClassVar[str] = "torch/int8_lstm_step.py.jinja"
     op: StepFunction

@@ -20,7 +20,7 @@ TILES = ((32, 16, 4), (16, 16, 2), (16, 32, 4), (32, 32, 4), (64, 16, 4), (64, 3
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What templates/triton/int8_lstm_step.py.jinja may know."""
+    """The context of templates/triton/int8_lstm_step.py.jinja."""
 
     TEMPLATE: ClassVar[str] = "triton/int8_lstm_step.py.jinja"
     op: StepFunction

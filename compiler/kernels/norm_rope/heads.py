@@ -1,4 +1,4 @@
-"""What is alike in every kernel of attention heads: sizes, names of tensors, and the words that files tell of them."""
+"""The common part of all kernels of attention heads: sizes, names of tensors, and descriptions in files."""
 
 from dataclasses import dataclass
 
@@ -70,7 +70,7 @@ def header(site: Site) -> str:
 
 
 def about(site: Site) -> str:
-    """What is computed, in words that open a sentence."""
+    """A description of the computation that opens a sentence."""
     heads = heads_of(site)
     words = ["RMSNorm"] * (heads.op.eps is not None) + ["rotary embedding"] + ["gain"] * heads.op.gain
     told = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
@@ -95,7 +95,7 @@ def promise(site: Site, end: str = "") -> str:
 
 
 def formulas(site: Site) -> tuple[str, ...]:
-    """What is computed, a line a value, as lines of a docstring."""
+    """The formulas, one line per value, as lines of a docstring."""
     heads = heads_of(site)
     lines = _backward(heads) if heads.backward else _forward(heads)
     return tuple(flowed(line, "    ", "    ") for line in lines)

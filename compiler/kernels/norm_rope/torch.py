@@ -13,7 +13,7 @@ from specc.compiler.ops.norm_rope import HeadRotation
 
 @dataclass(frozen=True, slots=True)
 class PlainContext:
-    """What templates/torch/norm_rope.py.jinja may know."""
+    """The context of templates/torch/norm_rope.py.jinja."""
 
     TEMPLATE: ClassVar[str] = "torch/norm_rope.py.jinja"
     header: str
