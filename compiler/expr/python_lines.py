@@ -49,7 +49,11 @@ def _broken(value: str, room: int, before: int) -> list[str] | None:
     if before + start >= room or end - start < 3:
         start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
     inside = value[start + 1 : end]
-    if value[start] == "(" and not isinstance(node, ast.Tuple) and (start == 0 or not (value[start - 1].isalnum() or value[start - 1] in "_)]")):
+    if (
+        value[start] == "("
+        and not isinstance(node, ast.Tuple)
+        and (start == 0 or not (value[start - 1].isalnum() or value[start - 1] in "_)]"))
+    ):
         grouped = [inside] if len(inside) <= room - 4 else _operators(inside, room - 4)
         return [value[: start + 1], *(f"    {text}" for text in grouped), value[end:]]
     lines = [inside] if len(inside) <= room - 4 else [t for item in _items(inside) for t in _item(item, room - 4)]
@@ -85,7 +89,9 @@ def _operators(value: str, room: int) -> list[str]:
     lines: list[str] = []
     for text in texts:
         operator, _, operand = text.partition(" ") if lines else ("", "", text)
-        inner = [operand] if len(text) <= room else _broken(operand, room, len(operator) + 1) or _operators(operand, room)
+        inner = (
+            [operand] if len(text) <= room else _broken(operand, room, len(operator) + 1) or _operators(operand, room)
+        )
         lines += [f"{operator} {inner[0]}".strip(), *inner[1:]]
     return lines
 
