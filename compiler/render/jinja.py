@@ -56,6 +56,11 @@ class _Loader(jinja2.BaseLoader):
         return file.read_text(encoding="utf-8"), str(file), None
 
 
+def exists(template: str) -> bool:
+    """Whether there is such a template."""
+    return importlib.resources.files("specc.templates").joinpath(template).is_file()
+
+
 @cache
 def environment() -> jinja2.Environment:
     """Strict: an undefined name raises. Blocks leave no blank lines behind."""
