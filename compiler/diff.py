@@ -92,9 +92,9 @@ class Comparison:
         """What groups save for their backward."""
         sizes = [f"{sum(summary.step.saved.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB a micro-batch"
-        old, new = ({c.label: ", ".join(c.chosen.saved) for c in s.main.save_choices} for s in self.summaries)
-        changed = (f"{at}: {_change(old.get(at, 'no choice'), new.get(at, 'no choice'))}" for at in {**old, **new})
-        return "; ".join((amount, *changed))
+        old, new = (summary.saved_names for summary in self.summaries)
+        places = [place for place in {**old, **new} if old.get(place) != new.get(place)]
+        return "; ".join((amount, *(f"{p}: {_change(old.get(p, 'nothing'), new.get(p, 'nothing'))}" for p in places)))
 
     def _kernels(self) -> Iterator[str]:
         """The tiles that were measured for a node that is gone or another now."""
