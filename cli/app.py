@@ -89,7 +89,7 @@ specc = click.option(
             "plan": "Summarize what a spec makes: parameters, bytes, FLOPs, kernels.",
             "explain": "Show the kernel of each node, or of one, and why each other kernel was not chosen.",
             "ir": "Print the graphs of a spec as text.",
-            "diff": "Compare two specs: a summary, then the specs, the plans and the kernels, paired by node.",
+            "diff": "Compare two specs: a summary, then the specs, model.py and the kernels, paired by node.",
             "init": "Start a new spec from another one, comments and all.",
             "data": data,
             "train": "Train a spec.",

@@ -5,7 +5,8 @@ What renders is imported when something is rendered: to check and to plan a spec
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
         if source is None:
             raise LoweringError(tuple(problems))
         raise SpecError(to_diagnostics(problems, source), source.texts)
-    return Planned(spec, plans, deployed, lock_use(lock, plans, spec.targets))
+    return Planned(spec, plans, deployed, lock_use(lock, plans, spec))
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
@@ -134,21 +135,44 @@ def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]
     return {name: render(template, context, source, key) for name, (template, context) in rendered.files.items()}
 
 
-def model_files(plan: Plan) -> Mapping[str, str]:
-    """The text of one target's files: model.py and its kernels."""
+def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
+    """The text of one target's files: model.py and its kernels. Raises TemplateFault, which names the line of `source`,
+    where a template renders no code."""
     from specc.compiler.render.jinja import render
-    from specc.compiler.render.model import model_context
+    from specc.compiler.render.model import OpContext, model_context
 
     files: dict[str, str] = {}
     for choice in plan.choices:
         if not files.keys() >= choice.rendered.files.keys():
-            files |= kernel_files(choice.rendered, choice.key, plan.source)
+            with _rendering(plan, choice.site.label, source):
+                files |= kernel_files(choice.rendered, choice.key, plan.source)
     context = model_context(plan)
+    for name in context.ops:
+        template, package = f"torch/ops/{name}.py.jinja", OpContext(f"specc_{plan.name}")
+        key = hashlib.sha256(f"{template}\n{package!r}".encode()).hexdigest()[:12]
+        files[f"{name}.py"] = render(template, package, plan.source, key)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
-    namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""
-    context = replace(context, supports=supports, namespace=namespace)
-    files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
+    context = replace(context, supports=supports)
+    with _rendering(plan, "", source):
+        files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
     return files
+
+
+@contextmanager
+def _rendering(plan: Plan, node: str, source: Source | None) -> Iterator[None]:
+    """Lets a fault of a template also name the node, and the line of the spec, that it was rendered for."""
+    from specc.compiler.render.jinja import TemplateFault
+
+    try:
+        yield
+    except TemplateFault as fault:
+        where = plan.source
+        if source is not None:
+            place = source.place(plan.programs.place(node.split(" ")[0].replace("*", "0")))
+            where = f"{place.file}:{place.mark.line}"
+        raise TemplateFault(
+            f"{fault.message}; rendered for {node or 'model.py'} on {plan.target.name}, {where}"
+        ) from fault
 
 
 def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
@@ -166,7 +190,9 @@ def _files(
     from specc.compiler.report.summary import Summary
 
     folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}
-    files = {f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan).items()}
+    files = {
+        f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan, source).items()
+    }
     files["PLAN.md"] = plan_page(Summary(spec, plans, deployed))
     manifest = {
         **_other_source(spec, source),

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.decode.text import Decoder, Sampling, SamplingError, sample_tokens
 from specc.runtime.errors import RunFailure
@@ -19,7 +20,7 @@ class Detokenizer:
 
     A lossy tokenizer's bytes depend on the tokens around them: a first space vanishes, and a character that
     is spelled in bytes is a replacement character until it is complete. So a few earlier tokens are decoded
-    with each new one, and what ends in a replacement character waits.
+    with each new one, and text that ends in a replacement character waits.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
@@ -52,7 +53,7 @@ class Detokenizer:
 
 def generate(
     opened: OpenedModel,
-    prompt: bytes,
+    prompt: str | bytes,
     max_tokens: int,
     sampling: Sampling | None = None,
     seed: int = 0,
@@ -65,9 +66,10 @@ def generate(
     The same seed gives the same bytes, on one machine with one number of threads.
 
     Args:
-        prompt: the start of a document; empty to begin with nothing.
-        stream: is given the text as it comes, in whole characters; bytes that are no UTF-8 become U+FFFD.
-        say: is told when the prompt is longer than the context, and only its end is read.
+        prompt: the start of a document; empty to begin with nothing. Of a `str`, bytes that the command line could not
+            decode (surrogate escapes) are themselves.
+        stream: called with the text as it comes, in whole characters; bytes that are not UTF-8 become U+FFFD.
+        say: called with a line where the prompt is longer than the context, and only its end is read.
 
     Raises SamplingError for a negative `max_tokens`, RunFailure for a model that gives no distribution or a
     tokenizer with no mark to begin with, DataError where the prompt cannot be tokenized.
@@ -75,22 +77,22 @@ def generate(
     if max_tokens < 0:
         raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
     text = codecs.getincrementaldecoder("utf-8")("replace")
-    told, say = stream or (lambda _: None), say or (lambda _: None)
+    emit, say = stream or (lambda _: None), say or (lambda _: None)
     pieces: list[bytes] = []
     for piece in stream_bytes(opened, prompt, max_tokens, sampling or Sampling(), seed, say):
         pieces.append(piece)
         if whole := text.decode(piece):
-            told(whole)
+            emit(whole)
     if rest := text.decode(b"", final=True):
-        told(rest)
+        emit(rest)
     return b"".join(pieces)
 
 
 def stream_bytes(
-    opened: OpenedModel, prompt: bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
+    opened: OpenedModel, prompt: str | bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
 ) -> Iterator[bytes]:
-    """What `generate` joins, piece by piece; a piece may end inside a character."""
-    tokens = _opening(opened.tokenizer, prompt, opened.spec.model.window, say)
+    """The bytes of `generate` in pieces; a piece may end inside a character."""
+    tokens = _first_tokens(opened.tokenizer, prompt, opened.spec.model.window, say)
     detokenizer = Detokenizer(opened.tokenizer, tokens)
     for (token,) in _drawn(opened, tokens, max_tokens, sampling, (seed,)):
         if token == opened.tokenizer.bos:
@@ -103,19 +105,19 @@ def stream_bytes(
 
 def generate_several(
     opened: OpenedModel,
-    prompt: bytes,
+    prompt: str | bytes,
     max_tokens: int,
     sampling: Sampling,
     seeds: Sequence[int],
     *,
     say: Say | None = None,
 ) -> list[bytes]:
-    """What `generate` gives for each of `seeds`, decoded side by side; the sizes of the products are others, so a draw
-    may differ where two tokens are all but equally probable. Raises as `generate` does."""
+    """One text per seed, decoded side by side. Matrix products have other sizes than those of `generate`, so a draw may
+    differ where two tokens are almost equally probable. Raises as `generate` does."""
     if max_tokens < 0:
         raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
     tokenizer = opened.tokenizer
-    tokens = _opening(tokenizer, prompt, opened.spec.model.window, say or (lambda _: None))
+    tokens = _first_tokens(tokenizer, prompt, opened.spec.model.window, say or (lambda _: None))
     texts = [(Detokenizer(tokenizer, tokens), list[bytes]()) for _ in seeds]
     going = set(range(len(seeds)))
     for step in _drawn(opened, tokens, max_tokens, sampling, seeds):
@@ -134,18 +136,24 @@ def _drawn(
     """Steps of token ids, one per seed, behind the same `tokens`. Raises RunFailure for logits that are not finite."""
     rows = torch.tensor([tokens] * len(seeds), device=opened.device)
     try:
-        decoder = Decoder(opened.generated, opened.spec.model.window, opened.device, len(seeds))
+        decoder = Decoder(opened.text_model, opened.spec.model.window, opened.device, len(seeds))
         for step in sample_tokens(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
-            found: list[int] = step.tolist()
-            if min(found) < 0:
+            tokens_of_step: list[int] = step.tolist()
+            if min(tokens_of_step) < 0:
                 raise RunFailure("the logits hold NaN or infinity", "the model is broken: try an earlier checkpoint")
-            yield found
+            yield tokens_of_step
     except torch.OutOfMemoryError as error:
         raise RunFailure(f"out of GPU memory for {len(seeds)} texts at once", "ask for fewer samples") from error
 
 
-def _opening(tokenizer: Tokenizer, prompt: bytes, window: int, say: Say) -> list[int]:
-    """What the model reads first: the mark and the prompt, or of a long prompt the end."""
+def _first_tokens(tokenizer: Tokenizer, prompt: str | bytes, window: int, say: Say) -> list[int]:
+    """The mark of a document and the prompt, cut to the last `window` tokens."""
+    if isinstance(prompt, str):
+        try:
+            prompt = prompt.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            message = f"the prompt has half a surrogate pair at character {error.start}, which is no character"
+            raise DataError(message, "give it as UTF-8") from None
     encoded = tokenizer.encode(prompt).tolist() if prompt else []
     tokens = [*([tokenizer.bos] if tokenizer.bos is not None else []), *encoded]
     if not tokens:

@@ -1,4 +1,4 @@
-"""Opens what a model is kept in, a run directory or a `.specc` artifact, as a module that is ready to run.
+"""Opens a run directory or a `.specc` artifact as a module that is ready to run.
 
 Neither holds code that is trusted: the module is rendered from the spec by the compiler that is installed.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal
 
 import torch
 from platformdirs import user_cache_path
@@ -33,6 +33,7 @@ from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.model.load import Loaded, assign, choose_target, device_asked_for, instantiate
+from specc.runtime.model.protocols import GeneratedLines, GeneratedText, line_model, text_model
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.quantized_run import quantized_artifact
@@ -40,26 +41,7 @@ from specc.runtime.storage.run_directory import KEPT, Run, RunDirectoryError
 from specc.runtime.support.native import compile_ahead
 
 Say = Callable[[str], None]
-Cache = list[tuple[Tensor, ...]]
 Prepare = Callable[[Spec], Spec]
-
-
-class Generated(Protocol):
-    """What a generated language model can do. ids and targets are i64 [B, T]; logits f32 [B, vocabulary]."""
-
-    def score(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Nats of each target, f32 [B, T]."""
-        ...
-
-    def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Logits after the last of `ids`, which `cache`, holding `start` (i64 []) tokens, takes in."""
-        ...
-
-    def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """`prefill` of one token, ids [B, 1]."""
-        ...
-
-    def new_cache(self, rows: int, positions: int) -> Cache: ...
 
 
 @dataclass(frozen=True)
@@ -67,12 +49,13 @@ class OpenedModel:
     """A model in eval mode on `device`, its parameters in the dtypes that its target computes in.
 
     Attributes:
-        spec: the run's, or the resolved one in the artifact.
-        source: what it was opened from.
+        spec: of the run, or the resolved spec of the artifact.
+        loaded: the module, with the spec, target and programs that it was generated from.
+        source: the kind of file that it was opened from.
         path: the run or the artifact.
-        device: where the model is.
-        same_code: whether this compiler generates the very code that the artifact was written with; None for
-            a run. Another code computes the same function, but maybe not to the last bit.
+        device: device of the parameters.
+        same_code: whether this compiler generates the code that the artifact was written with; None for a run. Other
+            code computes the same function, but maybe not to the last bit.
         data: the training data, as `--data` names it; None for an artifact outside its run.
         trained_on: digests of the training data; None where neither run nor artifact states them.
         search: folders to look for the tokenizer in.
@@ -93,18 +76,23 @@ class OpenedModel:
         return self.loaded.model
 
     @property
-    def generated(self) -> Generated:
-        """The model as what it can do."""
-        return cast(Generated, self.loaded.model)
+    def text_model(self) -> GeneratedText:
+        """The methods of a model of text."""
+        return text_model(self.loaded.model)
+
+    @property
+    def line_model(self) -> GeneratedLines:
+        """The methods of a model of lines."""
+        return line_model(self.loaded.model)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one that the spec names. Raises DataError where it is not found or has too many ids."""
+        """The tokenizer that the spec names. Raises DataError as `tokenizer_of`."""
         return tokenizer_of(self.spec, self.search)
 
     @property
     def characters(self) -> CharTokenizer:
-        """The vocabulary of a model of pairs of lines. Raises DataError for another one."""
+        """The characters of a model of lines. Raises DataError for a model of text."""
         return characters_of(self.spec)
 
 
@@ -121,13 +109,14 @@ def open_model(
     """The model of a run, with the weights that the run ends with, or of an artifact.
 
     Args:
-        target: one of the spec's; None takes the best that this machine can run.
-        device: `cpu`, `cuda` or one GPU as `cuda:1`; None takes the one that the target is for.
-        quantized: of a run, take what `specc quantize` made of it.
+        path: the run directory or the artifact.
+        target: a target of the spec; None takes the best that this machine can run.
+        device: `cpu`, `cuda` or one GPU as `cuda:1`; None takes the device of the target.
+        quantized: for a run, open its quantized model.
         search: more folders to look for the tokenizer in.
         say: is told of damaged checkpoints that are passed over, of an artifact of another compiler, and of one of
             older weights than the run has.
-        prepared: the spec that the code is generated from, of the one that was found. It has the same parameters.
+        prepared: maps the spec that was read to the spec that the code is generated from; parameters stay the same.
 
     Raises RunDirectoryError when there is neither at `path`; IntegrityError when anything about the file is
     wrong, with nothing of it handed out; RunFailure for a run without a checkpoint, a target that does not
@@ -183,7 +172,7 @@ def realize(
         fill(loaded, constants or {})
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
-            compile_ahead(loaded.directory)  # all of them run, and one after another they would take minutes
+            compile_ahead(loaded.directory)  # side by side: one after another they would take minutes
         kinds = {p.name: DTYPES[p.dtype] for p in loaded.programs.params if p.dtype in DTYPES}
         for name, parameter in loaded.model.named_parameters():
             parameter.data = parameter.data.to(where, kinds[name])
@@ -205,12 +194,12 @@ def realize_stored(
     sources = integer_products(lower(spec, choose_target(spec, target)), stored.schemes)
     if not sources:
         return realize(spec, target, device, weights)
-    kept = {name: weight for name, weight in weights.items() if not stored.schemes[name].integer}
-    return realize(spec, target, device, kept, constants=constants(sources, stored))
+    floats = {name: weight for name, weight in weights.items() if not stored.schemes[name].integer}
+    return realize(spec, target, device, floats, constants=constants(sources, stored))
 
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
-    """What the run ends with at its newest sound checkpoint (f32, by parameter name), and that step.
+    """The weights of the run at its newest sound checkpoint (f32, by parameter name), and the step of that.
 
     Raises RunFailure where there is no checkpoint.
     """
@@ -249,7 +238,7 @@ def spec_at(path: Path) -> Spec:
 
 
 def token_cache() -> Path:
-    """Where tokenized text is kept unless a caller names another folder."""
+    """The default folder of tokenized text."""
     return user_cache_path("specc") / "tokens"
 
 
@@ -274,20 +263,20 @@ class Verified:
 
 def read_verified(path: Path) -> Verified:
     """All of an artifact. Raises IntegrityError, handing out nothing, when anything is wrong."""
-    made: list[tuple[Spec, Deployment]] = []
+    resolved: list[tuple[Spec, Deployment]] = []
 
     def expected(text: bytes) -> tuple[bytes, Layout]:
-        made.append(deployment_of(text))
-        return made[0][1].interface, made[0][1].layout
+        resolved.append(deployment_of(text))
+        return resolved[0][1].interface, resolved[0][1].layout
 
     def judge(text: bytes) -> None:
-        spec, deployment = made[0]
+        spec, deployment = resolved[0]
         if deployment.integer:
             sources = integer_products(lower(spec, spec.targets[0]), deployment.schemes)
             require_products(sources, deployment.shapes, deployment.layout, text)
 
     artifact = read_artifact(path, expected, judge=judge)
-    spec, deployment = made[0]
+    spec, deployment = resolved[0]
     model = QuantizedModel(deployment.schemes, deployment.shapes, artifact.tensors)
     try:
         if deployment.integer:
@@ -307,16 +296,16 @@ def _open_artifact(
     data: str | None,
     prepared: Prepare,
 ) -> OpenedModel:
-    found = read_verified(path)
-    if not found.same_code:
+    verified = read_verified(path)
+    if not verified.same_code:
         say(f"{path} was written with other generated code: results may differ in the last bits")
-    spec = prepared(found.spec)
+    spec = prepared(verified.spec)
     try:
-        loaded = realize_stored(spec, target, device, found.stored, found.weights)
+        loaded = realize_stored(spec, target, device, verified.stored, verified.weights)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
     where = device_asked_for(loaded.target, device)
-    return OpenedModel(spec, loaded, "artifact", path, where, found.same_code, data, search, found.trained_on)
+    return OpenedModel(spec, loaded, "artifact", path, where, verified.same_code, data, search, verified.trained_on)
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:

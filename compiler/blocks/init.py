@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import AfterValidator
 
 from specc.compiler.expr import ExprError, number, parse
+from specc.compiler.expr.values import Const, substitute
 from specc.compiler.strict import Problem, StrictModel
 
 if TYPE_CHECKING:
@@ -29,6 +30,13 @@ def value_of(value: float | str, **variables: float) -> float:
     return number(parse(value, tuple(variables)), **variables) if isinstance(value, str) else float(value)
 
 
+def stated(value: float | str, **variables: float) -> float | str:
+    """A formula with some variables filled in, as text; a number as it is."""
+    if not isinstance(value, str):
+        return value
+    return str(substitute(parse(value), {name: Const(number) for name, number in variables.items()}))
+
+
 LARGEST = 3.4028234e38  # of f32
 Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 
@@ -36,7 +44,8 @@ Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 class Init(StrictModel):
     """Exactly one of: normal with this deviation, uniform within +-bound, orthogonal with this gain, or one constant.
 
-    Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and `layers`.
+    Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and `layers`, the number of
+    blocks of the model, in a model of pairs those of both sides.
     """
 
     normal: Size | None = None

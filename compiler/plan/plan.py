@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.region import Call, Scan
-from specc.compiler.plan.lock import Entry, Kept, TargetLock, plan_key
+from specc.compiler.plan.lock import Entry, GroupEntry, TargetLock, plan_key
 from specc.compiler.programs.programs import Group, Programs
 from specc.compiler.targets import Target
 
@@ -57,7 +57,7 @@ class SaveChoices:
     name: str
     options: tuple[SaveChoice, ...]
     chosen: SaveChoice
-    measured: Kept | None
+    measured: GroupEntry | None
 
     @property
     def sites(self) -> tuple[tuple[Site, ...], ...]:
@@ -103,5 +103,7 @@ def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str
     places = [call.at.split(".") for call in calls if call.callee in graphs]
     if not places:
         return node
+    if len(set(map(len, places))) > 1:  # a block of a stage and a loop over time are places of different depth
+        return f"*.{node}"
     words = [word if all(place[i] == word for place in places) else "*" for i, word in enumerate(places[0])]
     return ".".join((*words, node))

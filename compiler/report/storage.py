@@ -18,6 +18,7 @@ from specc.compiler.spec.spec import QuantSpec, Spec
 HEADER_BYTES, SECTION_BYTES, LONGEST_SECTION = 112, 44, 512 * 2**10
 JOINED_BYTES = 16 * 2**10  # arrays of one role that are smaller share a section with others of their kind
 ENTRY_BYTES = 24  # of a row of the table of arrays that whole numbers need, compressed
+ROUNDED = 1024  # so that another learning rate in the spec changes no promise
 FRAME_BYTES = 24  # that compressing a section adds at most, however little it holds
 
 
@@ -90,7 +91,8 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
     sections, arrays = 1 + own + len(joined), sum(len(schemes[p.name].stored(p.shape)) for p in programs.params)
     table = any(scheme.integer for scheme in schemes.values())
     entries = (SECTION_BYTES + FRAME_BYTES + ENTRY_BYTES * arrays) * table
-    return HEADER_BYTES + len(zlib.compress(text.encode(), 9)) + (SECTION_BYTES + FRAME_BYTES) * sections + entries
+    exact = HEADER_BYTES + len(zlib.compress(text.encode(), 9)) + (SECTION_BYTES + FRAME_BYTES) * sections + entries
+    return -(-exact // ROUNDED) * ROUNDED
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
@@ -115,7 +117,7 @@ def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> I
     how many bytes there are at the least, and the largest parameters that it does not choose for."""
     if (quant := spec.quant) is None or (wish := quant.allocate) is None or quant.budget_bytes is None:
         return
-    programs, total, kept = lower(spec, target), overhead, dict[tuple[str, str], int]()
+    programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()
     seen = calibrated(programs) | looked_up(programs)
     for param in programs.params:
         scheme = schemes[param.name]
@@ -126,11 +128,11 @@ def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> I
             continue
         alike = ".".join("*" if word.isdigit() else word for word in param.name.split("."))
         size = scheme.estimate_bytes(param.shape)
-        kept[alike, scheme.label()] = kept.get((alike, scheme.label()), 0) + size
+        fixed[alike, scheme.label()] = fixed.get((alike, scheme.label()), 0) + size
         total += size
     if total <= quant.budget_bytes:
         return
-    largest = sorted(kept.items(), key=lambda item: -item[1])[:3]
+    largest = sorted(fixed.items(), key=lambda item: -item[1])[:3]
     named = "; ".join(f"{name} {size:,} ({label})" for (name, label), size in largest)
     yield f"may not fit: with the fewest bits that `allocate` may choose still about {total:,} bytes"
     if named:

@@ -147,16 +147,18 @@ def lines(summary: Summary) -> tuple[str, ...]:
         for r in storage.rows[:4]
     ]
     rows += [f"  {summary.choice}"] if summary.choice else []
-    rows.append(
-        f"step         {step.tokens:,} tokens on {step.target}, one GPU: {summary.whole}, {summary.memory} of memory"
-    )
-    rows += (_work_line(summary, work) for work in step.works)
+    rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.whole}; memory {summary.memory}")
+    if summary.deployed:  # whose products have lines of their own
+        rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
+    else:
+        rows += (_work_line(summary, work) for work in step.works)
     if summary.unmeasured:
         share = percent(sum(map(step.share, summary.unmeasured)))
         rows.append(f"not measured {share} of the step, by floors: specc tune {summary.main.source}")
     rows += [f"largest gap  {summary.gap}"] if summary.gap else []
     rows += (f"backward     {text}" for text in summary.saved[:2])
-    rows += (f"{name:<12} {_kernels(plan)}" for name, plan in list(summary.plans.items())[:4])
+    named = {name: _kernels(plan) for name, plan in summary.plans.items()}
+    rows += [f"{name:<12} {kernels}" for name, kernels in named.items() if kernels][:4]
     rows += product_lines(summary.deployed)
     if len(rows) > LINES:
         rows[LINES - 1 :] = [f"  and {len(rows) - LINES + 1} more lines, which PLAN.md has"]
@@ -181,7 +183,7 @@ def _kernels(plan: Plan) -> str:
     own = [choice for choice in plan.choices if choice.rendered.files]
     if own and all(choice.kernel.language == "torch" for choice in own):
         return "all by Torch"
-    return ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own)) or "none of its own"
+    return ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own))
 
 
 def data(summary: Summary) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs the programs of a model of pairs step by step: as they are, or on a GPU each step as one CUDA graph."""
+"""Runs the programs of a model of lines step by step: directly, or on a GPU each step as one CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -6,30 +6,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-State = dict[str, tuple[Tensor, ...]]
+from specc.runtime.model.protocols import GeneratedLines, State
+
 WARM_UP = 2  # steps before the capture: they allocate what libraries keep
 SMALLEST = 64  # rows: below this a step takes as long as with this many
 
 
-class Pairs(Protocol):
-    """What a generated model of pairs can do. Sources are i64 [B, S], targets i64 [B, T]."""
-
-    def score(self, source: Tensor, target: Tensor) -> Tensor:
-        """Nats of each target, f32 [B, T]; 0 at pads."""
-        ...
-
-    def encode(self, source: Tensor) -> State:
-        """The state before the first token: tensors with a row for each source, by place in the spec."""
-        ...
-
-    def extend(self, ids: Tensor, start: Tensor, state: State) -> Tensor:
-        """Logits f32 [B, vocabulary] after `ids` (i64 [B, 1]), which follow `start` (i64 []) others; `state` takes them
-        in, in place."""
-        ...
-
-
 class Steps(Protocol):
-    """How a decoder runs its model."""
+    """The programs of a model of lines, as a decoder calls them."""
 
     def encode(self, source: Tensor) -> State:
         """The state before the first token."""
@@ -44,14 +28,14 @@ class Steps(Protocol):
         ...
 
     def rows(self, going: int, now: int) -> int:
-        """How many rows to go on with where `going` of `now` are not done."""
+        """The number of rows to continue with where `going` of `now` are not done."""
         ...
 
 
 class Eager:
     """Calls the model."""
 
-    def __init__(self, model: Pairs) -> None:
+    def __init__(self, model: GeneratedLines) -> None:
         self._model = model
 
     def encode(self, source: Tensor) -> State:
@@ -69,14 +53,14 @@ class Eager:
 
 
 class Graphed:
-    """Replays CUDA graphs: of `extend` one for each number of rows, powers of two and that of a whole batch, and of
-    `encode` one for each shape of sources that comes again.
+    """Replays CUDA graphs: one of `extend` for each number of rows (powers of two, and that of a whole batch), and one
+    of `encode` for each shape of sources that occurs again.
 
     The state of each size lies at fixed addresses. Weights are read where they are, so the graphs stay right while a
     model trains in place.
     """
 
-    def __init__(self, model: Pairs) -> None:
+    def __init__(self, model: GeneratedLines) -> None:
         self._model = model
         self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
         self._graph: _Graph | None = None
@@ -90,13 +74,13 @@ class Graphed:
             return self._model.encode(source)
         encoder = self._encoders[source.shape]
         if encoder is None:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()  # one runs at a time: one memory serves
+            self._pool = self._pool or torch.cuda.graph_pool_handle()  # encoders run one at a time and share memory
             encoder = self._encoders[source.shape] = _Encoder(self._model, source, self._pool)
         return encoder.replay(source)
 
     def begin(self, state: State, beam: int = 1) -> State:
         state = repeated(state, beam)
-        key = tuple(kept.shape for tensors in state.values() for kept in tensors)
+        key = tuple(tensor.shape for tensors in state.values() for tensor in tensors)
         if key not in self._graphs:
             self._graphs[key] = _Graph(self._model, state)
         self._graph = self._graphs[key]
@@ -124,14 +108,14 @@ def captured(work: Callable[[], Result], device: torch.device, pool: Any = None)
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        made = work()
-    return graph, made
+        result = work()
+    return graph, result
 
 
 class _Encoder:
     """`encode` for sources of one shape, captured."""
 
-    def __init__(self, model: Pairs, source: Tensor, pool: Any) -> None:
+    def __init__(self, model: GeneratedLines, source: Tensor, pool: Any) -> None:
         self._source = source.clone()
         self._graph, self._state = captured(lambda: model.encode(self._source), source.device, pool)
 
@@ -144,7 +128,7 @@ class _Encoder:
 class _Graph:
     """`extend` for states of one shape, captured."""
 
-    def __init__(self, model: Pairs, state: State) -> None:
+    def __init__(self, model: GeneratedLines, state: State) -> None:
         self.state: State = {place: tuple(map(torch.clone, tensors)) for place, tensors in state.items()}
         first = next(iter(self.state.values()))[0]
         self._ids = torch.zeros(len(first), 1, dtype=torch.int64, device=first.device)
@@ -154,8 +138,8 @@ class _Graph:
     def filled(self, state: State) -> State:
         """The graph's own state, with the values of another."""
         for place, tensors in state.items():
-            for own, given in zip(self.state[place], tensors, strict=True):
-                own.copy_(given)
+            for target, source in zip(self.state[place], tensors, strict=True):
+                target.copy_(source)
         return self.state
 
     def replay(self, ids: Tensor, start: int) -> Tensor:
@@ -166,7 +150,7 @@ class _Graph:
 
 
 def repeated(state: State, beam: int) -> State:
-    """Every row `beam` times."""
+    """The state with every row `beam` times."""
     if beam == 1:
         return state
-    return {place: tuple(kept.repeat_interleave(beam, 0) for kept in tensors) for place, tensors in state.items()}
+    return {place: tuple(tensor.repeat_interleave(beam, 0) for tensor in tensors) for place, tensors in state.items()}

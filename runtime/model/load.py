@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from specc.compiler.build import DEPLOYED, compile_loaded
 from specc.compiler.generated_folder import write
-from specc.compiler.ops.region import Call
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs.programs import Programs
 from specc.compiler.spec.spec import Spec
@@ -105,7 +104,7 @@ def initialize(loaded: Loaded, seed: int) -> None:
     """Fills every parameter in f32 as its `init` says, from a generator of its own that depends on seed and name."""
     import torch
 
-    layers = layer_count(loaded.programs)
+    layers = loaded.programs.layers
     parameters = dict(loaded.model.named_parameters())
     with torch.no_grad():
         for param in loaded.programs.params:
@@ -114,12 +113,6 @@ def initialize(loaded: Loaded, seed: int) -> None:
             values = torch.empty(param.shape)
             param.init.fill(values, layers, generator)
             parameters[param.name].copy_(values)
-
-
-def layer_count(programs: Programs) -> int:
-    """How many repeated blocks the model has; 1 where it has none."""
-    places = [node.op.at for node in programs.programs[0].nodes if isinstance(node.op, Call)]
-    return max(1, len({at for at in places if at.partition(".")[0] == places[0].partition(".")[0]}))
 
 
 def assign(loaded: Loaded, tensors: Mapping[str, "Tensor"]) -> None:

@@ -64,7 +64,7 @@ def write_text(
     written[:, 0] = first.to(opened.device)
     start = written[:, :1].clone()
     try:
-        decoder = Decoder(opened.generated, length, opened.device, rows)  # never full: it ends there
+        decoder = Decoder(opened.text_model, length, opened.device, rows)  # never full: it ends there
         steps = sample_tokens(decoder, start, tokenizer.vocab, sampling, seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step

@@ -25,7 +25,7 @@ from specc.compiler.strict import StrictModel
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.model.load import layer_count, replace_fuse
+from specc.runtime.model.load import replace_fuse
 from specc.runtime.optim.rules import rule_of
 from specc.runtime.quantize.quantizer import plain, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
@@ -116,7 +116,7 @@ def _plan(
         for target, one in programs.items()
     }
     first = programs[targets[0]]
-    inits = {p.name: p.init.numbers(p.shape, layer_count(first)) for p in first.params}
+    inits = {p.name: p.init.numbers(p.shape, first.layers) for p in first.params}
     base = {name: plain(scheme) for name, scheme in allocation(quant, first.params).items()}
     whole = resolved(spec, base)
     pieces = tokenizer.piece_bytes()

@@ -248,7 +248,7 @@ def quantize(
         if quant.calibrate.source == "self":
             model: Any = filled(module(target), weights, device, target)
             shape = SimpleNamespace(model=SimpleNamespace(window=plan.WINDOW))
-            opened: Any = SimpleNamespace(tokenizer=Pieces(), spec=shape, device=device, generated=model)
+            opened: Any = SimpleNamespace(tokenizer=Pieces(), spec=shape, device=device, text_model=model)
             own = write_text(opened, quant.calibrate, seed)
             print(f"wrote {own.tokens[:, 1:].numel():,} tokens to calibrate on in {own.seconds:.1f} s")
             del model, opened

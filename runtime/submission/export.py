@@ -113,7 +113,6 @@ def _write(found: Verified, text: str, code: Path, weights: Path, codec: Codec) 
         layout=deployment.layout,
         tensors=found.stored.tensors,
         codec=codec,
-        trained_on=found.trained_on,
     )
 
     def check(temporary: Path) -> None:

@@ -27,6 +27,7 @@ from specc.runtime.tune.journal import Journal, key
 from specc.runtime.tune.measure import Measurement
 from specc.runtime.tune.merge import merged
 from specc.runtime.tune.prepare import prepare, short
+from specc.runtime.tune.rest import measure_rest
 from specc.runtime.tune.save_choice import fastest, line
 from specc.runtime.verify.random_inputs import sizes_of
 
@@ -42,7 +43,8 @@ class TuneOptions:
     """What to search: a spec on one of its targets, and `path`, the lock to start from and to write.
 
     `only` takes nodes whose label contains it. `compile_only` stops when all CUDA C++ is compiled, which needs no
-    GPU; `fresh` measures again what was measured before, and replaces what was measured on more rows.
+    GPU; `fresh` measures again what was measured before, and replaces what was measured on more rows. `rest` also
+    measures what has no tile to choose.
     """
 
     spec: Spec
@@ -52,6 +54,7 @@ class TuneOptions:
     only: str = ""
     compile_only: bool = False
     fresh: bool = False
+    rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,18 @@ class Found:
     @property
     def best(self) -> Outcome | None:
         return next((outcome for outcome in self.outcomes if outcome.ms is not None), None)
+
+    @property
+    def others(self) -> dict[str, float]:
+        """The times of the kernels that are not the fastest, each with its best tile."""
+        best: dict[str, float] = {}
+        for outcome in self.outcomes:
+            if outcome.ms is not None:
+                name = outcome.candidate.kernel.name
+                best[name] = min(best.get(name, outcome.ms), outcome.ms)
+        return {
+            name: _rounded(ms) for name, ms in best.items() if self.best and name != self.best.candidate.kernel.name
+        }
 
 
 class TuneError(RuntimeFailure):
@@ -132,13 +147,16 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
             rows=found.rows,
             ms=_rounded(best.ms),
             floor_ms=_rounded(found.floor_ms),
+            others=found.others,
         )
         lock = merged(options.path, methodcaller("with_entry", target, found.symbol, entry, machine))
     for group in plan.save_choices:
-        kept = fastest(group, target, lock)
-        if kept is not None:
-            say(line(group, kept))
-            lock = merged(options.path, methodcaller("with_kept", target, group.name, kept, machine))
+        fastest_choice = fastest(group, target, lock)
+        if fastest_choice is not None:
+            say(line(group, fastest_choice))
+            lock = merged(options.path, methodcaller("with_group", target, group.name, fastest_choice, machine))
+    if options.rest:
+        measure_rest(spec, target, options.path, machine, options.only, device, say)
     return tuple(results)
 
 

@@ -12,7 +12,7 @@ from specc.compiler.blocks.init import constant
 from specc.compiler.programs.programs import Parameter
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World

@@ -18,7 +18,7 @@ from run_samples import gpt_mini
 from toy import Toy, Watch, stream, train_spec, trainer
 
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.distributed.world import World, joined
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import Reporter, RunLog, Silence, Step

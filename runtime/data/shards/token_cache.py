@@ -1,4 +1,4 @@
-"""Text tokenized once, into a folder of shards that is found again by what they were made from."""
+"""A cache of tokenized text: a folder of shards per source, split and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from filelock import FileLock, Timeout
 from specc.runtime.data.documents.corpus import Corpus, find_corpus
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.shard_file import TokenShard, sync_folder
-from specc.runtime.data.shards.tokenize import SHARD_TOKENS, require_bos, write_shards
+from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
+from specc.runtime.errors import write_failure
 
 FORMAT = 2  # of the cache; 1 cut a file with a long first document
 _RECORD = "stream.json"
@@ -41,7 +42,7 @@ def open_cached(
     cache: Path,
     progress: Callable[[int], None] | None = None,
 ) -> Cached:
-    """The entry of a split of text, as `open_stream` tells of it; made first where it is not there. Raises as that."""
+    """The entry of a split of text, which is built where it does not exist. Raises as `open_stream`."""
     require_bos(tokenizer)
     corpus = find_corpus(source, split)
     key = _key(corpus, tokenizer)
@@ -53,7 +54,7 @@ def open_cached(
                 if not (folder / _RECORD).exists():
                     _build(corpus, tokenizer, folder, key, progress)
     except OSError as error:
-        raise DataError(f"{folder}: cannot write the token cache: {error.strerror or error}") from error
+        raise write_failure(folder, error, "set XDG_CACHE_HOME to a folder on another disk") from error
     return _opened(folder, tokenizer)
 
 
@@ -99,7 +100,7 @@ def _remove_strays(folder: Path) -> None:
 def _tokenize(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Callable[[int], None] | None
 ) -> dict[str, Any]:
-    found = write_shards(corpus, tokenizer, folder, "{:06d}.bin", SHARD_TOKENS, progress=progress)
+    written = write_shards(corpus, tokenizer, folder, "{:06d}.bin", SHARD_TOKENS, progress=progress)
     return {
         "format": FORMAT,
         "source": corpus.source,
@@ -107,11 +108,11 @@ def _tokenize(
         "tokenizer": tokenizer.name,
         "tokenizer_digest": tokenizer.digest(),
         "vocab": tokenizer.vocab,
-        "documents": found.documents,
-        "document_bytes": found.document_bytes,
-        "tokens": sum(found.shards.values()),
-        "shards": list(found.shards.values()),
-        "sha256": found.sha256,
+        "documents": written.documents,
+        "document_bytes": written.document_bytes,
+        "tokens": sum(written.shards.values()),
+        "shards": list(written.shards.values()),
+        "sha256": written.sha256,
     }
 
 

@@ -1,4 +1,4 @@
-"""Documents to shards: BOS and the tokens of each document, cut where a shard is full."""
+"""Writes documents as shards: BOS and the tokens of each document, cut where a shard is full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specc.runtime.data.documents.corpus import Corpus
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.record import Marks
 from specc.runtime.data.shards.shard_file import ShardWriter
-from specc.runtime.data.tokenizers.tokenizer import MAX_UINT16_VOCAB, Tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 
 SHARD_TOKENS = 100_000_000
 BATCH_BYTES = 8 * 1024 * 1024
@@ -22,31 +22,19 @@ BATCH_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: documents, their bytes in the source, tokens of each file by name, and the SHA-256 (hex) of all
-    tokens as little-endian u16."""
+    """The shards of a split.
+
+    Attributes:
+        documents: number of documents.
+        document_bytes: their bytes in the source.
+        shards: tokens of each file, by name.
+        sha256: SHA-256 (hex) of all tokens as little-endian u16.
+    """
 
     documents: int
     document_bytes: int
     shards: dict[str, int]
     sha256: str
-
-
-def require_16_bits(tokenizer: Tokenizer) -> None:
-    """Raises DataError unless every id fits in a shard."""
-    if tokenizer.vocab > MAX_UINT16_VOCAB:
-        raise DataError(
-            f"{tokenizer.name}: {tokenizer.vocab:,} ids do not fit in the 16 bits of a token shard",
-            f"use a tokenizer of at most {MAX_UINT16_VOCAB:,} ids",
-        )
-
-
-def require_bos(tokenizer: Tokenizer) -> None:
-    """Raises DataError unless there is an id to put before documents."""
-    if tokenizer.bos is None:
-        raise DataError(
-            f"{tokenizer.name}: has neither BOS nor EOS, so documents cannot be separated",
-            "train the SentencePiece model with a bos_id",
-        )
 
 
 def write_shards(
@@ -58,10 +46,23 @@ def write_shards(
     marks: Marks = "document",
     progress: Callable[[int], None] | None = None,
 ) -> Written:
-    """Writes a split into `folder`. All shards but the last have `shard_tokens` tokens; documents run on from one to
-    the next. `name` is a format of a shard's number; `progress` is called with the bytes of documents so far.
+    """Writes a split as shards. All but the last have `shard_tokens` tokens; documents run on from one to the next.
 
-    Raises DataError for the documents and what the tokenizer does not take, OSError when the disk is full.
+    Args:
+        corpus: the documents.
+        tokenizer: turns them into ids below 65,536.
+        folder: where the shards are written.
+        name: format of a file name, of the number of the shard.
+        shard_tokens: tokens of a shard.
+        marks: BOS before each document, or before the first only.
+        progress: called with the bytes of documents so far.
+
+    Returns:
+        The shards that were written.
+
+    Raises:
+        DataError: a document cannot be read, or not be tokenized.
+        OSError: a shard cannot be written, such as on a full disk.
     """
     hasher = hashlib.sha256()
     bos = np.array([tokenizer.bos], np.uint16)

@@ -16,9 +16,8 @@ from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.record import HINT, RECORD, read_record
 from specc.runtime.data.shards.shard_file import TokenShard, find_shards, shard_offset
 from specc.runtime.data.shards.token_cache import open_cached
-from specc.runtime.data.shards.tokenize import require_16_bits
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_16_bits
 
 _FINGERPRINT_TOKENS = 4096
 
@@ -108,16 +107,17 @@ def open_stream(
     change), the split and the tokenizer, so a changed file gets a new entry. An entry is a folder that is
     renamed into place when complete: two processes may ask at once (one builds, the other waits), and one
     that is killed leaves only a temporary folder, which the next build removes. Shards (`find_shards`) are
-    opened where they are, and held to the record of `specc data`, if one lies beside them; val must be one that can be
-    scored, which is better known before the training than behind it.
+    opened where they are, and compared with the record of `specc data`, if one lies beside them. The val split must be
+    one that can be scored, so that a run does not end with data that cannot.
 
     Args:
         progress: called with the bytes of documents tokenized so far.
 
     Raises:
-        DataError: the vocabulary has more than 65,536 ids or no BOS, the source is unusable, val does not begin with
-            BOS or holds nothing else, or the disk is full.
+        DataError: the vocabulary has more than 65,536 ids or no BOS, the source is unusable, or val does not begin with
+            BOS or holds nothing else.
         DataIntegrityError: a shard is damaged.
+        EnvironmentFailure: the cache cannot be written, for a full disk or another reason.
     """
     require_16_bits(tokenizer)
     paths = find_shards(source, split)
@@ -148,14 +148,14 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
             raise DataIntegrityError(f"{shard.path}: not the shard that {RECORD} describes", HINT)
     if whole and (missing := sorted(listed.keys() - {path.name for path in paths})):
         raise DataIntegrityError(f"{paths[0].parent}: lacks {missing[0]}, which {RECORD} lists", HINT)
-    found = record.splits[split] if len(shards) == len(listed) else None
+    entry_of_split = record.splits[split] if len(shards) == len(listed) else None
     digest = hashlib.sha256("\n".join(listed[path.name].sha256 for path in paths).encode()).hexdigest()
     return TokenStream(
         shards,
         _starts(shards),
         tokenizer.vocab,
-        found.documents if found else None,
-        found.document_bytes if found else None,
+        entry_of_split.documents if entry_of_split else None,
+        entry_of_split.document_bytes if entry_of_split else None,
         record.tokenizer_digest,
         digest,
     )

@@ -16,7 +16,8 @@ from specc.compiler.spec.spec import Calibrate, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.data.tokenizers.from_spec import tokenizer_of
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer, tokenizer_files
+from specc.runtime.data.tokenizers.open import tokenizer_files
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World

@@ -13,7 +13,7 @@ from toy import WINDOW, Toy, Watch, data_of, stream, train_spec, trainable, trai
 
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure

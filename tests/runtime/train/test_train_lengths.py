@@ -12,7 +12,7 @@ from toy import data_of
 
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.spec import Spec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.distributed.world import World

@@ -19,7 +19,7 @@ from toy import Hook, Toy, Watch, stream, train_spec, trainer
 
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.data.errors import DataIntegrityError
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import Lines, Reporter, RunLog, Step
 from specc.runtime.metrics.validation import Validation

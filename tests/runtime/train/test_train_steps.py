@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from toy import WINDOW, Toy, stream, train_spec, trainer
 
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.metrics.validation import Validation
