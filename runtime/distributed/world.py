@@ -123,19 +123,19 @@ class World:
         """The maximum of each value over all ranks, on the host."""
         if self.size == 1:
             return values
-        found = torch.tensor(values, dtype=torch.float64)
+        maxima = torch.tensor(values, dtype=torch.float64)
         with _peers():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return tuple(found.tolist())
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return tuple(maxima.tolist())
 
     def first(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, where alone it runs; others wait for it. The result is pickled."""
+        """Broadcasts the result of `make`, which runs on rank 0 alone while the others wait. The result is pickled."""
         if self.size == 1:
             return make()
-        made: list[Any] = [make() if self.rank == 0 else None]
+        results: list[Any] = [make() if self.rank == 0 else None]
         with _peers():
-            dist.broadcast_object_list(made, src=0)
-        result: T = made[0]
+            dist.broadcast_object_list(results, src=0)
+        result: T = results[0]
         return result
 
     def wait(self) -> None:
@@ -184,9 +184,9 @@ class World:
         except RuntimeError:
             return not isinstance(error, PeerLost)
 
-    def _poll(self, found: Callable[[], bool]) -> None:
+    def _poll(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + _HEAD_START
-        while not found() and time.monotonic() < until:
+        while not condition() and time.monotonic() < until:
             time.sleep(0.02)
 
 

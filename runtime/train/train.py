@@ -44,7 +44,7 @@ from specc.runtime.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What to train, on what, and where.
+    """The spec, the data and the place of a run.
 
     Attributes:
         spec, target: the resolved spec, and which of its targets to run.

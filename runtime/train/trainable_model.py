@@ -12,7 +12,7 @@ from specc.runtime.calibration.input_scales import InputScales
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantization:
-    """What the model computes with once `train.qat` has begun.
+    """The quantization that a model computes with once `train.qat` has begun.
 
     Attributes:
         schemes: how each parameter will be stored, by name.

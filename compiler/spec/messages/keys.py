@@ -1,4 +1,4 @@
-"""What Pydantic found wrong, said in the words of the spec, with all that is known at the place."""
+"""Diagnostics of the errors that Pydantic reports, in the words of the spec."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from specc.compiler.text.source import Place, Source
 
 
 class Words:
-    """Says what is wrong in `source`, of which the parts at `models` should be those models."""
+    """Writes diagnostics about `source`, whose parts at the paths of `models` should be those models."""
 
     def __init__(self, source: Source, models: Mapping[Path, Model], root: Model) -> None:
         self.source, self.models, self.root = source, models, root
@@ -131,7 +131,7 @@ class Words:
     # kinds
 
     def _is_tag(self, one: Found) -> bool:
-        """Whether it is the word that tells the one member of what may become a union."""
+        """Whether it is the tag of the only member of a union."""
         model = self.models.get(one.path[:-1])
         return model is not None and bool(one.choices) and tag_of(model, str(one.path[-1])) is not None
 

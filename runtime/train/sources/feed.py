@@ -59,7 +59,7 @@ class Feed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """What a trainer reads."""
+    """Batches, and the feed that makes arguments of them."""
 
     loader: Batches
     feed: Feed
@@ -147,7 +147,7 @@ class Forced:
 
 
 def shifted(target: Tensor) -> Tensor:
-    """What a decoder is fed when the truth is forced everywhere: start, then the target's tokens but the last."""
+    """The decoder inputs under full teacher forcing: start, then the target's tokens but the last."""
     inputs = target.roll(1, dims=1)
     inputs[:, 0] = START
     return inputs

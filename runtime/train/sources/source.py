@@ -63,7 +63,7 @@ class OpenData(Protocol):
 class Ready(Protocol):
     @property
     def files(self) -> Sequence[Path]:
-        """What a run keeps copies of, so that it can be opened where nothing but the run is."""
+        """The files that a run copies, so that it can be opened where nothing but the run is."""
         ...
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
