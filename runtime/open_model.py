@@ -35,7 +35,8 @@ from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.opening import characters_of, tokenizer_of
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.model.load import Loaded, assign, choose_target, device_asked_for, instantiate
+from specc.runtime.model.load import Loaded, choose_target, device_asked_for, instantiate
+from specc.runtime.model.parameters import assign, place
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.quantized_run import quantized_artifact
 from specc.runtime.storage.run_directory import KEPT, Run, RunDirectoryError
@@ -88,7 +89,7 @@ class Deployment:
         return cls(
             allocation(spec.quant, programs.params),
             {param.name: param.shape for param in programs.params},
-            interface_digest(programs, {param.name: param.storage for param in programs.params}),
+            interface_digest(programs.params, {param.name: param.storage for param in programs.params}),
             code.digest(),
         )
 
@@ -218,20 +219,16 @@ def realize(
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
     try:
         loaded = instantiate(spec.at_rest, target, directory, fuse, lock, constants is not None)
-        assign(loaded, weights)
+        assign(loaded.model, weights)
         fill(loaded, constants or {})
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
             compile_ahead(loaded.directory)  # all of them run, and one after another they would take minutes
-        kinds = {p.name: DTYPES[p.dtype] for p in loaded.programs.params if p.dtype in DTYPES}
-        for name, parameter in loaded.model.named_parameters():
-            parameter.data = parameter.data.to(where, kinds[name])
-        for buffer in loaded.model.buffers():
-            buffer.data = buffer.data.to(where)
+        dtypes = {param.name: DTYPES[param.dtype] for param in loaded.programs.params if param.dtype in DTYPES}
+        place(loaded.model, dtypes, where)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    loaded.model.eval()
     weakref.finalize(loaded.model, shutil.rmtree, directory, ignore_errors=True)
     return loaded
 
@@ -260,7 +257,7 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
 def _newest(run: Run, say: Say) -> Path:
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is None:
-        raise RunFailure(f"{run.directory} has no sound checkpoint", f"train it: {run.goes_on}")
+        raise RunFailure(f"{run.directory} has no sound checkpoint", f"train it: {run.resume_command}")
     return newest
 
 

@@ -93,7 +93,7 @@ class Run:
         return self.directory / ".quantizing" / "quantized"
 
     @property
-    def goes_on(self) -> str:
+    def resume_command(self) -> str:
         """The command that goes on with it; `--gpus` and the limits of a run are not kept."""
         return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
 
@@ -181,7 +181,7 @@ class Run:
         """The run with its data where it is now, by a `lasting` name; whether it is the same, a checkpoint's position
         in it tells. Raises RunDirectoryError where it is still to be where it was, and is not there."""
         if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
-            hint = f"say where it is now: {self.goes_on} --data PATH"
+            hint = f"say where it is now: {self.resume_command} --data PATH"
             raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, is not there", hint)
         return replace(self, data=data)
 

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import lzma
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import specc.compiler
 import specc.runtime
 from specc.compiler.build import canonical, compile_loaded
-from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.plan.lock import Lock
 from specc.compiler.spec.spec import SCHEMES, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.compiler.strict import StrictModel
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.model.load import layer_count, replace_fuse
+from specc.runtime.model.load import initial_values, replace_fuse
 from specc.runtime.open_model import Deployment
-from specc.runtime.quantize.quantizer import plain, resolved
+from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
 PACKAGE = "parts"
@@ -36,10 +35,6 @@ _KNOWN = "specc.runtime.submission.known"
 REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
-    ("specc.compiler.build", "canonical"): (_KNOWN, "canonical"),
-    ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
-    ("specc.runtime.artifact.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
-    ("specc.runtime.artifact.table", "described"): (_KNOWN, "described"),
     ("specc.runtime.data.shards.cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
@@ -56,13 +51,16 @@ CHECKS: Mapping[Symbol, tuple[str, ...]] = {
     ("specc.compiler.quant.scheme", "Scheme"): ("estimate_bytes",),
     ("specc.compiler.quant.rows", "PerRow"): ("normal_clip",),
 }
-LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
+LZMA = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}]
+# Strings and characters of C++, which stay, and comments.
+_CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
-import base64,json,lzma,os,shutil,sys,tempfile
+import base64,lzma,os,shutil,sys,tempfile
 if __name__=="__main__":
  d=tempfile.mkdtemp(prefix="train_gpt-");sys.path.insert(0,d)
  try:
-  for n,t in json.loads(lzma.decompress(base64.b85decode(b"{data}"))).items():
+  f=lzma.decompress(base64.b85decode(b"{data}")).decode().split("\\0")
+  for n,t in zip(f[::2],f[1::2]):
    p=os.path.join(d,"{package}",n);os.makedirs(os.path.dirname(p),exist_ok=True)
    with open(p,"w",encoding="utf-8") as f:f.write(t)
   from {package}.{entry} import main
@@ -75,7 +73,8 @@ if __name__=="__main__":
 def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> str:
     """The text of train_gpt.py. `spec` is that of the run, with its bits still to be chosen."""
     files = modules(spec, lock, targets, tokenizer, codec)
-    packed = lzma.compress(json.dumps(files, separators=(",", ":"), ensure_ascii=False).encode(), filters=LZMA)
+    data = "\0".join(part for file in files.items() for part in file).encode()
+    packed = lzma.compress(data, lzma.FORMAT_ALONE, filters=LZMA)
     entry = _flat(ENTRY)
     return STUB.format(data=base64.b85encode(packed).decode(), package=PACKAGE, entry=entry)
 
@@ -85,8 +84,23 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     plan, generated = _plan(spec, lock, targets, tokenizer, codec)
     shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE, CHECKS)
     shaker.reach(ENTRY, "main")
-    files = {name: shaker.rewritten(text) if name.endswith(".py") else text for name, text in generated.items()}
-    return dict(sorted({**files, **shaker.texts()}.items()))
+    files = {
+        name: shaker.rewritten(text) if name.endswith(".py") else _without_comments(text)
+        for name, text in generated.items()
+    }
+    return dict(sorted({**files, **shaker.texts()}.items(), key=_beside_similar))
+
+
+def _beside_similar(file: tuple[str, str]) -> tuple[str, bool, str, str]:
+    """A sort key by which similar files stand together, and compress well: a kernel beside that of other targets."""
+    path = PurePosixPath(file[0])
+    return path.suffix, len(path.parts) > 1, path.name, file[0]
+
+
+def _without_comments(text: str) -> str:
+    """CUDA C++ without comments, blank lines and indentation."""
+    code = _CUDA_TOKEN.sub(lambda token: "" if token[0].startswith("/") else token[0], text)
+    return "".join(f"{line.strip()}\n" for line in code.splitlines() if line.strip())
 
 
 def _sources() -> dict[str, str]:
@@ -114,8 +128,7 @@ def _plan(
         for target, one in programs.items()
     }
     first = programs[targets[0]]
-    inits = {p.name: p.init.numbers(p.shape, layer_count(first)) for p in first.params}
-    base = {name: plain(scheme) for name, scheme in allocation(quant, first.params).items()}
+    base = base_schemes(quant, first.params)
     whole = resolved(spec, base)
     pieces = tokenizer.piece_bytes()
     facts = (tokenizer.name, tokenizer.vocab, tokenizer.bos, tokenizer.lossless, tokenizer.digest())
@@ -126,12 +139,12 @@ def _plan(
         "CODEC": int(codec),
         "TARGETS": tuple(targets),
         "WINDOW": spec.model.window,
-        "TRAIN": spec.train,
+        "TRAIN": spec.train.model_copy(update={"validate_every": 0, "checkpoint_every": 0}),
         "EVAL": spec.eval,
         "PHASES": first.phases,
-        "QUANT": quant.model_copy(update={"rules": (), "default": plain(quant.default)}),
+        "QUANT": quant.model_copy(update={"rules": (), "default": None}),
         "PARAMS": params,
-        "INITS": inits,
+        "INITS": initial_values(first),
         "BASE": base,
         "SCHEMES": used,
         "SPEC": canonical(whole),

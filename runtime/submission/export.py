@@ -8,13 +8,13 @@ from pathlib import Path
 
 from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
-from specc.runtime.artifact.artifact import write_artifact
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.windows.opening import tokenizer_of
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
-from specc.runtime.open_model import Deployment, Say, as_trained, read_verified
+from specc.runtime.open_model import Say, as_trained, read_verified
+from specc.runtime.quantize.packer import SpecPacker
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
@@ -66,7 +66,7 @@ def export_submission(
             raise ExportError(f"{file} exists", "name another folder with --out, or replace it with --force")
     if _without_rules(canonical(found.spec)) != _without_rules(canonical(spec)):
         if as_trained(run, lambda _: None)[0].spec != spec:
-            raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.goes_on)
+            raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
         raise RunFailure(f"{source} was made of another spec than the run has now", again)
     text = _code(run, targets, search, codec)
     try:
@@ -74,16 +74,7 @@ def export_submission(
         code.unlink(missing_ok=True)
     except OSError as error:
         raise RunFailure(f"cannot write {out}: {error.strerror}") from error
-    deployment = Deployment.of(found.spec)
-    write_artifact(
-        weights,
-        spec=canonical(found.spec).encode(),
-        interface=deployment.interface,
-        code=deployment.code,
-        layout=deployment.layout,
-        tensors=found.stored.tensors,
-        codec=codec,
-    )
+    SpecPacker(found.spec, codec).write(weights, found.stored)
 
     def check(temporary: Path) -> None:
         if temporary.read_bytes() != text.encode():

@@ -5,38 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from specc.compiler.quant.scheme import Scheme
-from specc.runtime.artifact import artifact
-from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.record import HINT, RECORD, ShardEntry, ShardRecord, SplitEntry
-from specc.runtime.submission import plan
-
-
-def resolved(spec: object, schemes: Mapping[str, Scheme]) -> dict[str, Any]:
-    """The resolved spec with one rule a parameter, as data."""
-    data: dict[str, Any] = json.loads(plan.SPEC)
-    data["quant"]["rules"] = [{"match": name, **scheme.model_dump()} for name, scheme in schemes.items()]
-    return data
-
-
-def canonical(data: Mapping[str, Any]) -> str:
-    """As the compiler's: one text for one spec."""
-    return json.dumps(data, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-
-
-def measured_bytes(**words: Any) -> int:
-    """As `artifact.measured_bytes`, by the codec of the submission."""
-    return artifact.measured_bytes(**words, codec=Codec(plan.CODEC))
-
-
-def described(schemes: object, tensors: object) -> bytes:
-    """No table of arrays: a submission multiplies none as it is stored."""
-    return b""
 
 
 def open_cached(source: object, *how: object) -> NoReturn:

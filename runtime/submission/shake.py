@@ -8,6 +8,7 @@ anew, so that a module that is only named in an annotation is not reached at all
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -71,7 +72,7 @@ class Shaker:
             for target in _targets_of(node):
                 if self.inside(target[0]):
                     self.reach(*target)
-        return ast.unparse(ast.fix_missing_locations(_Imports(self).visit(tree))) + "\n"
+        return _text(ast.fix_missing_locations(_Imports(self).visit(tree)))
 
     def texts(self) -> dict[str, str]:
         """The new modules, by file name."""
@@ -80,17 +81,24 @@ class Shaker:
             if module.kept or module.used:
                 tree = ast.Module([*self._import_lines(module), *(module.body[i] for i in sorted(module.kept))], [])
                 tree = ast.fix_missing_locations(_Imports(self).visit(tree))
-                made[f"{_flat(name)}.py"] = ast.unparse(tree) + "\n"
+                made[f"{_flat(name)}.py"] = _text(tree)
         return made
 
     def _import_lines(self, module: _Module) -> Iterable[ast.stmt]:
+        """One statement per imported module."""
+        names: dict[str, list[ast.alias]] = {}
         for name, (source, symbol) in sorted(module.used.items()):
             if name in module.dotted and symbol is None:
                 yield from (ast.Import([ast.alias(whole)]) for whole in module.dotted[name])
+                continue
+            statement = self.import_of(source, symbol, name)
+            if isinstance(statement, ast.ImportFrom):
+                names.setdefault(str(statement.module), []).extend(statement.names)
             else:
-                yield self.import_of(source, symbol, name)
+                yield statement
+        yield from (ast.ImportFrom(source, aliases, 0) for source, aliases in sorted(names.items()))
 
-    def import_of(self, source: str, symbol: str | None, name: str) -> ast.stmt:
+    def import_of(self, source: str, symbol: str | None, name: str) -> ast.Import | ast.ImportFrom:
         """The statement that binds `name` to a symbol."""
         inside = source in self._sources
         if symbol is None and not inside:
@@ -207,6 +215,11 @@ class Shaker:
         if attribute is None or attribute not in self._module(module).bound:
             raise ShakeError(f"{module} is used as more than a place of names ({attribute})")
         self._reach((module, attribute))
+
+
+def _text(tree: ast.AST) -> str:
+    """The source of a module, indented by one space; strings of several lines are written on one."""
+    return re.sub("(?m)^( {4})+", lambda spaces: " " * (len(spaces[0]) // 4), ast.unparse(tree)) + "\n"
 
 
 def _flat(module: str) -> str:

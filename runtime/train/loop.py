@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,7 @@ from torch import Tensor
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.log import RunLog, Say, Silence, Step
 from specc.runtime.metrics.validation import Measured, Validates
-from specc.runtime.storage import checkpoint
-from specc.runtime.storage.run_directory import Run
+from specc.runtime.storage.checkpoint import Snapshot
 from specc.runtime.train.signals import Signals, Stopped
 from specc.runtime.train.trainer import Trainer
 
@@ -24,6 +23,19 @@ _MEMORY = "lower train.micro_batch; the size of a step may stay"
 
 class Progress(Protocol):
     def show(self, step: Step, done: float) -> None: ...
+
+
+class RunLabel(Protocol):
+    """The names by which a run reports and resumes."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def spec_digest(self) -> str: ...
+    @property
+    def resume_command(self) -> str: ...
 
 
 class _Noticed(Exception):
@@ -62,13 +74,15 @@ class TrainResult:
 class Loop:
     """One run from where its trainer stands to its end.
 
+    `save` commits the state and returns where; it raises RunFailure when the disk is full.
     In a world of several processes each runs the loop. What ends it early, a signal to any of them or a clock,
     all of them look at together once a step, so they stop at the same one. Rank 0 saves and reports.
     """
 
     def __init__(
         self,
-        run: Run,
+        run: RunLabel,
+        save: Callable[[Snapshot], Path],
         trainer: Trainer,
         validation: Validates,
         log: RunLog | Silence,
@@ -76,7 +90,7 @@ class Loop:
         say: Say,
         limits: Limits,
     ) -> None:
-        self._run, self._trainer, self._validation = run, trainer, validation
+        self._run, self._save, self._trainer, self._validation = run, save, trainer, validation
         self._log, self._progress, self._say, self._limits = log, progress, say, limits
         self._signals = Signals()
         self._began = time.monotonic()
@@ -90,7 +104,7 @@ class Loop:
                 self._train()
                 return self._finish()
             except Stopped as stop:
-                failure = stop.failure(f"saved as {self._commit()}; continue with: {self._run.goes_on}")
+                failure = stop.failure(f"saved as {self._commit()}; continue with: {self._run.resume_command}")
                 self._log.write("stopped", step=self._trainer.step, message=failure.message)
                 raise failure from None
             except torch.OutOfMemoryError as error:
@@ -193,7 +207,7 @@ class Loop:
                 f"{totals['samples_per_second']:,.0f} samples/s, {totals['tokens_per_second']:,.0f} tokens/s"
             )
         if not complete:
-            self._say(f"ended early after step {trainer.step:,}; continue with: {self._run.goes_on}")
+            self._say(f"ended early after step {trainer.step:,}; continue with: {self._run.resume_command}")
         return TrainResult(self._run.directory, path, trainer.step, trainer.clock.seconds, complete, raw, averaged)
 
     def _report(self, steps: list[Step]) -> None:
@@ -207,7 +221,7 @@ class Loop:
         self._report(trainer.settle())
         trainer.require_same()
         trainer.gather()
-        path = trainer.world.first(lambda: checkpoint.save(self._run.checkpoints, trainer.snapshot()))
+        path = trainer.world.first(lambda: self._save(trainer.snapshot()))
         self._log.write("checkpoint", step=trainer.step, path=path.name)
         return path
 

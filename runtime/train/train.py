@@ -112,12 +112,13 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         elif leads:  # only now that all fits: what failed before can be tried again in the same place
             Run.create(directory, spec, options.target, data, options.overrides, options.lock, ready.files)
         limits = Limits(options.stop_after_steps, options.max_seconds)
+        save = partial(checkpoint.save, run.checkpoints)
         if not leads:
-            return Loop(run, trainer, validation, Silence(), Silence(), say, limits).run()
+            return Loop(run, save, trainer, validation, Silence(), Silence(), say, limits).run()
         log = RunLog(run.log)
         stack.callback(log.close)
         progress = stack.enter_context(open_progress(say))
-        return Loop(run, trainer, validation, log, progress, say, limits).run()
+        return Loop(run, save, trainer, validation, log, progress, say, limits).run()
 
 
 def _nothing(line: str) -> None: ...

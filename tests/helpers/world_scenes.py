@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from specc.runtime.distributed.world import World, joined
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import RunLog, Silence, Step
 from specc.runtime.metrics.validation import Validation
+from specc.runtime.storage import checkpoint
 from specc.runtime.storage.checkpoint import latest
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train import clock
@@ -40,7 +42,16 @@ def loop(folder: Path, name: str, world: World, train: TrainSpec, **more: Any) -
     validation = Validation(stream(folder, "val"), ByteTokenizer(), 8, 500)
     watch = Watch(more.get("hook"))
     try:
-        return Loop(run, one, validation, log, watch, lambda text: None, more.get("limits", Limits())).run()
+        return Loop(
+            run,
+            partial(checkpoint.save, run.checkpoints),
+            one,
+            validation,
+            log,
+            watch,
+            lambda text: None,
+            more.get("limits", Limits()),
+        ).run()
     finally:
         one.loader.close()
 

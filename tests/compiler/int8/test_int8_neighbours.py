@@ -10,7 +10,7 @@ from tiny_models import ATTENTION, spec_data, spec_of
 
 from specc.runtime.artifact.tensors import dequantized
 from specc.runtime.open_model import realize, realize_stored
-from specc.runtime.quantize.quantizer import resolved
+from specc.runtime.quantize.schemes import resolved
 from specc.runtime.verify import deployed as checks
 from specc.runtime.verify.deployed import verify_deployed
 from specc.runtime.verify.verify import batch_of

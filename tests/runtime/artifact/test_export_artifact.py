@@ -28,7 +28,14 @@ from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme, Stored
 from specc.runtime.artifact import sections
-from specc.runtime.artifact.artifact import artifact_size, measured_bytes, peek_spec, read_artifact, write_artifact
+from specc.runtime.artifact.artifact import (
+    ArtifactContents,
+    artifact_size,
+    measured_bytes,
+    peek_spec,
+    read_artifact,
+    write_artifact,
+)
 from specc.runtime.artifact.tensors import QuantizedModel, dequantized, quantize_tensors
 from specc.runtime.errors import IntegrityError, RunFailure
 
@@ -82,7 +89,9 @@ def test_codes_survive_exactly(bits: int, tmp_path: Path) -> None:
     layout = list(model.layout())
     spec = spec_of(layout)
     path = tmp_path / "m.specc"
-    write_artifact(path, spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors, quality=5)
+    write_artifact(
+        path, ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors), quality=5
+    )
     back = read_artifact(path, layout_of)
     assert_same(back, layout, tensors)
     weights, again = dequantized(model), dequantized(QuantizedModel(schemes, shapes, back.tensors))
@@ -101,16 +110,18 @@ def test_full_quality_and_the_sizes_that_are_told(tmp_path: Path) -> None:
     layout = list(model.layout())
     spec = spec_of(layout)
     path = tmp_path / "m.specc"
-    told = write_artifact(path, spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=model.tensors)
+    told = write_artifact(
+        path, ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=model.tensors)
+    )
     assert told == artifact_size(path)
     assert told.total == path.stat().st_size == told.header + sum(row.compressed for row in told.sections)
-    assert told.total == measured_bytes(spec=spec, layout=layout, tensors=model.tensors)
+    assert told.total == measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=model.tensors))
     assert [row.kind for row in told.sections] == ["spec", "codes", "scales", "bf16"]
     assert [row.raw for row in told.sections] == [len(spec), 64 * 96 + 31 * 17, 2 * (64 + 31), 200]
     # int5 and int6 codes near their entropy: less than packed bits would take.
     assert told.sections[1].compressed < (64 * 96 * 5 + 31 * 17 * 6) / 8
     for quality in (0, 5):
-        measured = measured_bytes(spec=spec, layout=layout, tensors=model.tensors, quality=quality)
+        measured = measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=model.tensors), quality=quality)
         assert measured != told.total
 
 
@@ -125,11 +136,7 @@ def test_equal_contents_are_equal_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     spec = spec_of(layout)
     write_artifact(
         tmp_path / "two",
-        spec=spec,
-        interface=INTERFACE,
-        code=CODE,
-        layout=layout,
-        tensors=reordered,
+        ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=reordered),
         quality=5,
     )
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
@@ -159,7 +166,9 @@ def test_arguments_that_do_not_fit_are_refused_before_writing(tmp_path: Path) ->
     tensors = random_arrays(SMALL, 0)
 
     def attempt(layout: Layout, given: Tensors, interface: bytes = INTERFACE, spec: bytes = b"{}") -> None:
-        write_artifact(path, spec=spec, interface=interface, code=CODE, layout=layout, tensors=given, quality=5)
+        write_artifact(
+            path, ArtifactContents(spec=spec, interface=interface, code=CODE, layout=layout, tensors=given), quality=5
+        )
 
     with pytest.raises(RunFailure, match="b, value"):
         attempt(SMALL, {name: arrays for name, arrays in tensors.items() if name != "b"})

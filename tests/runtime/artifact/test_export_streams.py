@@ -12,7 +12,7 @@ from export_samples import CODE, INTERFACE, Layout, assert_same, layout_of, rand
 
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact import codecs, sections, streams
-from specc.runtime.artifact.artifact import measured_bytes, read_artifact, write_artifact
+from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes, read_artifact, write_artifact
 from specc.runtime.artifact.codecs import Codec, compress, decompressed
 from specc.runtime.artifact.sections import Kind
 from specc.runtime.artifact.streams import Stream, Transform, choose, pack, raw_size, unpack
@@ -122,8 +122,10 @@ def test_transforms_and_roles_make_a_file_smaller(tmp_path: Path) -> None:
             tensors[name] = {"codes": codes, "scale": rng.uniform(0.01, 0.02, rows).astype(np.float16)}
     plain = brotli.compress(b"".join(tensors[n][s.suffix].tobytes() for n, s in layout), quality=11, lgwin=24)
     spec = spec_of(layout)
-    told = write_artifact(tmp_path / "m", spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors)
-    assert told.total == measured_bytes(spec=spec, layout=layout, tensors=tensors) < 0.97 * len(plain)
+    told = write_artifact(
+        tmp_path / "m", ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors)
+    )
+    assert told.total == measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=tensors)) < 0.97 * len(plain)
     assert_same(read_artifact(tmp_path / "m", layout_of), layout, tensors)
 
 
@@ -132,7 +134,9 @@ def test_both_codecs_write_what_they_read(tmp_path: Path) -> None:
     for codec in Codec:
         path = tmp_path / codec.name
         write_artifact(
-            path, spec=spec_of(LAYOUT_1), interface=INTERFACE, code=CODE, layout=LAYOUT_1, tensors=tensors, codec=codec
+            path,
+            ArtifactContents(spec=spec_of(LAYOUT_1), interface=INTERFACE, code=CODE, layout=LAYOUT_1, tensors=tensors),
+            codec=codec,
         )
         assert_same(read_artifact(path, layout_of), LAYOUT_1, tensors)
         for raw in (b"", b"\0" * 10**6, random.Random(1).randbytes(10**5)):

@@ -23,8 +23,8 @@ from specc.runtime.calibration.lookups import Lookups
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
+from specc.runtime.quantize.bit_allocation import added_nats
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
-from specc.runtime.quantize.solve import added_nats
 
 CPU = torch.device("cpu")
 TABLES = (

@@ -137,14 +137,13 @@ WRITER = """
 import sys
 from pathlib import Path
 from specc.compiler.quant.scheme import Stored
-from specc.runtime.artifact.artifact import write_artifact
+from specc.runtime.artifact.artifact import write_artifact, ArtifactContents
 import numpy as np
 layout = [("a", Stored("codes", "i8", (64, 4096)))]
 for i in range(1, 10**6):
     codes = np.full((64, 4096), i % 100, np.int8)
     codes[:, ::3] = np.random.default_rng(i).integers(-15, 16, codes[:, ::3].shape)
-    write_artifact(Path(sys.argv[1]), spec=b"%d" % i, interface=bytes(32), code=bytes(32), layout=layout,
-                   tensors={"a": {"codes": codes}}, quality=0)
+    write_artifact(Path(sys.argv[1]), ArtifactContents(b"%d" % i, layout, {"a": {"codes": codes}}), quality=0)
     print(i, flush=True)
 """
 

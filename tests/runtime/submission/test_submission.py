@@ -305,7 +305,7 @@ def test_gpu_sources_travel(tmp_path: Path) -> None:
     cutlass = [name for name in files if name.endswith(".cu")]
     assert cutlass and all(name.startswith("sm90/") for name in cutlass)
     for name in cutlass:
-        assert "from parts.runtime_native import library" in files[name.replace(".cu", ".py")]
+        assert "from parts.runtime_support_native import library" in files[name.replace(".cu", ".py")]
     assert any("triton" in text and name.startswith("sm90/") for name, text in files.items())
     for name, text in files.items():
         if name.endswith(".py"):

@@ -12,7 +12,7 @@ import pytest
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import StrictModel
-from specc.runtime.submission.bundle import CHECKS, spelled
+from specc.runtime.submission.bundle import CHECKS, _without_comments, spelled
 from specc.runtime.submission.records import BaseModel, Field, ValidationError
 from specc.runtime.submission.shake import ShakeError, Shaker
 
@@ -132,6 +132,11 @@ def test_settings_are_spelled_as_they_are() -> None:
         assert eval(text, {kind.__name__: kind for kind in classes}) == {"it": value}
     with pytest.raises(TypeError, match="cannot hold set"):
         spelled({1}, set())
+
+
+def test_cuda_loses_its_comments_and_nothing_else() -> None:
+    text = '// a\nint x = 1\'000; /* b\n c */ char q = \'"\';\n\n    s = "a//b /* \\" */"; // end\n  y / 2;\n'
+    assert _without_comments(text) == 'int x = 1\'000;  char q = \'"\';\ns = "a//b /* \\" */";\ny / 2;\n'
 
 
 class Ranged(BaseModel):
