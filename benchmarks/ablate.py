@@ -30,7 +30,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-SPECC = (sys.executable, "-c", "from specc.compiler.cli import main; main()")
+SPECC = (sys.executable, "-m", "specc.cli")
 REPORT = "quantized/report.json"
 EXIT = "exit_code.txt"  # beside a run, once its command has ended
 

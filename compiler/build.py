@@ -1,10 +1,12 @@
-"""The one entry: a spec file becomes a plan a target, and the text of every generated file."""
+"""The one entry: a spec file becomes a plan a target, and the text of every generated file.
+
+What renders is imported when something is rendered: to check and to plan a spec needs none of it.
+"""
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specc.compiler import pipeline
@@ -14,10 +16,7 @@ from specc.compiler.kernels.kernel import Rendered
 from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Parameter
-from specc.compiler.render.jinja import plan_key, render
-from specc.compiler.render.model import model_context
 from specc.compiler.report.lock_use import LockUse, lock_use
-from specc.compiler.report.page import plan_page
 from specc.compiler.spec.check import load, to_diagnostics
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
@@ -27,15 +26,51 @@ DEPLOYED = "deployed"  # the folder, below a target's, of what runs from an arti
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
-    """A spec with its plans by target, and its files by path under generated/<name>/. `deployed` are the plans of what
-    runs from an artifact, where these are others; `lock_use` tells what of the lock applies."""
+class Planned:
+    """A spec with its plans by target. `deployed` are the plans of what runs from an artifact, where these are others;
+    `lock_use` tells what of the lock applies."""
 
     spec: Spec
     plans: Mapping[str, Plan]
+    deployed: Mapping[str, Plan]
+    lock_use: LockUse
+
+
+@dataclass(frozen=True, slots=True)
+class Built(Planned):
+    """A planned spec with its files, by path under generated/<name>/."""
+
     files: Mapping[str, str]
-    deployed: Mapping[str, Plan] = field(default_factory=dict)
-    lock_use: LockUse = field(default_factory=LockUse)
+
+
+def plan_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Planned:
+    """Checks a spec file and plans all or some of its targets, rendering nothing. Raises SpecError with everything
+    that is wrong: what can be planned can be built."""
+    spec, source = load(path, tuple(overrides))
+    return plan_loaded(spec, source, tuple(targets), read_lock(lock_path(path, spec.name)))
+
+
+def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Planned:
+    """As `plan_spec`, for a spec and a lock that were read before. Raises SpecError, or LoweringError where there is
+    no source."""
+    name = _source_name(spec)
+    plans: dict[str, Plan] = {}
+    deployed: dict[str, Plan] = {}
+    problems: list[Problem] = []
+    for target in targets or spec.targets:
+        try:
+            if source is not None:  # `specc eval` itself tells of settings that stand in no file
+                problems += [problem for problem in _of_evaluation(spec, target) if problem not in problems]
+            plans[target] = pipeline.plan(spec, target, name, lock)
+            if (other := pipeline.deployed_plan(spec, target, name)) is not None:
+                deployed[target] = other
+        except LoweringError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        if source is None:
+            raise LoweringError(tuple(problems))
+        raise SpecError(to_diagnostics(problems, source), source.texts)
+    return Planned(spec, plans, deployed, lock_use(lock, plans, spec.targets))
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
@@ -46,36 +81,20 @@ def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[st
 
 
 def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Built:
-    """As `compile_spec`, for a spec and a lock that were read before. Raises SpecError, or LoweringError where there
-    is no source."""
-    name = f"specs/{spec.name}.yaml"
-    plans: dict[str, Plan] = {}
-    deployed: dict[str, Plan] = {}
-    problems: list[Problem] = []
-    for target in targets or spec.targets:
-        try:
-            if source is not None:  # `specc eval` itself tells of settings that stand in no file
-                problems += [one for one in _of_evaluation(spec, target) if one not in problems]
-            plans[target] = pipeline.plan(spec, target, name, lock)
-            if (other := pipeline.deployed_plan(spec, target, name)) is not None:
-                deployed[target] = other
-        except LoweringError as error:
-            problems += [problem for problem in error.problems if problem not in problems]
-    if problems:
-        if source is None:
-            raise LoweringError(tuple(problems))
-        raise SpecError(to_diagnostics(problems, source), source.texts)
-    return Built(spec, plans, _files(spec, plans, deployed, lock), deployed, lock_use(lock, plans, spec.targets))
+    """As `compile_spec`, for a spec and a lock that were read before. Raises as `plan_loaded`."""
+    planned = plan_loaded(spec, source, targets, lock)
+    files = _files(spec, planned.plans, planned.deployed, lock)
+    return Built(spec, planned.plans, planned.deployed, planned.lock_use, files)
+
+
+def _source_name(spec: Spec) -> str:
+    """The spec's file, as generated files call it."""
+    return f"specs/{spec.name}.yaml"
 
 
 def _of_evaluation(spec: Spec, target: str) -> list[Problem]:
     shapes = {param.name: param.shape for param in pipeline.lower(spec, target).params}
     return [problem.under("eval") for problem in spec.eval.problems_of(shapes)]
-
-
-def validate(path: Path, overrides: Iterable[str] = ()) -> Spec:
-    """Checks a spec as far as a build does, writing nothing. Raises SpecError with everything that is wrong."""
-    return compile_spec(path, overrides).spec
 
 
 def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str], ...]:
@@ -108,20 +127,22 @@ def interface_digest(parameters: Iterable[Parameter], storage: Mapping[str, str]
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
-def kernel_files(rendered: Rendered, source: str) -> Mapping[str, str]:
-    """The text of one kernel's files, for the spec that generated files call `source`."""
-    return {
-        name: render(template, context, source, plan_key(template, context))
-        for name, (template, context) in rendered.files.items()
-    }
+def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]:
+    """The text of one kernel's files with its plan key, for the spec that generated files call `source`."""
+    from specc.compiler.render.jinja import render
+
+    return {name: render(template, context, source, key) for name, (template, context) in rendered.files.items()}
 
 
 def model_files(plan: Plan) -> Mapping[str, str]:
     """The text of one target's files: model.py and its kernels."""
+    from specc.compiler.render.jinja import render
+    from specc.compiler.render.model import model_context
+
     files: dict[str, str] = {}
     for choice in plan.choices:
         if not files.keys() >= choice.rendered.files.keys():
-            files |= kernel_files(choice.rendered, plan.source)
+            files |= kernel_files(choice.rendered, choice.key, plan.source)
     context = model_context(plan)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
     namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""
@@ -133,10 +154,14 @@ def model_files(plan: Plan) -> Mapping[str, str]:
 def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
     """The text of the files of a model of pairs that decodes without a cache, as `passes.uncached` cuts it; no build
     writes them. Raises ValueError for a model that cannot be cut, LoweringError."""
-    return model_files(pipeline.uncached_plan(spec, target, f"specs/{spec.name}.yaml"))
+    return model_files(pipeline.uncached_plan(spec, target, _source_name(spec)))
 
 
 def _files(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock) -> Mapping[str, str]:
+    from importlib.metadata import version
+
+    from specc.compiler.report.page import plan_page
+
     folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}
     files = {f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan).items()}
     files["PLAN.md"] = plan_page(spec, plans, deployed)

@@ -94,6 +94,9 @@ PartName = Annotated[Name, AfterValidator(_usable)]
 # A node inside a part, such as `act`, or `q.norm` for the norm of an attention's q.
 NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
 
+# Covers names of parameters or nodes; see pattern.py.
+Pattern = Annotated[str, Field(min_length=1, max_length=256)]
+
 
 def _no_truth(value: object) -> object:
     """Python takes True for 1, and with it pydantic; YAML and JSON Schema do not."""
@@ -143,7 +146,7 @@ class StrictModel(BaseModel):
 
     untagged: ClassVar[bool] = False
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong across this model's own fields; paths are relative to it."""

@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("compiler", "runtime", "templates")
+FOLDERS = ("cli", "compiler", "runtime", "templates")
 
 
 def test_every_package_is_installed() -> None:

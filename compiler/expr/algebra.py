@@ -4,16 +4,19 @@ exponent.
 Rationals keep what floats lose: 30 * (x / 30) is x, 0.1 + 0.2 is 0.3. A float stands for the decimal that
 it prints as. Order is of first appearance, so that text reads as it was written; `key` is what ignores
 order.
+
+A quotient by a sum (`is_quotient`) is one factor, which no rule takes apart: a / b * c is not a * c / b and
+a / b / b is not a / b ** 2, as the product or the power may overflow where the quotients are of ordinary size.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from fractions import Fraction
 from functools import lru_cache, reduce
 from operator import mul
 
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, children
 
-Factor = tuple[Expr, Fraction]  # base, exponent; the base is neither a product nor a number
+Factor = tuple[Expr, Fraction]  # base, exponent; the base is no product, no number, and a quotient only by a sum
 Factors = tuple[Factor, ...]
 Term = tuple[Fraction, Factors]
 
@@ -51,6 +54,15 @@ def is_sum(expr: Expr) -> bool:
     return isinstance(expr, Binary) and expr.op in ("+", "-")
 
 
+def is_quotient(expr: Expr) -> bool:
+    """Whether `expr` is a division by something unbounded: by a sum, a choice, or a product or power of these."""
+    return isinstance(expr, Binary) and expr.op == "/" and any(_unbounded(base) for base, _ in split(expr.b)[1])
+
+
+def _unbounded(base: Expr) -> bool:
+    return is_sum(base) or (isinstance(base, Call) and base.function in ("max", "min", "where"))
+
+
 def split(expr: Expr) -> Term:
     """`expr` as coefficient * base ** exponent * ...; bases may repeat."""
     match expr:
@@ -63,15 +75,34 @@ def split(expr: Expr) -> Term:
             (left, some), (right, more) = split(a), split(b)
             return settle(left * right), some + more
         case Binary("/", a, b):
-            (left, some), (right, more) = split(a), split(b)
-            if not right:
-                raise ExprError(f"{expr} divides by zero")
-            return settle(left / right), some + tuple((base, -exponent) for base, exponent in more)
+            coefficient, factors = ratio(a, b)
+            if not is_quotient(expr):
+                return coefficient, factors
+            quotient = product_of(Fraction(1), split(a)[1]) / product_of(Fraction(1), split(b)[1])
+            return coefficient, ((quotient, Fraction(1)),)
         case Binary("**", a, Const(value)) if not isinstance(a, Const):
             return Fraction(1), ((a, exponent_of(value)),)
         case Call("sqrt", (a,)) if not isinstance(a, Const):
             return Fraction(1), ((a, HALF),)
     return Fraction(1), ((expr, Fraction(1)),)
+
+
+def ratio(a: Expr, b: Expr) -> Term:
+    """a / b as one term, of the factors of `a` and those of `b` with negative exponents."""
+    (left, above), (right, below) = split(a), split(b)
+    if not right:
+        raise ExprError(f"{a / b} divides by zero")
+    return settle(left / right), above + tuple((base, -exponent) for base, exponent in below)
+
+
+def flat(factors: Iterable[Factor]) -> Iterator[Factor]:
+    """The factors with those of a quotient in its place."""
+    for base, exponent in factors:
+        if is_quotient(base) and exponent.denominator == 1:
+            assert isinstance(base, Binary)
+            yield from ((inner, e * exponent) for inner, e in flat(ratio(base.a, base.b)[1]))
+        else:
+            yield base, exponent
 
 
 def addends(expr: Expr, scale: Fraction = Fraction(1)) -> list[Term]:
@@ -89,7 +120,10 @@ def addends(expr: Expr, scale: Fraction = Fraction(1)) -> list[Term]:
 
 
 def monomial_key(factors: Iterable[Factor]) -> Hashable:
-    return frozenset((key(base), exponent) for base, exponent in factors)
+    exponents: dict[Hashable, Fraction] = {}
+    for base, exponent in flat(factors):
+        exponents[key(base)] = exponents.get(key(base), Fraction(0)) + exponent
+    return frozenset((base, exponent) for base, exponent in exponents.items() if exponent)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -123,9 +157,12 @@ def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
 
 
 def rank(factor: Factor) -> int:
-    """Products read coefficient, operands, functions, sums; within a rank in order of appearance."""
+    """Products read coefficient, operands, quotients, functions, sums; within a rank in order of appearance.
+
+    A quotient stands before what may be as large as its divisor, so that the product of the two stays small.
+    """
     base, _ = factor
-    return 0 if isinstance(base, Var) else 2 if is_sum(base) else 1
+    return 0 if isinstance(base, Var) else 1 if is_quotient(base) else 3 if is_sum(base) else 2
 
 
 def raised(base: Expr, exponent: Fraction) -> Expr:
@@ -143,6 +180,10 @@ def product_of(coefficient: Fraction, factors: Iterable[Factor]) -> Expr:
     ordered = sorted(factors, key=rank)
     if coefficient == -1 and len(ordered) == 1 and ordered[0][1] == 1 and is_sum(ordered[0][0]):
         return sum_of(addends(ordered[0][0], coefficient))
+    match ordered:
+        case [(Binary("/", a, b) as quotient, Fraction(numerator=1, denominator=1))] if is_quotient(quotient):
+            top, bottom = numeral(coefficient)
+            return product_of(top, split(a)[1]) / product_of(bottom, split(b)[1])
     top, bottom = numeral(coefficient)
     over: list[Expr] = [raised(base, exponent) for base, exponent in ordered if exponent > 0]
     under: list[Expr] = [raised(base, -exponent) for base, exponent in ordered if exponent < 0]
@@ -184,7 +225,7 @@ def nonnegative(expr: Expr) -> bool:
             return nonnegative(a) and nonnegative(b)
         case Binary("*" | "/" | "**", _, _):
             coefficient, factors = split(expr)
-            return coefficient >= 0 and all(even(e) or nonnegative(base) for base, e in factors)
+            return coefficient >= 0 and all(even(e) or nonnegative(base) for base, e in flat(factors))
     return False
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from .algebra import const, key, monomial_key, nonnegative, split
+from .algebra import const, key, monomial_key, nonnegative, positive, split
 from .derive import derive, homogeneous_degree
 from .evaluate import number
 from .simplify import simplify
@@ -202,10 +202,20 @@ def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: d
     for name in wrt:
         degree = homogeneous_degree(expr, name)
         saved = [other for other in saves if other in variables(grads[name])]
-        if degree is not None and degree >= 1 and saved:  # below 1 the slope is infinite at 0
+        if degree is not None and degree >= 1 and saved and not _singular(saves[saved[0]], name):
             candidates.append(simplify(Var(saved[0]) * Var(name) / degree))
     candidates += [simplify(expr), expr]
     return min(candidates, key=lambda one: (_cost((one, *saves.values())), _cost((one,))))
+
+
+def _singular(slope: Expr, name: str) -> bool:
+    """Whether `slope` divides by a function of `name` that may be 0: slope * x is then no number where f is one."""
+    match slope:
+        case Binary("/", _, b) if name in variables(b) and not positive(b):
+            return True
+        case Binary("**", a, b) if name in variables(a) and number(b) < 0 and not positive(a):
+            return True
+    return any(_singular(part, name) for part in children(slope))
 
 
 def _cost(exprs: Iterable[Expr]) -> int:

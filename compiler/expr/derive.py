@@ -66,10 +66,12 @@ def _derive(expr: Expr, var: str) -> Expr:
             return Binary(op, _derive(a, var), _derive(b, var))
         case Binary("*", a, b):
             return _derive(a, var) * b + a * _derive(b, var)
-        case Binary("/", a, b):
-            return _derive(a, var) / b - a * _derive(b, var) / b**2
+        case Binary("/"):
+            return _derive_quotient(simplify(expr), var)
         case Binary("**", a, b):
             exponent = number(b)
+            if exponent < 0 and is_sum(a):
+                return _derive_quotient(simplify(expr), var)
             less = float(exponent_of(exponent) - 1)  # 0.6667 of 1.6667, which floats miss
             return exponent * a**less * _derive(a, var) if exponent else ZERO
         case Call("leaky_relu", (a, slope)):
@@ -82,6 +84,14 @@ def _derive(expr: Expr, var: str) -> Expr:
         case Call(name, (a,)):
             return substitute(DERIVATIVES[name], {"x": a}) * _derive(a, var)
     return ZERO
+
+
+def _derive_quotient(expr: Expr, var: str) -> Expr:
+    """The derivative of a simplified quotient as (a' - (a / b) b') / b: b ** 2 may overflow where b does not."""
+    match expr:
+        case Binary("/", a, b):
+            return (_derive(a, var) - expr * _derive(b, var)) / b
+    return _derive(expr, var)  # a sigmoid, or a power
 
 
 def _extremum(name: str, a: Expr, b: Expr, one: Expr, two: Expr) -> Expr:

@@ -2,7 +2,7 @@
 
 from fractions import Fraction
 
-from .algebra import Factor, Factors, addends, is_sum, key, positive
+from .algebra import Factor, Factors, addends, flat, is_sum, key, positive
 from .values import ZERO, Call, Compare, Const, Expr
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
@@ -47,9 +47,9 @@ def has_zero_arm(expr: Expr) -> bool:
     return False
 
 
-def may_be_infinite(factor: Factor) -> bool:
-    base, exponent = factor
-    return exponent < 0 and not positive(base)
+def may_be_infinite(factors: Factors) -> bool:
+    """Whether a product divides by what may be 0."""
+    return any(exponent < 0 and not positive(base) for base, exponent in flat(factors))
 
 
 def lone_where(factors: Factors) -> Call | None:

@@ -22,6 +22,7 @@ from .algebra import (
     monomial_key,
     nonnegative,
     product_of,
+    ratio,
     rational,
     settle,
     split,
@@ -56,7 +57,7 @@ def _once(expr: Expr) -> Expr:
         case Binary("*", a, b):
             return product((_once(a), _once(b)))
         case Binary("/", a, b):
-            return product((_once(a) / _once(b),))
+            return _product(*ratio(_once(a), _once(b)))
         case Binary("**", a, b):
             return power(_once(a), exponent_of(number(b)))
         case Call("where", (Compare() as condition, a, b)):
@@ -148,6 +149,8 @@ def _under_even_power(base: Expr) -> Expr:
 
 def power(base: Expr, exponent: Fraction) -> Expr:
     """base ** exponent, spread over the factors of base where that holds for every sign."""
+    if isinstance(base, Call) and base.function == "exp":
+        return call("exp", (times(exponent, base.args[0]),))
     coefficient, factors = split(base)
     if not factors and exponent.denominator != 1:
         return _constant("**", float(coefficient), float(exponent))
@@ -193,7 +196,7 @@ def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
             case Call("where", (Compare() as condition, a, b)):
                 if not decided((base, exponent), condition, short=True):
                     continue
-                unsafe = any(may_be_infinite(factor) for factor in factors)
+                unsafe = may_be_infinite(factors)
                 zero = ZERO in (a, b) or (unsafe and (has_zero_arm(a) or has_zero_arm(b)))
                 short = not is_sum(a) and not is_sum(b)
                 scale = coefficient if zero or short else Fraction(1)

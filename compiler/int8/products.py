@@ -12,7 +12,7 @@ from specc.compiler.int8.form import Factor, Int8Form
 from specc.compiler.ir.graph import Graph, Node, Op, TensorType, TypeRuleError, node_of, walk
 from specc.compiler.ops.quantized import QuantizeRows, padded
 from specc.compiler.ops.region import Call, Scan
-from specc.compiler.passes.assign_quant import Allocation, keeping, pattern_of, stated
+from specc.compiler.passes.assign_quant import Allocation, allocation, keeping, pattern_of, stated
 from specc.compiler.programs.programs import LoweringError, Parameter, Programs
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.strict import Path, Problem
@@ -92,14 +92,16 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
     return tuple(replace(source, leader=leaders.of(source.weight, order)) for source in sources)
 
 
-def quantize_products(programs: Programs, quant: QuantSpec, schemes: Allocation) -> Programs:
+def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     """The programs that a deployed model runs, without `train`: every node whose weights have a scheme for whole
-    numbers as int8 products, over stored codes [N, K], offset [N], scale [N] and, one an input, inverse [K]. `schemes`
-    are what `quant` gives each parameter.
+    numbers as int8 products, over stored codes [N, K], offset [N], scale [N] and, one an input, inverse [K].
 
     Raises LoweringError for a parameter of such a scheme that is read by anything else, or a function that some of its
     callers quantize and others do not.
     """
+    schemes = allocation(quant, programs.params)
+    if quant is None:
+        return programs
     sources = {source.weight: source for source in integer_products(programs, schemes)}
     deployed = _deployed(programs)
     places: dict[str, list[str]] = {}

@@ -7,7 +7,7 @@ A value is named by text: `mlp.up` is the first output of that node (or an input
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
@@ -297,6 +297,7 @@ def output_ref(node: str, index: int) -> str:
     return node if index == 0 else f"{node}:{index}"
 
 
+@lru_cache(maxsize=65536)  # asked for again by every pass; a name has few counts
 def output_refs(node: str, count: int) -> tuple[str, ...]:
     """All outputs of a node that has `count`."""
     return tuple(output_ref(node, i) for i in range(count))

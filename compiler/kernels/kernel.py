@@ -29,6 +29,17 @@ class Site:
     context: int | None = None
 
     @property
+    def key(self) -> str:
+        """The node as text, wherever in a model it stands: what a measured time and tile hold for.
+
+        It is written as graphs are, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d, slope) ->
+        d * slope : bf16[B,T,1792]`, and names no class, so that renaming one in the compiler loses no measurement.
+        """
+        tail = f" |> {self.epilogue.formula}" if self.epilogue is not None else ""
+        op, types = self.node.op, ", ".join(map(str, self.node.types))
+        return f"{op.name}{op.settings()}({', '.join(map(str, self.inputs))}){tail} : {types}"
+
+    @property
     def epilogue(self) -> Pointwise | None:
         """The tail over the accumulators (its first variables, one a product) and further inputs of the node."""
         tail = self.node.epilogue

@@ -48,6 +48,13 @@ class Pointwise(Op):
     def output_labels(self) -> tuple[str, ...]:
         return self.labels
 
+    @property
+    def formula(self) -> str:
+        """What it computes as text, whatever kernels call it: `(d, slope) -> d * slope`."""
+        labels = self.labels or ("",) * len(self.outputs)
+        values = (f"{label} = {text}" if label else text for label, text in zip(labels, self.outputs, strict=True))
+        return f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")
+
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if len(inputs) != len(self.variables):
             raise TypeRuleError(f"names {len(self.variables)} operands but is given {len(inputs)}")

@@ -1,37 +1,49 @@
-"""Which optimizer owns each parameter: the first whose pattern covers it."""
+"""Assigns each parameter to the first optimizer whose pattern covers its name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from specc.compiler.pattern import matches
-from specc.compiler.programs.programs import LoweringError, Parameter
-from specc.compiler.spec.optimizers import MuonSpec
+from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.compiler.spec.train import TrainSpec
 from specc.compiler.strict import Problem
 
 
-def owners(train: TrainSpec, params: tuple[Parameter, ...]) -> Mapping[str, int]:
-    """Parameter name -> index into `train.optimizers`. Raises LoweringError with every pattern or parameter left
-    over."""
-    found: dict[str, int] = {}
-    for i, optimizer in enumerate(train.optimizers):
-        for param in params:
-            if param.name not in found and matches(optimizer.match, param.name):
-                found[param.name] = i
+def assign_optimizers(programs: Programs, train: TrainSpec) -> Programs:
+    """The programs with the optimizer of each parameter stated in the table. Raises LoweringError as `owners` does."""
+    owner = owners(train.optimizers, {param.name: param.shape for param in programs.params})
+    return replace(programs, params=tuple(replace(param, optimizer=owner[param.name]) for param in programs.params))
+
+
+def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
+    """Parameter name -> index into `optimizers`, in the order of `shapes`.
+
+    Raises LoweringError with every optimizer that covers nothing or refuses a parameter, and every parameter that
+    none covers.
+    """
+    owner = {
+        name: next((i for i, optimizer in enumerate(optimizers) if matches(optimizer.match, name)), None)
+        for name in shapes
+    }
     problems: list[Problem] = []
-    for i, optimizer in enumerate(train.optimizers):
+    for i, optimizer in enumerate(optimizers):
         path = ("train", "optimizers", i, "match")
-        if i not in found.values():
+        names = [name for name in shapes if owner[name] == i]
+        if not names:
             left = "no parameter that an earlier one leaves" if i else "no parameter"
-            hint = f"parameters are named like {params[0].name}, {params[-1].name}"
+            hint = f"parameters are named like {', '.join([*shapes][:: max(len(shapes) - 1, 1)])}"
             problems.append(Problem(path, "S308", f"optimizer {optimizer.match} matches {left}", hint))
-        flat = [p.name for p in params if found.get(p.name) == i and len(p.shape) != 2]
-        if isinstance(optimizer, MuonSpec) and flat:
-            message = f"muon orthogonalizes matrices, and {optimizer.match} also matches {flat[0]}"
-            problems.append(Problem(path, "S309", message, "narrow its pattern; let adamw take vectors and tables"))
-    if orphans := [param.name for param in params if param.name not in found]:
+        refusals = ((name, optimizer.refuses(shapes[name])) for name in names)
+        if refusal := next(((name, reason) for name, reason in refusals if reason), None):
+            name, reason = refusal
+            message = f"{reason}, and {optimizer.match} also matches {name}"
+            hint = f"narrow its pattern, or put an optimizer that takes {name} before it"
+            problems.append(Problem(path, "S309", message, hint))
+    if orphans := [name for name in shapes if owner[name] is None]:
         hint = 'end the list with one that takes the rest: {kind: adamw, match: "*", ...}'
         message = f"no optimizer matches {orphans[0]}" + (f" and {len(orphans) - 1} others" if len(orphans) > 1 else "")
         problems.append(Problem(("train", "optimizers"), "S310", message, hint))
     if problems:
         raise LoweringError(tuple(problems))
-    return found
+    return {name: i for name, i in owner.items() if i is not None}

@@ -12,8 +12,8 @@ from specc.compiler.expr import ExprError
 from specc.compiler.ir.graph import Graph, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.ops.region import Fused
-from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, group_digest, locked_kernel
-from specc.compiler.plan.plan import Alternatives, Choice, Plan, Way, place_pattern
+from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, locked_kernel
+from specc.compiler.plan.plan import Alternatives, Choice, Plan, Way, place_pattern, sites_of
 from specc.compiler.programs.cost import graph_costs
 from specc.compiler.programs.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
@@ -95,13 +95,12 @@ def _chosen(
 def _alternatives(programs: Programs, ways: tuple[Way, ...], target: Target, lock: Lock) -> Alternatives:
     """The ways of a group and the one to take: what the lock names, else what moves fewest bytes, else the usual."""
     group = ways[0].group
-    digest = group_digest([choice.site for choice in way.own] for way in ways)
     name = " ".join((group.name, *(choice.rendered.module for choice in ways[0].own[:1])))  # variants have their own
-    measured = lock.kept(target.name, name, digest)
+    measured = lock.kept(target.name, name, sites_of(ways))
     chosen = min(ways, key=_moved)
     if measured is not None:
         chosen = {way.group.keep: way for way in ways}[measured.keep]
-    return Alternatives(group_pattern(programs, group, group.scope), name, ways, chosen, digest, measured)
+    return Alternatives(group_pattern(programs, group, group.scope), name, ways, chosen, measured)
 
 
 def _moved(way: Way) -> int:

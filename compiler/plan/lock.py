@@ -2,10 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
@@ -20,36 +20,68 @@ from specc.compiler.strict import One, Positive, PositiveFloat, StrictModel
 from specc.compiler.text.source import read
 
 Word = Annotated[str, Field(min_length=1, max_length=200)]
+Sites = Sequence[Sequence[Site]]  # the nodes with kernels of one group, in each way to keep something for its backward
+NodeKey = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
 class Entry(StrictModel):
-    """The kernel of one node. `site` is the digest of what was measured: another node does not get its tile.
+    """The kernel of one node. `key` states the node (`Site.key`): another node does not get its tile.
 
-    `ms` is its time, a median over `rows` rows; `floor_ms` what bytes and operations cost at the machine's ceilings.
+    `ms` is the kernel's time, a median over `rows` rows; `floor_ms` is what bytes and operations cost at the machine's
+    ceilings. Locks of earlier versions have `site`, a digest of the node, instead of `key`.
     """
 
     node: Word
-    site: Word
+    key: NodeKey | None = None
+    site: Word | None = None
     kernel: Word
     tile: Mapping[str, Any] | None = None
     rows: Positive
     ms: PositiveFloat
     floor_ms: PositiveFloat
 
+    @model_validator(mode="after")
+    def _names_its_node(self) -> "Entry":
+        return _with_one_of(self, "key", "site")
+
+    def applies_to(self, site: Site) -> bool:
+        """Whether this very node was measured."""
+        return self.key == site.key if self.key is not None else self.site == site_digest(site)
+
 
 class Kept(StrictModel):
-    """What one group keeps for its backward. `group` is the digest of its nodes in all its ways: what was measured for
-    another says nothing of it. `ms` is the time of all its kernels, forward and backward, by way."""
+    """What one group keeps for its backward. `key` is a digest of its nodes in all its ways (`group_key`): what was
+    measured for another group says nothing of it. `ms` is the time of all its kernels, forward and backward, by way.
+    Locks of earlier versions have `group`, another digest, instead of `key`."""
 
-    group: Word
+    key: Word | None = None
+    group: Word | None = None
     keep: Keep
     ms: Mapping[Keep, PositiveFloat]
+
+    @model_validator(mode="after")
+    def _names_its_group(self) -> "Kept":
+        return _with_one_of(self, "key", "group")
+
+    def applies_to(self, ways: Sites) -> bool:
+        """Whether this very group was measured."""
+        return self.key == group_key(ways) if self.key is not None else self.group == group_digest(ways)
 
     @model_validator(mode="after")
     def _has_a_time(self) -> "Kept":
         if self.keep not in self.ms:
             raise ValueError(f"what is kept, {self.keep}, has no time")
         return self
+
+
+Model = TypeVar("Model", bound=StrictModel)
+
+
+def _with_one_of(entry: Model, new: str, old: str) -> Model:
+    """The entry itself. Raises ValueError unless it has exactly one of two fields."""
+    if (getattr(entry, new) is None) == (getattr(entry, old) is None):
+        raise ValueError(f"an entry has a {new}, or in locks of earlier versions a {old}")
+    return entry
 
 
 class Machine(StrictModel):
@@ -90,18 +122,18 @@ class Lock(StrictModel):
         """What was measured for this very node; None where nothing was."""
         locked = self.targets.get(target)
         found = locked.kernels.get(symbol(site)[1]) if locked else None
-        return found if found is not None and found.site == site_digest(site) else None
+        return found if found is not None and found.applies_to(site) else None
 
     def machine(self, target: str) -> Machine | None:
         """Where the entries of a target were measured; None where there are none."""
         locked = self.targets.get(target)
         return locked.machine if locked else None
 
-    def kept(self, target: str, name: str, digest: str) -> Kept | None:
-        """What was found fastest to keep for this very group; None where nothing was."""
+    def kept(self, target: str, name: str, ways: Sites) -> Kept | None:
+        """What was measured fastest to keep for this very group; None where nothing was measured."""
         locked = self.targets.get(target)
-        found = locked.groups.get(name) if locked else None
-        return found if found is not None and found.group == digest else None
+        kept = locked.groups.get(name) if locked else None
+        return kept if kept is not None and kept.applies_to(ways) else None
 
     def with_entry(self, target: str, name: str, entry: Entry, machine: Machine) -> "Lock":
         """The lock with one entry set. What another machine measured for the target is dropped: times of two
@@ -168,7 +200,7 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 
 
 def site_digest(site: Site) -> str:
-    """Twelve hex digits of what a kernel computes: op, epilogue and types, wherever in the model it stands."""
+    """The node of an entry in locks of earlier versions: twelve hex digits over `repr` of the op and epilogue."""
     words = (
         site.target.name,
         repr(site.node.op),
@@ -176,13 +208,33 @@ def site_digest(site: Site) -> str:
         *map(str, site.inputs),
         *map(str, site.node.types),
     )
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+    return _digest("\n".join(words))
 
 
-def group_digest(ways: Iterable[Iterable[Site]]) -> str:
-    """Twelve hex digits of a group: of the nodes with kernels, in each way to keep something for the backward."""
-    words = (" ".join(map(site_digest, sites)) for sites in ways)
-    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+def group_digest(ways: Sites) -> str:
+    """The group of an entry in locks of earlier versions: twelve hex digits over `site_digest` of its nodes."""
+    return _digest("\n".join(" ".join(map(site_digest, sites)) for sites in ways))
+
+
+def group_key(ways: Sites) -> str:
+    """Twelve hex digits over the keys of a group's nodes, in each way to keep something for the backward."""
+    return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in ways))
+
+
+def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
+    """Twelve hex digits of what was planned: node, target, kernel and tile. All files of a kernel state its plan key.
+
+    Args:
+        kernel: the kernel that computes the node.
+        site: the node and its target.
+        tile: the effective tile as `Rendered.tile` has it: a kernel that was not measured takes one by rule.
+    """
+    settings = json.dumps(tile_data(kernel), sort_keys=True)
+    return _digest("\n".join((site.target.name, site.key, kernel.name, tile, settings)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def tile_data(kernel: Kernel) -> Mapping[str, Any] | None:

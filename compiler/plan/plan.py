@@ -1,11 +1,12 @@
 """The plan: programs with a kernel chosen for every product of every fused group, on one target."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.region import Call, Scan
-from specc.compiler.plan.lock import Entry, Kept, Machine
+from specc.compiler.plan.lock import Entry, Kept, Machine, plan_key
 from specc.compiler.programs.programs import Group, Programs
 from specc.compiler.targets import Target
 
@@ -22,6 +23,11 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
     considered: tuple[tuple[str, str], ...] = ()
     measured: Entry | None = None
+
+    @property
+    def key(self) -> str:
+        """The plan key that the files of the kernel have in their headers."""
+        return plan_key(self.kernel, self.site, self.rendered.tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +46,18 @@ class Way:
 @dataclass(frozen=True, slots=True)
 class Alternatives:
     """All ways of one group, what is usual first, and the one that the plan takes: by rule, or as the lock `measured`,
-    where the group has `name` and `digest`."""
+    where the group has `name`."""
 
     label: str
     name: str
     ways: tuple[Way, ...]
     chosen: Way
-    digest: str
     measured: Kept | None
+
+
+def sites_of(ways: Sequence[Way]) -> tuple[tuple[Site, ...], ...]:
+    """The nodes of a group that have kernels of their own, way by way: what a lock's entry of the group is for."""
+    return tuple(tuple(choice.site for choice in way.own) for way in ways)
 
 
 @dataclass(frozen=True, slots=True)

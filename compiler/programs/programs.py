@@ -21,14 +21,15 @@ class LoweringError(Exception):
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One learned tensor: its name is that of checkpoints, rules and reports. The optimizer owns it in f32; programs
-    read
-    it in `dtype`. `storage` is how the deployed model keeps it, empty while it is not quantized."""
+    read it in `dtype`. `storage` is how the deployed model stores it, empty while it is not quantized; `optimizer` is
+    an index into `train.optimizers`, None before one is assigned."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     init: Init
     storage: str = ""
+    optimizer: int | None = None
 
     @property
     def count(self) -> int:

@@ -1,6 +1,5 @@
 """The one Jinja environment. Text reaches a template only through a typed context and these filters."""
 
-import hashlib
 import importlib.resources
 import re
 from functools import cache
@@ -62,8 +61,3 @@ def environment() -> jinja2.Environment:
 def render(template: str, context: object, source: str, key: str) -> str:
     """The text of `template` over a typed context, for the spec file named `source`."""
     return environment().get_template(template).render(c=context, source=source, key=key, template=template)
-
-
-def plan_key(template: str, context: object) -> str:
-    """Twelve hex digits that change when the kernel does, and with nothing else."""
-    return hashlib.sha256(f"{template}\n{context!r}".encode()).hexdigest()[:12]

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from specc.compiler.ir.graph import Node
+from specc.compiler.ir.graph import Node, TensorType
 from specc.compiler.ops.region import Call, Fused
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pattern import matches
 from specc.compiler.plan.plan import Plan, place_pattern
-from specc.compiler.programs.programs import Programs
+from specc.compiler.programs.programs import Parameter, Programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,19 @@ def text_of(row: Explained) -> str:
     return "\n".join(lines)
 
 
+def _parameter_line(param: Parameter) -> str:
+    """A row of the parameter table as a comment: what `assign_optimizers` and `assign_quant` state."""
+    owner = f", optimizer {param.optimizer}" if param.optimizer is not None else ""
+    return f"# {param.name} : {TensorType(param.shape, param.dtype, param.storage)}{owner}"
+
+
 def graphs_text(programs: Programs, program: str | None) -> str:
-    """Every graph, or one, in the text form that parses back; groups as their forward and backward."""
+    """The parameter table and every graph, or one graph alone, in the text form that parses back; groups as their
+    forward and backward."""
     graphs = [graph for graph in programs.graphs if program in (None, graph.name)]
     parts = [str(graph) for graph in graphs]
     if program is None:
+        parts.insert(0, "\n".join(map(_parameter_line, programs.params)))
         for group in programs.groups:
             where = group_pattern(programs, group, group.scope)
             parts.append(f"# fused group {where}\n{group.forward}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specc.compiler.plan.lock import Lock
-from specc.compiler.plan.plan import Plan
+from specc.compiler.plan.plan import Plan, sites_of
 
 SHOWN = 4  # entries that a note names
 
@@ -43,6 +43,6 @@ def _of(lock: Lock, target: str, plans: Mapping[str, Plan]) -> Iterator[tuple[st
     for name, entry in locked.kernels.items():
         yield f"{target} {name}", any(other is entry for other in taken)
     alternatives = plan.alternatives if plan is not None else ()
-    kept = [lock.kept(target, found.name, found.digest) for found in alternatives]
+    kept = [lock.kept(target, found.name, sites_of(found.ways)) for found in alternatives]
     for name, group in locked.groups.items():
         yield f"{target} group {name}", any(other is group for other in kept)

@@ -9,9 +9,8 @@ from specc.compiler import architectures, quant
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
-from specc.compiler.spec.optimizers import Pattern
 from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
-from specc.compiler.strict import Name, NodeName, One, Positive, PositiveFloat, Problem, StrictModel, later
+from specc.compiler.strict import Name, NodeName, One, Pattern, Positive, PositiveFloat, Problem, StrictModel, later
 from specc.compiler.targets import TARGETS
 
 SCHEMES = models(quant, Scheme, "scheme")

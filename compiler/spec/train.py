@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 from pydantic import BeforeValidator, Field
 
 from specc.compiler.catalog import models
-from specc.compiler.spec import adapt, data
+from specc.compiler.spec import adapt, data, optimizers
 from specc.compiler.spec.adapt.adaptation import Adaptation
 from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.spec.data.text import TextData
-from specc.compiler.spec.optimizers import OptimizerSpec, Taper
+from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.compiler.strict import NonNegative, Path, Positive, PositiveFloat, Problem, StrictModel, Unit, later
 
 DATA = models(data, DataKind, "kind")
+OPTIMIZERS = models(optimizers, OptimizerSpec, "kind")
 ADAPTATIONS = models(adapt, Adaptation, "kind")
 GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
@@ -23,10 +24,12 @@ def _text_unless_said(value: Any) -> Any:
     return {"kind": "text", **value} if isinstance(value, dict) else value
 
 
-if TYPE_CHECKING:  # the union is made from what the package holds, which no type checker can see
+if TYPE_CHECKING:  # the unions are made from what the packages hold, which no type checker can see
     AnyData = DataKind
     AnyAdaptation = Adaptation
+    AnyOptimizer = OptimizerSpec
 else:
+    AnyOptimizer = Annotated[Union[OPTIMIZERS], Field(discriminator="kind")]  # noqa: UP007
     AnyAdaptation = Annotated[Union[ADAPTATIONS], Field(discriminator="kind")]  # noqa: UP007
     AnyData = Annotated[Union[DATA], Field(discriminator="kind"), BeforeValidator(_text_unless_said)]  # noqa: UP007
 
@@ -137,7 +140,7 @@ class TrainSpec(StrictModel):
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
     teacher_forcing: tuple[tuple[NonNegative, Unit], ...] | ForcingSpec | None = None
-    optimizers: Annotated[tuple[OptimizerSpec, ...], Field(min_length=1)]
+    optimizers: Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
     tf32: bool = later(False)
@@ -172,9 +175,9 @@ class TrainSpec(StrictModel):
             (("train", "lengths", i, 0), f"rows of {n} tokens", share)
             for i, (share, n) in enumerate(self.lengths or ())
         ]
-        for i, one in enumerate(self.optimizers):
-            if isinstance(one.weight_decay, Taper):
-                found.append((("train", "optimizers", i, "weight_decay", "after"), "the taper", one.weight_decay.after))
+        for i, optimizer in enumerate(self.optimizers):
+            for path, what, share in optimizer.late_starts():
+                found.append((("train", "optimizers", i, *path), what, share))
         for path, what, share in found:
             if self.steps is not None and share > (last := (self.steps - 1) / self.steps):
                 message = f"{what} would begin at {share:.4g} of the run, whose last step begins at {last:.4g}"

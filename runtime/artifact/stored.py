@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from specc.compiler.int8.products import Source
+from specc.runtime.artifact.layout import Layout
 from specc.runtime.artifact.table import AGAIN, ROWS, Entry, require_layout, unpacked
-from specc.runtime.artifact.tensors import Layout
 from specc.runtime.errors import IntegrityError
 
 Table = Mapping[tuple[str, str], Entry]

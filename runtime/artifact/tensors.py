@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from specc.compiler.quant.scheme import Scheme, SchemeError, Seen, Stored
+from specc.compiler.quant.scheme import Scheme, SchemeError, Seen
+from specc.runtime.artifact.layout import Layout, layout
 from specc.runtime.artifact.table import AGAIN
 from specc.runtime.errors import IntegrityError, QuantizeError
 
 Array = npt.NDArray[Any]
-Layout = tuple[tuple[str, Stored], ...]
 Progress = Callable[[str, int, int], None]
 
 
@@ -32,11 +32,6 @@ class QuantizedModel:
     def only(self, name: str) -> "QuantizedModel":
         """One parameter of it."""
         return QuantizedModel({name: self.schemes[name]}, {name: self.shapes[name]}, {name: self.tensors[name]})
-
-
-def layout(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """The stored arrays of parameters of `shapes`, in the order of `schemes`."""
-    return tuple((name, stored) for name, scheme in schemes.items() for stored in scheme.stored(shapes[name]))
 
 
 def quantize_tensors(

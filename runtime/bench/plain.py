@@ -48,7 +48,7 @@ def plain_site(site: Site) -> Function:
     if rendered is None:
         function: Function = site.node.op.reference
         return function
-    (text,) = kernel_files(rendered, "").values()
+    (text,) = kernel_files(rendered, "", "").values()
     return executed(text, rendered.function, {})
 
 

@@ -30,8 +30,8 @@ CLASSES: tuple[tuple[str, str], ...] = (
 )
 OTHER = "other"
 ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "communication", "copy", OTHER)
-# What was launched within one of these ranges is the optimizer's, whatever its name: torch.optim.Optimizer puts the
-# first around every `step`, so the products of Newton-Schulz are found.
+# What was launched within one of these ranges is the optimizer's, whatever its name: the first is that of
+# torch.optim, the second of runtime/optim. So the products of Newton-Schulz count as the optimizer's.
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
 # The name of a kernel in CUDA C++ that the templates write.
 CUDA_KERNEL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)

@@ -27,16 +27,6 @@ from specc.runtime.storage.run_directory import Run
 PEER_LOST = 76  # what a process ends with when it only follows another; never what a command ends with
 GRACE = 20.0  # seconds that the others have to end by themselves, once one has failed
 _LAUNCHER = "SPECC_LAUNCHER"
-# A process that failed skips its teardown, in which CUDA or NCCL could wait for ranks that are gone.
-_COMMAND = """
-import os, sys
-from specc.compiler.cli import run
-code = run(sys.argv[1:])
-if code:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-"""
 
 
 def is_launched() -> bool:
@@ -94,8 +84,8 @@ def own_cpu(path: Path, spec: Spec) -> str | None:
     return own
 
 
-def launch(size: int, arguments: Sequence[str], say: Callable[[str], None]) -> int:
-    """Runs `specc ARGUMENTS` in `size` processes; returns the exit code of the first that failed, else 0.
+def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
+    """Runs a command in `size` processes; returns the exit code of the first that failed, else 0.
 
     SIGTERM and SIGINT go to all of them, who save and end as one process would. When one has failed, the
     others get GRACE seconds. Should this process be killed, they get SIGTERM.
@@ -107,9 +97,8 @@ def launch(size: int, arguments: Sequence[str], say: Callable[[str], None]) -> i
         stack.callback(_kill, processes)
         for rank in range(size):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            command = [sys.executable, "-P", "-c", _COMMAND, *arguments]
             # a session of its own: Ctrl-C then comes only through here, once
-            processes.append(subprocess.Popen(command, env=own, start_new_session=True))
+            processes.append(subprocess.Popen([*command], env=own, start_new_session=True))
         return _outcome(_ended(processes, came), size, came, say)
 
 

@@ -191,12 +191,13 @@ class World:
 class Waiting:
     """A call to other processes that has begun; what it reads and writes is its own until `wait` returns."""
 
-    _work: Any
+    _work: Any = None  # None where there is nothing to wait for
 
     def wait(self) -> None:
         """On a GPU the current stream waits for it, not the host."""
-        with _peers():
-            self._work.wait()
+        if self._work is not None:
+            with _peers():
+                self._work.wait()
 
 
 @contextmanager

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specc.runtime.artifact.artifact import SectionSize, artifact_size, peek_spec, require_layout
+from specc.runtime.artifact.deployment import deployment_of
 from specc.runtime.errors import IntegrityError
-from specc.runtime.open_model import Say, deployment_of
+from specc.runtime.log import Say
 from specc.runtime.storage.quantized_run import artifact_of
 
 

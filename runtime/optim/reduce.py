@@ -1,39 +1,36 @@
-"""Adds up the gradients of a step over all processes: Muon's matrices in parts, all else as one buffer."""
+"""Sums up the gradients of a step over all processes: sharded parameters in parts, all others as one buffer."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor
 
+from specc.runtime.distributed.world import World
+from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.masters import Masters
-from specc.runtime.optim.muon import Bank
 
 
-class Adding(Protocol):
-    """The processes."""
-
-    @property
-    def size(self) -> int: ...
-
-    def add(self, tensor: Tensor) -> None:
-        """Replaces a tensor by its sum over all of them."""
-
-
-def sum_up(
-    masters: Masters, banks: Sequence[Bank], world: Adding, micro_batches: int, clip_norm: float | None
+def mean_gradients(
+    masters: Masters, banks: Sequence[Bank], world: World, micro_batches: int, clip_norm: float | None
 ) -> Tensor:
-    """The means over all `micro_batches` (of one process) of all processes, clipped to `clip_norm` by the norm of all
-    of them; returns that norm before clipping, f32 [], on every rank the same bits.
-
-    Each process gets its part of the gradients of `banks`, in them, and all of the others, in `masters`. The host does
+    """Turns the sums in `masters` into means over all micro-batches of all processes, and clips them. The host does
     not wait for a GPU, where all these sums overlap.
+
+    Args:
+        masters: holds the gradients of this process, and gets the mean of those that no bank holds.
+        banks: get the mean of this process's part of their matrices.
+        world: the processes.
+        micro_batches: those of one process.
+        clip_norm: the largest 2-norm over all gradients; None for no limit.
+
+    Returns:
+        The 2-norm before clipping, f32 [], the same bits on every rank.
     """
     masters.attach()
     if world.size == 1:
         return masters.finish(micro_batches, clip_norm)
-    under_way = [bank.add_up() for bank in banks]
+    pending = [bank.add_up() for bank in banks]
     world.add(masters.common)
-    for one in under_way:
-        one.wait()
-    own = [bank.gradient for bank in banks if bank.gradient is not None]
-    return masters.finish(micro_batches * world.size, clip_norm, own, world.add)
+    for sum_of_parts in pending:
+        sum_of_parts.wait()
+    local = [bank.gradient for bank in banks if bank.gradient is not None]
+    return masters.finish(micro_batches * world.size, clip_norm, local, world.add)

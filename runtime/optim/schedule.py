@@ -6,7 +6,7 @@
 import math
 from dataclasses import dataclass
 
-from specc.compiler.spec.optimizers import Ramp, Taper
+from specc.compiler.spec.optimizers.schedules import Ramp, Taper
 from specc.compiler.spec.train import ScheduleSpec, TrainSpec
 
 

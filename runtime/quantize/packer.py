@@ -8,9 +8,9 @@ from specc.compiler.build import canonical
 from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.artifact import ArtifactContents, ArtifactSize, measured_bytes, write_artifact
 from specc.runtime.artifact.codecs import Codec
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import described
 from specc.runtime.artifact.tensors import QuantizedModel
-from specc.runtime.open_model import Deployment
 from specc.runtime.quantize.schemes import resolved
 
 

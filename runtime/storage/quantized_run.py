@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.storage import checkpoint, committed
+from specc.runtime.storage import committed
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.run_directory import Run, RunDirectoryError
 
@@ -29,6 +29,8 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     except IntegrityError as error:
         say(f"{error.message}: of which step the artifact is, is not known")
         return path
+    from specc.runtime.storage import checkpoint  # with torch: not for the bytes of an artifact alone
+
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is not None and checkpoint.read_state(newest).step > step:
         say(f"the artifact is of step {step}, and {newest} is newer; one of that: {again}")

@@ -22,9 +22,10 @@ from specc.compiler.spec.spec import SCHEMES, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.compiler.strict import StrictModel
 from specc.runtime.artifact.codecs import Codec
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.model.load import initial_values, replace_fuse
-from specc.runtime.open_model import Deployment
+from specc.runtime.optim.optimizers import rule_of
 from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
@@ -35,6 +36,8 @@ _KNOWN = "specc.runtime.submission.known"
 REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
+    ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
+    ("specc.runtime.optim.optimizers", "rule_of"): (_KNOWN, "rule_of"),
     ("specc.runtime.data.shards.cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
@@ -91,10 +94,11 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
     return dict(sorted({**files, **shaker.texts()}.items(), key=_beside_similar))
 
 
-def _beside_similar(file: tuple[str, str]) -> tuple[str, bool, str, str]:
-    """A sort key by which similar files stand together, and compress well: a kernel beside that of other targets."""
+def _beside_similar(file: tuple[str, str]) -> tuple[bool, str, bool, str, str]:
+    """A sort key by which similar files stand together and compress well: a kernel beside that of other targets, and
+    the tables of the plan last."""
     path = PurePosixPath(file[0])
-    return path.suffix, len(path.parts) > 1, path.name, file[0]
+    return path.stem == _flat(PLAN), path.suffix, len(path.parts) > 1, path.name, file[0]
 
 
 def _without_comments(text: str) -> str:
@@ -141,6 +145,7 @@ def _plan(
         "WINDOW": spec.model.window,
         "TRAIN": spec.train.model_copy(update={"validate_every": 0, "checkpoint_every": 0}),
         "EVAL": spec.eval,
+        "RULES": {spec.kind: rule_of(spec) for spec in spec.train.optimizers},
         "PHASES": first.phases,
         "QUANT": quant.model_copy(update={"rules": (), "default": None}),
         "PARAMS": params,
@@ -180,7 +185,8 @@ def spelled(value: Any, classes: set[type]) -> str:
         fields = type(value).model_fields
         return call(type(value), [(n, one) for n, one in value if fields[n].is_required() or one != fields[n].default])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return call(type(value), [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)])
+        given = [(one, getattr(value, one.name)) for one in dataclasses.fields(value)]
+        return call(type(value), [(one.name, inner) for one, inner in given if inner != one.default])
     if isinstance(value, type):
         classes.add(value)
         return value.__name__

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specc.runtime.artifact.artifact import peek_spec
+from specc.runtime.artifact.deployment import deployment_of
 from specc.runtime.errors import IntegrityError
-from specc.runtime.open_model import deployment_of
 from specc.runtime.storage.run_directory import is_run
 from specc.runtime.submission.names import CODE, LIMIT, WEIGHTS
 

@@ -1,15 +1,30 @@
-"""Stands, in a submission, for what it has from the compiler or does without: the resolved spec, text as data, the
-user's folders."""
+"""Stand-ins, in a submission, for what finds things by the compiler, reads text as data, or needs Pydantic."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.record import HINT, RECORD, ShardEntry, ShardRecord, SplitEntry
+from specc.runtime.optim.update_rule import UpdateRule
+from specc.runtime.submission import plan
+
+
+def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:
+    """The update rule of a kind of optimizer."""
+    return plan.RULES[spec.kind]
+
+
+def owners(optimizers: object, shapes: Mapping[str, object]) -> Mapping[str, int]:
+    """Parameter name -> index of its optimizer, as the compiler assigned it."""
+    assigned = ((param.name, param.optimizer) for param in next(iter(plan.PARAMS.values())))
+    index = {name: i for name, i in assigned if i is not None}
+    return {name: index[name] for name in shapes}
 
 
 def open_cached(source: object, *how: object) -> NoReturn:

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from specc.compiler.programs.programs import Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
+from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.spec.train import BitsSpec, TrainSpec
+from specc.runtime.optim.update_rule import UpdateRule
 
 NAME: str
 CODEC: int
@@ -15,6 +17,7 @@ TARGETS: tuple[str, ...]
 WINDOW: int
 TRAIN: TrainSpec
 EVAL: BitsSpec
+RULES: Mapping[str, type[UpdateRule[OptimizerSpec]]]  # by kind of optimizer
 PHASES: tuple[Phase, ...]
 QUANT: QuantSpec  # without its rules
 PARAMS: Mapping[str, Sequence[Parameter]]  # by target

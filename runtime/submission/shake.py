@@ -260,8 +260,8 @@ class _Imports(ast.NodeTransformer):
 class _Strip(ast.NodeTransformer):
     """Removes docstrings, what is for type checkers alone and, with `annotations`, annotations.
 
-    Of a class the annotations stay, as `int`: dataclasses find their fields by them. One that states a range with
-    `Field(...)` stays as it is.
+    Of a class the annotations stay, as `int`: dataclasses find their fields by them. One that states the range of a
+    number with `Field(...)` stays as it is.
     """
 
     def __init__(self, annotations: bool) -> None:
@@ -304,7 +304,7 @@ class _Strip(ast.NodeTransformer):
             return node
         text = ast.unparse(node.annotation)
         if self._in_class and "ClassVar" not in text:
-            if "Field(" not in text:
+            if not re.search(r"Field\((?:ge|gt|le|lt)=", text):
                 node.annotation = ast.Name("int", ast.Load())
             return node
         return ast.Assign([node.target], node.value) if node.value is not None else None

@@ -80,7 +80,7 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
     In a `world` of several processes all call it with the same options; rank 0 writes the run directory, which
     all of them must see, and speaks. The result is that of one process but for the rounding of sums.
 
-    Raises RunDirectoryError, OptimizerError, BatchError (exit 2) for what does not fit; EnvironmentFailure
+    Raises RunDirectoryError, BatchError (exit 2) for what does not fit; EnvironmentFailure
     (3); RunFailure (4) when the loss is not finite, memory or disk is full, or the processes differ;
     IntegrityError (5); Preempted (75) and Interrupted (130) after a checkpoint; PeerLost (76) when another
     process ended; DataError for the data.

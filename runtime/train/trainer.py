@@ -24,9 +24,9 @@ from specc.runtime.metrics.validation import Measured, Scorer, Validates
 from specc.runtime.model.cuda_graph import Captured
 from specc.runtime.optim import schedule
 from specc.runtime.optim.average import averaging
-from specc.runtime.optim.groups import Optimizers, shared_out
 from specc.runtime.optim.masters import Masters
-from specc.runtime.optim.reduce import sum_up
+from specc.runtime.optim.optimizers import Optimizers, sharded_parameters
+from specc.runtime.optim.reduce import mean_gradients
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
 from specc.runtime.train.phases import Function, Resting, Stretch, compiled_functions, current, stretches
@@ -85,7 +85,7 @@ class Trainer:
         model.to(device)
         self._model = model
         shapes = {param.name: param.shape for param in parameters}
-        apart = shared_out(shapes, train.optimizers) if self.world.size > 1 else frozenset[str]()
+        apart = sharded_parameters(shapes, train.optimizers) if self.world.size > 1 else frozenset[str]()
         dtypes = {param.name: DTYPES[param.dtype] for param in parameters}
         self._grids, self._inputs = grids if train.qat is not None else None, inputs
         rounded = [name for name, scheme in (self._grids or {}).items() if scheme.has_grid]
@@ -355,7 +355,7 @@ class Trainer:
 
     def _clip(self) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm
-        self._norm.copy_(sum_up(self.masters, banks, self.world, self.micro_batches, clip_norm))
+        self._norm.copy_(mean_gradients(self.masters, banks, self.world, self.micro_batches, clip_norm))
 
     def _update(self, moment: schedule.Moment) -> None:
         self.optimizers.set(moment.multiplier, self.step, moment.done)

@@ -61,4 +61,5 @@ def candidates(site: Site, source: str) -> Iterator[Candidate]:
         if missing(kernel, site.target) is None and kernel.rejects(site) is None:
             for variant in kernel.variants(site) or (kernel,):
                 rendered = variant.render(site)
-                yield Candidate(variant, rendered, kernel_files(rendered, source))
+                # without a plan key: candidates that differ in their launch alone share one CUDA source
+                yield Candidate(variant, rendered, kernel_files(rendered, "", source))

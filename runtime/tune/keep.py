@@ -1,8 +1,8 @@
 """What a group keeps for its backward: the way whose kernels take the least time together."""
 
 from specc.compiler.expr import Keep
-from specc.compiler.plan.lock import Kept, Lock
-from specc.compiler.plan.plan import Alternatives
+from specc.compiler.plan.lock import Kept, Lock, group_key
+from specc.compiler.plan.plan import Alternatives, sites_of
 
 
 def fastest(found: Alternatives, target: str, lock: Lock) -> Kept | None:
@@ -15,7 +15,7 @@ def fastest(found: Alternatives, target: str, lock: Lock) -> Kept | None:
         if len(known) < len(entries):
             return None
         times[way.group.keep] = float(f"{sum(known):.4g}")
-    return Kept(group=found.digest, keep=min(times, key=lambda keep: times[keep]), ms=times)
+    return Kept(key=group_key(sites_of(found.ways)), keep=min(times, key=lambda keep: times[keep]), ms=times)
 
 
 def told(found: Alternatives, kept: Kept) -> str:

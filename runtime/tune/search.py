@@ -12,7 +12,7 @@ import torch
 
 from specc.compiler.build import compile_loaded
 from specc.compiler.kernels.kernel import symbol
-from specc.compiler.plan.lock import Entry, Lock, Machine, refuse_fewer_rows, site_digest, tile_data
+from specc.compiler.plan.lock import Entry, Lock, Machine, refuse_fewer_rows, tile_data
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import ceilings
@@ -126,7 +126,7 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
         say(f"{found.symbol}: {best.candidate.label}, {best.ms:.4f} ms")
         entry = Entry(
             node=found.label,
-            site=site_digest(choice.site),
+            key=choice.site.key,
             kernel=best.candidate.kernel.name,
             tile=tile_data(best.candidate.kernel),
             rows=found.rows,
@@ -178,7 +178,7 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
     rows = spec.train.at_once() * spec.model.window
     cost = cost_of(choice, sizes_of(spec))
     every = {candidate: key(candidate) for candidate in candidates(site, plan.source)}
-    journal = Journal(machine, site_digest(site), rows)
+    journal = Journal(machine, site.key, rows)
     if options.fresh:
         journal.forget()
     results = {candidate: journal.results[name] for candidate, name in every.items() if name in journal.results}

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from specc.compiler import pipeline
+from specc.compiler.expr import reread, variables
+from specc.compiler.expr.grid import GRID, deviations
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.ops.dropout import Dropout
+from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs import reference
@@ -57,6 +60,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
                 continue
             yield from traces(fused, "fused")
             yield from traces(plain, "fuse: []")
+            yield from _magnitudes(plain)
             if reason:
                 yield Check(target, "values, kernels, causality", None, reason)
                 continue
@@ -95,6 +99,22 @@ def traces(loaded: Loaded, name: str) -> Iterator[Check]:
         else:
             detail = f"{nodes} nodes equal the plan's, {types} types"
             yield Check(loaded.target.name, f"fx {program}, {name}", True, detail)
+
+
+def _magnitudes(plain: Loaded) -> Iterator[Check]:
+    """Every pointwise expression and its gradients, as fused kernels compute them, on inputs of all magnitudes."""
+    expressions: set[tuple[str, tuple[str, ...]]] = set()
+    for graph in plain.programs.graphs:
+        for node in graph.nodes:
+            if isinstance(node.op, Pointwise):
+                given = zip(node.op.variables, node.inputs, strict=True)
+                floats = {name for name, ref in given if DTYPES[graph.types[ref].dtype].is_floating_point}
+                for text in node.op.outputs:
+                    expressions.add((text, tuple(name for name in variables(reread(text)) if name in floats)))
+    checked = sorted((text, wrt) for text, wrt in expressions if wrt and {"d", "y"}.isdisjoint(variables(reread(text))))
+    problems = [f"{text}: {problem}" for text, wrt in checked for problem in deviations(reread(text), wrt)]
+    detail = "; ".join(problems) or f"{len(checked)} expressions agree with float64 autograd up to {max(GRID):g}"
+    yield Check(plain.target.name, "expressions at all magnitudes", not problems, detail)
 
 
 def _fill(fused: Loaded, plain: Loaded) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specc.compiler.build import validate
+from specc.compiler.build import plan_spec
 from specc.compiler.spec.check import load
 from specc.runtime.storage.run_directory import readable
 
@@ -59,11 +59,11 @@ def test_every_change_of_a_list_builds(
     spec, runs = Path(plan.spec), list(plan.runs())
     assert len({plan.trained(name) for name, _ in runs}) == len(runs) > len(plan.seeds) > 1
     for _, sets in runs:
-        validate(spec, tuple(sets))
+        plan_spec(spec, tuple(sets))
     whole = tmp_path / "spec.json"
     whole.write_text(readable(load(spec, tuple(plan.common))[0]))
     for sets in plan.quantize.values():
-        validate(whole, tuple(sets))
+        plan_spec(whole, tuple(sets))
 
 
 def test_adamw_for_all_changes_what_has_the_matrices_alone(ablate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

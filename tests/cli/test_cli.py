@@ -5,12 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from tiny_models import spec_data
 
-from specc.compiler import cli
+from specc.cli import LAYERS, app
 from specc.compiler.errors import EnvironmentProblem, SpeccError
 from specc.compiler.spec.check import load
 
@@ -36,7 +38,7 @@ class Shell:
 
     def __call__(self, *arguments: str) -> int:
         self.capsys.readouterr()
-        code = cli.run(list(arguments))
+        code = app.run(list(arguments))
         read = self.capsys.readouterr()
         self.out, self.err = ANSI.sub("", read.out), ANSI.sub("", read.err)
         return code
@@ -120,7 +122,7 @@ def test_each_error_has_its_exit_code(
     def failing(*args: object, **words: object) -> None:
         raise error
 
-    monkeypatch.setattr("specc.compiler.build.compile_spec", failing)
+    monkeypatch.setattr("specc.compiler.build.plan_spec", failing)
     assert specc("plan", "specs/tiny.yaml") == code
     assert ("Traceback" in specc.err) == (code == 70)
     if code == 70:
@@ -140,7 +142,7 @@ def test_a_disk_that_refuses_is_no_bug(here: Path, specc: Shell) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    text = "from specc.compiler.cli import main; main()"
+    text = "from specc.cli.app import main; main()"
     command = f"{sys.executable} -c '{text}' ir specs/gpt_mlp35_base.yaml | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -360,3 +362,19 @@ def test_schema_writes_and_checks(here: Path, specc: Shell) -> None:
     Path("specs/schema.json").write_text(text + "\n")
     assert specc("schema", "--check") == 1
     assert specc.out == "specs/schema.json: stale; run specc schema --write\n"
+
+
+def commands(group: app.LazyGroup) -> Iterator[tuple[app.LazyGroup, click.Command]]:
+    """All commands that help lists, as it lists them, with the group of each."""
+    for entry in group.commands.values():
+        yield from commands(entry) if isinstance(entry, app.LazyGroup) else [(group, entry)]
+
+
+def test_help_lists_every_command_by_the_first_paragraph_of_its_help() -> None:
+    listed = list(commands(app.specc))
+    for group, entry in listed:
+        command = group.loaded(entry)
+        assert entry.name == command.name
+        assert entry.help == " ".join((command.help or "").split("\n\n")[0].split())
+    modules = {module for module in LAYERS[LAYERS.index("build") : LAYERS.index("app")] if module != "data"}
+    assert {entry.name for group, entry in listed if group is app.specc} == modules

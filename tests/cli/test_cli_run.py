@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_samples import SMALL, SPEC, one_thread, write_text
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specc.compiler.cli_run import Stages
+from specc.cli.output import Stages
 
 
 @pytest.mark.parametrize(("every", "more"), [(0.0, ["score         50 % of 4", "score        100 % of 4"]), (60.0, [])])

@@ -311,7 +311,7 @@ def test_the_interface_is_names_shapes_and_storage() -> None:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "from specc.compiler.cli import main; main()", *arguments]
+    return [sys.executable, "-m", "specc.cli", *arguments]
 
 
 def test_a_killed_build_is_finished_by_the_next(small: Path, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_killed_build_is_finished_by_the_next(small: Path, tmp_path: Path) -> 
     build(small, into)
     rng = random.Random(0)
     slow = (
-        "import os, time\nfrom pathlib import Path\nfrom specc.compiler import artifact, build\n"
+        "import os, time\nfrom pathlib import Path\nfrom specc.compiler import build, generated_folder as artifact\n"
         "real = os.replace\n"
         "def replace(a, b):\n    time.sleep(0.02); real(a, b); time.sleep(0.02)\n"
         "artifact.os.replace = replace\nprint('ready', flush=True)\n"

@@ -88,7 +88,7 @@ def written(kernel: Kernel, site: Site, folder: Path) -> Path:
     """The files of a kernel in `folder`; returns the longest-lived of them, the .cu if there is one."""
     rendered = kernel.render(site)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in kernel_files(rendered, "specs/tiny.yaml").items():
+    for name, text in kernel_files(rendered, "", "specs/tiny.yaml").items():
         (folder / name).write_text(text)
     return folder / max(rendered.files, key=lambda name: name.endswith(".cu"))
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specc.compiler.build import kernel_files
 from specc.compiler.expr import parse, torch_value
 from specc.compiler.ir.graph import Dim, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, symbol
 from specc.compiler.ops.linear import Dgrad, Linear, Product
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.render.jinja import plan_key, render
+from specc.compiler.plan.lock import plan_key
 from specc.compiler.targets import TARGETS
 
 # outputs; variables, accumulators first; labels; which operands are columns
@@ -89,8 +90,8 @@ def written(kernel: Kernel, site: Site, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "__init__.py").touch()
     paths = []
-    for name, (template, context) in kernel.render(site).files.items():
-        text = render(template, context, "specs/sample.yaml", plan_key(template, context))
+    rendered = kernel.render(site)
+    for name, text in kernel_files(rendered, plan_key(kernel, site, rendered.tile), "specs/sample.yaml").items():
         (folder / name).write_text(text, encoding="utf-8")
         paths.append(folder / name)
     return paths

@@ -32,11 +32,11 @@ from specc.compiler.plan.lock import Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
-from specc.runtime.bench.products import operands
 from specc.runtime.bench.profile import CUDA_KERNEL
 from specc.runtime.model.load import device_of, instantiate
 from specc.runtime.tune.candidates import tuned_choices
 from specc.runtime.verify.judge import inputs_of, many_sizes, sizes_of
+from specc.runtime.verify.random_inputs import int8_operands
 
 ROWS = (1, 129, 300)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -73,7 +73,7 @@ def inputs(site: Site, device: str, tiles: int) -> Iterator[list[Tensor]]:
     large = many_sizes(site, device, tiles) if tiles else None
     for sizes in (*few, *([large] if large is not None else ())):
         if isinstance(site.node.op, Int8Linear):
-            given = operands(site, int8_tail(site), sizes["B"] * sizes["T"], torch.device("cpu"))
+            given = int8_operands(int8_tail(site), sizes["B"] * sizes["T"], torch.device("cpu"))
         else:
             given = inputs_of(site, sizes, "cpu")
         yield [value.to(device) for value in given]
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     if asked.sanitize is None:
         launch(spec, plan, chosen, lock, asked)
         return 0
-    texts = [text for choice in chosen for text in kernel_files(choice.rendered, "").values()]
+    texts = [text for choice in chosen for text in kernel_files(choice.rendered, choice.key, "").values()]
     words = [str(asked.spec), asked.target, "--without", asked.without, "--tiles", str(asked.tiles)]
     return sanitize(asked.sanitize or TOOLS, kernel_names(texts), words + ["--deployed"] * asked.deployed)
 

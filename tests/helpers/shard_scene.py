@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.spec.optimizers import OptimizerSpec
+from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.distributed.world import World, joined
-from specc.runtime.optim.groups import Optimizers, shared_out
 from specc.runtime.optim.masters import Masters
-from specc.runtime.optim.reduce import sum_up
+from specc.runtime.optim.optimizers import Optimizers, sharded_parameters
+from specc.runtime.optim.reduce import mean_gradients
 
 # Five, three and one of a shape: no number of ranks takes all of them in equal parts.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -55,7 +55,7 @@ def gradient(name: str, step: int, rank: int) -> Tensor:
 
 
 def made(world: World, settings: dict[str, Any], dtype: torch.dtype) -> tuple[Masters, Optimizers]:
-    apart = shared_out(SHAPES, specs(**settings)) if world.size > 1 else frozenset[str]()
+    apart = sharded_parameters(SHAPES, specs(**settings)) if world.size > 1 else frozenset[str]()
     masters = Masters(model().to(world.device), dict.fromkeys(SHAPES, dtype), apart)
     return masters, Optimizers(masters.tensors, specs(**settings), world)
 
@@ -67,7 +67,7 @@ def advance(masters: Masters, optimizers: Optimizers, world: World, step: int, r
         for name, param in masters.shown.items():
             param.grad = gradient(name, step, rank).to(param.device, param.dtype)
         masters.collect()
-    norm = sum_up(masters, optimizers.banks, world, len(ranks), 1.5)
+    norm = mean_gradients(masters, optimizers.banks, world, len(ranks), 1.5)
     optimizers.step(1 / (step + 1), step, step / STEPS)
     masters.refresh()
     return float(norm)
@@ -94,7 +94,7 @@ def scene(world: World, settings: dict[str, Any], dtype: torch.dtype) -> dict[st
     weights_off = [float((shared[0].tensors[name] - alone[0].tensors[name]).abs().max().detach()) for name in SHAPES]
     state, wanted = shared[1].state(), alone[1].state()
     state_off = [float((state[name] - wanted[name]).abs().max()) for name in wanted]
-    owned = [bank.momentum.shape[0] / len(bank.params) for bank in shared[1].banks]
+    owned = [bank._shape[0] / len(bank.params) for bank in shared[1].banks]
     return {
         "norm": max(norms),
         "weights": max(weights_off),

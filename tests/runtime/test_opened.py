@@ -15,13 +15,13 @@ from run_samples import add_checkpoint, make_run, one_thread, random_weights, sm
 import specc.runtime
 from specc.compiler.build import canonical
 from specc.compiler.targets import TARGETS
-from specc.runtime import open_model as opened
 from specc.runtime.artifact.artifact import ArtifactContents, peek_spec, read_artifact, write_artifact
+from specc.runtime.artifact.deployment import Deployment, deployment_of
 from specc.runtime.data.errors import DataError
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
 from specc.runtime.export.size import size
 from specc.runtime.model.load import TargetError, device_asked_for
-from specc.runtime.open_model import Deployment, deployment_of, open_model, read_verified
+from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage.run_directory import Run, RunDirectoryError
 
@@ -297,7 +297,7 @@ def test_an_error_of_the_compiler_is_one_of_the_file(artifact: Path, monkeypatch
     def broken(*_: object) -> None:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(opened, "compile_loaded", broken)
+    monkeypatch.setattr("specc.runtime.artifact.deployment.compile_loaded", broken)
     with pytest.raises(IntegrityError, match="too deep"):
         open_model(artifact)
 

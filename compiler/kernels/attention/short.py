@@ -121,7 +121,7 @@ class ShortAttention(Kernel):
         tile = self.tile or pair_tile(site)
         context = _context(site, tile)
         files = {f"{context.symbol}.py": (context.TEMPLATE, context)}
-        return Rendered(context.function, context.symbol, files, str(tile))
+        return Rendered(context.function, context.symbol, files, f"{tile}, blocks of {_rows(site)} tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from pydantic import Field
 
 from specc.compiler.pattern import matches
 from specc.compiler.spec.adapt.adaptation import Adaptation
-from specc.compiler.spec.optimizers import Pattern
-from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Problem, StrictModel, Unit
+from specc.compiler.strict import NonNegativeFloat, Pattern, Positive, PositiveFloat, Problem, StrictModel, Unit
 
 
 class SgdSettings(StrictModel):

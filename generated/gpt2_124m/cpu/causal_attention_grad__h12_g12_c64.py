@@ -2,7 +2,7 @@
 # templates/torch/attention_cpu_backward.py.jinja.
 # blocks.*.attention.y.grad    dy f32[B,T,12,64], q f32[B,T,12,64], k f32[B,T,12,64],
 #     v f32[B,T,12,64], y f32[B,T,12,64], lse f32[B,12,T] -> dq f32[B,T,12,64],
-#     dk f32[B,T,12,64], dv f32[B,T,12,64]    plan bf62917b537c
+#     dk f32[B,T,12,64], dv f32[B,T,12,64]    plan 3882f83bda2d
 """blocks.*.attention.y.grad: gradient of causal attention by Torch's kernel for the CPU.
 
     s = q k^T / 64 ** 0.5 for the keys up to a query's own token

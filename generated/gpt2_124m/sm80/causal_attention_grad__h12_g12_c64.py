@@ -2,7 +2,7 @@
 # templates/torch/attention.py.jinja.
 # blocks.*.attention.y.grad    dy bf16[B,T,12,64], q bf16[B,T,12,64], k bf16[B,T,12,64],
 #     v bf16[B,T,12,64], y bf16[B,T,12,64], lse f32[B,12,T] -> dq bf16[B,T,12,64],
-#     dk bf16[B,T,12,64], dv bf16[B,T,12,64]    plan caee16ff7c83
+#     dk bf16[B,T,12,64], dv bf16[B,T,12,64]    plan 96f057c1c77c
 """blocks.*.attention.y.grad: gradient of causal attention by Torch's flash attention.
 
     s = q k^T / 64 ** 0.5 for the keys up to a query's own token

@@ -2,7 +2,7 @@
 # templates/torch/attention.py.jinja.
 # blocks.*.attention.y.grad    dy bf16[B,T,12,64], q bf16[B,T,12,64], k bf16[B,T,12,64],
 #     v bf16[B,T,12,64], y bf16[B,T,12,64], lse f32[B,12,T] -> dq bf16[B,T,12,64],
-#     dk bf16[B,T,12,64], dv bf16[B,T,12,64]    plan 1d998af42200
+#     dk bf16[B,T,12,64], dv bf16[B,T,12,64]    plan b70c587d1bd3
 """blocks.*.attention.y.grad: gradient of causal attention by cuDNN.
 
     s = q k^T / 64 ** 0.5 for the keys up to a query's own token

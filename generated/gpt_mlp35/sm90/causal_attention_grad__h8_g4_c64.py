@@ -2,7 +2,7 @@
 # templates/torch/attention.py.jinja.
 # blocks.*.attention.y.grad    dy bf16[B,T,8,64], q bf16[B,T,8,64], k bf16[B,T,4,64],
 #     v bf16[B,T,4,64], y bf16[B,T,8,64], lse f32[B,8,T] -> dq bf16[B,T,8,64],
-#     dk bf16[B,T,4,64], dv bf16[B,T,4,64]    plan c772e503f2b7
+#     dk bf16[B,T,4,64], dv bf16[B,T,4,64]    plan 6ed77411bbca
 """blocks.*.attention.y.grad: gradient of causal attention by cuDNN.
 
     s = q k^T / 64 ** 0.5 for the keys up to a query's own token

@@ -2,7 +2,7 @@
 # templates/torch/attention_cpu_backward.py.jinja.
 # decoder.blocks.*.attention.y.grad    dy f32[B,T,8,32], q f32[B,T,8,32],
 #     k f32[B,T,8,32], v f32[B,T,8,32], y f32[B,T,8,32], lse f32[B,8,T] ->
-#     dq f32[B,T,8,32], dk f32[B,T,8,32], dv f32[B,T,8,32]    plan 618cad80d35f
+#     dq f32[B,T,8,32], dk f32[B,T,8,32], dv f32[B,T,8,32]    plan 0d0ef61ba14c
 """decoder.blocks.*.attention.y.grad: gradient of causal attention by Torch's kernel for the CPU.
 
     s = q k^T / 32 ** 0.5 for the keys up to a query's own token

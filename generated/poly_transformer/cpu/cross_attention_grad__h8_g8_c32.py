@@ -2,7 +2,7 @@
 # templates/torch/attention_cpu_backward.py.jinja.
 # decoder.blocks.*.cross.y.grad    dy f32[B,T,8,32], q f32[B,T,8,32], k f32[B,S,8,32],
 #     v f32[B,S,8,32], y f32[B,T,8,32], lse f32[B,8,T], seen bool[B,S] ->
-#     dq f32[B,T,8,32], dk f32[B,S,8,32], dv f32[B,S,8,32]    plan 02841236a6e0
+#     dq f32[B,T,8,32], dk f32[B,S,8,32], dv f32[B,S,8,32]    plan e6343946f510
 """decoder.blocks.*.cross.y.grad: gradient of attention to what is seen by Torch's kernel for the CPU.
 
     s = q k^T / 32 ** 0.5 for the keys that are seen

@@ -2,7 +2,7 @@
 # templates/torch/attention_cpu_backward.py.jinja.
 # encoder.blocks.*.attention.y.grad    dy f32[B,T,8,32], q f32[B,T,8,32],
 #     k f32[B,T,8,32], v f32[B,T,8,32], y f32[B,T,8,32], lse f32[B,8,T], seen bool[B,T]
-#     -> dq f32[B,T,8,32], dk f32[B,T,8,32], dv f32[B,T,8,32]    plan 509c9849b803
+#     -> dq f32[B,T,8,32], dk f32[B,T,8,32], dv f32[B,T,8,32]    plan dd80715797db
 """encoder.blocks.*.attention.y.grad: gradient of attention to what is seen by Torch's kernel for the CPU.
 
     s = q k^T / 32 ** 0.5 for the keys that are seen

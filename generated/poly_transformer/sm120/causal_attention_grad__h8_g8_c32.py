@@ -2,7 +2,7 @@
 # templates/triton/short_attention.py.jinja.
 # decoder.blocks.*.attention.y.grad    dy bf16[B,T,8,32], q bf16[B,T,8,32],
 #     k bf16[B,T,8,32], v bf16[B,T,8,32], y bf16[B,T,8,32], lse f32[B,8,T] ->
-#     dq bf16[B,T,8,32], dk bf16[B,T,8,32], dv bf16[B,T,8,32]    plan bee156c129b2
+#     dq bf16[B,T,8,32], dk bf16[B,T,8,32], dv bf16[B,T,8,32]    plan 3a6c4876ccce
 """decoder.blocks.*.attention.y.grad: gradient of causal attention, a head at a time.
 
     s = q k^T / 32 ** 0.5 for the keys up to a query's own token

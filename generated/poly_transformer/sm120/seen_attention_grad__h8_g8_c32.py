@@ -2,7 +2,7 @@
 # templates/triton/short_attention.py.jinja.
 # encoder.blocks.*.attention.y.grad    dy bf16[B,T,8,32], q bf16[B,T,8,32],
 #     k bf16[B,T,8,32], v bf16[B,T,8,32], y bf16[B,T,8,32], lse f32[B,8,T],
-#     seen bool[B,T] -> dq bf16[B,T,8,32], dk bf16[B,T,8,32], dv bf16[B,T,8,32]    plan 0090710441ec
+#     seen bool[B,T] -> dq bf16[B,T,8,32], dk bf16[B,T,8,32], dv bf16[B,T,8,32]    plan c606d3b86395
 """encoder.blocks.*.attention.y.grad: gradient of attention to what is seen, a head at a time.
 
     s = q k^T / 32 ** 0.5 for the keys that are seen

@@ -72,6 +72,8 @@ def test_kinks_have_torchs_subgradients(text: str) -> None:
         ("log(1 + exp(x))", "sigmoid(x)"),
         ("sqrt(x)", "0.5 / sqrt(x)"),
         ("y / x", "-y / x ** 2"),
+        ("x / (1 + abs(x))", "(1 + x / (1 + abs(x)) * where(x > 0, -1, where(x < 0, 1, 0))) / (1 + abs(x))"),
+        ("exp(2 * x) / (1 + x ** 2)", "(2 * exp(2 * x) - 2 * x * (exp(2 * x) / (1 + x ** 2))) / (1 + x ** 2)"),
         ("max(x, 0)", "where(x > 0, 1, where(x < 0, 0, 0.5))"),
         ("x * gate", "gate"),
         ("gate", "0"),

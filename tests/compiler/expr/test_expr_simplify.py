@@ -85,6 +85,12 @@ def test_idempotent_and_keeps_values(seed: int) -> None:
         ("where(-x < 0, x, 0)", "relu(x)"),
         ("1 / (1 + exp(-x))", "sigmoid(x)"),
         ("exp(x) / (exp(x) + 1)", "sigmoid(x)"),
+        ("1 / (1 + exp(x) ** 2)", "sigmoid(-2 * x)"),
+        ("exp(x) ** 2 / (1 + exp(2 * x))", "sigmoid(2 * x)"),
+        ("x / (1 + y) * (1 + z)", "x / (1 + y) * (1 + z)"),  # the product first might overflow
+        ("1 / (1 + y) / (1 + y)", "1 / (1 + y) / (1 + y)"),
+        ("(1 + y) * x / (1 + y)", "x"),
+        ("2 * (x / (1 + y)) + x * (1 / (1 + y))", "3 * x / (1 + y)"),
         ("silu(gate) * x", "x * silu(gate)"),
         ("(1 + y) * tanh(x) * y * 2", "2 * y * tanh(x) * (1 + y)"),
     ],

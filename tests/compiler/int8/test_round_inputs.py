@@ -18,7 +18,7 @@ from specc.compiler.ops.region import Fused
 from specc.compiler.ops.rounded import RoundRows
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.programs.programs import LoweringError, Phase, Programs, flatten
-from specc.runtime.open_model import Deployment
+from specc.runtime.artifact.deployment import Deployment
 
 HALF: dict[str, Any] = {"steps": 100, "schedule": {"warmdown_fraction": 0.6}, "qat": {"below": 0.5}}
 

@@ -28,8 +28,9 @@ def all_graphs(path: Path) -> Iterator[Graph]:
     """Every graph of a spec, on each target, before and after each pass."""
     spec, _ = load(path)
     for target in spec.targets:
-        for until in ("lower", *(name for name, _ in pipeline.PIPELINE)):
-            programs = pipeline.run(spec, target, until)
+        cut = spec.model.kind == "encoder_decoder"
+        for name in (name for name, form in pipeline.forms().items() if cut or form != "uncached"):
+            programs = pipeline.after(spec, target, name)
             yield from programs.graphs
             yield from (flatten(programs, graph) for graph in programs.programs)
             for group in programs.groups:

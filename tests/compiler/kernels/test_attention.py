@@ -22,7 +22,7 @@ from specc.compiler.kernels.attention import attention
 from specc.compiler.kernels.attention.torch import ATTENTION_GRAD_TORCH, ATTENTION_TORCH
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, Sdpa
-from specc.compiler.plan.lock import NO_LOCK, Entry, Lock, Machine, site_digest
+from specc.compiler.plan.lock import NO_LOCK, Entry, Lock, Machine
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.report.page import plan_page
@@ -275,9 +275,7 @@ def locked(**names: str) -> Lock:
     """A lock that has measured kernels for forward and gradient fastest."""
     lock = NO_LOCK
     for choice, name in zip(plan().choices, (names["forward"], names["backward"]), strict=True):
-        entry = Entry(
-            node=choice.site.label, site=site_digest(choice.site), kernel=name, rows=24, ms=0.25, floor_ms=0.125
-        )
+        entry = Entry(node=choice.site.label, key=choice.site.key, kernel=name, rows=24, ms=0.25, floor_ms=0.125)
         lock = lock.with_entry("sm90", choice.rendered.module, entry, MACHINE)
     return lock
 
@@ -322,7 +320,7 @@ def without_flash_4(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_needs_a_package_says_so_when_it_is_loaded(
     tmp_path: Path, without_flash_4: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from specc.compiler.cli import _failed
+    from specc.cli.app import failed
 
     lock = locked(forward="flash_attention_4", backward="cudnn_attention_grad")
     with pytest.raises(
@@ -330,7 +328,7 @@ def test_a_model_that_needs_a_package_says_so_when_it_is_loaded(
     ) as e:
         instantiate(spec(targets=("sm90",), dim=WIDE), "sm90", tmp_path, lock=lock)
     assert "pip install 'specc[flash]'" in str(e.value) and "specc tune" in str(e.value)
-    assert _failed(e.value) == 3
+    assert failed(e.value) == 3
     assert "specc[flash]" in capsys.readouterr().err
     instantiate(spec(targets=("sm90",), dim=WIDE), "sm90", tmp_path / "rule")  # by rule nothing is needed
 

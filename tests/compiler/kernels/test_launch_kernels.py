@@ -68,7 +68,7 @@ def test_a_kernel_that_fails_ends_the_script(
 
 def test_the_tools_look_at_the_kernels_of_the_plan_and_no_other() -> None:
     def names(kernel: Kernel, site: Site) -> tuple[str, ...]:
-        return launch_kernels.kernel_names(list(kernel_files(kernel.render(site), "").values()))
+        return launch_kernels.kernel_names(list(kernel_files(kernel.render(site), "", "").values()))
 
     cutlass = ("cutlass13device_kernel", "cutlass7Kernel2INS_4gemm")
     assert names(GEMM_EVT, make_site("gelu")) == cutlass

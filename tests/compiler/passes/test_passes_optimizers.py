@@ -18,7 +18,8 @@ def owned(*optimizers: dict[str, Any]) -> dict[str, int]:
     data = spec_data(LAYERS)
     data["train"] = {**data["train"], "optimizers": list(optimizers)}
     spec = spec_of(data)
-    return dict(owners(spec.train, pipeline.lower(spec, "cpu").params))
+    shapes = {param.name: param.shape for param in pipeline.lower(spec, "cpu").params}
+    return dict(owners(spec.train.optimizers, shapes))
 
 
 def problems(*optimizers: dict[str, Any]) -> list[tuple[str, tuple[Any, ...], str]]:

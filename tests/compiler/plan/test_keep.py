@@ -10,8 +10,8 @@ from tiny_models import ATTENTION, MLP, float64, pair, tiny
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
 from specc.compiler.expr import Keep
-from specc.compiler.plan.lock import NO_LOCK, Entry, Kept, Lock, Machine, site_digest
-from specc.compiler.plan.plan import Alternatives, Plan
+from specc.compiler.plan.lock import NO_LOCK, Entry, Kept, Lock, Machine, group_key
+from specc.compiler.plan.plan import Alternatives, Plan, sites_of
 from specc.compiler.spec.spec import Spec
 from specc.runtime.tune.candidates import all_choices, tuned_choices
 from specc.runtime.tune.keep import fastest, told
@@ -36,7 +36,7 @@ def alternatives(act: Any, target: str, lock: Lock = NO_LOCK) -> Alternatives:
 def locked(act: Any, target: str, keep: Keep, **changed: Any) -> Lock:
     """A lock in which a way is the fastest."""
     found = alternatives(act, target)
-    kept = {"group": found.digest, "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
+    kept = {"key": group_key(sites_of(found.ways)), "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
     return NO_LOCK.with_kept(target, found.name, Kept.model_validate(kept), MACHINE)
 
 
@@ -73,8 +73,8 @@ def test_kernels_of_two_ways_have_names_of_their_own(act: Any, target: str) -> N
     sites: dict[str, set[str]] = {}
     for way in alternatives(act, target).ways:
         for choice in way.own:
-            sites.setdefault(choice.rendered.module, set()).add(site_digest(choice.site))
-    assert all(len(digests) == 1 for digests in sites.values()) and len(sites) >= 4
+            sites.setdefault(choice.rendered.module, set()).add(choice.site.key)
+    assert all(len(keys) == 1 for keys in sites.values()) and len(sites) >= 4
 
 
 @pytest.mark.parametrize("act", [GELU, GATED])
@@ -110,7 +110,7 @@ def test_a_lock_chooses_and_the_page_tells() -> None:
 
 
 def test_what_was_measured_for_another_group_is_not_taken() -> None:
-    lock = locked(GELU, "sm90", "input", group="0" * 12)
+    lock = locked(GELU, "sm90", "input", key="0" * 12)
     assert alternatives(GELU, "sm90", lock).measured is None
     lock = locked(GELU, "sm90", "input")
     assert alternatives("gelu_tanh(x)", "sm90", lock).measured is None
@@ -120,7 +120,9 @@ def test_what_was_measured_for_another_group_is_not_taken() -> None:
 def test_variants_of_a_spec_share_a_lock() -> None:
     lock = locked(GELU, "sm90", "input")
     other, kept = alternatives("gelu_tanh(x)", "sm90"), {"derivative": 0.25, "input": 0.5}
-    both = lock.with_kept("sm90", other.name, Kept(group=other.digest, keep="derivative", ms=kept), MACHINE)
+    both = lock.with_kept(
+        "sm90", other.name, Kept(key=group_key(sites_of(other.ways)), keep="derivative", ms=kept), MACHINE
+    )
     assert set(both.targets["sm90"].groups) == {
         "fused_mlp linear_gelu__n16_k8",
         "fused_mlp linear_gelu_tanh__n16_k8",
@@ -135,7 +137,7 @@ def test_a_lock_has_the_time_of_what_is_kept() -> None:
     with pytest.raises(ValueError, match="what is kept, input, has no time"):
         locked(GELU, "sm90", "input", ms={"derivative": 1.0})
     elsewhere = MACHINE.model_copy(update={"gpu": "NVIDIA H100"})
-    kept = Kept(group="0" * 12, keep="input", ms={"input": 1.0})
+    kept = Kept(key="0" * 12, keep="input", ms={"input": 1.0})
     moved = locked(GELU, "sm90", "input").with_kept("sm90", "fused_other", kept, elsewhere)
     assert set(moved.targets["sm90"].groups) == {"fused_other"}
 
@@ -147,7 +149,7 @@ def measured(found: Alternatives, times: dict[str, float]) -> Lock:
         for choice in way.own:
             ms = next((ms for word, ms in times.items() if word in choice.rendered.module), None)
             if ms is not None:
-                known = {"node": "n", "site": site_digest(choice.site), "kernel": choice.kernel.name, "rows": 8}
+                known = {"node": "n", "key": choice.site.key, "kernel": choice.kernel.name, "rows": 8}
                 entry = Entry.model_validate({**known, "ms": ms, "floor_ms": 0.1})
                 lock = lock.with_entry("sm90", choice.rendered.module, entry, MACHINE)
     return lock
@@ -157,7 +159,7 @@ def test_the_fastest_way_is_that_of_the_least_sum() -> None:
     found = alternatives(GELU, "sm90")
     times = {"linear_gelu__": 0.75, "dgrad_mul__": 0.45, "linear_gelu_pre__": 0.5, "dgrad_gelu_pre_grad__": 0.6}
     best = fastest(found, "sm90", measured(found, times))
-    assert best == Kept(group=found.digest, keep="input", ms={"derivative": 1.2, "input": 1.1})
+    assert best == Kept(key=group_key(sites_of(found.ways)), keep="input", ms={"derivative": 1.2, "input": 1.1})
     assert told(found, best) == (
         "blocks.*.mlp keeps the input: the derivative 1.2000 ms, the input 1.1000 ms, forward and backward"
     )

@@ -1,14 +1,15 @@
 """The lock: what was measured is what is built, and nothing that does not fit is taken in silence."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from specc.cli.app import run
 from specc.compiler.build import compile_spec
-from specc.compiler.cli import run
 from specc.compiler.errors import SpeccError, SpecError
 from specc.compiler.kernels.gemm.evt import GEMM_EVT, GemmTile
 from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
@@ -19,13 +20,14 @@ from specc.compiler.plan.lock import (
     Kept,
     Lock,
     Machine,
+    group_digest,
+    group_key,
     lock_path,
     locked_kernel,
     read_lock,
-    site_digest,
     tile_data,
 )
-from specc.compiler.plan.plan import Choice
+from specc.compiler.plan.plan import Choice, sites_of
 from specc.compiler.report.lock_use import LockUse
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +52,7 @@ def choice_of(spec: Path, word: str) -> Choice:
 def entry_of(choice: Choice, **changed: object) -> Entry:
     known = {
         "node": choice.site.label,
-        "site": site_digest(choice.site),
+        "key": choice.site.key,
         "kernel": "gemm_evt",
         "tile": tile_data(replace(GEMM_EVT, tile=MEASURED)),
         "rows": 8192,
@@ -120,10 +122,53 @@ def test_a_lock_may_choose_another_kernel(spec: Path) -> None:
 
 
 def test_what_was_measured_for_another_node_is_not_taken(spec: Path) -> None:
-    write(spec, choice_of(spec, "linear_leaky"), site="0" * 12)
+    write(spec, choice_of(spec, "linear_leaky"), key="linear(bf16[B,T,8], bf16[8,8]) : bf16[B,T,8]")
     assert choice_of(spec, "linear_leaky").measured is None
     other = compile_spec(spec, ("model.blocks.layers.1.ratio=4",), ("sm90",)).plans["sm90"]
     assert all(choice.measured is None for choice in other.choices)
+
+
+# the nodes of specs/gpt_mlp35.yaml on sm90, as locks named them before they had keys
+DIGESTS = {
+    "dgrad_mul__n1792_k512": "49a07ef8b5ed",
+    "linear_leaky_relu2__n1792_k512": "8b0e62fe9d68",
+    "norm_rotary__h4_c64_r8": "3d840eb46039",
+    "norm_rotary_gain__h8_c64_r8": "3a1bcf8fd52d",
+    "norm_rotary_gain_grad__h8_c64_r8": "ed6941d166a0",
+    "norm_rotary_grad__h4_c64_r8": "6ddfddf73a48",
+    "softmax_loss_tanh__v1024": "c0f62fa25ceb",
+    "softmax_nats_tanh__v1024": "45e4cb572b8d",
+}
+
+
+def test_a_lock_with_digests_of_earlier_versions_is_read(tmp_path: Path) -> None:
+    spec = Path(shutil.copy(ROOT / "specs/gpt_mlp35.yaml", tmp_path))
+    data = json.loads((ROOT / "specs/gpt_mlp35.lock.json").read_text())
+    for name, entry in data["targets"]["sm90"]["kernels"].items():
+        entry["site"] = DIGESTS[name]
+        del entry["key"]
+    lock_path(spec, "gpt_mlp35").write_text(json.dumps(data))
+    now, before = compile_spec(ROOT / "specs/gpt_mlp35.yaml"), compile_spec(spec)
+    assert before.lock_use == LockUse(len(DIGESTS), ())
+    assert {n: t for n, t in before.files.items() if n != "manifest.json"}.items() <= now.files.items()
+
+
+def test_the_digest_of_a_group_of_earlier_versions_is_read(spec: Path) -> None:
+    choices = compile_spec(spec, (), ("sm90",)).plans["sm90"].alternatives[0]
+    ms = {way.group.keep: 0.5 for way in choices.ways}
+    for words in ({"group": group_digest(sites_of(choices.ways))}, {"key": group_key(sites_of(choices.ways))}):
+        kept = Kept(keep=choices.ways[-1].group.keep, ms=ms, **words)
+        lock = NO_LOCK.with_kept("sm90", choices.name, kept, MACHINE)
+        lock_path(spec, "gpt_mini").write_text(lock.text())
+        assert compile_spec(spec, (), ("sm90",)).plans["sm90"].alternatives[0].measured == kept
+
+
+def test_a_key_states_the_node_and_no_class() -> None:
+    lock = read_lock(ROOT / "specs/gpt_mlp35.lock.json").targets["sm90"].kernels
+    dgrad = "dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d, slope) -> d * slope : bf16[B,T,1792]"
+    assert lock["dgrad_mul__n1792_k512"].key == dgrad
+    assert len({entry.key for entry in lock.values()}) == len(lock)
+    assert not re.search("Linear|Dgrad|Pointwise|Softmax|Norm", "".join(entry.key or "" for entry in lock.values()))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +297,7 @@ def test_entries_that_apply_to_no_node_are_told(spec: Path, capsys: pytest.Captu
     path.write_text(lock.text())
     assert compile_spec(spec).lock_use == LockUse(1, ())
     assert run(["plan", str(spec)]) == 0 and capsys.readouterr().err == ""
-    foreign = entry_of(backward, site="0" * 12)
+    foreign = entry_of(backward, key="linear(bf16[B,T,8], bf16[8,8]) : bf16[B,T,8]")
     for target, name, entry in (
         ("sm90", backward.rendered.module, foreign),
         ("sm42", forward.rendered.module, entry_of(forward)),

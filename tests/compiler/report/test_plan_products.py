@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tiny_models import ATTENTION, MLP, spec_data
 
+from specc.cli.app import run
 from specc.compiler.build import compile_spec
-from specc.compiler.cli import run
 from specc.compiler.quant.int8 import Int8
 from specc.compiler.report.int8_products import product_lines, products
 

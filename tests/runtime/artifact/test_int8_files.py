@@ -17,9 +17,10 @@ from specc.compiler.build import canonical
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact import table
 from specc.runtime.artifact.artifact import ArtifactContents, artifact_size, write_artifact
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import Entry
 from specc.runtime.errors import IntegrityError
-from specc.runtime.open_model import Deployment, open_model, read_verified
+from specc.runtime.open_model import open_model, read_verified
 
 Arrays = dict[str, dict[str, Any]]
 WEIGHT, BIAS = "head.logits", "head.logits_bias"  # [31, 16] and [31]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from run_samples import SPEC, one_thread
 
-from specc.compiler import cli_measure
-from specc.compiler.cli import run
+from specc.cli import bench as bench_command
+from specc.cli.app import run
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.cost import flops_per_token
 from specc.compiler.spec.check import load
@@ -40,7 +40,7 @@ def bench(*arguments: str) -> dict[str, Any]:
     """What the command prints as JSON."""
     printed: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli_measure.click, "echo", lambda text, err=False: None if err else printed.append(text))
+        patch.setattr(bench_command.click, "echo", lambda text, err=False: None if err else printed.append(text))
         assert run(["bench", str(SPEC), "--target", "cpu", *SETS, *arguments, "--json"]) == 0
     data: dict[str, Any] = json.loads("".join(printed))
     return data
@@ -71,7 +71,7 @@ def test_a_part_of_the_model_alone_and_figures_as_they_come(
 
 
 def test_the_parts_are_those_of_the_suite() -> None:
-    assert cli_measure.PARTS == suite.PARTS
+    assert bench_command.PARTS == suite.PARTS
 
 
 def test_what_it_says_of_the_run(whole: tuple[dict[str, Any], Path]) -> None:

@@ -16,7 +16,7 @@ from int8_models import data_of
 from pair_models import BOTH, CHARS, CROSS, EMBED, LSTM, MLP, SELF, blocks, pairs_spec
 from run_samples import SPEC, one_thread
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 from specc.compiler.passes.uncached import uncached
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.check import load
@@ -236,7 +236,7 @@ def test_what_it_refuses(arguments: list[str], code: int, message: str, capsys: 
 def test_rows_of_two_processes(spec_file: Path) -> None:
     """On the target that one process chooses too, here the spec's only one."""
     words = ["bench", str(spec_file), "--only", "table", "--gpus", "2", "--steps", "3", "--json"]
-    code = "import sys; from specc.compiler.cli import run; sys.exit(run(sys.argv[1:]))"
+    code = "import sys; from specc.cli.app import run; sys.exit(run(sys.argv[1:]))"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300

@@ -59,7 +59,7 @@ def test_names_of_generated_cuda_kernels(tmp_path: Path) -> None:
     path = SPECS / "gpt2_124m.yaml"
     spec, _ = load(path)
     plan = pipeline.plan(spec, "sm90", "", read_lock(lock_path(path, spec.name)))
-    for name, text in ((n, t) for c in plan.choices for n, t in kernel_files(c.rendered, "").items()):
+    for name, text in ((n, t) for c in plan.choices for n, t in kernel_files(c.rendered, c.key, "").items()):
         (tmp_path / name).write_text(text, encoding="utf-8")
     assert {"softmax_rows", "rotary_kernel"} <= generated_names(plan, tmp_path)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 from specc.runtime.data.shards import check as module
 from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.pack import PackOptions, pack

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from test_data_pack import model
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.fetch import SETS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 from specc.runtime.data.documents import reading
 from specc.runtime.data.documents.reading import read_documents
 from specc.runtime.data.errors import DataError

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from run_samples import SMALL, SPEC, one_thread, write_text
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards import tokenized
@@ -215,7 +215,7 @@ def test_mistakes_leave_nothing(
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from specc.runtime.data import tokenized
+from specc.runtime.data.shards import tokenized
 from specc.runtime.data.shards.pack import PackOptions, pack
 text, out, what, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 tokenized.BATCH_BYTES = 3000
@@ -382,7 +382,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from specc.runtime.data import tokenized
+from specc.runtime.data.shards import tokenized
 from specc.runtime.data.shards.pack import PackOptions, pack
 tokenized.BATCH_BYTES = 1 << 20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -226,7 +226,9 @@ def test_shards_of_others_are_opened_where_they_are(tmp_path: Path) -> None:
 CHILD = """
 import os, shutil, signal, sys, time
 from pathlib import Path
-from specc.runtime.data import ByteTokenizer, open_stream, tokenized
+from specc.runtime.data.shards import tokenized
+from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.windows.stream import open_stream
 source, cache, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 count, pause = int(sys.argv[4]), float(sys.argv[5])
 tokenized.BATCH_BYTES = 3000

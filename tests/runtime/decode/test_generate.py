@@ -314,7 +314,7 @@ def test_several_texts_are_what_their_seeds_give(tmp_path: Path) -> None:
     assert generate_several(opened, b"the ", 0, sampling, (4, 5)) == [b"", b""]
     with pytest.raises(SamplingError, match="cannot generate -1 tokens"):
         generate_several(opened, b"", -1, sampling, (4,))
-    command = [sys.executable, "-c", "from specc.compiler.cli import main; main()", "generate", str(run.directory)]
+    command = [sys.executable, "-m", "specc.cli", "generate", str(run.directory)]
     options = ["--prompt", "the ", "--max-tokens", "45", "--temperature", "0.8", "--top-k", "60", "--top-p", "0.95"]
     made = subprocess.run([*command, *options, "--seed", "4", "--samples", "3"], capture_output=True, check=True)
     parts = [

@@ -8,7 +8,7 @@ import torch
 from pair_models import CROSS, EMBED, MLP, SELF, blocks, pairs_data
 
 import specc.runtime
-from specc.compiler.cli import run
+from specc.cli.app import run
 
 LINES = ["(7-3*z)*(-5*z-9)", "x**2", "n*(n-11)"]
 LEARNED = {**EMBED, "positions": "learned"}

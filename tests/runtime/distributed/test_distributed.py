@@ -19,13 +19,13 @@ from ranks import environment
 from run_samples import HELPERS, SPEC, one_thread, write_text
 from safetensors.torch import load_file
 
-from specc.compiler.cli import run
+from specc.cli.app import run
 from specc.runtime.distributed import launch
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.storage import checkpoint
 
-MAIN = "from specc.compiler.cli import main; main()"
+MAIN = "from specc.cli.app import main; main()"
 SPECC = [sys.executable, "-c", MAIN]
 # f32 sums over windows in another order; Muon's iterations grow the difference. Seen after 12 steps: 1e-7 and 6e-6.
 LOSS, WEIGHT = 2e-6, 1e-4

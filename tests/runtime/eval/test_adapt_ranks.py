@@ -12,7 +12,7 @@ from adapt_scene import METHODS, all_of
 from ranks import environment
 from run_samples import HELPERS, make_run, one_thread, small_spec, write_text
 
-from specc.compiler.cli import run as specc
+from specc.cli.app import run as specc
 from specc.runtime.distributed import launch
 from specc.runtime.storage.run_directory import Run
 
@@ -57,7 +57,7 @@ def test_the_command_shares_the_work_and_only_rank_0_speaks(run: Run) -> None:
     command = [
         sys.executable,
         "-c",
-        "from specc.compiler.cli import main; main()",
+        "from specc.cli.app import main; main()",
         "eval",
         str(run.directory),
         "--json",

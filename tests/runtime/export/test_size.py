@@ -10,7 +10,7 @@ import pytest
 import torch
 from run_samples import make_run, one_thread, random_weights, small_spec, write_text
 
-from specc.compiler.cli import run as specc
+from specc.cli.app import run as specc
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.size import size
 from specc.runtime.open_model import read_verified

@@ -1,11 +1,14 @@
 """Muon against float64 references and against torch's own."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from specc.compiler.spec.optimizers.muon import MuonSpec
+from specc.runtime.distributed.world import World
 from specc.runtime.optim.muon import Muon
 from specc.runtime.optim.orthogonalize import orthogonalize
 
@@ -20,6 +23,11 @@ def reference(matrix: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         s = A * s + B * s**3 + C * s**5
     return u @ torch.diag(s) @ v
+
+
+def muon(params: list[torch.nn.Parameter], **settings: Any) -> Muon:
+    spec = MuonSpec.model_validate({"kind": "muon", "match": "*", "lr": 0.1, **settings})
+    return Muon(spec, {str(i): param for i, param in enumerate(params)}, World.alone())
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -51,10 +59,9 @@ def test_updates_are_the_rule(nesterov: bool) -> None:
     params = [torch.nn.Parameter(random(*shape, seed=i)) for i, shape in enumerate([*SHAPES, *SHAPES])]
     expected = [param.detach().double() for param in params]
     buffers = [torch.zeros_like(one) for one in expected]
-    optimizer = Muon(params, lr=0.1, nesterov=nesterov, steps=5, weight_decay=0.3)
+    optimizer = muon(params, nesterov=nesterov)
     for step in range(4):
         momentum, lr = 0.8 + 0.05 * step, 0.1 / (step + 1)
-        optimizer.param_groups[0].update(momentum=momentum, lr=lr)
         for i, param in enumerate(params):
             param.grad = random(*param.shape, seed=100 * step + i)
             grad = param.grad.double()
@@ -63,10 +70,12 @@ def test_updates_are_the_rule(nesterov: bool) -> None:
             rows, columns = param.shape
             scale = math.sqrt(max(1, rows / columns))
             expected[i] = expected[i] * (1 - lr * 0.3) - lr * scale * reference(update, 5)
-        optimizer.step()
+        optimizer.update(torch.tensor([lr, momentum, 0.3]).unbind())
     for param, want in zip(params, expected, strict=True):
         torch.testing.assert_close(param.detach().double(), want, rtol=0, atol=2e-4)
-        assert optimizer.state[param]["momentum"].dtype == torch.float32
+    momenta = optimizer.state()["momentum"]
+    for i, buffer in enumerate(buffers):
+        torch.testing.assert_close(momenta[str(i)].double(), buffer, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -76,12 +85,12 @@ def test_agrees_with_torch(shape: tuple[int, int], nesterov: bool) -> None:
     ours, theirs = (torch.nn.Parameter(random(*shape)) for _ in range(2))
     start = ours.detach().clone()
     settings = {"lr": 0.05, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1}
-    own = Muon([ours], steps=5, **settings)  # type: ignore[arg-type]
+    own = muon([ours], **settings)
     oracle = torch.optim.Muon([theirs], ns_steps=5, adjust_lr_fn="original", **settings)  # type: ignore[arg-type]
     for step in range(6):
         ours.grad = random(*shape, seed=step + 1)
         theirs.grad = ours.grad.clone()
-        own.step()
+        own.update([torch.tensor(number) for number in own.numbers(1.0, step, 0.0)])
         oracle.step()
     moved = (theirs.detach() - start).norm()
     assert (ours.detach() - theirs.detach()).norm() < 0.02 * moved
@@ -91,10 +100,10 @@ def test_a_parameter_without_gradient_is_an_error() -> None:
     still, moves = torch.nn.Parameter(random(4, 4)), torch.nn.Parameter(random(4, 4))
     moves.grad = random(4, 4, seed=1)
     with pytest.raises(ValueError, match="gradient of every parameter"):
-        Muon([still, moves], lr=0.1, weight_decay=0.5).step()
+        muon([still, moves]).update(torch.zeros(3).unbind())
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3, 4)])
 def test_only_matrices(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="matrices"):
-        Muon([torch.nn.Parameter(torch.zeros(shape))], lr=0.1)
+    spec = muon([torch.nn.Parameter(random(4, 4))]).spec
+    assert spec.refuses(shape) and not spec.refuses((4, 4))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from specc.compiler.spec.optimizers import Ramp, Taper
+from specc.compiler.spec.optimizers.schedules import Ramp, Taper
 from specc.compiler.spec.train import ScheduleSpec, TrainSpec
 from specc.runtime.optim.schedule import by_clock, by_steps, moment, multiplier, progress, tapered, value_at
 

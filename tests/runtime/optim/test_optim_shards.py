@@ -31,7 +31,7 @@ def world(size: int, device: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_shared_out_is_as_one_process_to_rounding(size: int) -> None:
+def test_sharding_is_as_one_process_to_rounding(size: int) -> None:
     """Several shapes, one of them a single matrix; momentum, rate, decay and clipping change from step to step, and
     after three steps all goes on from what one rank has saved. In bf16 a gradient is rounded before it is added, on
     both sides alike."""
@@ -47,7 +47,7 @@ def test_shared_out_is_as_one_process_to_rounding(size: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
-def test_shared_out_over_nccl_is_as_one_gpu() -> None:
+def test_sharding_over_nccl_is_as_one_gpu() -> None:
     """Products are in bf16 there, and may take another order for another number of matrices: a direction, of length 1
     in each singular vector, is off by up to a few of its 2^-9, five times at a rate of 0.1. Ranks agree to the bit."""
     for rank in world(2, "cuda"):

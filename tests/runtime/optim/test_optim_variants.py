@@ -9,10 +9,11 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specc.compiler.spec.optimizers import LEAST_STEPS, MuonSpec
+from specc.compiler.spec.optimizers.muon import LEAST_STEPS, MuonSpec
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.optim.groups import Optimizers
+from specc.runtime.distributed.world import World
 from specc.runtime.optim.muon import Muon
+from specc.runtime.optim.optimizers import Optimizers
 from specc.runtime.optim.orthogonalize import METHODS, POLAR_EXPRESS, TURBO, orthogonalize
 
 POLAR = [
@@ -29,6 +30,11 @@ AFTER_ROWS = [
     (2.3007, -1.6689, 0.4188),
 ]
 SHAPES = [(8, 8), (16, 8), (8, 16), (31, 7), (7, 31), (1, 5), (64, 48)]
+
+
+def muon(params: list[nn.Parameter], **settings: Any) -> Muon:
+    spec = MuonSpec.model_validate({"kind": "muon", "match": "*", "lr": 0.1, **settings})
+    return Muon(spec, {str(i): param for i, param in enumerate(params)}, World.alone())
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -173,15 +179,14 @@ def test_updates_are_the_papers(settings: dict[str, Any]) -> None:
     expected = [param.detach().double() for param in params]
     buffers = [torch.zeros_like(one) for one in expected]
     moments = [torch.zeros(one.shape[0], dtype=torch.float64) for one in expected]
-    optimizer = Muon(params, lr=0.1, weight_decay=0.3, **settings)
+    optimizer = muon(params, **settings)
     for step in range(4):
         momentum, lr = 0.8 + 0.05 * step, 0.1 / (step + 1)
-        optimizer.param_groups[0].update(momentum=torch.tensor(momentum), lr=torch.tensor(lr))
         for i, param in enumerate(params):
             param.grad = random(*param.shape, seed=100 * step + i)
             grad = param.grad.double()
             expected[i] = reference_step(expected[i], buffers[i], moments[i], grad, lr, momentum, settings)
-        optimizer.step()
+        optimizer.update(torch.tensor([lr, momentum, 0.3]).unbind())
     for param, want in zip(params, expected, strict=True):
         torch.testing.assert_close(param.detach().double(), want, rtol=0, atol=3e-4)
 
@@ -192,7 +197,7 @@ def test_normuon_evens_out_the_rows() -> None:
     plain = nn.Parameter(torch.zeros(128, 16))
     for param, more in ((wide, {"second_moment": 0.0}), (plain, {})):
         param.grad = random(128, 16)
-        Muon([param], lr=1.0, method="polar_express", **more).step()  # type: ignore[arg-type]
+        muon([param], method="polar_express", **more).update(torch.tensor([1.0, 0.95, 0.0]).unbind())
     lengths = [param.detach().norm(dim=1) for param in (wide, plain)]
     assert float(lengths[0].std() / lengths[0].mean()) < 1e-3 < 0.05 < float(lengths[1].std() / lengths[1].mean())
     assert float(wide.detach().norm()) == pytest.approx(float(plain.detach().norm()), rel=1e-4)

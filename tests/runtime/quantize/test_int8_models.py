@@ -23,12 +23,13 @@ from specc.compiler.quant.int8 import Int8
 from specc.compiler.quant.scheme import Range, Seen
 from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes, write_artifact
 from specc.runtime.artifact.constants import constants
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import described
 from specc.runtime.calibration.ranges import input_ranges
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.decode.lines import translator
 from specc.runtime.errors import IntegrityError, QuantizeError
-from specc.runtime.open_model import Deployment, open_model, read_verified
+from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize.report import input_report, input_table
 
 HIDDEN = ("hidden", "back_hidden")

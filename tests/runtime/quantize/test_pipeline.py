@@ -21,10 +21,11 @@ from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Promote, QuantSpec
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.eval.evaluate import EvaluateOptions, evaluate
 from specc.runtime.model.parameters import assign
-from specc.runtime.open_model import Deployment, open_model, read_verified
+from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize import pipeline
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
 from specc.runtime.quantize.promotion import promote_within_budget, promoted

@@ -19,8 +19,9 @@ from specc.compiler.quant.round import Round
 from specc.compiler.quant.rows import PerRow
 from specc.compiler.quant.scheme import SchemeError
 from specc.compiler.report.page import promotion
+from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.errors import QuantizeError
-from specc.runtime.open_model import Deployment, read_verified
+from specc.runtime.open_model import read_verified
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
 from specc.runtime.storage.run_directory import Run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_samples import make_run, one_thread, small_spec, write_text
 
-from specc.compiler.cli import run as specc
+from specc.cli.app import run as specc
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme

@@ -144,7 +144,7 @@ WRITER = """
 import sys
 from pathlib import Path
 import torch
-from specc.runtime import checkpoint
+from specc.runtime.storage import checkpoint
 from specc.runtime.storage.checkpoint import Snapshot
 
 folder, step = Path(sys.argv[1]), int(sys.argv[2])

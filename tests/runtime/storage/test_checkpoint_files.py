@@ -271,7 +271,7 @@ def test_a_mismatch_says_the_difference() -> None:
 AUDITED = """
 import sys
 from pathlib import Path
-from specc.runtime import checkpoint
+from specc.runtime.storage import checkpoint
 
 path = Path(sys.argv[1])
 checkpoint.load(path)  # imports what it needs

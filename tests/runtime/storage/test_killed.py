@@ -22,7 +22,7 @@ import pytest
 from log_lines import read_log
 from run_samples import SPEC, one_thread, write_text
 
-from specc.compiler.cli import run as command
+from specc.cli.app import run as command
 from specc.runtime.open_model import read_verified
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.committed import Committed
@@ -120,7 +120,7 @@ class Victim:
         self.starting = 2.0  # seconds until it is at work: measured as it goes
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
-        code = "from specc.compiler.cli import main; main()"
+        code = "from specc.cli.app import main; main()"
         with (self.folder / "stderr").open("w") as told:
             return subprocess.Popen(
                 [sys.executable, "-c", code, *words],

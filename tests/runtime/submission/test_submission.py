@@ -20,7 +20,7 @@ import pytest
 import torch
 from run_samples import make_run, one_thread, small_spec, write_text
 
-from specc.compiler.cli import run as specc
+from specc.cli.app import run as specc
 from specc.compiler.spec import check
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack

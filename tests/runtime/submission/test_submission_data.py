@@ -9,7 +9,7 @@ import pytest
 from run_samples import SMALL, SPEC, write_text
 from test_submission import Made, alone, made, single
 
-from specc.compiler.cli import run as specc
+from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.shards.record import RECORD

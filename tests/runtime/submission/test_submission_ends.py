@@ -7,7 +7,7 @@ import pytest
 from run_samples import make_run, small_spec
 from test_submission import Made, alone, made, single
 
-from specc.compiler.cli import run as specc
+from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.submission.count import submission_size

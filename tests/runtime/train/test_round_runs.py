@@ -13,9 +13,9 @@ from round_runs import go, losses, small
 from run_samples import one_thread
 from torch import Tensor
 
+from specc.cli.app import run as command
 from specc.compiler import pipeline
 from specc.compiler.build import canonical
-from specc.compiler.cli import run as command
 from specc.compiler.int8.products import integer_products
 from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.programs.programs import LoweringError

@@ -20,7 +20,7 @@ from specc.runtime.errors import RunFailure
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model import cuda_graph as capture
 from specc.runtime.optim.masters import Masters
-from specc.runtime.optim.muon import orthogonalize
+from specc.runtime.optim.orthogonalize import orthogonalize
 from specc.runtime.storage import checkpoint
 from specc.runtime.train.trainer import Trainer
 

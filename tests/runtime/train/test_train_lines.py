@@ -8,7 +8,7 @@ import pytest
 from log_lines import read_log
 from run_samples import one_thread
 
-from specc.compiler.cli import run as command
+from specc.cli.app import run as command
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 from specc.runtime.data.documents.corpus import is_val

@@ -10,7 +10,7 @@ import pytest
 from tune_samples import MACHINE, fake_nvcc
 
 from specc.compiler.build import compile_spec
-from specc.compiler.plan.lock import NO_LOCK, read_lock, site_digest
+from specc.compiler.plan.lock import NO_LOCK, read_lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.spec.check import load
 from specc.runtime.errors import EnvironmentFailure
@@ -24,7 +24,7 @@ from specc.runtime.tune.search import Found, Outcome, TuneError, TuneOptions, tu
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "specs/gpt_mini.yaml"
-MAIN = "from specc.compiler.cli import main; main()"
+MAIN = "from specc.cli.app import main; main()"
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +171,6 @@ def test_tune_writes_a_lock_that_build_follows(tmp_path: Path, cache: Path) -> N
     plan = compile_spec(path, (), ("sm90",)).plans["sm90"]
     (choice,) = (c for c in plan.choices if c.measured is not None)
     entry = lock.kernels[choice.rendered.module]
-    assert site_digest(choice.site) == entry.site and choice.kernel.name == entry.kernel
+    assert choice.site.key == entry.key and choice.kernel.name == entry.kernel
     again = subprocess.run(run, capture_output=True, text=True)
     assert "0 known from before" not in again.stderr and "known from before" in again.stderr

@@ -118,7 +118,7 @@ def test_what_was_measured_before_and_cannot_be_called_now_is_rejected(tmp_path:
 
 def entry(name: str) -> Entry:
     tile = tile_data(GEMM_EVT)
-    return Entry(node=name, site="0" * 12, kernel="gemm_evt", tile=tile, rows=1, ms=1.0, floor_ms=0.5)
+    return Entry(node=name, key="linear()", kernel="gemm_evt", tile=tile, rows=1, ms=1.0, floor_ms=0.5)
 
 
 def test_what_another_search_writes_meanwhile_stays(tmp_path: Path, bench: Bench) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from specc.compiler.build import compile_loaded
 from specc.compiler.errors import SpeccError
-from specc.compiler.plan.lock import NO_LOCK, Entry, Lock, Machine, site_digest, tile_data
+from specc.compiler.plan.lock import NO_LOCK, Entry, Lock, Machine, tile_data
 from specc.compiler.spec.check import load
 from specc.runtime.errors import RunFailure
 from specc.runtime.tune import search
@@ -42,9 +42,10 @@ def options(tmp_path: Path, rows: int, machine: Machine = MACHINE, fresh: bool =
     spec, _ = load(SPEC)
     plan = compile_loaded(spec, None, ("sm90",)).plans["sm90"]
     choice = next(one for one in tuned_choices(plan) if "dgrad_mul" in one.rendered.module)
-    digest = site_digest(choice.site)
     kernel, tile = choice.kernel.name, tile_data(choice.kernel)
-    entry = Entry(node=choice.site.label, site=digest, kernel=kernel, tile=tile, rows=rows, ms=1.0, floor_ms=0.5)
+    entry = Entry(
+        node=choice.site.label, key=choice.site.key, kernel=kernel, tile=tile, rows=rows, ms=1.0, floor_ms=0.5
+    )
     lock: Lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry, machine)
     return TuneOptions(spec, "sm90", lock, tmp_path / "gpt_mini.lock.json", only=only, fresh=fresh)
 

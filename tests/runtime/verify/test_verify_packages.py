@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specc.compiler.build import compile_spec
-from specc.compiler.plan.lock import NO_LOCK, Entry, Machine, site_digest
+from specc.compiler.plan.lock import NO_LOCK, Entry, Machine
 from specc.compiler.spec.check import load
 from specc.runtime.verify.verify import verify
 
@@ -24,7 +24,7 @@ def test_a_missing_package_is_told_and_the_next_target_checked(
     choice = compile_spec(SPEC, WIDE, ("sm90",)).plans["sm90"].choices[0]
     site = choice.site
     words = {"kernel": "flash_attention_4", "rows": 24, "ms": 0.25, "floor_ms": 0.125}
-    entry = Entry.model_validate({"node": site.label, "site": site_digest(site), **words})
+    entry = Entry.model_validate({"node": site.label, "key": site.key, **words})
     lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry, MACHINE)
     monkeypatch.setattr("specc.runtime.verify.verify.not_here", lambda target: None if there else "no GPU")
     spec, _ = load(SPEC, WIDE)

@@ -1,0 +1,5 @@
+"""`python -m specc.cli`, as `specc`."""
+
+from specc.cli.app import main
+
+main()

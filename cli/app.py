@@ -1,0 +1,149 @@
+"""The `specc` command: its subcommands, found by name and imported when they run, and its exit codes."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import rich_click as click
+from click.exceptions import Exit
+
+from specc.cli.output import requested_format, show, show_usage
+
+EXTRAS = {"torch": "train", "triton": "train", "sentencepiece": "train", "tiktoken": "train", "flash_attn": "flash"}
+EXIT_ENVIRONMENT, EXIT_BUG, EXIT_INTERRUPTED = 3, 70, 130
+
+click.rich_click.STYLE_HELPTEXT = ""
+
+
+class LazyGroup(click.RichGroup):
+    """A group whose subcommands are the `command` of the modules of a package, imported when one of them runs.
+
+    Args:
+        name: the name of the group.
+        package: the package of the modules; one is named as its subcommand.
+        entries: the first sentence of each subcommand's help, or a group, in the order in which help lists them.
+        help: the help of the group.
+    """
+
+    def __init__(self, name: str, package: str, entries: Mapping[str, str | click.Group], help: str) -> None:
+        commands: dict[str, click.Command] = {
+            key: click.RichCommand(name=key, help=entry) if isinstance(entry, str) else entry
+            for key, entry in entries.items()
+        }
+        settings = {"help_option_names": ["-h", "--help"]}
+        super().__init__(name=name, commands=commands, help=help, context_settings=settings)
+        self.package = package
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, entry, rest = super().resolve_command(ctx, args)
+        return name, entry and self.loaded(entry), rest
+
+    def loaded(self, entry: click.Command) -> click.Command:
+        """The command that an entry of the list stands for."""
+        if isinstance(entry, click.Group):
+            return entry
+        command: click.Command = import_module(f"{self.package}.{entry.name}").command
+        return command
+
+
+data = LazyGroup(
+    "data",
+    "specc.cli.data",
+    {
+        "pack": "Pack text or jsonl, plain or as .xz or .gz, into a folder of token shards for --data.",
+        "check": "Read a folder of token shards once, and tell what it holds and what is wrong.",
+        "fetch": "Fetch token shards of FineWeb and their tokenizer from the Hugging Face hub.",
+    },
+    "Token shards: pack text into them, check them, fetch them.",
+)
+
+specc = click.version_option(package_name="specc")(
+    LazyGroup(
+        "specc",
+        "specc.cli",
+        {
+            "build": "Write the generated code of a spec.",
+            "validate": "Check specs as far as a build does, and show all errors at once.",
+            "schema": "Print the JSON Schema of a spec, for editors.",
+            "plan": "Summarize what a spec makes: parameters, bytes, FLOPs, kernels.",
+            "explain": "Show the kernel of each node, or of one, and why each other kernel was not chosen.",
+            "ir": "Print the graphs of a spec as text.",
+            "diff": "Compare two specs: a summary, then the specs, the plans and the kernels, paired by node.",
+            "init": "Start a new spec from another one, comments and all.",
+            "data": data,
+            "train": "Train a spec.",
+            "eval": "Score a run or an artifact: text in bits per byte on the validation split, lines by exact match.",
+            "generate": "Continue a text with a run or an artifact; with --lines, print the line made of each.",
+            "quantize": "Quantize the weights that a run ends with, as its spec says, into one artifact.",
+            "export": "Write a run as one file, read back and compared before it counts; or as a submission.",
+            "size": "Count the bytes that ship, exactly; exit 1 when they are over the budget.",
+            "bench": "Time every kernel, every fused group and the training step beside eager Torch, "
+            "torch.compile and cuBLAS.",
+            "tune": "Search the fastest kernel and tile for every node with a kernel of its own, on the spec's own "
+            "sizes.",
+            "verify": "Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.",
+        },
+        "Compiles a model spec into Triton, CUTLASS and Torch code; trains, quantizes, exports and runs the model.",
+    )
+)
+
+
+def main() -> NoReturn:
+    """The entry point: every failure ends with its exit code and without a traceback, unless it is a bug of specc."""
+    code = run(sys.argv[1:])
+    if code and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        # One of several processes that failed skips its teardown, in which CUDA or NCCL could wait for ranks that
+        # are gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command; returns its exit code."""
+    form = requested_format(arguments)
+    try:
+        result = specc.main([*arguments], prog_name="specc", obj=form, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except Exit as end:
+        return int(end.exit_code)
+    except SystemExit as end:  # rich-click, after help that was not asked for
+        return end.code if isinstance(end.code, int) else 0
+    except click.ClickException as error:
+        show_usage(error, form)
+        return int(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        return failed(error, form)
+
+
+def failed(error: Exception, form: str = "text") -> int:
+    """Shows an error that is meant for people, or reports a bug; returns the exit code."""
+    if (code := getattr(error, "exit_code", None)) is not None:
+        show(error, form)
+        return int(code)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        click.echo(f"error: {error.filename}: {error.strerror}", err=True)  # a full or sealed disk is no bug
+        return EXIT_ENVIRONMENT
+    if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
+        message = f"{error.name} is not installed" if extra == "train" else str(error)
+        click.echo(f"error: {message}\n  = help: pip install 'specc[{extra}]'", err=True)
+        return EXIT_ENVIRONMENT
+    import traceback
+
+    traceback.print_exception(error)
+    click.echo("this is a bug in specc; please report it with the spec and the command", err=True)
+    return EXIT_BUG

@@ -1,0 +1,116 @@
+"""The command that measures. Torch is imported when it runs, not before."""
+
+import json
+import shlex
+from contextlib import nullcontext
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import device_option, format_option, json_option, set_option, spec_argument
+from specc.cli.output import say
+from specc.cli.processes import Repeatable, joined_world, launched
+
+PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
+
+
+@click.command("bench", cls=Repeatable)
+@spec_argument
+@device_option
+@set_option
+@click.option(
+    "--only", multiple=True, type=click.Choice(PARTS), help="One part; may be repeated. All of the spec where unset."
+)
+@click.option("--at", default="", metavar="TEXT", help="Of kernels, groups and int8, those whose path contains TEXT.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=10,
+    show_default=True,
+    help="Training steps to time, of each build and each row of the table.",
+)
+@click.option("--gpus", type=click.IntRange(min=1), help="Processes for the table's rows of several, one a GPU.")
+@click.option(
+    "--weights",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="RUN|ARTIFACT",
+    help="What `decode` decodes with; where unset, weights as training starts, which seldom end a line.",
+)
+@click.option(
+    "--picture",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    metavar="FILE.png",
+    help="Write a roofline picture.",
+)
+@json_option
+@format_option
+def command(
+    spec: Path,
+    target: str | None,
+    overrides: tuple[str, ...],
+    only: tuple[str, ...],
+    at: str,
+    steps: int,
+    gpus: int | None,
+    weights: Path | None,
+    picture: Path | None,
+    as_json: bool,
+) -> int:
+    """Time every kernel, every fused group and the training step beside eager Torch, torch.compile and cuBLAS.
+
+    Sizes are the spec's own: a micro-batch of whole windows. Floors are what bytes and operations cost at ceilings
+    that are measured in the same run. A kernel with wrong values is an error and gets no time.
+
+    Of a model of pairs also `table`, training and validation on one GPU and on several, with a cache and without;
+    `decode`, lines a second in each dtype; and `int8`, the deployed products beside torch._int_mm.
+    """
+    from specc.compiler.build import plan_loaded
+    from specc.compiler.plan.lock import lock_path, read_lock
+    from specc.compiler.spec.check import load
+    from specc.runtime.distributed.launch import is_launched
+    from specc.runtime.model.load import choose_target
+
+    parts = tuple(part for part in PARTS if part in only)
+    if picture is not None and parts and not {"kernels", "groups"} & {*parts}:
+        raise click.UsageError(f"--picture shows kernels and groups; {' and '.join(parts)} alone has neither")
+    for option, given, part in (("--gpus", gpus, "table"), ("--weights", weights, "decode")):
+        if given is not None and parts and part not in parts:
+            raise click.UsageError(f"{option} is for {part}, and --only leaves that out")
+    if picture is not None and not picture.parent.is_dir():
+        raise click.UsageError(f"there is no folder {picture.parent} for the picture")
+    with joined_world() if is_launched() else nullcontext() as world:
+        loaded, source = load(spec, overrides)
+        lock = read_lock(lock_path(spec, loaded.name))
+        plan_loaded(loaded, source, (), lock)
+        chosen = choose_target(loaded, target)  # one, however many processes: --gpus 2 beside --gpus 1 compares
+        if gpus is not None and world is not None and gpus != world.size:
+            raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
+        if gpus is not None and world is None and (code := launched(gpus, loaded, chosen)) is not None:
+            return code
+        from specc.runtime.bench import report
+        from specc.runtime.bench.suite import BenchOptions, follow
+        from specc.runtime.bench.suite import bench as run
+
+        if picture is not None:
+            from specc.runtime.bench.roofline import require
+
+            require()
+        words = ["specc", "bench", str(spec)]
+        words += [word for text in overrides for word in ("--set", text)]
+        words += [word for part in parts for word in ("--only", part)]
+        words += ["--at", at] if at else []
+        words += ["--weights", str(weights)] if weights is not None else []
+        words += ["--gpus", str(gpus)] if gpus is not None else []
+        command = shlex.join([*words, "--target", chosen, "--steps", str(steps)])
+        options = BenchOptions(loaded, lock, chosen, parts, steps, command, at, weights)
+        if world is not None and world.rank:
+            follow(options, world)
+            return 0
+        found = run(options, say, world)
+        click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
+        if picture is not None:
+            from specc.runtime.bench.roofline import roofline
+
+            picture.write_bytes(roofline(found))
+            say(f"wrote {picture}")
+    return 0

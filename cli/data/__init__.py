@@ -1,0 +1,1 @@
+"""Commands on token shards: pack text into them, check them, fetch them."""

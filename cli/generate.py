@@ -1,0 +1,99 @@
+"""The command that decodes with a model. Torch is imported when it runs, not before."""
+
+from pathlib import Path
+from typing import BinaryIO
+
+import rich_click as click
+from click import get_current_context
+from click.core import ParameterSource
+
+from specc.cli.options import device_option, format_option, model_argument, tokenizers_option
+from specc.cli.output import say
+
+OF_TEXTS = ("prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples")
+OF_LINES = ("beam",)
+
+
+def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
+    """Raises UsageError for an option among these that was given: it would have no effect."""
+    given = get_current_context().get_parameter_source
+    odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not ParameterSource.DEFAULT]
+    if odd:
+        raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect beside {beside}")
+
+
+@click.command("generate")
+@model_argument
+@click.option("--prompt", default="", help="The start of a document.")
+@click.option(
+    "--lines",
+    type=click.File("rb"),  # as text, a lone carriage return would end a line
+    help="A file of lines, or -; each is turned into another line.",
+)
+@click.option(
+    "--beam", type=click.IntRange(min=1, max=1024), help="Of lines, so many are tried at once; the spec's where unset."
+)
+@click.option("--max-tokens", type=click.IntRange(min=0), default=200, show_default=True)
+@click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most probable token.")
+@click.option("--top-k", type=int, help="Keep so many of the most probable tokens.")
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the fewest tokens of this probability.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Texts, of seeds SEED, SEED + 1, ..."
+)
+@click.option("--quantized", is_flag=True, help="Of a run, use the quantized model.")
+@device_option
+@tokenizers_option
+@format_option
+def command(
+    model: Path,
+    prompt: str,
+    lines: BinaryIO | None,
+    beam: int | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    seed: int,
+    samples: int,
+    quantized: bool,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+) -> None:
+    """Continue a text with a run or an artifact; with --lines, print the line made of each."""
+    _refuse_options("--lines" if lines is not None else "a prompt", OF_TEXTS if lines is not None else OF_LINES)
+    if lines is not None:
+        from specc.runtime.data.errors import LineError
+        from specc.runtime.data.tokenizers.characters import lines_of
+        from specc.runtime.decode.lines import opened_translator
+        from specc.runtime.open_model import open_model
+
+        opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
+        try:
+            given = lines_of(lines.read().decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise click.UsageError(f"{lines.name} is not valid UTF-8 at byte {error.start}") from None
+        try:
+            translated = opened_translator(opened, beam).translate(given)
+        except LineError as error:
+            raise LineError(error.row, f"{lines.name}:{error.row + 1}: {error.message}", error.hint) from error
+        click.echo("".join(f"{line}\n" for line in translated), nl=False)
+        return
+    from specc.runtime.decode.text import Sampling
+    from specc.runtime.generate import generate as write
+    from specc.runtime.generate import generate_several
+    from specc.runtime.open_model import open_model
+
+    sampling = Sampling(temperature, top_k, top_p)
+    opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
+    if opened.spec.model.characters is not None:
+        raise click.UsageError(f"{opened.spec.name} turns lines into lines: give it --lines FILE")
+    if samples > 1:
+        seeds = range(seed, seed + samples)
+        texts = generate_several(opened, prompt.encode(), max_tokens, sampling, seeds, say=say)
+        for own, text in zip(seeds, texts, strict=True):
+            click.echo(f"--- seed {own}\n{prompt}{text.decode(errors='replace')}")
+        return
+    click.echo(prompt, nl=False)
+    write(opened, prompt.encode(), max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
+    click.echo()

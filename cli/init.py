@@ -1,0 +1,23 @@
+"""The command that starts a spec from another one."""
+
+import shlex
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import Compiling, format_option
+from specc.cli.project import SPECS
+
+
+@click.command("init", cls=Compiling)
+@click.argument("name")
+@click.option("--from", "origin", type=click.Path(path_type=Path), required=True, help="The spec to start from.")
+@format_option
+def command(name: str, origin: Path) -> None:
+    """Start a new spec from another one, comments and all."""
+    from specc.compiler.spec.init import copied
+
+    path = origin if origin.suffix == ".yaml" else SPECS / f"{origin}.yaml"
+    target = SPECS / f"{name}.yaml"
+    copied(path, target, name)
+    click.echo(f"wrote {target}; next: specc plan {shlex.quote(str(target))}")

@@ -1,0 +1,38 @@
+"""The command that prints graphs."""
+
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import Compiling, format_option, spec_argument, target_option
+from specc.cli.project import checked_targets
+
+
+@click.command("ir", cls=Compiling)
+@spec_argument
+@click.option("--after", "name", default="fuse", show_default=True, help="The pass to stop after.")
+@click.option("--program", help="One program, e.g. train; all where unset.")
+@target_option
+@format_option
+def command(spec: Path, name: str, program: str | None, target: str | None) -> None:
+    """Print the graphs of a spec as text."""
+    from specc.compiler.errors import SpecError
+    from specc.compiler.pipeline import after, forms
+    from specc.compiler.plan.lock import lock_path, read_lock
+    from specc.compiler.programs.programs import LoweringError
+    from specc.compiler.report.explain import graphs_text
+    from specc.compiler.spec.check import load, to_diagnostics
+
+    if name not in forms():
+        raise click.UsageError(f"no pass is named {name}; the passes are {', '.join(forms())}")
+    loaded, source = load(spec)
+    chosen = checked_targets(spec, target) or loaded.targets
+    try:
+        programs = after(loaded, chosen[0], name, read_lock(lock_path(spec, loaded.name)))
+    except LoweringError as error:
+        raise SpecError(to_diagnostics(error.problems, source), source.texts) from None
+    except ValueError as error:
+        raise click.UsageError(f"{name} is no pass of this model: {error}") from None
+    if program is not None and program not in [graph.name for graph in programs.graphs]:
+        raise click.UsageError(f"no graph is named {program}; there are {', '.join(g.name for g in programs.graphs)}")
+    click.echo(graphs_text(programs, program))

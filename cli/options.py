@@ -1,0 +1,58 @@
+"""Arguments, options and classes that several commands share."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from specc.cli.output import FORMATS
+
+folder = click.Path(path_type=Path)
+
+
+def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path:
+    """Answers a path that is not there before anything is imported for it."""
+    if path.exists() or ctx.resilient_parsing:
+        return path
+    from specc.compiler.errors import SpeccError
+
+    if parameter.name == "run":
+        raise SpeccError(f"{path}: no such run", "name a directory that `specc train` made")
+    raise SpeccError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+
+
+class Compiling(click.RichCommand):
+    """A command that compiles and ends. Nearly all that it makes lives until then: looking for garbage would take a
+    quarter of its time."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return super().invoke(ctx)
+        finally:
+            if enabled:
+                gc.enable()
+
+
+spec_argument = click.argument("spec", type=click.Path(path_type=Path))
+target_option = click.option("--target", help="One target; all of the spec's where unset.")
+device_option = click.option("--target", help="One of the spec's targets; the one that suits this machine where unset.")
+format_option = click.option(
+    "--format", type=click.Choice(FORMATS), default=FORMATS[0], expose_value=False, help="How errors are shown."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+set_option = click.option(
+    "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="Override one field of the spec."
+)
+run_argument = click.argument("run", type=folder, callback=_present)
+model_argument = click.argument("model", type=folder, metavar="RUN|ARTIFACT", callback=_present)
+tokenizers_option = click.option(
+    "--tokenizers", multiple=True, type=folder, help="A folder to look for the tokenizer's file in; may be repeated."
+)
+
+
+def with_data(extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
+    """Where tokenizer files are looked for: what was named, and the folder of the data, where packed data has its."""
+    return (*extra, Path(data)) if data is not None and Path(data).is_dir() else extra

@@ -1,0 +1,90 @@
+"""How commands speak: results on stdout; notes, progress and errors on stderr."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import rich_click as click
+from click import get_current_context
+
+FORMATS = ("text", "json", "github")
+
+
+def requested_format(arguments: Sequence[str]) -> str:
+    """The format of errors that a command line asks for, right or wrong as the rest of it may be."""
+    form = FORMATS[0]
+    for option, value in pairwise([*arguments, ""]):
+        if option == "--":
+            break
+        name, _, joined = option.partition("=")
+        if name == "--format" and (given := joined or value) in FORMATS:
+            form = given
+    return form
+
+
+def error_format() -> str:
+    """The format of errors that the command line of the running command asks for."""
+    return str(get_current_context().obj)
+
+
+def show(error: Exception, form: str) -> None:
+    """Shows an error as text on stderr, or as JSON or GitHub annotations on stdout."""
+    from specc.compiler.errors import SpeccError, render
+
+    message, hint = getattr(error, "message", str(error)), getattr(error, "hint", "")
+    if isinstance(error, SpeccError):
+        click.echo(render(error, form, colored()), err=form == "text")  # type: ignore[arg-type]
+    elif form == "text":
+        click.echo(f"error: {message}" + (f"\n  = help: {hint}" if hint else ""), err=True)
+    else:
+        show(SpeccError(message, hint), form)
+
+
+def show_usage(error: click.ClickException, form: str) -> None:
+    """Shows an error of the command line itself, which Click words and, as text, lays out."""
+    if form == "text":
+        error.show()
+        return
+    context = getattr(error, "ctx", None)
+    from specc.compiler.errors import SpeccError
+
+    hint = f"{context.command_path} --help" if context is not None else ""
+    show(SpeccError(error.format_message(), hint), form)
+
+
+def colored() -> bool:
+    """Whether errors are shown in colors."""
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def tell(note: str) -> None:
+    """A note on stderr, where there is one."""
+    if note:
+        click.echo(note, err=True)
+
+
+def say(line: str) -> None:
+    """Progress goes to stderr, results to stdout."""
+    click.echo(line, err=True)
+
+
+class Stages:
+    """Shows how far long work has come: a bar on a terminal, elsewhere a line a stage, and one more each `every`
+    seconds."""
+
+    def __init__(self, every: float = 30.0) -> None:
+        self.stage, self._every, self._told = "", every, 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        share, now = f"{stage:<12} {100 * done // max(total, 1):>3} %", time.monotonic()
+        if sys.stderr.isatty():
+            click.echo(f"\r{share}", err=True, nl=done >= total)
+        elif stage != self.stage:
+            click.echo(f"{stage} ...", err=True)
+            self._told = now
+        elif now - self._told >= self._every:
+            click.echo(f"{share} of {total:,}", err=True)
+            self._told = now
+        self.stage = stage

@@ -1,0 +1,80 @@
+"""The command that quantizes a run."""
+
+import shlex
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import (
+    device_option,
+    format_option,
+    json_option,
+    run_argument,
+    tokenizers_option,
+    with_data,
+)
+from specc.cli.output import Stages, say
+
+
+@click.command("quantize")
+@run_argument
+@click.option("--data", help="Calibrate and measure on this; the run's own data where unset.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Measure the loss on so many tokens only.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="quant.PATH=VALUE", help="Quantize otherwise than the run's spec says."
+)
+@click.option(
+    "--for",
+    "purpose",
+    type=click.Choice(["artifact", "submission"]),
+    default="artifact",
+    show_default=True,
+    help="What shall fit quant.budget_bytes: the artifact alone, or as a submission with its train_gpt.py.",
+)
+@device_option
+@tokenizers_option
+@json_option
+@format_option
+def command(
+    run: Path,
+    data: str | None,
+    max_tokens: int | None,
+    overrides: tuple[str, ...],
+    purpose: str,
+    target: str | None,
+    tokenizers: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Quantize the weights that a run ends with, as its spec says, into one artifact."""
+    from specc.runtime.quantize.pipeline import QuantizeOptions
+    from specc.runtime.quantize.pipeline import quantize as run_quantize
+    from specc.runtime.quantize.report import input_table, solution_line, table
+
+    places, code = with_data(tokenizers, data), 0
+    if purpose == "submission":
+        from specc.runtime.submission.export import code_bytes
+
+        code = code_bytes(run, overrides, places)
+    options = QuantizeOptions(data, max_tokens, target, None, places, overrides=overrides, reserved=code)
+    result = run_quantize(run, options, say, Stages())
+    if as_json:
+        click.echo((result.artifact.parent / "report.json").read_text(encoding="utf-8"), nl=False)
+        return
+    for name, score in (("before", result.before), ("after", result.after)):
+        for line in score.report():
+            click.echo(f"{name:<12} {line}")
+    if result.calibration is not None:
+        told = ", ".join(f"{name} {value}" for name, value in result.calibration.items())
+        click.echo(f"calibrated   {told.replace('_', ' ')}, in {result.seconds:.1f} s")
+    if line := solution_line(result.rows):
+        click.echo(f"solved       {line}")
+    click.echo(table(result.rows))
+    if result.inputs:
+        click.echo(input_table(result.inputs))
+    click.echo(f"promoted     {', '.join(result.promoted) or 'nothing'}")
+    budget = f" of {result.budget:,}" if result.budget is not None else ""
+    beside = f" and {code:,} of code" if code else ""
+    click.echo(f"artifact     {result.size.total:,} bytes{beside}{budget}: {result.artifact}")
+    click.echo(f"report       {result.artifact.parent / 'report.json'}: all of this, a row a parameter")
+    wants = "--prompt TEXT" if result.spec.model.characters is None else "--lines FILE"
+    click.echo(f"next: specc generate {shlex.quote(str(result.artifact))} {wants}")

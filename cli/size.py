@@ -1,0 +1,68 @@
+"""The command that counts the bytes that ship."""
+
+import json
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import format_option, json_option, model_argument
+from specc.cli.output import say
+
+
+@click.command("size")
+@model_argument
+@click.option("--budget", type=click.IntRange(min=1), help="Bytes it may take, decimal; the spec's where unset.")
+@click.option(
+    "--plain", is_flag=True, help="Compress the same arrays as parameter-golf PR 1105 does, too, and compare; minutes."
+)
+@json_option
+@format_option
+def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
+    """Count the bytes that ship, exactly; exit 1 when they are over the budget.
+
+    Of a submission's folder, those of its two files are counted.
+    """
+    from specc.runtime.submission.count import is_submission, submission_size
+
+    more: dict[str, object] = {}
+    if plain:
+        from specc.runtime.submission.plain import plain_size
+
+        compared = plain_size(model)
+        more = {"own": compared.own, "plain": compared.plain}
+        if not as_json:
+            click.echo(compared.report())
+    if is_submission(model):
+        counted = submission_size(model, budget)
+        for line in [json.dumps({**counted.facts(), **more}, indent=2)] if as_json else counted.report():
+            click.echo(line)
+        return int(counted.over)
+    from specc.runtime.export.size import size as count
+
+    found = count(model, budget, say)
+    if as_json:
+        groups = [
+            {"name": g.name, "tensors": g.tensors, "parameters": g.parameters, "scheme": g.scheme, "stored": g.stored}
+            for g in found.groups
+        ]
+        data = {
+            "path": str(found.path),
+            "total": found.total,
+            "budget": found.budget,
+            "over": found.over,
+            "groups": groups,
+            **more,
+        }
+        click.echo(json.dumps(data, indent=2))
+        return int(found.over)
+    for group in found.groups:
+        click.echo(f"{group.name:<28} {group.tensors:>4} x {group.scheme:<22} {group.stored:>12,} bytes before brotli")
+    for section in found.sections:
+        click.echo(f"section {section.kind:<20} {section.compressed:>12,} bytes of {section.raw:,}")
+    against = (
+        f" of {found.budget:,}: {'OVER by' if found.over else 'within, by'} {abs(found.budget - found.total):,}"
+        if found.budget
+        else ""
+    )
+    click.echo(f"{found.path}: {found.total:,} bytes{against}")
+    return int(found.over)

@@ -1,0 +1,125 @@
+"""The command that trains a spec. Torch is imported when it runs, not before."""
+
+import shlex
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import rich_click as click
+
+from specc.cli.options import device_option, folder, format_option, set_option, tokenizers_option, with_data
+from specc.cli.output import say
+from specc.cli.processes import Repeatable, joined_world, launched
+from specc.cli.project import SPECS, only_spec
+
+
+@click.command("train", cls=Repeatable)
+@click.argument("spec", required=False, type=folder)
+@click.option("--run", "directory", type=folder, help="Run directory; runs/NAME-NNN where unset, and printed.")
+@click.option(
+    "--data",
+    help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, or "
+    "`polynomial`. Where unset, `stdlib` or `polynomial`, as the spec's kind of data is.",
+)
+@device_option
+@click.option("--gpus", type=click.IntRange(min=1), help="Processes here, one a GPU; with --target cpu, on the CPU.")
+@set_option
+@click.option(
+    "--resume",
+    type=click.Choice(["auto"]),
+    help="Go on from the newest sound checkpoint; with --run and without SPEC, all is as the run has it.",
+)
+@click.option("--steps", type=click.IntRange(min=0), help="End this run early; the schedule does not change.")
+@click.option("--max-seconds", type=click.FloatRange(min=0), help="End this run early, after so many seconds.")
+@tokenizers_option
+@format_option
+def command(
+    spec: Path | None,
+    directory: Path | None,
+    data: str | None,
+    target: str | None,
+    gpus: int | None,
+    overrides: tuple[str, ...],
+    resume: Any,
+    steps: int | None,
+    max_seconds: float | None,
+    tokenizers: tuple[Path, ...],
+) -> int:
+    """Train a spec.
+
+    Across machines, start it with torchrun.
+    """
+    from specc.compiler.build import plan_loaded
+    from specc.compiler.plan.lock import lock_path, read_lock
+    from specc.compiler.spec.check import load
+    from specc.runtime.distributed.launch import is_launched, target_of
+
+    with joined_world() if is_launched() else nullcontext() as world:
+        known = begun(directory, spec, overrides, data) if resume else None
+        data, target = data or (known and known.data), target or (known and known.target)
+        if known is not None and directory is not None and spec is None:
+            if overrides:
+                raise click.UsageError("a run keeps its spec: --set has no effect on it")
+            beside, loaded, lock, overrides = SPECS, known.spec, known.lock, known.overrides
+        else:
+            path = spec or only_spec()
+            beside = path.parent
+            overrides = (*overrides, *selecting(path, overrides, data))
+            loaded, source = load(path, overrides)
+            lock = read_lock(lock_path(path, loaded.name))
+            plan_loaded(loaded, source, (), lock)
+        if gpus is not None and world is not None and gpus != world.size:
+            raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
+        if gpus is not None and world is None and (code := launched(gpus, loaded, target)) is not None:
+            return code
+        from specc.runtime.train.train import TrainOptions
+        from specc.runtime.train.train import train as run
+
+        options = TrainOptions(
+            loaded,
+            target_of(loaded, target, gpus),
+            data or loaded.train.data.usual,
+            directory,
+            overrides,
+            resume,
+            steps,
+            max_seconds,
+            (*([known.files] if known else []), *with_data(tokenizers, data), beside, Path()),
+            lock=lock,
+        )
+        result = run(options, say, world)
+        if world is None or world.rank == 0:
+            state = "complete" if result.complete else "ended early"
+            click.echo(f"{result.step} steps in {result.seconds:.1f} s, {state}: {result.final.summary()}")
+            click.echo(f"next: specc quantize {shlex.quote(str(result.run))}")
+    return 0
+
+
+def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...], data: str | None) -> Any:
+    """The run that `train --resume` goes on with: that in the directory, or else the newest of the spec; None where it
+    begins one. Raises RunDirectoryError for a directory that is none where no spec is named to begin one of."""
+    from specc.compiler.spec.check import load
+    from specc.runtime.storage.run_directory import Run, RunDirectoryError, is_run, newest_run
+
+    if directory is None:
+        path = spec or only_spec()
+        directory = newest_run(load(path, (*overrides, *selecting(path, overrides, data)))[0].name)
+    elif spec is None and not is_run(directory):
+        what = "is no run, or ended before it began" if directory.exists() else "no such run"
+        raise RunDirectoryError(f"{directory}: {what}", "name another one, or the SPEC too, to begin there")
+    return Run.open(directory) if directory is not None and is_run(directory) else None
+
+
+def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
+    """The override that makes `--data KIND` the kind of data, where a spec with its `overrides` states another, or
+    none; only for kinds that need no files."""
+    from specc.compiler.spec.train import GENERATED
+    from specc.compiler.text.overrides import apply_overrides
+    from specc.compiler.text.source import read
+
+    if data not in GENERATED:
+        return ()
+    stated: Any = apply_overrides(read(path), overrides).data
+    for key in ("train", "data", "kind"):
+        stated = stated.get(key) if isinstance(stated, dict) else None
+    return () if stated == data else (f"train.data={{kind: {data}}}",)

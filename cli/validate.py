@@ -1,0 +1,39 @@
+"""The command that checks specs."""
+
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import Compiling, format_option, set_option
+from specc.cli.output import error_format, show
+
+
+@click.command("validate", cls=Compiling)
+@click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@set_option
+@format_option
+def command(specs: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
+    """Check specs as far as a build does, and show all errors at once."""
+    from specc.compiler.build import plan_spec
+    from specc.compiler.errors import SpeccError, SpecError
+
+    form = error_format()
+    errors: list[SpeccError] = []
+    for path in specs:
+        try:
+            plan_spec(path, overrides)
+        except SpeccError as error:
+            errors.append(error)
+        else:
+            if form == "text":
+                click.echo(f"{path}: ok")
+    placed = [bad for bad in errors if isinstance(bad, SpecError)]
+    for other in errors:
+        if other not in placed:
+            show(other, form)
+    if placed:
+        texts = {name: text for bad in placed for name, text in bad.texts.items()}
+        show(SpecError([d for bad in placed for d in bad.diagnostics], texts), form)
+    elif form == "json" and not errors:
+        click.echo("[]")
+    return 2 if errors else 0

@@ -1,0 +1,44 @@
+"""The command that holds generated code to its plan. Torch is imported when it runs, not before."""
+
+import json
+from itertools import chain
+from pathlib import Path
+
+import rich_click as click
+
+from specc.cli.options import format_option, json_option, spec_argument, target_option
+from specc.cli.project import checked_targets
+
+
+@click.command("verify")
+@spec_argument
+@target_option
+@json_option
+@format_option
+def command(spec: Path, target: str | None, as_json: bool) -> int:
+    """Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.
+
+    Exit 1 where a check fails, 3 where a target that was named cannot run here.
+    """
+    from specc.compiler.build import plan_spec
+    from specc.compiler.plan.lock import lock_path, read_lock
+
+    wanted = checked_targets(spec, target)
+    planned = plan_spec(spec, (), wanted)
+    lock = read_lock(lock_path(spec, planned.spec.name))
+    from specc.runtime.verify.deployed import verify_deployed
+    from specc.runtime.verify.verify import verify as checks
+
+    found = []
+    words = {True: "ok", False: "FAILED", None: "not here"}
+    targets = wanted or planned.spec.targets
+    for check in chain(checks(planned.spec, targets, lock=lock), verify_deployed(planned.spec, targets)):
+        found.append(check)
+        if not as_json:
+            click.echo(f"{check.target:<6} {words[check.ok]:<8} {check.name}: {check.detail}")
+    if as_json:
+        rows = [{"target": c.target, "name": c.name, "ok": c.ok, "detail": c.detail} for c in found]
+        click.echo(json.dumps(rows, indent=2))
+    if any(check.ok is False for check in found):
+        return 1
+    return 3 if target is not None and any(check.ok is None for check in found) else 0

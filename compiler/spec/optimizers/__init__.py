@@ -1,0 +1,1 @@
+"""What `train.optimizers` may list: one file per kind of optimizer."""

@@ -1,0 +1,16 @@
+"""AdamW."""
+
+from typing import Literal
+
+from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
+from specc.compiler.spec.optimizers.schedules import Taper
+from specc.compiler.strict import NonNegativeFloat, PositiveFloat
+
+
+class AdamWSpec(OptimizerSpec):
+    """AdamW (Loshchilov and Hutter, 2019) for the parameters that `match` covers."""
+
+    kind: Literal["adamw"]
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat | Taper = 0.0

@@ -1,0 +1,53 @@
+"""AdamW, as Torch computes it."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.spec.optimizers.adamw import AdamWSpec
+from specc.compiler.spec.optimizers.schedules import Taper
+from specc.runtime.distributed.world import World
+from specc.runtime.optim.schedule import tapered
+from specc.runtime.optim.update_rule import UpdateRule
+
+
+class AdamW(UpdateRule[AdamWSpec]):
+    """AdamW (Loshchilov and Hutter, 2019), fused on a GPU."""
+
+    name = "adamw"
+
+    def __init__(self, spec: AdamWSpec, parameters: Mapping[str, nn.Parameter], world: World) -> None:
+        super().__init__(spec, parameters, world)
+        self._tensors: list[Tensor] = list(parameters.values())
+        fused = self._tensors[0].is_cuda
+        self._tapers = isinstance(spec.weight_decay, Taper)
+        decay = 0.0 if isinstance(spec.weight_decay, Taper) else spec.weight_decay
+        self._torch = torch.optim.AdamW(
+            self._tensors, spec.lr, spec.betas, spec.eps, decay, fused=fused, foreach=False, capturable=fused
+        )
+        self._torch._warned_capturable_if_run_uncaptured = True  # it may be captured, and need not be
+        for parameter in self._tensors:  # Torch makes its state in the first step; names must not depend on the step
+            self._torch.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device if fused else "cpu"),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def numbers(self, multiplier: float, step: int, done: float) -> Sequence[float]:
+        return self.spec.lr * multiplier, tapered(self.spec.weight_decay, done)
+
+    @torch.no_grad()
+    def update(self, numbers: Sequence[Tensor]) -> None:
+        lr, decay = numbers
+        if self._tapers:  # Torch takes its weight decay as a number of the launch
+            torch._foreach_mul_(self._tensors, 1 - lr * decay)
+        self._torch.param_groups[0]["lr"] = lr
+        self._torch.step()
+
+    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        slots = self._torch.state
+        return {
+            slot: {name: slots[parameter][slot] for name, parameter in self.parameters.items()}
+            for slot in ("step", "exp_avg", "exp_avg_sq")
+        }

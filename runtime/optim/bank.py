@@ -1,0 +1,71 @@
+"""Matrices of one shape, divided among the processes that train together."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specc.runtime.distributed.world import Waiting, World
+
+
+class Bank:
+    """All matrices of one shape. Each process sums up the gradients of, and keeps state for, an equal part of them;
+    matrices of zeros fill up the last parts.
+
+    Args:
+        params: f32 [rows, columns] each.
+        world: the processes.
+
+    Attributes:
+        local: the matrices of this process, as a slice of [all matrices, ...].
+        gradient: f32 [local matrices, rows, columns], once `add_up` has been waited for. In several processes it is
+            their sum, always at one address, where a graph of the update reads it.
+    """
+
+    def __init__(self, params: Sequence[Tensor], world: World) -> None:
+        self.params, self._world = list(params), world
+        each = -(-len(params) // world.size)
+        self._shape = (each * world.size, *params[0].shape)
+        self.local = slice(world.rank * each, (world.rank + 1) * each)
+        self.gradient: Tensor | None = None
+        self._sum = params[0].new_zeros(each, *params[0].shape) if world.size > 1 else None
+        self._states: list[Tensor] = []
+
+    def new_state(self, *shape: int) -> Tensor:
+        """State of zeros, f32 [all matrices, *shape]. What belongs to other processes is out of date until `gather`."""
+        self._states.append(self.params[0].new_zeros(self._shape[0], *shape))
+        return self._states[-1]
+
+    def add_up(self) -> Waiting:
+        """Begins to sum up the gradients of the parameters into `gradient`. Raises ValueError where one has none."""
+        gradients = [param.grad for param in self.params if param.grad is not None]
+        if len(gradients) < len(self.params):
+            raise ValueError("an update needs the gradient of every parameter")
+        if self._sum is None:
+            self.gradient = torch.stack(gradients)
+            return Waiting()
+        padding = [torch.zeros_like(gradients[0])] * (self._shape[0] - len(gradients))
+        self.gradient = self._sum
+        return self._world.add_parts(torch.stack([*gradients, *padding]), self._sum)
+
+    def join(self, part: Tensor) -> tuple[Waiting, Tensor]:
+        """Begins to give every process the parts of all, [all matrices, rows, columns], in the dtype of `part`."""
+        if self._world.size == 1:
+            return Waiting(), part
+        whole = part.new_empty(self._shape)
+        return self._world.join_parts(part.contiguous(), whole), whole
+
+    def gather(self) -> None:
+        """Brings the state of other processes' matrices up to date; all must call it."""
+        if self._world.size > 1:
+            for state in self._states:
+                self._world.join_parts(state[self.local].clone(), state).wait()
+
+
+def banks_of(params: Sequence[Tensor], world: World) -> list[Bank]:
+    """The parameters in a bank per shape, those with the most numbers first."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for param in params:
+        by_shape.setdefault(param.shape, []).append(param)
+    banks = [Bank(same, world) for same in by_shape.values()]
+    return sorted(banks, key=lambda bank: -len(bank.params) * bank.params[0].numel())

@@ -1,0 +1,55 @@
+"""The pass list: it names every pass, each is verified, and a dump after each shows its effect."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from specc.compiler import pipeline
+from specc.compiler.report.explain import graphs_text
+from specc.compiler.spec.check import load
+
+ROOT = Path(__file__).parents[2]
+POLY = load(ROOT / "specs/poly_attn.yaml")[0]  # int8 products, fine-tuned with rounded inputs
+TEXT = load(ROOT / "specs/gpt_mini.yaml")[0]
+
+FOLDERS = ("specc.compiler.passes", "specc.compiler.int8")
+
+
+def test_each_pass_changes_what_its_dump_shows() -> None:
+    names = list(pipeline.forms())
+    assert names[0] == pipeline.LOWER and names[-1] == pipeline.SELECT_KERNELS
+    texts = {name: graphs_text(pipeline.after(POLY, "sm90", name), None) for name in names}
+    assert "optimizer 0" in texts["assign_optimizers"] and "optimizer" not in texts["lower"]
+    assert "int8:" in texts["assign_quant"] and "int8:" not in texts["assign_optimizers"]
+    assert "int8_linear" in texts["quantize_products"] and "int8_linear" not in texts["fuse"]
+    assert "graph logits(" in texts["uncached"] and "graph logits(" not in texts["lower"]
+    fused = graphs_text(pipeline.after(TEXT, "sm90", "fuse"), None)
+    assert "# fused group" in fused
+    assert "# fused group" not in graphs_text(pipeline.after(TEXT, "sm90", "fake_quantize"), None)
+
+
+def test_every_pass_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(pipeline, "verify", lambda programs, after: seen.append(after))
+    for form, passes in pipeline.PIPELINES.items():
+        seen.clear()
+        pipeline.run(POLY, "sm90", form=form)
+        assert seen[-len(passes) :] == [name for name, _ in passes]
+
+
+def test_a_form_that_a_model_does_not_have() -> None:
+    with pytest.raises(ValueError, match="is not cut into what it reads and what it writes"):
+        pipeline.after(TEXT, "cpu", "uncached")
+    assert pipeline.deployed(TEXT, "cpu") is None
+
+
+def test_nobody_else_calls_a_pass() -> None:
+    """Whoever needs programs asks the pipeline."""
+    passes = {"assign_optimizers", "assign_quant", "round_inputs", "fuse", "quantize_products", "uncached"}
+    for half in ("compiler", "runtime", "cli"):
+        for path in (ROOT / half).rglob("*.py"):
+            imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+            ours = [node for node in imports if (node.module or "").startswith(FOLDERS)]
+            names = {alias.name for node in ours for alias in node.names}
+            assert path.name == "pipeline.py" or not names & passes, path
