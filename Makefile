@@ -35,9 +35,11 @@ check: setup
 	MYPYPATH=.types $(BIN)/mypy -p specc
 	$(BIN)/specc build --all --check
 	$(BIN)/specc schema --check
+	$(BIN)/python docs/generate.py --check
 
 # Rewrites everything that is generated and committed; review the diff.
 golden: setup
 	$(BIN)/specc build --all --force
 	$(BIN)/specc schema --write
-	SPECC_GOLDEN=1 $(BIN)/python -m pytest tests/errors tests/compiler/passes/test_passes_fuse.py
+	SPECC_GOLDEN=1 $(BIN)/python -m pytest tests/errors tests/docs/test_docs.py tests/compiler/passes/test_passes_fuse.py
+	$(BIN)/python docs/generate.py --write

@@ -69,8 +69,8 @@ def command(
         spec = spec_at(model)
         if (code := launched(gpus, spec, target or own_cpu(model, spec))) is not None:
             return code
-    from specc.runtime.eval.evaluate import EvaluateOptions
     from specc.runtime.eval.evaluate import evaluate as score
+    from specc.runtime.eval.options import EvaluateOptions
 
     stages = Stages()
     with joined_world() if is_launched() else nullcontext() as world:

@@ -65,7 +65,7 @@ def command(
     if lines is not None:
         from specc.runtime.data.errors import LineError
         from specc.runtime.data.tokenizers.characters import lines_of
-        from specc.runtime.decode.lines import opened_translator
+        from specc.runtime.decode.lines import translator_of
         from specc.runtime.open_model import open_model
 
         opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
@@ -74,7 +74,7 @@ def command(
         except UnicodeDecodeError as error:
             raise click.UsageError(f"{lines.name} is not valid UTF-8 at byte {error.start}") from None
         try:
-            translated = opened_translator(opened, beam).translate(given)
+            translated = translator_of(opened, beam).translate(given)
         except LineError as error:
             raise LineError(error.row, f"{lines.name}:{error.row + 1}: {error.message}", error.hint) from error
         click.echo("".join(f"{line}\n" for line in translated), nl=False)
@@ -86,7 +86,7 @@ def command(
 
     sampling = Sampling(temperature, top_k, top_p)
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
-    if opened.spec.model.characters is not None:
+    if opened.spec.model.reads == "lines":
         raise click.UsageError(f"{opened.spec.name} turns lines into lines: give it --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)

@@ -76,5 +76,5 @@ def command(
     beside = f" and {code:,} of code" if code else ""
     click.echo(f"artifact     {result.size.total:,} bytes{beside}{budget}: {result.artifact}")
     click.echo(f"report       {result.artifact.parent / 'report.json'}: all of this, a row a parameter")
-    wants = "--prompt TEXT" if result.spec.model.characters is None else "--lines FILE"
+    wants = "--prompt TEXT" if result.spec.model.reads == "text" else "--lines FILE"
     click.echo(f"next: specc generate {shlex.quote(str(result.artifact))} {wants}")

@@ -54,12 +54,12 @@ def load(path: str | Path, *, target: str | None = None, device: str | None = No
     the context, or does not fit the other inputs. On a GPU `extend` and `decode`, which run once a token, look at
     shapes alone: to look at ids they would wait for the device.
     """
-    from specc.runtime.decode.lines import opened_translator
+    from specc.runtime.decode.lines import translator_of
     from specc.runtime.model.guards import check_programs
     from specc.runtime.open_model import open_model
 
     opened = open_model(Path(path), target, device)
-    if opened.spec.model.characters is not None:
-        opened.model.translate = opened_translator(opened).translate  # type: ignore[assignment]
+    if opened.spec.model.reads == "lines":
+        opened.model.translate = translator_of(opened).translate  # type: ignore[assignment]
     check_programs(opened.model, opened.loaded.programs, opened.spec.model.vocabulary)
     return opened.model

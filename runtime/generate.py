@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.decode.text import Decoder, Sampling, SamplingError, drawn
+from specc.runtime.decode.text import Decoder, Sampling, SamplingError, sample_tokens
 from specc.runtime.errors import RunFailure
-from specc.runtime.open_model import Opened, Say
+from specc.runtime.open_model import OpenedModel, Say
 
 REPLACEMENT = "\ufffd".encode()
 HELD_TOKENS = 8  # a character takes at most 4 bytes, and a token at least one
@@ -51,7 +51,7 @@ class Detokenizer:
 
 
 def generate(
-    opened: Opened,
+    opened: OpenedModel,
     prompt: bytes,
     max_tokens: int,
     sampling: Sampling | None = None,
@@ -87,7 +87,7 @@ def generate(
 
 
 def stream_bytes(
-    opened: Opened, prompt: bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
+    opened: OpenedModel, prompt: bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
 ) -> Iterator[bytes]:
     """What `generate` joins, piece by piece; a piece may end inside a character."""
     tokens = _opening(opened.tokenizer, prompt, opened.spec.model.window, say)
@@ -102,7 +102,7 @@ def stream_bytes(
 
 
 def generate_several(
-    opened: Opened,
+    opened: OpenedModel,
     prompt: bytes,
     max_tokens: int,
     sampling: Sampling,
@@ -129,13 +129,13 @@ def generate_several(
 
 
 def _drawn(
-    opened: Opened, tokens: list[int], count: int, sampling: Sampling, seeds: Sequence[int]
+    opened: OpenedModel, tokens: list[int], count: int, sampling: Sampling, seeds: Sequence[int]
 ) -> Iterator[list[int]]:
-    """`drawn` after the same `tokens` for each seed, as numbers. Raises RunFailure where there is no distribution."""
+    """Steps of token ids, one per seed, behind the same `tokens`. Raises RunFailure for logits that are not finite."""
     rows = torch.tensor([tokens] * len(seeds), device=opened.device)
     try:
         decoder = Decoder(opened.generated, opened.spec.model.window, opened.device, len(seeds))
-        for step in drawn(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
+        for step in sample_tokens(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
             found: list[int] = step.tolist()
             if min(found) < 0:
                 raise RunFailure("the logits hold NaN or infinity", "the model is broken: try an earlier checkpoint")

@@ -28,13 +28,14 @@ from specc.runtime.artifact.stored import require_products
 from specc.runtime.artifact.table import require_values, unpacked
 from specc.runtime.artifact.tensors import QuantizedModel, dequantized
 from specc.runtime.data.tokenizers.characters import CharTokenizer
+from specc.runtime.data.tokenizers.from_spec import characters_of, tokenizer_of
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.data.windows.opening import characters_of, tokenizer_of
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.model.load import Loaded, choose_target, device_asked_for, instantiate
 from specc.runtime.model.parameters import assign, place
 from specc.runtime.storage import checkpoint
+from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.quantized_run import quantized_artifact
 from specc.runtime.storage.run_directory import KEPT, Run, RunDirectoryError
 from specc.runtime.support.native import compile_ahead
@@ -63,7 +64,7 @@ class Generated(Protocol):
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model in eval mode on `device`, its parameters in the dtypes that its target computes in.
 
     Attributes:
@@ -73,7 +74,8 @@ class Opened:
         device: where the model is.
         same_code: whether this compiler generates the very code that the artifact was written with; None for
             a run. Another code computes the same function, but maybe not to the last bit.
-        data: what the run was trained on; None for an artifact.
+        data: the training data, as `--data` names it; None for an artifact outside its run.
+        trained_on: digests of the training data; None where neither run nor artifact states them.
         search: folders to look for the tokenizer in.
     """
 
@@ -85,6 +87,7 @@ class Opened:
     same_code: bool | None
     data: str | None
     search: tuple[Path, ...]
+    trained_on: DataDigests | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -115,7 +118,7 @@ def open_model(
     search: Sequence[Path] = (),
     say: Say | None = None,
     prepared: Prepare = lambda spec: spec,
-) -> Opened:
+) -> OpenedModel:
     """The model of a run, with the weights that the run ends with, or of an artifact.
 
     Args:
@@ -152,11 +155,11 @@ def opened_run(
     target: str | None,
     device: str | None,
     search: Sequence[Path] = (),
-) -> Opened:
+) -> OpenedModel:
     """As `open_model` of a run, with these weights (f32, by parameter name)."""
     loaded = realize(run.spec, target, device, weights, lock=run.lock)
     where, places = device_asked_for(loaded.target, device), _places(run, search)
-    return Opened(run.spec, loaded, "run", run.directory, where, None, run.data, places)
+    return OpenedModel(run.spec, loaded, "run", run.directory, where, None, run.data, places, run.data_digests)
 
 
 def realize(
@@ -249,13 +252,21 @@ def token_cache() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What an artifact holds: its spec, the arrays as they are stored, the parameters (f32, by name) that they stand
-    for, and whether this compiler generates the very code that it was written with."""
+    """The content of an artifact.
+
+    Attributes:
+        spec: the resolved spec.
+        stored: the arrays as they are stored.
+        weights: the parameters that they stand for, f32, by name.
+        same_code: whether this compiler generates the very code that the artifact was written with.
+        trained_on: digests of the training data; None where the artifact does not state them.
+    """
 
     spec: Spec
     stored: QuantizedModel
     weights: dict[str, Tensor]
     same_code: bool
+    trained_on: DataDigests | None = None
 
 
 def read_verified(path: Path) -> Verified:
@@ -281,7 +292,7 @@ def read_verified(path: Path) -> Verified:
         weights = dequantized(model)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
-    return Verified(spec, model, weights, artifact.code == deployment.code)
+    return Verified(spec, model, weights, artifact.code == deployment.code, artifact.trained_on)
 
 
 def _open_artifact(
@@ -292,7 +303,7 @@ def _open_artifact(
     say: Say,
     data: str | None,
     prepared: Prepare,
-) -> Opened:
+) -> OpenedModel:
     found = read_verified(path)
     if not found.same_code:
         say(f"{path} was written with other generated code: results may differ in the last bits")
@@ -302,7 +313,7 @@ def _open_artifact(
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
     where = device_asked_for(loaded.target, device)
-    return Opened(spec, loaded, "artifact", path, where, found.same_code, data, search)
+    return OpenedModel(spec, loaded, "artifact", path, where, found.same_code, data, search, found.trained_on)
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:

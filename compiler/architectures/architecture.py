@@ -1,13 +1,21 @@
 """What a whole-model kind is asked."""
 
-from typing import Self
+from typing import ClassVar, Literal, Self
 
 from specc.compiler.programs.programs import Programs
 from specc.compiler.strict import Path, StrictModel
 
+Form = Literal["text", "lines"]  # one stream of tokens, or pairs of a source line and a target line
+
 
 class Architecture(StrictModel):
-    """A model kind. Its fields are blocks; it knows how they connect, and no block by name."""
+    """A model kind. Its fields are blocks; it knows how they connect, and no block by name.
+
+    Attributes:
+        reads: the form of the data that it is trained and scored on.
+    """
+
+    reads: ClassVar[Form] = "text"
 
     def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
         """All programs of the model, computing in `dtype`; with `halves`, those of `score` besides, where the model
@@ -55,7 +63,7 @@ class Architecture(StrictModel):
 
     @property
     def characters(self) -> str | None:
-        """The alphabet that the spec itself states; None where a tokenizer has it."""
+        """The alphabet that the spec itself states, of a model of lines; None where a tokenizer has it."""
         return None
 
     @property

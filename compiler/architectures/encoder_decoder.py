@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Field
 
 from specc.compiler import blocks
-from specc.compiler.architectures.architecture import Architecture
+from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.architectures.blocks_stage import BlocksStage
 from specc.compiler.architectures.function_table import Functions
 from specc.compiler.architectures.side import Side
@@ -47,6 +47,8 @@ class EncoderDecoder(Architecture):
 
     `dtype` is what it computes in, the target's where it is unset.
     """
+
+    reads: ClassVar[Form] = "lines"
 
     kind: Literal["encoder_decoder"]
     vocab: Vocabulary

@@ -4,6 +4,7 @@ from .evaluate import number
 from .values import Binary, Call, Expr, ExprError, Var, children, plain, variables
 
 LONGEST = 48
+HINT = "give the activation a name: `act: {expr: ..., name: ...}`"
 OPERATORS = {"+": "add", "-": "sub", "*": "mul", "/": "div"}
 POWERS = {2.0: "square", 3.0: "cube", 0.5: "sqrt"}
 
@@ -18,7 +19,7 @@ def name_of(expr: Expr) -> str:
     """
     name = "_".join(_words(expr))
     if len(name) > LONGEST:
-        raise ExprError(f"the name {name} has {len(name)} characters; at most {LONGEST}", hint="give it one with name:")
+        raise ExprError(f"the name {name} has {len(name)} characters; at most {LONGEST}", hint=HINT)
     return name
 
 

@@ -287,6 +287,7 @@ def assume(expr: Expr, condition: Compare, truth: bool) -> Expr:
     return expr if decided == expr else simplify(decided)
 
 
+@lru_cache(maxsize=1 << 14)
 def _decide(expr: Expr, condition: Compare, truth: bool) -> Expr:
     match expr, condition:
         case Call("where", (question, a, b)), _:

@@ -3,11 +3,15 @@
 An expression is a tree of frozen, hashable values. Arithmetic on them (`Var("x") * 2 + 1`) builds trees and
 never simplifies; `==` compares structure, as a value should. `str(e)` is canonical: `parse(str(e)) == e`
 for what `parse` accepts.
+
+A tree has at most LARGEST_TREE nodes. Rules such as those of derivatives may repeat a part, so that nested ones grow
+exponentially; the bound on what they build bounds the work of every function here.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from typing import ClassVar
 
 # Arguments each function takes. leaky_relu's second is a constant, where's first a comparison.
 FUNCTIONS: Mapping[str, int] = {
@@ -25,10 +29,32 @@ class ExprError(ValueError):
         self.message, self.column, self.hint = message, column, hint
 
 
-class Expr:
-    """Base of the values. Operators take expressions and numbers."""
+LARGEST_TREE = 8_000  # nodes; the longest text that is printed has fewer
 
-    __slots__ = ()
+
+class Expr:
+    """Base of the values. Operators take expressions and numbers.
+
+    `size` is the number of nodes. The hash is computed once, as rules look up the same trees again and again.
+    """
+
+    __slots__ = ("_hash", "size")
+    __match_args__: ClassVar[tuple[str, ...]] = ()
+    _hash: int
+    size: int
+
+    def __post_init__(self) -> None:
+        parts = children(self)
+        size = 1 + sum(part.size for part in parts)
+        if size > LARGEST_TREE:
+            raise ExprError(f"the expression or its derivative has more than {LARGEST_TREE} parts", hint="split it")
+        object.__setattr__(self, "size", size)
+        object.__setattr__(
+            self, "_hash", hash((type(self).__name__, *(getattr(self, name) for name in self.__match_args__)))
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         return Printer().text(self)
@@ -68,18 +94,21 @@ class Expr:
 class Const(Expr):
     """A finite number; -0.0 is stored as 0.0."""
 
+    __hash__ = Expr.__hash__
     value: float
 
     def __post_init__(self) -> None:
         if not isfinite(self.value):
             raise ExprError(f"the constant {self.value} is not finite")
         object.__setattr__(self, "value", float(self.value) + 0.0)
+        Expr.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Var(Expr):
     """A named operand: a tensor, or a number known at build time."""
 
+    __hash__ = Expr.__hash__
     name: str
 
 
@@ -87,6 +116,7 @@ class Var(Expr):
 class Call(Expr):
     """One of `FUNCTIONS` and its arguments; `where` holds (Compare, then, otherwise)."""
 
+    __hash__ = Expr.__hash__
     function: str
     args: tuple[Expr, ...]
 
@@ -95,6 +125,7 @@ class Call(Expr):
 class Binary(Expr):
     """`a op b` with op one of + - * / **; the exponent of ** has no variables."""
 
+    __hash__ = Expr.__hash__
     op: str
     a: Expr
     b: Expr
@@ -104,23 +135,23 @@ class Binary(Expr):
 class Neg(Expr):
     """-a; a negative number is a Const instead, so that text and value match one to one."""
 
+    __hash__ = Expr.__hash__
     a: Expr
 
     def __post_init__(self) -> None:
         if isinstance(self.a, Const):
             raise ExprError(f"Neg of the constant {self.a}", hint="use Const of the negative number")
+        Expr.__post_init__(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Compare(Expr):
     """`a op b` with op one of < <= > >= == !=; stands only as the condition of `where`."""
 
+    __hash__ = Expr.__hash__
     op: str
     a: Expr
     b: Expr
-
-
-ZERO, ONE = Const(0.0), Const(1.0)
 
 
 def as_expr(value: Expr | float) -> Expr:
@@ -137,6 +168,9 @@ def children(expr: Expr) -> tuple[Expr, ...]:
         case Neg(a):
             return (a,)
     return ()
+
+
+ZERO, ONE = Const(0.0), Const(1.0)
 
 
 def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:

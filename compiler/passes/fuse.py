@@ -29,7 +29,7 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
             hint = "take it out of the fusion point; `specc ir --after lower` shows the graph"
             problems.append(Problem(("fuse", i, pattern), "S304", f"{pattern}: {error}", hint))
         except ExprError as error:
-            hint = "give the activation a name: `act: {expr: ..., name: ...}`; or take it out of the fusion point"
+            hint = "; or ".join(filter(None, (error.hint, "take it out of the fusion point")))
             problems.append(Problem(("fuse", i, pattern), "S402", f"{pattern}: {error.message}", hint))
         except _Unmatched as error:
             problems.append(Problem(("fuse", i, pattern), error.code, str(error), error.hint))

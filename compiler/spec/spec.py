@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union
 from pydantic import Field, create_model
 
 from specc.compiler import architectures, quant
-from specc.compiler.architectures.architecture import Architecture
+from specc.compiler.architectures.architecture import Architecture, Form
 from specc.compiler.catalog import models
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import AnyEval, BitsSpec, TrainSpec
@@ -105,9 +105,9 @@ class Calibrate(StrictModel):
                 message = f"calibrate has a {name}, which is of text that the model writes itself"
                 yield Problem((name,), "S260", message, "add `source: self`, or take it out")
 
-    def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
+    def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
         """Text that the model can write."""
-        if self.source == "self" and pairs:
+        if self.source == "self" and reads == "lines":
             message = "the model turns lines into lines, and writes no text by itself"
             yield Problem(("source",), "S261", message, "use `source: train`")
         elif (self.length or 0) > window:
@@ -166,12 +166,12 @@ class Spec(StrictModel):
             if target in self.targets[:i]:
                 yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")
         yield from (problem.under("train") for problem in self.train.problems_of_a_step(self.model.window))
-        lengths = self.train.problems_of_lengths(self.model.window, self.model.characters is not None)
+        lengths = self.train.problems_of_lengths(self.model.window, self.model.reads)
         yield from (problem.under("train") for problem in lengths)
         yield from self.train.problems_of_shares(self.model.late)
         yield from self.train.data.problems_with(self.model)
-        pairs = self.model.characters is not None
-        if self.train.teacher_forcing is not None and not pairs:
+        reads = self.model.reads
+        if self.train.teacher_forcing is not None and reads != "lines":
             message = "teacher forcing is for models that turn lines into lines"
             yield Problem(("train", "teacher_forcing"), "S227", message, "take it out")
         if self.train.tf32 and self.model.computes_in != "f32":
@@ -181,6 +181,6 @@ class Spec(StrictModel):
             message = "train.qat rounds weights as quant will store them, and there is no quant"
             yield Problem(("train", "qat"), "S244", message, "add a quant section, or remove qat")
         if self.quant is not None:
-            found = self.quant.calibrate.problems_with(self.model.window, pairs)
+            found = self.quant.calibrate.problems_with(self.model.window, reads)
             yield from (problem.under("quant", "calibrate") for problem in found)
-        yield from (problem.under("eval") for problem in self.eval.problems_with(self.model.window, pairs))
+        yield from (problem.under("eval") for problem in self.eval.problems_with(self.model.window, reads))

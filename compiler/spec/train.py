@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, Field
 
+from specc.compiler.architectures.architecture import Form
 from specc.compiler.catalog import models
 from specc.compiler.spec import adapt, data, optimizers
 from specc.compiler.spec.adapt.adaptation import Adaptation
@@ -183,9 +184,9 @@ class TrainSpec(StrictModel):
                 message = f"{what} would begin at {share:.4g} of the run, whose last step begins at {last:.4g}"
                 yield Problem(path, "S269", message, "begin earlier, or give the run more steps")
 
-    def problems_of_lengths(self, window: int, pairs: bool) -> Iterator[Problem]:
+    def problems_of_lengths(self, window: int, reads: Form) -> Iterator[Problem]:
         """Lengths that windows of so many tokens cannot be cut into."""
-        if self.lengths is not None and pairs:
+        if self.lengths is not None and reads == "lines":
             message = "the model turns lines into lines, which are not cut"
             yield Problem(("lengths",), "S251", message, "take lengths out")
             return
@@ -290,10 +291,10 @@ class BitsSpec(StrictModel):
         """Whether the model needs the two halves of its program `score`."""
         return self.adapt is not None
 
-    def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
+    def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
         """A stride within a window, that within the context, and a model of one stream."""
         own = self.window or window
-        if pairs:
+        if reads == "lines":
             message = "the model turns lines into lines, which have no bits per byte"
             yield Problem((), "S228", message, "use `eval: {metric: exact_match}`")
             return
@@ -328,9 +329,9 @@ class ExactMatchSpec(StrictModel):
     lines: Annotated[int, Field(ge=1, le=100_000)] = 100_000
     halves: ClassVar[bool] = False  # its models have no use for those of `score`
 
-    def problems_with(self, window: int, pairs: bool) -> Iterator[Problem]:
+    def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
         """A model of pairs."""
-        if not pairs:
+        if reads != "lines":
             message = "exact match is of lines, and the model reads one stream of tokens"
             yield Problem(("metric",), "S228", message, "use bits_per_byte")
 

@@ -38,6 +38,7 @@ from specc.runtime.artifact.sections import (
 from specc.runtime.artifact.streams import Stream, choose, pack, raw_size, streams, unpack
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.storage.atomic import write_atomically
+from specc.runtime.storage.data_digests import DataDigests
 
 Array = npt.NDArray[Any]
 Layout = Sequence[tuple[str, Stored]]
@@ -69,13 +70,21 @@ class ArtifactSize:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A verified artifact. Arrays are read-only, as `Stored` describes them, by parameter name and suffix; `table` is
-    the text of the table of arrays, empty where there is none."""
+    """A verified artifact.
+
+    Attributes:
+        spec: the resolved spec as canonical JSON.
+        code: SHA-256 of the generated code that it was written with.
+        tensors: arrays by parameter name and suffix, read-only, as `Stored` describes them.
+        table: text of the table of arrays; empty where there is none.
+        trained_on: digests of the training data; None where the file does not state them.
+    """
 
     spec: bytes
     code: bytes
     tensors: Mapping[str, Mapping[str, Array]]
     table: bytes
+    trained_on: DataDigests | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,7 @@ class ArtifactContents:
         interface: 32 bytes, the digest of parameter names, shapes and storage.
         code: 32 bytes, the digest of the generated code.
         table: the section of table.py; empty where no array is multiplied as it is stored.
+        trained_on: digests of the training data; None where they are not known.
     """
 
     spec: bytes
@@ -97,6 +107,14 @@ class ArtifactContents:
     interface: bytes = bytes(32)
     code: bytes = bytes(32)
     table: bytes = b""
+    trained_on: DataDigests | None = None
+
+    @property
+    def texts(self) -> list[tuple[Kind, bytes]]:
+        """The sections in front of those of arrays, as (kind, raw bytes)."""
+        digests = b"" if self.trained_on is None else self.trained_on.packed()
+        optional = ((Kind.TABLE, self.table), (Kind.DATA_DIGESTS, digests))
+        return [(Kind.SPEC, self.spec), *((kind, raw) for kind, raw in optional if raw)]
 
 
 def write_artifact(
@@ -130,8 +148,8 @@ def write_artifact(
             back.tensors[name][stored.suffix].tobytes() == tensors[name][stored.suffix].tobytes()
             for name, stored in layout
         )
-        texts = (back.spec, back.code, back.table)
-        if texts != (contents.spec, contents.code, contents.table) or not same:
+        texts = (back.spec, back.code, back.table, back.trained_on)
+        if texts != (contents.spec, contents.code, contents.table, contents.trained_on) or not same:
             raise unreadable
 
     write_atomically(path, [header.pack(), *bodies], check)
@@ -176,8 +194,10 @@ def read_artifact(
             )
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
             raise IntegrityError(f"its arrays take {needed:,} bytes, more than the limit of {limit:,}")
-        texts = [read_section(file, section, "the table of arrays", header.codec) for section in header.tables]
-        table = b"".join(texts)
+        table, digests = (
+            b"".join(read_section(file, section, label, header.codec) for section in header.of(kind))
+            for kind, label in ((Kind.TABLE, "the table of arrays"), (Kind.DATA_DIGESTS, "the digests of data"))
+        )
         if judge is not None:
             judge(table)
         plan = _planned(header, layout)
@@ -186,7 +206,7 @@ def read_artifact(
             for i, section in enumerate(header.data, header.texts)
         ]
         tensors = _unpacked_1(layout, header, raws) if header.version == 1 else _unpacked(layout, header, plan, raws)
-    return Artifact(spec, header.code, tensors, table)
+    return Artifact(spec, header.code, tensors, table, DataDigests.unpacked(digests) if digests else None)
 
 
 def require_layout(path: Path, layout: Layout) -> None:
@@ -237,10 +257,7 @@ def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[H
     if len(contents.spec) > MAX_SPEC_BYTES:
         raise RunFailure(f"the resolved spec has {len(contents.spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
     _check(contents.layout, contents.tensors)
-    parts: list[tuple[Stream | Kind, bytes]] = [(Kind.SPEC, contents.spec)]
-    if contents.table:
-        parts.append((Kind.TABLE, contents.table))
-    parts += _parts(contents.layout, contents.tensors)
+    parts: list[tuple[Stream | Kind, bytes]] = [*contents.texts, *_parts(contents.layout, contents.tensors)]
     if len(parts) > MAX_SECTIONS:
         raise RunFailure(f"the parameters need {len(parts):,} sections; an artifact holds {MAX_SECTIONS:,}")
 

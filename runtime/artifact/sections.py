@@ -14,7 +14,8 @@ Layout of version 2, little-endian:
     80+44n  32    SHA-256 of everything above
     then          the sections, in order, and nothing after them
 
-Sections come by kind: one of the spec, where arrays are multiplied as they are stored one of table.py, then the
+Sections come by kind: one of the spec, where arrays are multiplied as they are stored one of table.py, where the
+training data are known one of their digests (64 bytes: SHA-256 of the training and of the validation split), then the
 streams of streams.py, each cut between rows at no more than 512 KiB; each section has the transform that made it
 smallest. Other names, dtypes and shapes are not stored. Cutting lets brotli adapt to each part and all cores compress,
 and bounds what any one section can expand to.
@@ -57,6 +58,7 @@ class Kind(IntEnum):
     F32 = 5
     I32 = 6
     TABLE = 7
+    DATA_DIGESTS = 8
 
 
 ITEM_BYTES = {
@@ -68,8 +70,10 @@ ITEM_BYTES = {
     Kind.F32: 4,
     Kind.I32: 4,
     Kind.TABLE: 1,
+    Kind.DATA_DIGESTS: 1,
 }
-TEXTS = (Kind.SPEC, Kind.TABLE)  # one section each, in front
+TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)  # at most one section each, in front, in this order
+DATA_DIGEST_BYTES = 64
 
 
 def kind_of(stored: Stored) -> Kind:
@@ -110,10 +114,9 @@ class Header:
         """How many sections stand in front of those of arrays."""
         return sum(section.kind in TEXTS for section in self.sections)
 
-    @property
-    def tables(self) -> tuple[Section, ...]:
-        """The section of the table of arrays, if there is one."""
-        return self.sections[1 : self.texts]
+    def of(self, kind: Kind) -> tuple[Section, ...]:
+        """The sections of one kind, in file order."""
+        return tuple(section for section in self.sections if section.kind == kind)
 
     @property
     def data(self) -> tuple[Section, ...]:
@@ -172,8 +175,13 @@ def read_header(file: BinaryIO, size: int) -> Header:
         sections.append(Section(Kind(kind), compressed, raw, digest, transform))
     if [i for i, section in enumerate(sections) if section.kind == Kind.SPEC] != [0]:
         raise IntegrityError("its first section, and no other, must be the spec")
-    if [i for i, section in enumerate(sections) if section.kind == Kind.TABLE] not in ([], [1] if version > 1 else []):
-        raise IntegrityError("a table of arrays may only be its second section")
+    texts = [section.kind for section in sections if section.kind in TEXTS]
+    if texts != sorted(set(texts), key=TEXTS.index) or [section.kind for section in sections[: len(texts)]] != texts:
+        raise IntegrityError("a table of arrays and digests of data may only stand once, behind the spec")
+    if version == 1 and len(texts) > 1:
+        raise IntegrityError("version 1 has neither a table of arrays nor digests of data")
+    if any(section.kind == Kind.DATA_DIGESTS and section.raw != DATA_DIGEST_BYTES for section in sections):
+        raise IntegrityError(f"its digests of data do not have {DATA_DIGEST_BYTES} bytes")
     header = Header(interface, code, tuple(sections), Codec(codec), version)
     if header.total != size:
         raise IntegrityError(f"its sections end at byte {header.total:,}, and the file at {size:,}")

@@ -24,7 +24,7 @@ from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.rerun import Rerun, rerun_model
 from specc.runtime.bench.timing import Measured
 from specc.runtime.calibration.ranges import input_ranges
-from specc.runtime.data.windows.opening import characters_of
+from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.decode.lines import Translator, translator
 from specc.runtime.decode.step_graphs import Steps
 from specc.runtime.model.load import Loaded, initialize, instantiate
@@ -33,7 +33,7 @@ from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer
 from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.storage.quantized_run import ARTIFACT, quantized_artifact
 from specc.runtime.storage.run_directory import Run
-from specc.runtime.train.sources.source import Opened, source_of
+from specc.runtime.train.sources.source import OpenData, source_of
 
 Say = Callable[[str], None]
 INT8 = "int8"
@@ -148,7 +148,7 @@ def _builds(
     lock: Lock,
     device: torch.device,
     weights: _Weights,
-    opened: Opened,
+    opened: OpenData,
     missing: dict[str, str],
 ) -> Iterator[tuple[str, Build]]:
     """The model in each dtype that it can compute in on the target, its own first; then in int8."""
@@ -176,7 +176,7 @@ def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
 
 
 def _quantized(
-    spec: Spec, target: str, device: torch.device, floats: Mapping[str, Tensor], opened: Opened
+    spec: Spec, target: str, device: torch.device, floats: Mapping[str, Tensor], opened: OpenData
 ) -> tuple[QuantizedModel, Spec]:
     """The weights as `specc quantize` stores them, without its search of bits, and the resolved spec."""
     assert spec.quant is not None
@@ -198,7 +198,7 @@ def _timed(
     dtype: str,
     building: float,
     match: ExactMatchSpec,
-    opened: Opened,
+    opened: OpenData,
     device: torch.device,
     folder: Path,
     missing: dict[str, str],

@@ -72,7 +72,7 @@ class Report:
 
 def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
     """The parts to run, in order. Raises RunFailure for one that was asked for and that the spec does not have."""
-    pairs, integers = options.spec.model.characters is not None, options.target in built.deployed
+    pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     refused = {
         "table": None if pairs else "validates by decoding lines, and this model reads one stream of tokens",
         "decode": None if pairs else "decodes lines, and this model reads one stream of tokens",

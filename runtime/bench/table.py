@@ -30,7 +30,7 @@ from specc.runtime.bench.rerun import Rerun, rerun_model
 from specc.runtime.bench.step import cold_caches, wait
 from specc.runtime.data.lines.pairs import lengths
 from specc.runtime.data.tokenizers.characters import CharTokenizer
-from specc.runtime.data.windows.opening import characters_of
+from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.decode.lines import Translator, translator
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure

@@ -13,7 +13,7 @@ from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.decode.step_graphs import Eager, Graphed, Pairs, State, Steps
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.guards import Unchecked
-from specc.runtime.open_model import Opened
+from specc.runtime.open_model import OpenedModel
 
 BATCH = 4096
 CHECK = 4  # steps from one look at how many rows go on to the next: each waits for the device
@@ -215,7 +215,7 @@ def translator(
     )
 
 
-def opened_translator(opened: Opened, beam: int | None = None, batch: int = BATCH) -> Translator:
+def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BATCH) -> Translator:
     """That of an opened model of pairs, with the beam that its spec is scored with where none is given. Raises
     DataError for a model of text."""
     tokenizer = opened.characters

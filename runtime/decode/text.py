@@ -165,7 +165,7 @@ class _Step:
         self._logits.copy_(logits)
 
 
-def drawn(
+def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
     """`count` times the next token of each row, i64 [rows] on the device of `tokens`, i64 [rows, T], which they follow.

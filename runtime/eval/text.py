@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,52 +15,18 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
-from specc.runtime.errors import RunFailure, RuntimeFailure
+from specc.runtime.errors import RunFailure
 from specc.runtime.eval.adapt.method import Halves, Work, method_of
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions, WindowPlan
 from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte, evaluate_bits
-from specc.runtime.open_model import Opened, token_cache
+from specc.runtime.open_model import OpenedModel, token_cache
 from specc.runtime.storage.run_directory import readable
 
 FEWER = "lower --batch, or eval.batch in the spec"  # where memory is full
 
 
-class EvaluateError(RuntimeFailure):
-    """What was asked for cannot be scored: no data named, a stride that no window has."""
-
-    exit_code = 2
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateOptions:
-    """How to score; what is None is taken from the spec, the run, or the machine.
-
-    Attributes:
-        data: of text, a source as `specc.runtime.data.windows.stream.open_stream` takes it; of lines, a file of them,
-            `polynomial` for every held-out split, or `polynomial:NAME` for one. None for what the run was trained on.
-        window: tokens of a window, 1 to the context that the model is built for.
-        stride: tokens from one window to the next, 1 to the window.
-        batch: windows, or lines, at once.
-        max_tokens: only so many tokens from the start of the split; of lines, of their targets.
-        cache: where tokenized text is kept.
-        hopeless: of lines, a set ends where none of so many is exact.
-        compiled: use torch.compile on a GPU.
-        adapt: how the model adapts to the text, as `kind` or as a YAML mapping; what comes out is no score of the
-            model. None does not adapt, whatever the spec says.
-    """
-
-    data: str | None = None
-    stride: int | None = None
-    batch: int | None = None
-    max_tokens: int | None = None
-    cache: Path | None = None
-    compiled: bool = True
-    window: int | None = None
-    adapt: str | None = None
-    hopeless: int | None = None
-
-
-def evaluate_opened(
-    opened: Opened,
+def evaluate_text(
+    opened: OpenedModel,
     options: EvaluateOptions,
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
@@ -72,17 +37,17 @@ def evaluate_opened(
     fit no model, RunFailure (4) when the loss is not finite or memory is full, DataError for the data.
     """
     world = world or World.alone()
-    asked = Asked.of(opened.spec, options, str(opened.path))
+    windows = WindowPlan.of(opened.spec, options, str(opened.path))
     score = _compiled(opened, options)(opened.generated.score)
     with _stream(opened, options, world) as stream, _memory():
         result = evaluate_bits(
             score,
             stream,
             opened.tokenizer,
-            asked.window,
-            asked.batch,
+            windows.length,
+            windows.batch,
             opened.device,
-            asked.stride,
+            windows.stride,
             options.max_tokens,
             progress,
             world.rank,
@@ -91,47 +56,23 @@ def evaluate_opened(
         )
     if not math.isfinite(result.nats):
         raise RunFailure(f"the loss is {result.nats}", "the model is broken: evaluate an earlier checkpoint")
-    return result
+    return replace(result, held_out=_held_out(opened, stream))
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The windows of an evaluation of text: what was asked for, else what the spec says."""
-
-    window: int
-    stride: int
-    batch: int
-
-    @classmethod
-    def of(cls, spec: Spec, options: EvaluateOptions, name: str) -> "Asked":
-        """Raises EvaluateError (2) where they fit no model."""
-        context, how = spec.model.window, spec.eval
-        if not isinstance(how, BitsSpec):
-            raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
-        window = how.window or context if options.window is None else options.window
-        if not 1 <= window <= context:
-            message = f"the window {window} is not in 1 .. {context}, the context that the model is built for"
-            raise EvaluateError(message, "give another one")
-        stride = how.stride if options.stride is None else options.stride
-        if options.stride is None and stride is not None and options.window is not None:
-            stride = min(stride, window)  # of a spec whose windows are longer
-        if stride is not None and not 1 <= stride <= window:
-            what = "context" if window == context else "window"
-            raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "give another one")
-        if options.max_tokens is not None and options.max_tokens < 1:
-            raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
-        return cls(window, window if stride is None else stride, options.batch or how.batch)
+def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
+    """Whether the text is the split that training left out; None where that is not known."""
+    return None if opened.trained_on is None else opened.trained_on.held_out(stream.digest)
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
     """The spec with the windows and the adaptation that were asked for; the settings of one that is only named are
     those of the spec, where it has that kind. Raises EvaluateError and SpecError (2)."""
-    asked = Asked.of(spec, options, spec.name)
+    windows = WindowPlan.of(spec, options, spec.name)
     wanted, own = (options.adapt or "").strip(), spec.eval.adapt if isinstance(spec.eval, BitsSpec) else None
     settings = wanted if wanted.startswith("{") else f"{{kind: {wanted}}}"
     if own is not None and own.kind == wanted:
         settings = own.model_dump_json()
-    over = (f"eval.window={asked.window}", f"eval.stride={asked.stride}", f"eval.adapt={settings}")
+    over = (f"eval.window={windows.length}", f"eval.stride={windows.stride}", f"eval.adapt={settings}")
     return load(readable(spec), over)[0]
 
 
@@ -148,7 +89,7 @@ class Adapted:
     """
 
     how: Adaptation
-    windows: Asked
+    windows: WindowPlan
     done: str
     counted: BitsPerByte
 
@@ -158,13 +99,13 @@ class Adapted:
 
     def report(self) -> list[str]:
         """For people; the last line says what it is."""
-        kind, first, second = self.how.kind, *self.counted.report()
+        kind, counted = self.how.kind, self.counted.report()
         if self.how.causal:
             about = f"causal: {kind} predicts each token from {self.how.sees}"
         else:
             about = f"NON-CAUSAL, not the model's score: {kind} is {self.how.leaks}"
         named = f"{kind} ({self.key.replace('_', '-')}), {self.done}"
-        return [named, first, second, f"{about}; without --adapt, eval scores the model"]
+        return [named, *counted, f"{about}; without --adapt, eval scores the model"]
 
     def facts(self) -> dict[str, object]:
         """For programs."""
@@ -174,12 +115,12 @@ class Adapted:
             "done": self.done,
             "settings": self.how.model_dump(mode="json"),
         }
-        windows = {"window": self.windows.window, "stride": self.windows.stride}
+        windows = {"window": self.windows.length, "stride": self.windows.stride}
         return {"causal": self.how.causal, self.key: {**made, **windows, **self.counted.facts()}}
 
 
 def evaluate_adapted(
-    opened: Opened,
+    opened: OpenedModel,
     options: EvaluateOptions,
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
@@ -189,10 +130,10 @@ def evaluate_adapted(
     What a method fits for a batch of windows or for one of them is the same in any number of processes; where weights
     learn, gradients are added up over the processes, and the result is the same but for the rounding of these sums.
 
-    Raises as `evaluate_opened` does, AdaptError (2) for settings that do not fit the model.
+    Raises as `evaluate_text` does, AdaptError (2) for settings that do not fit the model.
     """
     world = replace(world or World.alone(), device=opened.device)
-    asked, how = Asked.of(opened.spec, options, str(opened.path)), opened.spec.eval
+    windows, how = WindowPlan.of(opened.spec, options, str(opened.path)), opened.spec.eval
     assert isinstance(how, BitsSpec) and how.adapt is not None
     if next(opened.model.buffers(), None) is not None:
         hint = "adapt the run that it was made from, before it was quantized"
@@ -203,10 +144,10 @@ def evaluate_adapted(
     if own is not None and options.batch not in (None, own):
         message = f"{how.adapt.kind} takes {own} windows at once, as its settings say, and has no other batches"
         raise EvaluateError(message, "leave --batch out, or say it in the settings of --adapt")
-    rows, fewer = (asked.batch, FEWER) if own is None else (own, "lower what the settings of --adapt take at once")
+    rows, fewer = (windows.batch, FEWER) if own is None else (own, "lower what the settings of --adapt take at once")
     with _stream(opened, options, world) as stream, _memory(fewer):
         account = Account(
-            stream, opened.tokenizer, asked.window, rows, asked.stride, options.max_tokens, method.chunk(how.adapt)
+            stream, opened.tokenizer, windows.length, rows, windows.stride, options.max_tokens, method.chunk(how.adapt)
         )
         halves = cast(Halves, model)
         score, features, nats = map(compiled, (halves.score, halves.features, halves.nats))
@@ -223,16 +164,16 @@ def evaluate_adapted(
         result = account.total(world.totals)
     if not math.isfinite(result.nats):
         raise RunFailure(f"the loss is {result.nats}", "the model is broken, or eval.adapt learns too fast")
-    return Adapted(how.adapt, asked, done, result)
+    return Adapted(how.adapt, windows, done, replace(result, held_out=_held_out(opened, stream)))
 
 
-def _compiled(opened: Opened, options: EvaluateOptions) -> Callable[[Any], Any]:
+def _compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
     """What a function of the model becomes."""
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 
 
 @contextmanager
-def _stream(opened: Opened, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
+def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
     """The text to score, the same in all processes."""
     data = options.data or opened.data
     if data is None:

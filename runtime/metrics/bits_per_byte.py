@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.data.windows.scored import Batch, Ids, Windows, cut, read_batch, share
+from specc.runtime.data.windows.evaluation import Batch, Ids, Windows, cut, read_batch, share
 from specc.runtime.data.windows.stream import TokenStream
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class BitsPerByte:
         bpb: bits per byte of the documents; None if they are unknown and the tokenizer is lossy.
         bpb_pieces: bits per byte by pieces.
         lossless: of the tokenizer.
+        held_out: True where the text is the validation split of the model's training data, False where it is their
+            training split; None where that is not known.
     """
 
     nats: float
@@ -49,6 +51,7 @@ class BitsPerByte:
     bpb: float | None
     bpb_pieces: float
     lossless: bool
+    held_out: bool | None = None
 
     def record(self) -> dict[str, float | None]:
         """For the log of a run; `nats` are those of a token."""
@@ -65,14 +68,19 @@ class BitsPerByte:
         return ", ".join(filter(None, (bpb, pieces)))
 
     def report(self) -> list[str]:
-        """For people: the loss and both metrics, and the audit."""
+        """For people: the loss and both metrics, the audit, and whether the model was trained on the text."""
         bpb = "unknown" if self.bpb is None else f"{self.bpb:.4f}"
         nats = f"{self.nats / self.tokens:.4f} nats a token, bpb {bpb}, bpb_pieces {self.bpb_pieces:.4f}"
-        return [f"{self.tokens:,} tokens: {nats}", self.audit()]
+        trained = {
+            True: "the validation split of the training data",
+            False: "the training split: the model was trained on all of it",
+            None: "whether the model was trained on this text is not known",
+        }
+        return [f"{self.tokens:,} tokens: {nats}", self.audit(), f"data: {trained[self.held_out]}"]
 
     def facts(self) -> dict[str, float | None]:
         """For programs."""
-        names = ("nats", "tokens", "document_bytes", "piece_bytes", "bpb", "bpb_pieces", "lossless")
+        names = ("nats", "tokens", "document_bytes", "piece_bytes", "bpb", "bpb_pieces", "lossless", "held_out")
         return {name: getattr(self, name) for name in names}
 
     def audit(self) -> str:

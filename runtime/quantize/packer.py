@@ -12,6 +12,7 @@ from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import described
 from specc.runtime.artifact.tensors import QuantizedModel
 from specc.runtime.quantize.schemes import resolved
+from specc.runtime.storage.data_digests import DataDigests
 
 
 class Packer(Protocol):
@@ -32,6 +33,7 @@ class SpecPacker:
     """The packer of a spec."""
 
     spec: Spec
+    trained_on: DataDigests | None = None
     codec: Codec = Codec.BROTLI
 
     def measure(self, stored: QuantizedModel) -> int:
@@ -45,4 +47,4 @@ class SpecPacker:
     def _contents(self, stored: QuantizedModel) -> ArtifactContents:
         text = canonical(resolved(self.spec, stored.schemes)).encode()
         table = described(stored.schemes, stored.tensors)
-        return ArtifactContents(text, stored.layout(), stored.tensors, table=table)
+        return ArtifactContents(text, stored.layout(), stored.tensors, table=table, trained_on=self.trained_on)

@@ -28,11 +28,12 @@ from specc.runtime.calibration.ranges import input_ranges
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.eval.evaluate import METRICS, EvaluateOptions, Scored
+from specc.runtime.eval.evaluate import METRICS, Scored
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
 from specc.runtime.open_model import (
     Generated,
-    Opened,
+    OpenedModel,
     Say,
     as_trained,
     opened_run,
@@ -120,7 +121,7 @@ class _RunModel:
 
     run: Run
     step: int
-    opened: Opened
+    opened: OpenedModel
     options: QuantizeOptions
     weights: Mapping[str, Tensor]
     sources: Sequence[Source]
@@ -243,7 +244,7 @@ def _quantize(
     scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache, hopeless=HOPELESS)
     metric = METRICS[run.spec.eval.metric]
 
-    def measure(model: Opened) -> Scored:
+    def measure(model: OpenedModel) -> Scored:
         return metric(model, scored, partial(progress, "evaluate"), None)
 
     before = measure(opened)
@@ -256,7 +257,7 @@ def _quantize(
         model,
         quant,
         base,
-        SpecPacker(run.spec),
+        SpecPacker(run.spec, run.data_digests),
         say,
         progress,
         integer_inputs=model.integer_inputs if sources else None,
@@ -310,7 +311,7 @@ def _write(
             artifact=run.quantized / ARTIFACT,
             spec=spec,
             step=model.step,
-            size=SpecPacker(run.spec).write(staging / ARTIFACT, quantized.stored),
+            size=SpecPacker(run.spec, run.data_digests).write(staging / ARTIFACT, quantized.stored),
             budget=model.quant.budget_bytes,
             rows=report(quantizer.weights, quantized.stored, quantizer.statistics, quantizer.solutions),
             inputs=inputs,

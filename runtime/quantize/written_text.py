@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specc.compiler.spec.spec import Calibrate
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.decode.text import Decoder, Sampling, drawn
+from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.open_model import Generated
 
@@ -90,7 +90,7 @@ def write_text(
     start = written[:, :1].clone()
     try:
         decoder = Decoder(model.generated, length, model.device, rows)  # never full: it ends there
-        steps = drawn(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
+        steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step
             if progress is not None and (done % REPORT_EVERY == 0 or done == length):

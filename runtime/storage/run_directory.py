@@ -36,6 +36,7 @@ from specc.compiler.strict import StrictModel
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import COMMIT
+from specc.runtime.storage.data_digests import DataDigests
 
 SPEC = "spec.json"
 LOCK = "lock.json"
@@ -53,11 +54,19 @@ class _Record(StrictModel):
     target: str
     data: str
     overrides: tuple[str, ...]
+    data_digests: DataDigests | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory and what it says of the run. `overrides` are the `--set` texts that `spec` contains."""
+    """A run directory and what it says of the run.
+
+    Attributes:
+        data: the training data, as `--data` names it.
+        overrides: the `--set` texts that `spec` contains.
+        lock: the measured kernels that it runs with.
+        data_digests: of the content of `data` as the run began; None for a run of an older specc.
+    """
 
     directory: Path
     spec: Spec
@@ -65,6 +74,7 @@ class Run:
     data: str
     overrides: tuple[str, ...] = ()
     lock: Lock = NO_LOCK
+    data_digests: DataDigests | None = None
 
     @property
     def generated(self) -> Path:
@@ -112,11 +122,12 @@ class Run:
         overrides: Sequence[str] = (),
         lock: Lock = NO_LOCK,
         files: Sequence[Path] = (),
+        data_digests: DataDigests | None = None,
     ) -> "Run":
         """Makes the directory, with copies of `files`. Raises RunDirectoryError if there is something in it,
         RunFailure if it cannot be written."""
         require_free(directory)
-        run = cls(directory, spec, target, data, tuple(overrides), lock)
+        run = cls(directory, spec, target, data, tuple(overrides), lock, data_digests)
         try:
             for folder in (*([run.files] if files else []), run.generated, run.checkpoints, run.quantized):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -146,11 +157,13 @@ class Run:
             raise IntegrityError(f"{directory}: its spec.json or lock.json is damaged: {error}") from None
         except (OSError, ValidationError) as error:
             raise IntegrityError(f"{directory}: its run.json is damaged: {error}") from None
-        return cls(directory, spec, record.target, record.data, record.overrides, lock)
+        return cls(directory, spec, record.target, record.data, record.overrides, lock, record.data_digests)
 
     def record(self) -> None:
         """Writes run.json. Raises RunFailure if it cannot be written."""
-        record = _Record(format=1, target=self.target, data=self.data, overrides=self.overrides)
+        record = _Record(
+            format=1, target=self.target, data=self.data, overrides=self.overrides, data_digests=self.data_digests
+        )
         _write_text(self.directory / "run.json", record.model_dump_json(indent=1))
 
     def requantized(self, overrides: Sequence[str]) -> "Run":
@@ -176,6 +189,16 @@ class Run:
         if changed:
             hint = "resume with the settings of the run, or start a new one; --steps ends a run early"
             raise RunDirectoryError(f"{self.directory} is another run: {'; '.join(changed[:6])}", hint)
+
+    def require_data(self, digests: DataDigests) -> None:
+        """Raises RunDirectoryError where data of these digests are not those that the run began with, as far as it
+        states them."""
+        known = self.data_digests
+        if known is None or known == digests:
+            return
+        split = "training" if known.train != digests.train else "validation"
+        message = f"{self.directory}: the {split} split of {self.data} is not the one that the run began with"
+        raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
         """The run with its data where it is now, by a `lasting` name; whether it is the same, a checkpoint's position

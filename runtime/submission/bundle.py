@@ -38,21 +38,8 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("platformdirs", None): (_KNOWN, None),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
     ("specc.runtime.optim.optimizers", "rule_of"): (_KNOWN, "rule_of"),
-    ("specc.runtime.data.shards.cache", "open_cached"): (_KNOWN, "open_cached"),
+    ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
-}
-# Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.
-CHECKS: Mapping[Symbol, tuple[str, ...]] = {
-    ("specc.compiler.strict", "StrictModel"): ("problems", "problems_with"),
-    ("specc.compiler.spec.train", "ScheduleSpec"): ("lowest",),
-    ("specc.compiler.spec.train", "TrainSpec"): (
-        "problems_of_lengths",
-        "problems_of_a_step",
-        "_problems_of_beginning",
-    ),
-    ("specc.compiler.blocks.init", "Init"): ("refusal",),
-    ("specc.compiler.quant.scheme", "Scheme"): ("estimate_bytes",),
-    ("specc.compiler.quant.rows", "PerRow"): ("normal_clip",),
 }
 LZMA = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}]
 # Strings and characters of C++, which stay, and comments.
@@ -85,7 +72,7 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> dict[str, str]:
     """The files of the package that train_gpt.py unpacks, by path."""
     plan, generated = _plan(spec, lock, targets, tokenizer, codec)
-    shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE, CHECKS)
+    shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE)
     shaker.reach(ENTRY, "main")
     files = {
         name: shaker.rewritten(text) if name.endswith(".py") else _without_comments(text)

@@ -15,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.quantize.weights import quantize_weights
 from specc.runtime.storage.checkpoint import Snapshot
+from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.submission import plan
 from specc.runtime.submission.model import (
     SHAPES,
@@ -171,7 +172,8 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     if not world.rank:
         model = CarriedModel(target, world.device, trained.load(world.device), streams[0])
         try:
-            quantize(model, out, options.budget)
+            digests = DataDigests(train=streams[0].digest, val=streams[1].digest)
+            quantize(model, out, CarriedPacker(digests), options.budget)
         except BaseException:
             print(
                 f"the trained weights are kept in {trained.path}; go on with: {trained.resume_command}", file=sys.stderr
@@ -219,9 +221,9 @@ def _too_few(steps: int) -> RunFailure:
     return RunFailure(f"{steps} steps end before the last phase of the run", "give a larger --steps, or none")
 
 
-def quantize(model: CarriedModel, out: Path, budget: int | None) -> None:
+def quantize(model: CarriedModel, out: Path, packer: CarriedPacker, budget: int | None) -> None:
     """Quantizes within `budget` bytes, the spec's where it is None, and writes the weights file."""
-    quant, packer = plan.QUANT, CarriedPacker()
+    quant = plan.QUANT
     if budget is not None:
         quant = quant.model_copy(update={"budget_bytes": budget})
     code = Path(sys.argv[0]).stat().st_size  # it counts too
@@ -233,7 +235,8 @@ def quantize(model: CarriedModel, out: Path, budget: int | None) -> None:
 
 def score(world: World, target: str, options: Any) -> BitsPerByte:
     """Bits per byte of a weights file, shared among the ranks."""
-    model = realized(target, dequantized(read_weights(Path(options.weights))), world.device)
+    stored, known = read_weights(Path(options.weights))
+    model = realized(target, dequantized(stored), world.device)
     call = torch.compile(model.score, fullgraph=True) if world.device.type == "cuda" else model.score
     stream = open_stream(options.data, "val", TOKENIZER, Path())
     try:
@@ -254,7 +257,7 @@ def score(world: World, target: str, options: Any) -> BitsPerByte:
         stream.close()
     if not math.isfinite(result.nats):
         raise RunFailure(f"the loss is {result.nats}", "the weights are broken")
-    return result
+    return replace(result, held_out=None if known is None else known.held_out(stream.digest))
 
 
 def _ignore(line: str) -> None: ...

@@ -9,7 +9,7 @@ from pathlib import Path
 from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.artifact.codecs import Codec
-from specc.runtime.data.windows.opening import tokenizer_of
+from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
@@ -74,7 +74,7 @@ def export_submission(
         code.unlink(missing_ok=True)
     except OSError as error:
         raise RunFailure(f"cannot write {out}: {error.strerror}") from error
-    SpecPacker(found.spec, codec).write(weights, found.stored)
+    SpecPacker(found.spec, found.trained_on, codec).write(weights, found.stored)
 
     def check(temporary: Path) -> None:
         if temporary.read_bytes() != text.encode():
@@ -101,7 +101,7 @@ def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path]
 def _of_text(run: Run) -> Run:
     """The run, if a submission can be of its kind. Raises ExportError."""
     spec = run.spec
-    if spec.quant is None or not isinstance(spec.eval, BitsSpec) or spec.model.characters is not None:
+    if spec.quant is None or not isinstance(spec.eval, BitsSpec):
         raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
     if spec.train.teacher_forcing is not None:
         raise ExportError(f"{spec.name} trains by teacher forcing", "a submission trains on windows of text")

@@ -36,6 +36,7 @@ from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.parameters import assign, fill, place
 from specc.runtime.quantize.weights import Windows
+from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.submission import plan
 
 PARAMETERS = next(iter(plan.PARAMS.values()))
@@ -114,10 +115,12 @@ class CarriedModel:
         return calibration_windows(self.stream, plan.QUANT.calibrate, self.window, self.seed)
 
 
+@dataclass(frozen=True)
 class CarriedPacker:
     """Packs quantized parameters as the artifact of the carried spec."""
 
-    codec = Codec(plan.CODEC)
+    trained_on: DataDigests
+    codec: ClassVar[Codec] = Codec(plan.CODEC)
 
     def measure(self, stored: QuantizedModel) -> int:
         return measured_bytes(self._contents(stored), codec=self.codec)
@@ -130,11 +133,19 @@ class CarriedPacker:
         rules = [{"match": name, **scheme.model_dump()} for name, scheme in stored.schemes.items()]
         data["quant"]["rules"] = rules
         text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # as the compiler's canonical text
-        return ArtifactContents(text.encode(), stored.layout(), stored.tensors, _interface(stored.schemes), plan.CODE)
+        return ArtifactContents(
+            text.encode(),
+            stored.layout(),
+            stored.tensors,
+            _interface(stored.schemes),
+            plan.CODE,
+            trained_on=self.trained_on,
+        )
 
 
-def read_weights(path: Path) -> QuantizedModel:
-    """The parameters of a weights file. Raises IntegrityError for any other file."""
+def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
+    """The parameters of a weights file, and the digests of the data that they were trained on. Raises IntegrityError
+    for any other file."""
     schemes: dict[str, Scheme] = {}
 
     def expected(text: bytes) -> tuple[bytes, Any]:
@@ -150,7 +161,8 @@ def read_weights(path: Path) -> QuantizedModel:
             raise ValueError("it has other parameters")
         return _interface(schemes), layout(schemes, SHAPES)
 
-    return QuantizedModel(schemes, SHAPES, read_artifact(path, expected).tensors)
+    artifact = read_artifact(path, expected)
+    return QuantizedModel(schemes, SHAPES, artifact.tensors), artifact.trained_on
 
 
 def _interface(schemes: Mapping[str, Scheme]) -> bytes:

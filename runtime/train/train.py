@@ -24,6 +24,7 @@ from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded, device_of, initialize, instantiate
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.committed import sweep
+from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.run_directory import (
     Run,
     RunDirectoryError,
@@ -36,7 +37,7 @@ from specc.runtime.storage.run_directory import (
 )
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop, TrainResult
-from specc.runtime.train.sources.source import Opened, Ready, source_of
+from specc.runtime.train.sources.source import OpenData, Ready, source_of
 from specc.runtime.train.trainer import Trainer
 
 
@@ -106,11 +107,11 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
         elif leads:
             require_free(directory)
         say(f"run: {directory}")
-        trainer, validation = _prepare(run, options, world, ready, stack)
+        trainer, validation, digests = _prepare(run, options, world, ready, stack)
         if started:
             _resume(begun, run, trainer, say)
         elif leads:  # only now that all fits: what failed before can be tried again in the same place
-            Run.create(directory, spec, options.target, data, options.overrides, options.lock, ready.files)
+            Run.create(directory, spec, options.target, data, options.overrides, options.lock, ready.files, digests)
         limits = Limits(options.stop_after_steps, options.max_seconds)
         save = partial(checkpoint.save, run.checkpoints)
         if not leads:
@@ -136,7 +137,7 @@ def _fitting(options: TrainOptions, world: World) -> tuple[World, Ready]:
 
 def _prepare(
     run: Run, options: TrainOptions, world: World, ready: Ready, stack: ExitStack
-) -> tuple[Trainer, Validates]:
+) -> tuple[Trainer, Validates, DataDigests]:
     spec, device = run.spec, world.device
     torch.manual_seed(spec.train.seed)
     with world.in_turn("prepare"):  # one writes the generated code, starts to compile its kernels, and tokenizes
@@ -144,7 +145,9 @@ def _prepare(
         if device.type == "cuda" and world.rank == 0:
             compile_ahead(loaded.directory)
         opened = ready.open(run.data, options.cache, stack)
-    world.require_same("part of the run", {"spec": run.spec_digest, "data": list(opened.digests)})
+    digests = opened.digests
+    run.require_data(digests)
+    world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
     initialize(loaded, spec.train.seed)
     supply, params = opened.supply(loaded, world, stack), loaded.programs.params
     takes = tuple(name for name, _ in next(one for one in loaded.programs.programs if one.name == "train").inputs)
@@ -167,10 +170,10 @@ def _prepare(
         loaded.programs.phases,
         _inputs(run, loaded, opened, schemes, world) if schemes is not None else None,
     )
-    return trainer, supply.validation
+    return trainer, supply.validation, digests
 
 
-def _inputs(run: Run, loaded: Loaded, opened: Opened, schemes: Allocation, world: World) -> InputScales | None:
+def _inputs(run: Run, loaded: Loaded, opened: OpenData, schemes: Allocation, world: World) -> InputScales | None:
     """The scales of what int8 products will read, measured on the data that `specc quantize` calibrates with; None
     where the run deploys no such products."""
     assert run.spec.quant is not None

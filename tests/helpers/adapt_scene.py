@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from specc.runtime.data.windows.scored import Batch
+from specc.runtime.data.windows.evaluation import Batch
 from specc.runtime.distributed.world import World, joined
-from specc.runtime.eval.evaluate import Adapted, EvaluateOptions, evaluate_adapted, evaluate_opened
-from specc.runtime.eval.text import adapting
+from specc.runtime.eval.options import EvaluateOptions
+from specc.runtime.eval.text import Adapted, adapting, evaluate_adapted, evaluate_text
 from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte
-from specc.runtime.open_model import Opened, open_model
+from specc.runtime.open_model import OpenedModel, open_model
 
 STRIDE, CHUNK = 8, 40
 SLOT = {"kind": "slot", "windows": 4, "lr": 0.02}
@@ -37,7 +37,7 @@ METHODS = {"slot": SLOT, "slot_causal": CAUSAL, "sgd": TTT, "adamw": ADAMW, "lor
 Nats = npt.NDArray[np.float64]
 
 
-def opened_at(run: Path) -> Opened:
+def opened_at(run: Path) -> OpenedModel:
     """The model of a run, with the halves of `score`."""
     return open_model(run, prepared=partial(adapting, options=EvaluateOptions(adapt="slot")))
 
@@ -64,13 +64,13 @@ def counted(work: Callable[[], Any]) -> Nats:
     return np.array([found[at] for at in sorted(found)])
 
 
-def adapted(opened: Opened, settings: dict[str, Any], world: World | None = None, **options: Any) -> Adapted:
+def adapted(opened: OpenedModel, settings: dict[str, Any], world: World | None = None, **options: Any) -> Adapted:
     given = EvaluateOptions(**{"stride": STRIDE, "adapt": json.dumps(settings), **options})
     return evaluate_adapted(replace(opened, spec=adapting(opened.spec, given)), given, world=world)
 
 
-def plain(opened: Opened, world: World | None = None, **options: Any) -> BitsPerByte:
-    return evaluate_opened(opened, EvaluateOptions(**{"stride": STRIDE, **options}), world=world)
+def plain(opened: OpenedModel, world: World | None = None, **options: Any) -> BitsPerByte:
+    return evaluate_text(opened, EvaluateOptions(**{"stride": STRIDE, **options}), world=world)
 
 
 def all_of(run: Path, data: Path, world: World | None) -> dict[str, float]:

@@ -3,7 +3,7 @@
 A family is a Markdown file of tests/errors. A case is a heading `## name` and two fenced blocks: the change, and the
 message. The change is a diff against decoder.yaml, or against the base that the fence names (`diff pairs.yaml`).
 Lines that begin with a space or `-` stand once in the base, one after the other; `@@` separates places. A block of
-YAML instead of a diff is a whole spec.
+YAML instead of a diff is a whole spec; a block of sh is commands that run beside the bases, the last of which fails.
 """
 
 import re
@@ -14,7 +14,9 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "errors"
 FAMILIES = tuple(sorted(path.stem for path in FOLDER.glob("*.md")))
 BASES = tuple(sorted(path.name for path in FOLDER.glob("*.yaml")))
-CASE = re.compile(r"^## (\S+)\n+```(diff|yaml)(?: (\S+))?\n(.*?)^```\n+```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+CASE = re.compile(
+    r"^## (\S+)\n+```(diff|yaml|sh)(?: (\S+))?\n(.*?)^```\n+```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Case:
     name: str
     file: str
     text: str
+    language: str
     change: str
     message: str
 
@@ -58,7 +61,7 @@ def cases_of(family: str) -> list[Case]:
     for name, language, base, change, message in CASE.findall(text):
         file = base or ("decoder.yaml" if language == "diff" else "spec.yaml")
         spec = patched(base_text(file), change) if language == "diff" else change
-        cases.append(Case(family, name, file, spec, change, message))
+        cases.append(Case(family, name, file, spec, language, change, message))
     if len(cases) != len(re.findall(r"^## ", text, re.MULTILINE)):
         raise ValueError(f"{family}.md: a case is a heading, a block of diff or yaml, and a block of text")
     return cases

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from specc.compiler.blocks.init import constant
 from specc.compiler.programs.programs import Parameter
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.data.lines.pairs import FixedSet, PairLoader, Pairs
+from specc.runtime.data.lines.loader import FixedSet, PairLoader
+from specc.runtime.data.lines.pairs import Pairs
 from specc.runtime.data.lines.polynomial import SYMBOLS, draw
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.distributed.world import World

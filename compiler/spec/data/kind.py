@@ -1,10 +1,11 @@
-"""What a kind of training data is asked."""
+"""The base of every kind of training data."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from specc.compiler.architectures.architecture import Form
 from specc.compiler.strict import Problem, StrictModel
 
 FileName = Annotated[str, Field(min_length=1, max_length=256)]
@@ -13,10 +14,14 @@ FileName = Annotated[str, Field(min_length=1, max_length=256)]
 class DataKind(StrictModel):
     """The base of what `train.data` may be. A subclass names itself by a `kind` Literal and adds its settings.
 
-    `usual` is what `--data` stands for where it is not given. `generated` says that the data needs no files, so that
-    `--data KIND` selects the kind, with its defaults, over what a spec says.
+    Attributes:
+        gives: the form of its data, which the model has to read.
+        usual: the data where `--data` is not given.
+        generated: whether the data need no files, so that `--data KIND` selects the kind, with its defaults, over the
+            spec.
     """
 
+    gives: ClassVar[Form]
     usual: ClassVar[str]
     generated: ClassVar[bool] = False
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from specc.compiler.architectures.architecture import Form
 from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.strict import NonNegative, Problem
 
@@ -19,6 +20,7 @@ class PolynomialData(DataKind):
     only where the samples begin, and what the held-out splits hold is left out.
     """
 
+    gives: ClassVar[Form] = "lines"
     usual: ClassVar[str] = "polynomial"
     generated: ClassVar[bool] = True
 
@@ -29,7 +31,7 @@ class PolynomialData(DataKind):
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
         """It takes a model of pairs, every character and the longest line."""
-        if model.characters is None:
+        if model.reads != self.gives:
             message = "`polynomial` gives pairs of lines, and the model reads one stream of tokens"
             yield Problem(("train", "data"), "S222", message, "use text, or a model of kind encoder_decoder")
             return

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
+from specc.compiler.architectures.architecture import Form
 from specc.compiler.spec.data.kind import DataKind, FileName
 from specc.compiler.strict import Problem
 
@@ -12,6 +13,7 @@ BYTE_IDS = 257  # of the tokenizer `bytes`: 256 values and the mark between docu
 class TextData(DataKind):
     """Text and its tokens: `bytes`, a SentencePiece `*.model` or a tiktoken rank file, and the order of its windows."""
 
+    gives: ClassVar[Form] = "text"
     usual: ClassVar[str] = "stdlib"
     untagged: ClassVar[bool] = True
 
@@ -25,7 +27,7 @@ class TextData(DataKind):
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
         """A model of pairs reads no stream; the bytes need their ids."""
-        if model.characters is not None:
+        if model.reads != self.gives:
             message = "the model turns lines into lines, and `text` is one stream of tokens"
             yield Problem(("train", "data"), "S222", message, "e.g. `data: {kind: polynomial}`")
         elif model.vocabulary < self.least_vocabulary:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from specc.runtime.data.documents.reading import SUPPORTED, Bounds, kind_of, read_documents
+from specc.runtime.data.documents.formats import SUPPORTED, Bounds, kind_of, read_documents
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.split import Split
 

@@ -73,8 +73,8 @@ class Lines:
     def __len__(self) -> int:
         return len(self.outer)
 
-    def __getitem__(self, which: slice | npt.NDArray[np.generic]) -> Lines:
-        return Lines(self.variable[which], self.function[which], self.outer[which], self.forms[which])
+    def __getitem__(self, rows: slice | npt.NDArray[np.generic]) -> Lines:
+        return Lines(self.variable[rows], self.function[rows], self.outer[rows], self.forms[rows])
 
     @property
     def structures(self) -> Ints:
@@ -98,6 +98,18 @@ class Lines:
         return np.concatenate(
             [_expansions(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)]
         )
+
+    def sides(self) -> tuple[Rows, Rows]:
+        """Left and right sides, u8 [N, LONGEST] each."""
+        return self.factors(), self.expansions()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the coefficients, which decide the texts."""
+        digest = hashlib.sha256(b"polynomial")
+        for column in (self.variable, self.function, self.outer, self.forms):
+            digest.update(column.astype("<i8").tobytes())
+        return digest.hexdigest()
 
     def texts(self) -> list[str]:
         """The lines as they stand in a file, `factors=expansion`, without line ends."""

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.shards.duplicates import DIGEST_BYTES, Hashes, shared
 from specc.runtime.data.shards.record import RECORD, ShardEntry, ShardRecord, read_record
-from specc.runtime.data.shards.repeats import DIGEST_BYTES, Hashes, shared
-from specc.runtime.data.shards.shards import TokenShard, find_shards, header_of, shard_offset, split_of
+from specc.runtime.data.shards.shard_file import TokenShard, find_shards, header_of, shard_offset, split_of
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ from specc.runtime.data.shards.record import (
     read_record,
     write_record,
 )
-from specc.runtime.data.shards.shards import TokenShard, split_of, sync_folder
+from specc.runtime.data.shards.shard_file import TokenShard, split_of, sync_folder
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import open_tokenizer
 from specc.runtime.errors import EnvironmentFailure

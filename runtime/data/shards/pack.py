@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specc.runtime.data.documents.corpus import split_corpus
-from specc.runtime.data.documents.reading import Bounds
+from specc.runtime.data.documents.formats import Bounds
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
-from specc.runtime.data.shards.shards import sync_folder
-from specc.runtime.data.shards.tokenized import SHARD_TOKENS, require_16_bits, require_bos, write_shards
+from specc.runtime.data.shards.shard_file import sync_folder
+from specc.runtime.data.shards.tokenize import SHARD_TOKENS, require_16_bits, require_bos, write_shards
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import open_tokenizer, tokenizer_files
 from specc.runtime.errors import EnvironmentFailure

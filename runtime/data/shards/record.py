@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from specc.compiler.generated_folder import replace_file
 from specc.compiler.strict import StrictModel
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards.shards import sync_folder
+from specc.runtime.data.shards.shard_file import sync_folder
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.storage.committed import in_words

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from specc.compiler.vocabulary import MOST
 from specc.runtime.data.errors import DataError, LineError
 
-Array = npt.NDArray[np.integer[Any]]
+Codes = npt.NDArray[np.integer[Any]]  # code points
 Tokens = npt.NDArray[np.uint8]
 
 PAD, START, STOP = 0, 1, 2
@@ -61,7 +61,7 @@ class CharTokenizer:
                 raise _too_long(row, line, width)
         return self.encode_codes(_codes(lines), width)
 
-    def encode_codes(self, codes: Array, width: int) -> Tokens:
+    def encode_codes(self, codes: Codes, width: int) -> Tokens:
         """As `encode_rows`, of code points [N, W] with zeros after the end of each line, and none before."""
         filled = codes != 0
         known = self._ids[np.where(codes < len(self._ids), codes, 0)]
@@ -83,11 +83,11 @@ class CharTokenizer:
         message = f"{_shown(line)} holds {char!r}, which is not in the vocabulary"
         return LineError(row, message, f"its characters are {self.chars}")
 
-    def decode(self, ids: Sequence[int] | Array) -> str:
+    def decode(self, ids: Sequence[int] | Codes) -> str:
         """The text before the first stop; pad and start give nothing. Raises DataError for an id out of range."""
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 
-    def decode_rows(self, ids: Array) -> list[str]:
+    def decode_rows(self, ids: Codes) -> list[str]:
         """`decode` of each row of [N, T]."""
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
             bad = ids[(ids < 0) | (ids >= self.vocab)][0]

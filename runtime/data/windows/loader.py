@@ -27,11 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.windows.batch import Batch, Sender
 from specc.runtime.data.windows.stream import TokenStream
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # token shards are packed and checked without torch
     import torch
+
+    from specc.runtime.data.windows.transfer import Batch, Transfer
 
 Order = Literal["sequential", "coprime_stride"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride")
@@ -189,7 +190,7 @@ class Loader:
         self._epoch = 0
         self._position = 0
         self._worker: _Worker | None = None
-        self._sender: Sender | None = None
+        self._transfer: Transfer | None = None
         self._coming: _Sent | BaseException | None = None
 
     def next(self) -> Batch:
@@ -201,22 +202,22 @@ class Loader:
             DataError, OSError: what went wrong in the background thread; a later call tries the same batch
                 again.
         """
-        if self._worker is None or self._sender is None:
-            from specc.runtime.data.windows.sending import sender_to
+        if self._worker is None or self._transfer is None:
+            from specc.runtime.data.windows.transfer import transfer_to
 
-            self._sender = sender_to(self._device)
+            self._transfer = transfer_to(self._device)
             self._worker = _Worker(self._stream, self._plan, self._epoch, self._position, self._prefetch)
             weakref.finalize(self, self._worker.stop.set)
-        item = self._coming or _sent(self._worker.ready.get(), self._sender)
+        item = self._coming or _sent(self._worker.ready.get(), self._transfer)
         self._coming = None
         if isinstance(item, BaseException):
             self.close()
             raise item
         self._epoch, self._position = item.epoch, item.position
-        batch = self._sender.arrived(item.batch)  # before the coming one is sent, or it would wait for that one too
-        if self._sender.ahead:
+        batch = self._transfer.arrived(item.batch)  # before the coming one is sent, or it would wait for that one too
+        if self._transfer.ahead:
             with contextlib.suppress(queue.Empty):
-                self._coming = _sent(self._worker.ready.get_nowait(), self._sender)
+                self._coming = _sent(self._worker.ready.get_nowait(), self._transfer)
         return batch
 
     def state(self) -> dict[str, int]:
@@ -269,10 +270,10 @@ class Loader:
         self.close()
 
 
-def _sent(item: _Ready | BaseException, sender: Sender) -> _Sent | BaseException:
+def _sent(item: _Ready | BaseException, transfer: Transfer) -> _Sent | BaseException:
     if isinstance(item, BaseException):
         return item
-    return _Sent(sender.send(item.windows), item.epoch, item.position)
+    return _Sent(transfer.send(item.windows), item.epoch, item.position)
 
 
 class _Worker:

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards.cache import open_cached
 from specc.runtime.data.shards.record import HINT, RECORD, read_record
-from specc.runtime.data.shards.shards import TokenShard, find_shards, shard_offset
-from specc.runtime.data.shards.tokenized import require_16_bits
+from specc.runtime.data.shards.shard_file import TokenShard, find_shards, shard_offset
+from specc.runtime.data.shards.token_cache import open_cached
+from specc.runtime.data.shards.tokenize import require_16_bits
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specc.compiler.catalog import catalog
 from specc.compiler.spec.adapt.adaptation import Adaptation
-from specc.runtime.data.windows.scored import Batch, share
+from specc.runtime.data.windows.evaluation import Batch, share
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.eval import adapt

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from specc.compiler.pattern import matches
 from specc.compiler.spec.adapt.ttt import AdamWSettings, LoraSettings, SgdSettings, TestTimeTraining
-from specc.runtime.data.windows.scored import share
+from specc.runtime.data.windows.evaluation import share
 from specc.runtime.errors import RunFailure
 from specc.runtime.eval.adapt.method import AdaptError, Method, Placed, Work
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.train import ForcingSpec
 from specc.compiler.vocabulary import START
-from specc.runtime.data.lines.pairs import PairLoader
+from specc.runtime.data.lines.loader import PairLoader
 from specc.runtime.decode.lines import fed
 
 Program = Callable[..., Tensor]
@@ -123,7 +123,7 @@ class Forced:
         count = self._loader.rows * width
         words = hashlib.shake_256(f"specc forcing {self._seed} {step}".encode()).digest(4 * count)
         forced = np.frombuffer(words, "<u4").reshape(-1, width) < probability * 2**32
-        return np.ascontiguousarray(forced[self._loader.mine(part)])
+        return np.ascontiguousarray(forced[self._loader.local_rows(part)])
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
         source, inputs, target, weight = arguments

@@ -16,6 +16,7 @@ from specc.runtime.data.lines.pairs import Pairs
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded
+from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.train import sources
 from specc.runtime.train.sources.feed import Batches, Feed
 
@@ -37,11 +38,13 @@ class Epoch:
     held_out: Pairs
 
 
-class Opened(Protocol):
-    """Data that is open. `digests` tell it from other data."""
+class OpenData(Protocol):
+    """Data that are open."""
 
     @property
-    def digests(self) -> Sequence[str]: ...
+    def digests(self) -> DataDigests:
+        """Of the content of both splits."""
+        ...
 
     @property
     def epoch(self) -> Epoch | None:
@@ -64,7 +67,7 @@ class Ready(Protocol):
         """What a run keeps copies of, so that it can be opened where nothing but the run is."""
         ...
 
-    def open(self, data: str, cache: Path, stack: ExitStack) -> Opened:
+    def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
         """Opens `data`, as `--data` names it. What takes long is made once, in `cache`. Raises DataError."""
         ...
 
@@ -74,9 +77,10 @@ Drill = tuple[Batches, Feed]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One kind of data.
+    """How one form of data is read.
 
     Attributes:
+        name: the form, as `DataKind.gives` states it.
         ready: finds all that is needed to be there and to fit the model, before a run writes anything: of a spec and
             folders to look for files in. It raises DataError.
         drill: what one process reads where only the speed of its steps counts: at least so many batches, from no file.
@@ -88,6 +92,6 @@ class Source:
 
 
 def source_of(spec: Spec) -> Source:
-    """The source of what the spec trains on."""
+    """The source of the data that the spec trains on."""
     known: Mapping[str, Source] = catalog(sources, Source)
-    return known[spec.train.data.kind]
+    return known[spec.train.data.gives]

@@ -15,13 +15,14 @@ from specc.compiler.spec.data.text import TextData
 from specc.compiler.spec.spec import Calibrate, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.calibration.calibrate import calibration_windows
+from specc.runtime.data.tokenizers.from_spec import tokenizer_of
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer, tokenizer_files
 from specc.runtime.data.windows.loader import Loader
-from specc.runtime.data.windows.opening import tokenizer_of
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import Loaded
+from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.train.sources.feed import Windows
 from specc.runtime.train.sources.source import Drill, Epoch, Source, Supply
 
@@ -47,8 +48,8 @@ class _Streams:
     val: TokenStream
 
     @property
-    def digests(self) -> Sequence[str]:
-        return [self.train.digest, self.val.digest]
+    def digests(self) -> DataDigests:
+        return DataDigests(train=self.train.digest, val=self.val.digest)
 
     @property
     def epoch(self) -> Epoch | None:

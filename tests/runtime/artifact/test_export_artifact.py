@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from specc.runtime.artifact.artifact import (
 )
 from specc.runtime.artifact.tensors import QuantizedModel, dequantized, quantize_tensors
 from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.storage.data_digests import DataDigests
 
 
 def test_what_goes_in_comes_out(tmp_path: Path) -> None:
@@ -123,6 +125,22 @@ def test_full_quality_and_the_sizes_that_are_told(tmp_path: Path) -> None:
     for quality in (0, 5):
         measured = measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=model.tensors), quality=quality)
         assert measured != told.total
+
+
+@pytest.mark.parametrize("table", [b"", b"a table"])
+def test_digests_of_the_training_data_are_kept(table: bytes, tmp_path: Path) -> None:
+    digests = DataDigests(train=INTERFACE.hex(), val=CODE.hex())
+    tensors, spec = random_arrays(SMALL, 1), spec_of(SMALL)
+    plain = ArtifactContents(spec, SMALL, tensors, INTERFACE, CODE, table)
+    contents = replace(plain, trained_on=digests)
+    size = write_artifact(tmp_path / "m", contents, quality=5)
+    back = read_artifact(tmp_path / "m", layout_of)
+    assert (back.trained_on, back.table, back.spec) == (digests, table, spec)
+    assert_same(back, SMALL, tensors)
+    assert size == artifact_size(tmp_path / "m") and size.total == measured_bytes(contents, quality=5)
+    assert 100 < size.total - measured_bytes(plain, quality=5) < 130  # 64 bytes that do not compress, and their entry
+    write_artifact(tmp_path / "none", plain, quality=5)
+    assert read_artifact(tmp_path / "none", layout_of).trained_on is None
 
 
 def test_equal_contents_are_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from specc.cli.app import run
 from specc.runtime.data.shards import check as module
 from specc.runtime.data.shards.check import check
+from specc.runtime.data.shards.duplicates import DIGEST_BYTES, Hashes, shared
 from specc.runtime.data.shards.pack import PackOptions, pack
-from specc.runtime.data.shards.repeats import DIGEST_BYTES, Hashes, shared
-from specc.runtime.data.shards.shards import ShardWriter, TokenShard
+from specc.runtime.data.shards.shard_file import ShardWriter, TokenShard
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 
 

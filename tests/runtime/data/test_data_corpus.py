@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specc.runtime.data.documents.corpus import documents, split_corpus
-from specc.runtime.data.documents.reading import BLOCK_BYTES, RUNNING_BYTES, Bounds, read_documents
+from specc.runtime.data.documents.formats import BLOCK_BYTES, RUNNING_BYTES, Bounds, read_documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
 
 SEPARATOR = b"<|endoftext|>\n"

@@ -22,7 +22,7 @@ from run_samples import SMALL, SPEC, one_thread, write_text
 from specc.cli.app import run
 from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.shards import tokenized
+from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
@@ -90,7 +90,7 @@ def test_the_tokens_are_those_of_the_text_and_are_cut_anywhere(tmp_path: Path) -
 def test_the_same_text_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     made = []
     for name, batch in (("a", 200), ("b", 10**6)):
-        monkeypatch.setattr(tokenized, "BATCH_BYTES", batch)
+        monkeypatch.setattr(tokenize, "BATCH_BYTES", batch)
         text = write_text(tmp_path / name / "text")
         pack(PackOptions((str(text),), tmp_path / name / "out", str(model), shard_tokens=700))
         made.append(content(tmp_path / name / "out"))
@@ -215,10 +215,10 @@ def test_mistakes_leave_nothing(
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from specc.runtime.data.shards import tokenized
+from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.pack import PackOptions, pack
 text, out, what, count = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-tokenized.BATCH_BYTES = 3000
+tokenize.BATCH_BYTES = 3000
 function, seen = getattr(os, what), [0]
 def call(*args, **named):
     seen[0] += 1
@@ -382,9 +382,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from specc.runtime.data.shards import tokenized
+from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.pack import PackOptions, pack
-tokenized.BATCH_BYTES = 1 << 20
+tokenize.BATCH_BYTES = 1 << 20
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 pack(PackOptions((sys.argv[1],), Path(sys.argv[3]), "bytes", (sys.argv[2],)))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

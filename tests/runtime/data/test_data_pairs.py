@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.lines.pairs import FixedSet, FreshSamples, PairLoader, Pairs, Samples
+from specc.runtime.data.lines.loader import FixedSet, FreshSamples, PairLoader, Samples
+from specc.runtime.data.lines.pairs import Pairs
 from specc.runtime.data.lines.polynomial import SYMBOLS, draw
-from specc.runtime.data.lines.polynomial_sets import Fresh, training_set
+from specc.runtime.data.lines.polynomial_task import Fresh, training_set
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 
 CPU = torch.device("cpu")

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.lines import polynomial_sets
+from specc.runtime.data.lines import polynomial_task
+from specc.runtime.data.lines.line_file import read_lines
 from specc.runtime.data.lines.polynomial import BLOCK, FUNCTIONS, LONGEST, SYMBOLS, VARIABLES, Lines, draw, parse
-from specc.runtime.data.lines.polynomial_sets import Fresh, held_out, overlap, read_lines, training_set
+from specc.runtime.data.lines.polynomial_task import Fresh, held_out, overlap, training_set
 
 # Made by sympy: str((a*V + b)*(c*V + d)) and its expansion, without blanks.
 FIXTURE = Path(__file__).with_name("polynomial_lines.txt")
@@ -200,7 +201,7 @@ def test_splits_are_apart_from_the_training_set() -> None:
 
 
 def test_a_training_set_that_leaves_too_few_lines_apart_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polynomial_sets, "MOST_DRAWN", 1 << 17)
+    monkeypatch.setattr(polynomial_task, "MOST_DRAWN", 1 << 17)
     training = training_set(3, 800_000)
     with pytest.raises(DataError, match=r"beside 800,000 lines .*, 131,072 drawn ones have [\d,]+ apart") as told:
         held_out("structure-disjoint", 3, 100_000, training)
@@ -242,7 +243,7 @@ def test_lines_are_read_from_files(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataIntegrityError, match="damaged"):
         read_lines(path)
-    for text, said in (("x**2\n", "txt:1: expected factors=expansion"), ("a=a\nb=\n", "txt:2:"), ("", "has no lines")):
+    for text, said in (("x**2\n", "txt:1: expected source=target"), ("a=a\nb=\n", "txt:2:"), ("", "has no lines")):
         (tmp_path / "bad.txt").write_text(text)
         with pytest.raises(DataError, match=said):
             read_lines(tmp_path / "bad.txt")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards.shards import ShardWriter, TokenShard, find_shards
+from specc.runtime.data.shards.shard_file import ShardWriter, TokenShard, find_shards
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> Path:

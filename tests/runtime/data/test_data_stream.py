@@ -17,8 +17,8 @@ import pytest
 
 from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards import tokenized
-from specc.runtime.data.shards.shards import ShardWriter
+from specc.runtime.data.shards import tokenize
+from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, TokenArray
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 
@@ -66,8 +66,8 @@ def test_each_document_is_bos_and_its_tokens(source: Path, tmp_path: Path) -> No
 
 
 def test_a_stream_of_many_shards_reads_as_one(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specc.runtime.data.shards.cache.SHARD_TOKENS", 5000)
-    monkeypatch.setattr(tokenized, "BATCH_BYTES", 900)
+    monkeypatch.setattr("specc.runtime.data.shards.token_cache.SHARD_TOKENS", 5000)
+    monkeypatch.setattr(tokenize, "BATCH_BYTES", 900)
     found = open_stream(source, "train", ByteTokenizer(), tmp_path / "cache")
     expected = expected_tokens(source)
     assert len(found.shards) > 5 and all(shard.tokens <= 5000 for shard in found.shards)
@@ -226,12 +226,12 @@ def test_shards_of_others_are_opened_where_they_are(tmp_path: Path) -> None:
 CHILD = """
 import os, shutil, signal, sys, time
 from pathlib import Path
-from specc.runtime.data.shards import tokenized
+from specc.runtime.data.shards import tokenize
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
 source, cache, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 count, pause = int(sys.argv[4]), float(sys.argv[5])
-tokenized.BATCH_BYTES = 3000
+tokenize.BATCH_BYTES = 3000
 calls = {"encode": 0}
 
 class Slow(ByteTokenizer):

@@ -7,7 +7,7 @@ import pytest
 from pair_models import CHARS
 
 from specc.runtime.data.errors import LineError
-from specc.runtime.data.lines.pairs import Pairs
+from specc.runtime.data.lines.line_file import LineFile
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 
 TOKENIZER = CharTokenizer(CHARS)
@@ -26,7 +26,7 @@ def test_a_line_that_does_not_fit_is_named(bad: str, message: str, tmp_path: Pat
     path = tmp_path / "lines.txt"
     path.write_text(GOOD + GOOD + bad + GOOD)
     with pytest.raises(LineError) as error:
-        Pairs.read(path, TOKENIZER, 30)
+        LineFile.read(path, TOKENIZER, 30)
     assert error.value.message.startswith(f"{path}:3: ") and message in error.value.message
 
 
@@ -35,6 +35,6 @@ def test_a_line_that_does_not_fit_is_named(bad: str, message: str, tmp_path: Pat
 def test_marks_and_ends_of_lines_are_no_part_of_them(start: str, end: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.txt"
     path.write_bytes((start + GOOD.replace("\n", end) * 2).encode())
-    found, left, right = Pairs.read(path, TOKENIZER, 30)
-    assert left == ["x*(x-1)"] * 2 and right == ["x**2-x"] * 2
-    assert np.array_equal(found.source, TOKENIZER.encode_rows(left, 30)) and len(found) == 2
+    file = LineFile.read(path, TOKENIZER, 30)
+    assert file.sources == ["x*(x-1)"] * 2 and file.targets == ["x**2-x"] * 2
+    assert np.array_equal(file.pairs.source, TOKENIZER.encode_rows(file.sources, 30)) and len(file.pairs) == 2

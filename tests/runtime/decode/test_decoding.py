@@ -14,7 +14,7 @@ from torch import Tensor
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import Spec
 from specc.runtime.decode import text as decoding
-from specc.runtime.decode.text import Decoder, Sampling, drawn
+from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
 from specc.runtime.open_model import Generated, realize
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_a_row_is_what_its_seed_gives_alone(tmp_path: Path) -> None:
 
     def text(seeds: tuple[int, ...], count: int = 40) -> Tensor:
         decoder = Decoder(model, window, CPU, len(seeds))
-        steps = drawn(decoder, start.expand(len(seeds), 1), vocab - 3, Sampling(0.9), seeds, count)
+        steps = sample_tokens(decoder, start.expand(len(seeds), 1), vocab - 3, Sampling(0.9), seeds, count)
         return torch.stack(list(steps), 1)
 
     together = text(seeds)
@@ -109,7 +109,7 @@ def test_a_row_is_what_its_seed_gives_alone(tmp_path: Path) -> None:
         assert torch.equal(text((seed,))[0], together[row])
     assert torch.equal(together[0], together[3]) and not torch.equal(together[0], together[1])
     assert torch.equal(text(seeds, 17), together[:, :17])
-    assert list(drawn(Decoder(model, window, CPU), start, vocab, Sampling(), (0,), 0)) == []
+    assert list(sample_tokens(Decoder(model, window, CPU), start, vocab, Sampling(), (0,), 0)) == []
 
 
 def test_draws_go_on_past_a_page_of_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,9 @@ def test_draws_go_on_past_a_page_of_random_numbers(tmp_path: Path, monkeypatch: 
     found = []
     for page in (1024, 7):
         monkeypatch.setattr(decoding, "PAGE", page)
-        steps = drawn(Decoder(model, window, CPU), torch.ones(1, 1, dtype=torch.int64), vocab, Sampling(), (3,), 25)
+        steps = sample_tokens(
+            Decoder(model, window, CPU), torch.ones(1, 1, dtype=torch.int64), vocab, Sampling(), (3,), 25
+        )
         found.append(torch.cat(list(steps)).tolist())
     assert found[0] == found[1] and len(set(found[0])) > 5
 
@@ -152,9 +154,9 @@ def test_a_replayed_step_waits_for_nothing() -> None:
     model = on_gpu(spec_of(p))
     start = torch.ones(2, 1, dtype=torch.int64, device=device)
     decoder = Decoder(model, p.context, device, 2)
-    first = torch.stack(list(drawn(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context)), 1)
-    list(drawn(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context))
-    steps = drawn(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context)
+    first = torch.stack(list(sample_tokens(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context)), 1)
+    list(sample_tokens(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context))
+    steps = sample_tokens(decoder, start, p.vocab, Sampling(0.8), (1, 2), p.context)
     again = [next(steps)]
     torch.cuda.set_sync_debug_mode("error")
     try:

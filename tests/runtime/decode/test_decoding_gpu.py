@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.check import load
-from specc.runtime.decode.text import Decoder, Sampling, drawn
+from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
 from specc.runtime.open_model import Generated, realize
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def test_the_whole_model_is_no_worse_cached_than_uncached(capsys: pytest.Capture
     for seeds in (range(ROWS), range(ROWS)):
         torch.cuda.synchronize()
         began, decoder = time.monotonic(), Decoder(model, WINDOW, device, ROWS)
-        ids = torch.stack([start[:, 0], *drawn(decoder, start, VOCAB, Sampling(0.8), seeds, WINDOW)], 1)
+        ids = torch.stack([start[:, 0], *sample_tokens(decoder, start, VOCAB, Sampling(0.8), seeds, WINDOW)], 1)
         torch.cuda.synchronize()
         seconds = time.monotonic() - began
         lines.append(f"{ROWS} x {WINDOW} tokens in {seconds:.2f} s, {decoder.preparing:.2f} s of them preparing")

@@ -19,7 +19,7 @@ from specc.runtime.decode.text import Decoder, Sampling, SamplingError
 from specc.runtime.errors import RunFailure
 from specc.runtime.generate import Detokenizer, generate, generate_several
 from specc.runtime.model.load import Loaded
-from specc.runtime.open_model import Cache, Generated, Opened, open_model
+from specc.runtime.open_model import Cache, Generated, OpenedModel, open_model
 
 CPU = torch.device("cpu")
 CONTEXT = 32
@@ -117,18 +117,18 @@ class Told:
     texts: list[str] = field(default_factory=list)
 
 
-def scripted(script: list[int], tokenizer: Tokenizer | None = None) -> tuple[Opened, Scripted]:
+def scripted(script: list[int], tokenizer: Tokenizer | None = None) -> tuple[OpenedModel, Scripted]:
     real = model_of(small_spec())
     vocabulary = 257 if tokenizer is None else tokenizer.vocab
     model = Scripted(script, vocabulary)
     loaded = Loaded(real.spec, real.target, real.programs, model, real.directory)
-    opened = Opened(real.spec, loaded, "artifact", Path("x.specc"), CPU, True, None, ())
+    opened = OpenedModel(real.spec, loaded, "artifact", Path("x.specc"), CPU, True, None, ())
     if tokenizer is not None:
         opened.__dict__["tokenizer"] = tokenizer
     return opened, model
 
 
-def run_scripted(opened: Opened, prompt: bytes, count: int) -> tuple[bytes, Told]:
+def run_scripted(opened: OpenedModel, prompt: bytes, count: int) -> tuple[bytes, Told]:
     told = Told()
     out = generate(opened, prompt, count, Sampling(0.0), say=told.lines.append, stream=told.texts.append)
     return out, told
@@ -225,7 +225,7 @@ def test_a_tokenizer_with_fewer_ids_than_the_model_limits_the_draw() -> None:
         decode = prefill
 
     loaded = Loaded(opened.spec, opened.loaded.target, opened.loaded.programs, Loud([65, 66]), opened.path)
-    loud = Opened(opened.spec, loaded, "artifact", opened.path, CPU, True, None, ())
+    loud = OpenedModel(opened.spec, loaded, "artifact", opened.path, CPU, True, None, ())
     loud.__dict__["tokenizer"] = Short()
     assert run_scripted(loud, b"", 2)[0] == b"AB"
 
@@ -348,6 +348,6 @@ def test_each_of_several_texts_ends_by_itself() -> None:
     opened, _ = scripted([])
     model = Rows([[*b"ab", 256, *b"never"], [*b"wxyz", 256], [256, *b"no"]])
     loaded = Loaded(opened.spec, opened.loaded.target, opened.loaded.programs, model, opened.path)
-    several = Opened(opened.spec, loaded, "artifact", opened.path, CPU, True, None, ())
+    several = OpenedModel(opened.spec, loaded, "artifact", opened.path, CPU, True, None, ())
     assert generate_several(several, b"", 50, Sampling(0.0), (1, 2, 3)) == [b"ab", b"wxyz", b""]
     assert model.calls == 5

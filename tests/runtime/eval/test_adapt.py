@@ -16,9 +16,11 @@ from run_samples import make_run, model_of, one_thread, small_spec, write_text
 from torch import Tensor
 
 from specc.runtime.errors import RunFailure
-from specc.runtime.eval.evaluate import Adapted, EvaluateError, EvaluateOptions, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions
+from specc.runtime.eval.text import Adapted
 from specc.runtime.metrics.bits_per_byte import BitsPerByte
-from specc.runtime.open_model import Opened
+from specc.runtime.open_model import OpenedModel
 from specc.runtime.storage.run_directory import Run
 
 WINDOW = 32
@@ -38,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
-def opened(run: Run) -> Opened:
+def opened(run: Run) -> OpenedModel:
     return opened_at(run.directory)
 
 
@@ -103,7 +105,7 @@ def _eval(run: Run) -> Any:
 
 @pytest.mark.parametrize("kind", ["slot", "slot_causal"])
 def test_slot_is_its_definition(
-    run: Run, opened: Opened, tokens: tuple[Path, list[int]], kind: str, tmp_path: Path
+    run: Run, opened: OpenedModel, tokens: tuple[Path, list[int]], kind: str, tmp_path: Path
 ) -> None:
     found = counted(lambda: adapted(opened, METHODS[kind], data=str(tokens[0]), cache=tmp_path))
     want = naive_slot(run, tokens[1], METHODS[kind], kind == "slot_causal")
@@ -193,7 +195,7 @@ def naive_lora(model: Any, how: dict[str, Any]) -> Callable[[dict[str, Tensor], 
 
 @pytest.mark.parametrize(("how", "learner"), [(TTT, naive_sgd), (LORA, naive_lora)], ids=["whole", "lora"])
 def test_training_is_its_definition(
-    run: Run, opened: Opened, tokens: tuple[Path, list[int]], how: dict[str, Any], learner: Any, tmp_path: Path
+    run: Run, opened: OpenedModel, tokens: tuple[Path, list[int]], how: dict[str, Any], learner: Any, tmp_path: Path
 ) -> None:
     before = {name: weight.clone() for name, weight in opened.model.state_dict().items()}
     found = counted(lambda: adapted(opened, how, data=str(tokens[0]), cache=tmp_path))
@@ -206,7 +208,9 @@ def test_training_is_its_definition(
     assert all(weight.requires_grad for weight in opened.model.parameters())
 
 
-def test_what_learns_is_what_the_pattern_covers(opened: Opened, tokens: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_what_learns_is_what_the_pattern_covers(
+    opened: OpenedModel, tokens: tuple[Path, list[int]], tmp_path: Path
+) -> None:
     """A rate of next to nothing moves nothing; every other way to learn gives another score, and each learns."""
     where = {"data": str(tokens[0]), "cache": tmp_path}
     without = plain(opened, **where).nats
@@ -227,7 +231,7 @@ def test_what_learns_is_what_the_pattern_covers(opened: Opened, tokens: tuple[Pa
 
 @pytest.mark.parametrize("kind", ["plain", *METHODS])
 def test_what_comes_later_moves_nothing_before_it_where_that_is_promised(
-    opened: Opened, tokens: tuple[Path, list[int]], kind: str, tmp_path: Path
+    opened: OpenedModel, tokens: tuple[Path, list[int]], kind: str, tmp_path: Path
 ) -> None:
     """All tokens from position p on are others. No bit of an earlier score may move; of published SLOT some do."""
 
@@ -255,7 +259,7 @@ def _changed(documents: list[bytes], first: int) -> list[bytes]:
     return made
 
 
-def test_a_number_that_is_not_causal_is_never_a_score(opened: Opened, tmp_path: Path) -> None:
+def test_a_number_that_is_not_causal_is_never_a_score(opened: OpenedModel, tmp_path: Path) -> None:
     for how in (SLOT, CAUSAL, TTT):
         found = adapted(opened, how, cache=tmp_path, max_tokens=200)
         causal = how is not SLOT
@@ -275,7 +279,7 @@ def test_a_number_that_is_not_causal_is_never_a_score(opened: Opened, tmp_path: 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
 def test_what_hangs_on_the_length_of_the_text_says_so(
-    opened: Opened, tokens: tuple[Path, list[int]], tmp_path: Path, schedule: str
+    opened: OpenedModel, tokens: tuple[Path, list[int]], tmp_path: Path, schedule: str
 ) -> None:
     """The cosine divides by all chunks, so a text that goes on scores otherwise from the second chunk on."""
     how, found = {**TTT, "schedule": schedule}, []
@@ -289,7 +293,7 @@ def test_what_hangs_on_the_length_of_the_text_says_so(
     assert said == [True, True]
 
 
-def test_a_correction_is_not_broken_by_the_rate_where_none_is_given(opened: Opened, tmp_path: Path) -> None:
+def test_a_correction_is_not_broken_by_the_rate_where_none_is_given(opened: OpenedModel, tmp_path: Path) -> None:
     found, plainly = (
         adapted(opened, {"kind": "ttt", "chunk": 50, "lora": lora}, cache=tmp_path, max_tokens=400).counted.nats
         for lora in ({"rank": 2}, {"rank": 2, "scale": 1e-9})
@@ -322,14 +326,14 @@ def test_a_spec_with_a_rule_for_every_tensor_can_adapt() -> None:
 
 @pytest.mark.parametrize("count", [1, 20, 33])
 @pytest.mark.parametrize("kind", METHODS)
-def test_a_text_as_short_as_a_window_is_scored(opened: Opened, kind: str, count: int, tmp_path: Path) -> None:
+def test_a_text_as_short_as_a_window_is_scored(opened: OpenedModel, kind: str, count: int, tmp_path: Path) -> None:
     found = adapted(opened, METHODS[kind], cache=tmp_path, max_tokens=count).counted
     want = plain(opened, cache=tmp_path, max_tokens=count)
     assert (found.tokens, found.piece_bytes) == (count, want.piece_bytes)
     assert (found.nats == pytest.approx(want.nats, rel=1e-6)) == (kind != "slot" or count == 1) or count == 33
 
 
-def test_what_cannot_adapt_is_refused(run: Run, opened: Opened, tmp_path: Path) -> None:
+def test_what_cannot_adapt_is_refused(run: Run, opened: OpenedModel, tmp_path: Path) -> None:
     from specc.compiler.errors import SpecError
     from specc.runtime.eval.adapt.method import AdaptError
 

@@ -11,9 +11,9 @@ from adapt_scene import ADAMW, CAUSAL, SLOT, TTT, Nats, adapted, counted, plain
 from run_samples import SPEC, make_run, write_text
 
 from specc.compiler.spec.check import load
-from specc.runtime.eval.evaluate import EvaluateOptions
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.eval.text import adapting
-from specc.runtime.open_model import Opened, open_model
+from specc.runtime.open_model import OpenedModel, open_model
 from specc.runtime.storage.run_directory import Run
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return make_run(folder / "run", spec, str(write_text(folder / "data")))
 
 
-def opened_on(run: Run, device: str) -> Opened:
+def opened_on(run: Run, device: str) -> OpenedModel:
     return open_model(
         run.directory,
         "cpu" if device == "cpu" else None,
@@ -48,7 +48,7 @@ def text(folder: Path, changed: int | None = None) -> str:
     return str(folder)
 
 
-def nats(model: Opened, how: dict[str, Any] | None, where: dict[str, Any]) -> Nats:
+def nats(model: OpenedModel, how: dict[str, Any] | None, where: dict[str, Any]) -> Nats:
     return counted(lambda: plain(model, **where) if how is None else adapted(model, how, **where))
 
 

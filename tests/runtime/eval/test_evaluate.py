@@ -1,6 +1,7 @@
 """`evaluate`: the number is the model's loss over the split, whatever the windows."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,13 @@ from run_samples import make_run, model_of, one_thread, random_weights, small_sp
 
 from specc.runtime.data.errors import DataError
 from specc.runtime.errors import RunFailure
-from specc.runtime.eval.evaluate import EvaluateError, EvaluateOptions, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions
+from specc.runtime.metrics.bits_per_byte import BitsPerByte
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.storage import checkpoint
-from specc.runtime.storage.run_directory import Run
+from specc.runtime.storage.run_directory import Run, RunDirectoryError
+from specc.runtime.train.train import TrainOptions, train
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,6 +97,35 @@ def test_the_quantized_model_is_another_one(run: Run) -> None:
     assert abs(inside.nats - plain.nats) / plain.tokens < 0.2
     data = EvaluateOptions(data=run.data, cache=run.directory.parent / "cache")
     assert evaluate(run.quantized / "model.specc", data) == inside
+
+
+def test_the_text_is_known_by_its_content(tmp_path: Path) -> None:
+    """A run says of the text that it scores whether it is what training left out, what it read, or neither."""
+    text = write_text(tmp_path / "text")
+    options = TrainOptions(small_spec("train.steps=1"), "cpu", str(text), tmp_path / "run", cache=tmp_path / "cache")
+    run = train(options, lambda _: None).run
+
+    def held_out(folder: Path) -> bool | None:
+        result = evaluate(run, EvaluateOptions(data=str(folder), cache=tmp_path / "cache", max_tokens=50))
+        assert isinstance(result, BitsPerByte) and len(result.report()) == 3
+        return result.held_out
+
+    moved, swapped, other = (tmp_path / name for name in ("moved", "swapped", "other"))
+    for folder in (moved, swapped, other):
+        folder.mkdir()
+        (folder / "train.txt").write_bytes((text / "train.txt").read_bytes())
+    (moved / "val.txt").write_bytes((text / "val.txt").read_bytes())
+    (swapped / "val.txt").write_bytes((text / "train.txt").read_bytes())
+    (other / "val.txt").write_bytes((text / "val.txt").read_bytes() + b"and more")
+    assert [held_out(folder) for folder in (moved, swapped, other)] == [True, False, None]
+    shutil.rmtree(text)
+    other.rename(text)  # the run's own folder, with another validation split
+    assert held_out(text) is None
+    with pytest.raises(RunDirectoryError, match=r"the validation split of .* is not the one that the run began with"):
+        train(replace(options, resume="auto"), lambda _: None)
+    shutil.rmtree(text)
+    moved.rename(text)
+    assert train(replace(options, resume="auto"), lambda _: None).step == 1
 
 
 def test_progress_counts_tokens(run: Run) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards.shards import ShardWriter
+from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from specc.runtime.data.windows.scored import Windows
+from specc.runtime.data.windows.evaluation import Windows
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.metrics.bits_per_byte import BitsPerByte, evaluate_bits
 

@@ -23,7 +23,8 @@ from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Promote, QuantSpec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.eval.evaluate import EvaluateOptions, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
 from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize import pipeline

@@ -15,7 +15,7 @@ from specc.compiler.build import canonical
 from specc.compiler.spec.spec import Calibrate, Spec
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.open_model import Opened, open_model
+from specc.runtime.open_model import OpenedModel, open_model
 from specc.runtime.quantize import weights, written_text
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.quantize.written_text import write_text as write_own
@@ -29,8 +29,8 @@ def single() -> Iterator[None]:
         yield
 
 
-def opened_of(spec: Spec, seed: int = 0) -> Opened:
-    return Opened(spec, model_of(spec, seed), "run", Path("x"), CPU, None, None, ())
+def opened_of(spec: Spec, seed: int = 0) -> OpenedModel:
+    return OpenedModel(spec, model_of(spec, seed), "run", Path("x"), CPU, None, None, ())
 
 
 def wanted(**settings: Any) -> Calibrate:

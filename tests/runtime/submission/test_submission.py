@@ -24,10 +24,11 @@ from specc.cli.app import run as specc
 from specc.compiler.spec import check
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack
-from specc.runtime.data.shards.shards import ShardWriter
+from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.eval.evaluate import EvaluateOptions, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.export.run import ExportError
 from specc.runtime.export.size import size
 from specc.runtime.model.load import TargetError

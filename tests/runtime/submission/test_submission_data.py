@@ -13,8 +13,9 @@ from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.shards.record import RECORD
-from specc.runtime.data.shards.shards import ShardWriter
-from specc.runtime.eval.evaluate import EvaluateOptions, evaluate
+from specc.runtime.data.shards.shard_file import ShardWriter
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.submission.export import export_submission
 from specc.runtime.submission.names import CODE, WEIGHTS
 

@@ -15,7 +15,8 @@ from tiny_models import float64
 from torch import Tensor
 
 from specc.compiler.spec.spec import Spec
-from specc.runtime.eval.evaluate import EvaluateOptions, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.load import instantiate
 from specc.runtime.open_model import open_model
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize

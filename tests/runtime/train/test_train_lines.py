@@ -9,14 +9,22 @@ from log_lines import read_log
 from run_samples import one_thread
 
 from specc.cli.app import run as command
+from specc.compiler.build import canonical
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
+from specc.runtime.artifact.artifact import write_artifact
+from specc.runtime.artifact.deployment import Deployment
+from specc.runtime.artifact.table import described
 from specc.runtime.data.documents.corpus import is_val
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.lines.polynomial_sets import training_set
+from specc.runtime.data.lines.polynomial_task import training_set
 from specc.runtime.distributed.world import World
-from specc.runtime.eval.evaluate import EvaluateError, EvaluateOptions, ExactMatches, evaluate
+from specc.runtime.eval.evaluate import evaluate
+from specc.runtime.eval.lines import ExactMatches
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions
 from specc.runtime.metrics.exact_match import ExactMatch
+from specc.runtime.open_model import read_verified
+from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.train.loop import TrainResult
 from specc.runtime.train.train import TrainOptions, train
 
@@ -86,7 +94,7 @@ def test_every_split_is_scored(run: Path) -> None:
     assert isinstance(found, ExactMatches)
     assert [one.name for one in found.sets] == ["same-law", "duplicate-free", "structure-disjoint"]
     assert [one.score.lines for one in found.sets] == [40, 40, 40]
-    seen = [one.seen for one in found.sets]
+    seen = [one.overlap for one in found.sets]
     assert seen[0] is not None and seen[0].structures > 0
     assert seen[1] is not None and seen[1].lines == 0
     assert seen[2] is not None and (seen[2].lines, seen[2].structures) == (0, 0)
@@ -103,12 +111,12 @@ def test_a_file_of_lines_is_scored(run: Path, tmp_path: Path) -> None:
     path.write_text("\n".join(training_set(1, 20).texts()) + "\n")
     (one,) = evaluate(run, EvaluateOptions(data=str(path))).sets  # type: ignore[union-attr]
     assert (one.name, one.score.lines) == ("some.txt", 20)
-    assert one.seen is not None and one.seen.lines == 1
+    assert one.overlap is not None and one.overlap.lines == 1
     (part,) = evaluate(run, EvaluateOptions(data=str(path), max_tokens=50)).sets  # type: ignore[union-attr]
     assert part.score.tokens <= 50 and 1 <= part.score.lines < 20
     path.write_text("x+1=1+x\n")  # no product, but of the same characters
     (other,) = evaluate(run, EvaluateOptions(data=str(path))).sets  # type: ignore[union-attr]
-    assert (other.score.lines, other.seen) == (1, None)
+    assert (other.score.lines, other.overlap) == (1, None)
     path.write_text("x+1=1+w\n")
     with pytest.raises(DataError, match="'w', which is not in the vocabulary"):
         evaluate(run, EvaluateOptions(data=str(path)))
@@ -130,7 +138,7 @@ def test_a_file_of_lines_is_trained_on_but_for_a_tenth(tmp_path: Path) -> None:
     result = go(tmp_path / "run", small("train.steps=2", "train.teacher_forcing=null"), str(path))
     (one,) = evaluate(result.run, EvaluateOptions()).sets  # type: ignore[union-attr]
     assert one.score.lines == sum(is_val(line.encode()) for line in lines)
-    assert one.seen is None
+    assert one.overlap is None and one.held_out
     with pytest.raises(DataError, match="a file has none to draw"):
         go(tmp_path / "fresh", small("train.data.fresh=true"), str(path))
     path.write_text("x**2=x**2\n")
@@ -138,11 +146,72 @@ def test_a_file_of_lines_is_trained_on_but_for_a_tenth(tmp_path: Path) -> None:
         go(tmp_path / "few", small(), str(path))
 
 
+def test_the_training_file_is_known_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whatever path, and from an artifact that is elsewhere, only the lines that training left out are scored;
+    of any other file nothing is said about what was trained on."""
+    path = tmp_path / "lines.txt"
+    lines = training_set(9, 300).texts()
+    path.write_text("\n".join(lines) + "\n")
+    run = go(tmp_path / "run", small("train.steps=1", "train.teacher_forcing=null"), str(path)).run
+    quantize(run, QuantizeOptions(max_tokens=50), lambda _: None)
+    artifact = tmp_path / "away" / "model.specc"
+    artifact.parent.mkdir()
+    artifact.write_bytes((run / "quantized" / "model.specc").read_bytes())
+    (tmp_path / "link.txt").symlink_to(path)
+    (tmp_path / "copy.txt").write_bytes(path.read_bytes())
+    (tmp_path / "more.txt").write_text("\n".join([*lines, "x*(x-1)=x**2-x"]) + "\n")
+    monkeypatch.chdir(tmp_path)
+    held_out = sum(is_val(line.encode()) for line in lines)
+    for model in (run, artifact):
+        for data in ("lines.txt", "link.txt", "copy.txt", "away/../lines.txt"):
+            (one,) = evaluate(model, EvaluateOptions(data=data, hopeless=1)).sets  # type: ignore[union-attr]
+            assert (one.score.lines + one.untried, one.held_out, one.overlap) == (held_out, True, None)
+        (more,) = evaluate(model, EvaluateOptions(data="more.txt", hopeless=1)).sets  # type: ignore[union-attr]
+        assert (more.score.lines + more.untried, more.held_out, more.overlap) == (301, False, None)
+        assert "is not known" in str(more)
+        split = evaluate(model, EvaluateOptions(data="polynomial:duplicate-free", hopeless=1))
+        assert split.sets[0].overlap is None  # type: ignore[union-attr]
+
+
+def test_an_artifact_of_generated_lines_claims_what_its_digests_tell(run: Path, tmp_path: Path) -> None:
+    quantize(run, QuantizeOptions(max_tokens=50), lambda _: None)
+    artifact = run / "quantized" / "model.specc"
+    options = EvaluateOptions(data="polynomial:duplicate-free", hopeless=1)
+    (known,) = evaluate(artifact, options).sets  # type: ignore[union-attr]
+    assert known.overlap is not None and known.overlap.lines == 0
+    old = read_verified(artifact)
+    deployment = Deployment.of(old.spec)
+    write_artifact(
+        tmp_path / "old.specc",
+        spec=canonical(old.spec).encode(),
+        interface=deployment.interface,
+        code=deployment.code,
+        layout=deployment.layout,
+        tensors=old.stored.tensors,
+        table=described(deployment.schemes, old.stored.tensors),
+        quality=1,
+    )
+    (unknown,) = evaluate(tmp_path / "old.specc", options).sets  # type: ignore[union-attr]
+    assert unknown.score.nats == known.score.nats and unknown.overlap is None
+
+
+def test_empty_data_are_refused(run: Path) -> None:
+    with pytest.raises(EvaluateError, match="--data is empty"):
+        evaluate(run, EvaluateOptions(data=""))
+
+
+def test_a_missing_file_names_what_is_near(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("x*(x-1)=x**2-x\n")
+    with pytest.raises(DataError) as caught:
+        evaluate(run, EvaluateOptions(data=str(tmp_path / "line.txt")))
+    assert f"did you mean {tmp_path / 'lines.txt'}?" in caught.value.hint and "stdlib" not in caught.value.hint
+
+
 def test_fresh_samples_train_and_what_is_held_out_stays_unseen(tmp_path: Path) -> None:
     spec = small("train.steps=3", "train.teacher_forcing=null", "train.data.fresh=true", "train.data.lines=64")
     result = go(tmp_path / "run", spec)
     found = evaluate(result.run, EvaluateOptions(max_tokens=100))
-    assert isinstance(found, ExactMatches) and [one.seen for one in found.sets] == [None, None, None]
+    assert isinstance(found, ExactMatches) and [one.overlap for one in found.sets] == [None, None, None]
 
 
 def test_the_command_line_selects_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

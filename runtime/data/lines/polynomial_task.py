@@ -1,18 +1,19 @@
-"""Sets of lines of the polynomial task: what is trained on, what is scored, and how much of one is in another."""
+"""The polynomial task: its training set, its held-out splits, and the overlap of one set with another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from specc.runtime.data.documents.reading import READ_ERRORS, open_file
-from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.lines.polynomial import BLOCK, Ints, Lines, draw, joined
-from specc.runtime.data.tokenizers.characters import lines_of
+from specc.compiler.spec.data.polynomial import PolynomialData
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.lines.polynomial import BLOCK, Ints, Lines, draw, joined, parse
+from specc.runtime.data.lines.task import Overlap, Task
 
 MOST_HELD_OUT = 100_000  # lines of each split; fresh samples avoid this many
 MOST_DRAWN = 1 << 25  # lines, to find those; structure-disjoint, beside five million of training, takes two fifths
@@ -92,7 +93,8 @@ class Fresh:
     """
 
     def __init__(self, seed: int, count: int) -> None:
-        self.seed, self.count = seed, count
+        self.identity = f"{seed} {count}"
+        self._seed = seed
         training = training_set(seed, count)
         self._held = [
             (split.apart, np.unique(split.apart(held_out(split.name, seed, MOST_HELD_OUT, training))))
@@ -105,7 +107,7 @@ class Fresh:
         parts: list[Lines] = []
         left = count
         while left > 0:
-            drawn = draw("train", self.seed, position, max(left + left // 4, 256))
+            drawn = draw("train", self._seed, position, max(left + left // 4, 256))
             kept = np.flatnonzero(~self._is_held(drawn))[:left]
             parts.append(drawn[kept])
             left -= len(kept)
@@ -119,52 +121,13 @@ class Fresh:
         return held
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """The shares of a set's lines that are in another set: as they stand, and by their coefficients alone."""
-
-    lines: float
-    structures: float
-
-    def __str__(self) -> str:
-        lines, structures = 100 * self.lines, 100 * self.structures
-        return f"{lines:.1f} % of the lines are in the training set, {structures:.1f} % by coefficients"
-
-
 def overlap(lines: Lines, training: Lines) -> Overlap:
-    """How much of `lines` was to be seen in `training`."""
+    """The share of `lines` that is in `training`."""
     lines_in, structures_in = (
         float(_in(ours, np.unique(theirs)).mean())
         for ours, theirs in ((lines.keys, training.keys), (lines.structures, training.structures))
     )
-    return Overlap(lines_in, structures_in)
-
-
-def read_lines(path: Path) -> tuple[list[str], list[str]]:
-    """Both sides of every line `factors=expansion` of a file, which may be compressed (.xz, .gz).
-
-    Raises DataError where there is no such file, or a line has not one `=` with text on both sides;
-    DataIntegrityError where it is damaged.
-    """
-    try:
-        with open_file(path) as file:
-            texts = lines_of(file.read().decode("utf-8-sig"))
-    except READ_ERRORS as error:
-        raise DataIntegrityError(f"{path}: damaged compressed file: {error}", "copy the file again") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not valid UTF-8 at byte {error.start}") from None
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}", "name a file of lines, or `polynomial`") from None
-    sides: tuple[list[str], list[str]] = ([], [])
-    for number, text in enumerate(texts, 1):
-        left, _, right = text.partition("=")
-        if not left or not right or "=" in right:
-            raise DataError(f"{path}:{number}: expected factors=expansion, found {text!r}")
-        sides[0].append(left)
-        sides[1].append(right)
-    if not texts:
-        raise DataError(f"{path}: has no lines")
-    return sides
+    return Overlap(lines_in, structures_in, "coefficients")
 
 
 def _in(some: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
@@ -174,3 +137,36 @@ def _in(some: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
     places = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)
     found: npt.NDArray[np.bool_] = ordered[places] == some
     return found
+
+
+class PolynomialTask(Task[Lines]):
+    """Products of two linear forms and their expansions."""
+
+    name: ClassVar[str] = "polynomial"
+    splits: ClassVar[Sequence[str]] = tuple(SPLITS)
+
+    def __init__(self, settings: PolynomialData) -> None:
+        self._settings = settings
+
+    @cached_property
+    def training(self) -> Lines:
+        return self.first(self._settings.lines)
+
+    @property
+    def fresh(self) -> bool:
+        return self._settings.fresh
+
+    def stream(self) -> Fresh:
+        return Fresh(self._settings.seed, self._settings.lines)
+
+    def first(self, count: int) -> Lines:
+        return training_set(self._settings.seed, count)
+
+    def held_out(self, split: str, count: int) -> Lines:
+        return held_out(split, self._settings.seed, count, self.training)
+
+    def parse(self, sources: Sequence[str]) -> Lines:
+        return parse(sources)
+
+    def overlap(self, lines: Lines) -> Overlap:
+        return overlap(lines, self.training)

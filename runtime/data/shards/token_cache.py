@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 
 from specc.runtime.data.documents.corpus import Corpus, find_corpus
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.shards.shards import TokenShard, sync_folder
-from specc.runtime.data.shards.tokenized import SHARD_TOKENS, require_bos, write_shards
+from specc.runtime.data.shards.shard_file import TokenShard, sync_folder
+from specc.runtime.data.shards.tokenize import SHARD_TOKENS, require_bos, write_shards
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ import numpy as np
 from specc.runtime.data.documents.corpus import Corpus
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.record import Marks
-from specc.runtime.data.shards.shards import ShardWriter
+from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.tokenizer import MAX_UINT16_VOCAB, Tokenizer
 
 SHARD_TOKENS = 100_000_000

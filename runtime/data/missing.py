@@ -1,0 +1,23 @@
+"""Suggestions for a path that does not exist."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+SHOWN = 3  # suggestions in a hint
+
+
+def nearest_paths(path: Path) -> str:
+    """A hint such as `did you mean runs/text.txt?`, or the folder that is missing; empty where nothing is near."""
+    parent = path.parent
+    if not parent.is_dir():
+        existing = next((folder for folder in parent.parents if folder.is_dir()), parent)
+        missing = parent.relative_to(existing).parts[0] if parent.is_relative_to(existing) else parent.name
+        return f"there is no {existing / missing}"
+    try:
+        names = sorted(entry.name for entry in parent.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        return ""
+    lower = {name.lower(): name for name in reversed(names)}
+    close = [lower[name] for name in get_close_matches(path.name.lower(), list(lower), SHOWN, 0.6)]
+    close += [name for name in names if Path(name).stem == path.name and name not in close]
+    return f"did you mean {' or '.join(str(parent / name) for name in close[:SHOWN])}?" if close else ""

@@ -1,0 +1,187 @@
+"""Scores a model of lines by exact match: held-out splits of its task, or a file of lines."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from specc.compiler.spec.train import ExactMatchSpec
+from specc.runtime.data.errors import DataError
+from specc.runtime.data.lines.line_file import LineFile
+from specc.runtime.data.lines.pairs import Pairs
+from specc.runtime.data.lines.task import LineSet, Overlap, task_of
+from specc.runtime.decode.lines import translator
+from specc.runtime.distributed.world import World
+from specc.runtime.errors import RunFailure
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions
+from specc.runtime.metrics.exact_match import ExactMatch, exact_match
+from specc.runtime.open_model import OpenedModel
+
+
+@dataclass(frozen=True, slots=True)
+class SetScore:
+    """The score of one set of lines.
+
+    Attributes:
+        name: the held-out split, or the file's name.
+        score: of the lines that were tried.
+        overlap: the share of them in the fixed training set; None where that is not known.
+        held_out: whether they are the lines of the training file that training left out.
+        untried: lines behind them, which were not tried as none before was exact.
+    """
+
+    name: str
+    score: ExactMatch
+    overlap: Overlap | None
+    held_out: bool = False
+    untried: int = 0
+
+    def __str__(self) -> str:
+        known = str(self.overlap) if self.overlap else "the share that was trained on is not known"
+        trained = "held out of the training file" if self.held_out else known
+        untried = f"; none of them exact, so {self.untried:,} more were not tried" if self.untried else ""
+        return f"{self.name}: {self.score.line()}; {trained}{untried}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExactMatches:
+    """The scores of one set of lines, or of every held-out split."""
+
+    sets: tuple[SetScore, ...]
+
+    def report(self) -> list[str]:
+        """A line per set."""
+        return [str(score) for score in self.sets]
+
+    def facts(self) -> list[dict[str, float | str | None]]:
+        """The same for programs."""
+        return [
+            {
+                "name": entry.name,
+                **entry.score.record(),
+                "seen": entry.overlap.lines if entry.overlap else None,
+                "seen_structures": entry.overlap.structures if entry.overlap else None,
+                "held_out": entry.held_out,
+            }
+            for entry in self.sets
+        ]
+
+
+def evaluate_lines(
+    opened: OpenedModel,
+    options: EvaluateOptions,
+    progress: Callable[[int, int], None] | None = None,
+    world: World | None = None,
+) -> ExactMatches:
+    """The exact match of an opened model of lines.
+
+    Args:
+        opened: the model.
+        options: what to score, and how.
+        progress: called with lines scored and lines in all.
+        world: at most one process.
+
+    Returns:
+        A score per set of lines.
+
+    Raises:
+        EvaluateError: the options fit no model of lines.
+        RunFailure: the loss is not finite, or memory is full.
+        DataError: the data cannot be read.
+    """
+    how, tokenizer = opened.spec.eval, opened.characters
+    if not isinstance(how, ExactMatchSpec):
+        raise EvaluateError(f"{opened.path} is scored by {how.metric}, not by exact match", "see `eval:` in its spec")
+    if options.stride is not None or options.window is not None:
+        option = "stride" if options.stride is not None else "window"
+        raise EvaluateError(f"lines are scored one by one, and have no {option}", f"leave --{option} out")
+    if world is not None and world.size > 1:
+        raise EvaluateError("lines are scored by one process", "leave --gpus out")
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
+    compiled = options.compiled and opened.device.type == "cuda"
+    batch = options.batch or how.batch
+    decoder = translator(
+        opened.model, opened.spec, tokenizer, opened.device, batch=batch, beam=how.beam or 1, compiled=compiled
+    )
+    score = opened.generated.score
+    if compiled:
+        score = torch.compile(score, fullgraph=getattr(opened.model, "fullgraph", True))
+    scores = []
+    for lines in _sets(opened, options, how):
+        pairs = lines.pairs
+        try:
+            match = exact_match(score, decoder, pairs, tokenizer, batch, opened.device, progress, options.hopeless)
+        except torch.OutOfMemoryError as error:
+            raise RunFailure("out of GPU memory", "lower --batch, or eval.batch in the spec") from error
+        if not math.isfinite(match.nats):
+            raise RunFailure(f"the loss is {match.nats}", "the model is broken: evaluate an earlier checkpoint")
+        overlap, untried = lines.overlap(match.lines), len(pairs) - match.lines
+        scores.append(SetScore(lines.name, match, overlap, lines.held_out, untried))
+    return ExactMatches(tuple(scores))
+
+
+def _unknown(count: int) -> Overlap | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """Lines to score. `overlap` gives the share of the first `count` of them that was trained on, where it is known."""
+
+    name: str
+    pairs: Pairs
+    overlap: Callable[[int], Overlap | None] = _unknown
+    held_out: bool = False
+
+
+def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
+    """The sets of lines that `--data` names; the run's own, or else the task's, where it is not given."""
+    tokenizer, width = opened.characters, opened.spec.model.window
+    task = task_of(opened.spec.train.data)
+    data = options.data or opened.data or task.name
+    known = _trained_on_task(opened)
+
+    def overlap(lines: LineSet, count: int) -> Overlap | None:
+        return task.overlap(lines[:count]) if known else None
+
+    name, _, split = data.partition(":")
+    if name == task.name:
+        for chosen in [split] if split else task.splits:
+            lines = task.held_out(chosen, how.lines)
+            pairs = Pairs.of(lines, tokenizer, width).within(options.max_tokens)
+            yield _Lines(chosen, pairs, partial(overlap, lines))
+        return
+    file = LineFile.read(Path(data).expanduser(), tokenizer, width)
+    if _is_training_file(opened, file):
+        yield _Lines(file.path.name, file.val.within(options.max_tokens), held_out=True)
+        return
+    pairs = file.pairs.within(options.max_tokens)
+    try:
+        yield _Lines(file.path.name, pairs, partial(overlap, task.parse(file.sources[: len(pairs)])))
+    except DataError:  # lines of another task
+        yield _Lines(file.path.name, pairs)
+
+
+def _trained_on_task(opened: OpenedModel) -> bool:
+    """Whether the model is known to be trained on the fixed set of its task."""
+    task = task_of(opened.spec.train.data)
+    if task.fresh:
+        return False
+    if opened.trained_on is None:  # of an older specc: a run still names its data
+        return opened.data == task.name
+    digest: str = task.training.digest
+    return opened.trained_on.train == digest
+
+
+def _is_training_file(opened: OpenedModel, file: LineFile) -> bool:
+    """Whether the model was trained on this file, whatever path leads to it."""
+    if opened.trained_on is not None:
+        return opened.trained_on == file.digests
+    try:
+        return opened.data is not None and file.path.samefile(Path(opened.data).expanduser())
+    except OSError:
+        return False
