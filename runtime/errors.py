@@ -1,5 +1,8 @@
 """What the runtime raises: one message, one hint, one exit code."""
 
+import errno
+from pathlib import Path
+
 
 class RuntimeFailure(Exception):
     """What a user can act on: `message` says what is wrong, `hint` what to do, `exit_code` how to exit."""
@@ -22,6 +25,12 @@ class RunFailure(RuntimeFailure):
     """Training, quantization, evaluation or export could not finish."""
 
     exit_code = 4
+
+
+def cannot_write(path: Path, error: OSError, hint: str = "free some space or name another path") -> RuntimeFailure:
+    """The failure to write `path`: of the machine where its disk is full, else of the run."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (EnvironmentFailure if full else RunFailure)(f"cannot write {path}: {error.strerror or error}", hint)
 
 
 class QuantizeError(RunFailure):

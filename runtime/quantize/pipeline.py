@@ -27,7 +27,7 @@ from specc.runtime.calibration.input_ranges import trained_scales
 from specc.runtime.calibration.ranges import input_ranges
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.stream import open_stream
-from specc.runtime.errors import QuantizeError, RunFailure
+from specc.runtime.errors import QuantizeError, cannot_write
 from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
@@ -221,6 +221,7 @@ def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress 
     Raises:
         QuantizeError: the spec quantizes nothing, a parameter cannot be quantized as asked, or the budget cannot be
             met; nothing is written then.
+        EnvironmentFailure: the disk is full.
         RunDirectoryError, RunFailure, IntegrityError, DataError: of the run and the data.
         SpecError: of the overrides.
     """
@@ -330,8 +331,7 @@ def _write(
         committed.replace(run.quantized, run.staged)
         _clear(staging)
     except OSError as error:
-        hint = "free some space, then quantize again"
-        raise RunFailure(f"cannot write {run.quantized}: {error.strerror}", hint) from error
+        raise cannot_write(run.quantized, error, "free some space, then quantize again") from error
     return result
 
 

@@ -3,14 +3,15 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.tokenizers.from_spec import tokenizer_of
-from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.errors import IntegrityError, RunFailure, cannot_write
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
 from specc.runtime.open_model import Say, as_trained, read_verified
@@ -69,18 +70,19 @@ def export_submission(
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
         raise RunFailure(f"{source} was made of another spec than the run has now", again)
     text = _code(run, targets, search, codec)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        code.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunFailure(f"cannot write {out}: {error.strerror}") from error
-    SpecPacker(found.spec, found.trained_on, codec).write(weights, found.stored)
+    with _removed_on_failure(out, weights):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            code.unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_write(out, error) from error
+        SpecPacker(found.spec, found.trained_on, codec).write(weights, found.stored)
 
-    def check(temporary: Path) -> None:
-        if temporary.read_bytes() != text.encode():
-            raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
+        def check(temporary: Path) -> None:
+            if temporary.read_bytes() != text.encode():
+                raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
 
-    write_atomically(code, [text.encode()], check)
+        write_atomically(code, [text.encode()], check)
     python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
@@ -90,6 +92,19 @@ def export_submission(
         fits = f"{again} --for submission, then export again with --force"
         say(f"what leaves room for the code: {fits}" if codec == Codec.BROTLI else f"smaller by brotli, or {fits}")
     return size
+
+
+@contextmanager
+def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
+    """Removes `file`, `folder` and its parents again where they were not there before and the body fails."""
+    fresh = [path for path in (file, folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in fresh:
+            with suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
+        raise
 
 
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:

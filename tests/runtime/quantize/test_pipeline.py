@@ -22,7 +22,7 @@ from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Promote, QuantSpec
 from specc.runtime.artifact.deployment import Deployment
-from specc.runtime.errors import QuantizeError, RunFailure
+from specc.runtime.errors import EnvironmentFailure, QuantizeError, RunFailure
 from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
@@ -218,8 +218,9 @@ def test_a_failed_write_leaves_the_old_one(made: Quantized, tmp_path: Path) -> N
                 raise OSError(28, "No space left on device")
 
             patch.setattr(f"specc.runtime.quantize.{name}", full)
-            with pytest.raises(RunFailure, match="No space left on device"):
+            with pytest.raises(EnvironmentFailure, match="No space left on device") as caught:
                 quantize(run.directory, options, lambda _: None)
+            assert caught.value.hint == "free some space, then quantize again"
         assert {path.name: path.read_bytes() for path in run.quantized.iterdir()} == before
     assert quantize(run.directory, options, lambda _: None).step == 4
     assert (run.quantized / "model.specc").read_bytes() != before["model.specc"]

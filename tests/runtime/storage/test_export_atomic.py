@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.storage.atomic import write_atomically
 
 
@@ -102,9 +102,10 @@ def test_an_error_at_any_call_leaves_the_old_or_the_new_file(
         try:
             put(tmp_path / "m", b"the new one")
             failed = False
-        except RunFailure as failure:
+        except RuntimeFailure as failure:
             failed = True
-            assert os.strerror(code) in failure.message and failure.exit_code == 4
+            assert os.strerror(code) in failure.message
+            assert failure.exit_code == (3 if code == errno.ENOSPC else 4) and "free some space" in failure.hint
     assert failed == (count >= nth)
     # Only a failure after the rename, of the folder's fsync, can leave the new file behind an error.
     late = failed and (name, nth) in {("fsync", 2), ("open", 2), ("open", 3)}

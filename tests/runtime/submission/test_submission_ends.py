@@ -1,5 +1,7 @@
 """What a submission says where it ends early, is over its budget, or was not written to its end."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -45,6 +47,31 @@ def test_an_export_over_its_budget_ends_with_exit_code_1(
     assert "are over the budget of 40,000; both files are written" in shown.err
     assert f"specc quantize '{run}' --set quant.budget_bytes=40000 --for submission, then" in shown.err
     assert shown.out.count("wrote ") == 2 and submission_size(tmp_path / "over").over
+
+
+def test_an_export_to_a_full_disk_leaves_nothing(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the folders that it made nor the weights without their code; what was there before stays."""
+    export = ["export", str(made.run.directory), "--format", "submission", "--codec", "lzma", "--out"]
+    write, there = os.write, tmp_path / "there"
+    there.mkdir()
+    (there / "notes.txt").write_text("mine")
+    for out in (tmp_path / "a/b", there):
+        for allowed in (0, made.folder.joinpath(WEIGHTS).stat().st_size + 99):
+            left = [allowed]
+
+            def full(descriptor: int, data: memoryview, left: list[int] = left) -> int:
+                left[0] -= len(data)
+                if left[0] < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return write(descriptor, data)
+
+            with monkeypatch.context() as patch:
+                patch.setattr("specc.runtime.storage.atomic.os.write", full)
+                assert specc([*export, str(out)]) == 3
+            assert "No space left on device" in (said := capsys.readouterr().err) and "free some space" in said
+            assert sorted(tmp_path.rglob("*")) == [there, there / "notes.txt"]
 
 
 def test_what_a_killed_export_leaves_is_no_submission(
