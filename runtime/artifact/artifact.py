@@ -20,22 +20,20 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from specc.compiler.quant.artifact_sections import ITEM_BYTES, Kind, Stream, kind_of, streams
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact.codecs import Codec, compress
 from specc.runtime.artifact.sections import (
-    ITEM_BYTES,
     MAX_SECTIONS,
     MAX_SPEC_BYTES,
     Header,
-    Kind,
     Section,
-    kind_of,
     raw_sizes,
     read_header,
     read_section,
     read_verified_bytes,
 )
-from specc.runtime.artifact.streams import Stream, choose, pack, raw_size, streams, unpack
+from specc.runtime.artifact.streams import choose, pack, raw_size, unpack
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.data_digests import DataDigests

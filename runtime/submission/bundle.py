@@ -41,7 +41,8 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
-LZMA = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}]
+LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
+MATCHES = (48, 64, 96, 128, 273)  # lengths at which the encoder takes a match; which is best, nobody knows before
 # Strings and characters of C++, which stay, and comments.
 _CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
@@ -64,7 +65,8 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
     """The text of train_gpt.py. `spec` is that of the run, with its bits still to be chosen."""
     files = modules(spec, lock, targets, tokenizer, codec)
     data = "\0".join(part for file in files.items() for part in file).encode()
-    packed = lzma.compress(data, lzma.FORMAT_ALONE, filters=LZMA)
+    filters = [{**LZMA, "nice_len": length} for length in MATCHES]
+    packed = min((lzma.compress(data, lzma.FORMAT_ALONE, filters=[one]) for one in filters), key=len)
     entry = _flat(ENTRY)
     return STUB.format(data=base64.b85encode(packed).decode(), package=PACKAGE, entry=entry)
 
