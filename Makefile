@@ -1,8 +1,11 @@
-# Two commands do all: `make quickstart` and `make test`. Both make their environment first.
+# `make quickstart` and `make test` are the two entry points. Both set up the environment first.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
+
+# Bytecode is kept even where the environment says otherwise: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup quickstart test check golden
 setup: $(READY)
@@ -25,10 +28,10 @@ quickstart: setup
 	$(BIN)/specc generate $(RUN)/gpt_mini.specc --prompt 'def ' --max-tokens 200 --temperature 0.7 --seed 1
 	@echo "the model is in $(RUN)/gpt_mini.specc"
 
-# A process a core, each with one thread. What runs on a GPU has it alone.
+# One process per core, each with one thread. GPU tests run one after the other, in one process.
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-	@if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pytest -m gpu; else echo "no NVIDIA GPU here: tests of them were left out"; fi
+	@if command -v nvidia-smi > /dev/null; then $(BIN)/python -m pytest -m gpu; else echo "no NVIDIA GPU here: GPU tests were not run"; fi
 
 check: setup
 	$(BIN)/ruff check .
@@ -37,7 +40,7 @@ check: setup
 	$(BIN)/specc schema --check
 	$(BIN)/python docs/generate.py --check
 
-# Rewrites everything that is generated and committed; review the diff.
+# Writes everything that is generated and committed anew; review the diff.
 golden: setup
 	$(BIN)/specc build --all --force
 	$(BIN)/specc schema --write

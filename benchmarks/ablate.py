@@ -1,18 +1,20 @@
-"""What each technique of a model is worth: its spec is trained as it is, by several seeds, and with one change at a
-time.
+"""Ablations: trains the spec of a list as it is, with several seeds, and with one change at a time.
 
     python benchmarks/ablate.py benchmarks/gpt_mlp35.yaml --data PACKED --out DIR --target sm90
     python benchmarks/ablate.py benchmarks/gpt_mlp35.yaml --out DIR --table
 
-A list names the spec, the `--set` texts that all its runs have, the seeds of the whole model and the changes, each a
-name and its `--set` texts; under `quantize`, further ones, each laid over a run when that is quantized: the run of the
-change of that name, or else the first run. Runs are `specc train` and `specc quantize`, one after another in this
-process. Several processes that are given one DIR, one a GPU by CUDA_VISIBLE_DEVICES, share the work. A change whose run
-failed, or was killed, stays claimed: remove its folder in DIR to try again. A folder is of one name, one text of the
-spec and these `--set` texts: what an edit of them changed is trained anew, and the old run stays beside it. The table
-compares with the mean of the seeds, whose spread is the noise; where a run averages its weights, the raw ones of the
-whole model have a line too. Only a run whose log says that it ended complete has a score; each other one has a line
-that says why it has none.
+A list names the spec, the `--set` overrides that all its runs have, the seeds of the whole model, and the changes:
+names with further overrides. Each entry under `quantize` is laid over a run when that is quantized: over the run of
+the change of its name, or else over the first run.
+
+Runs are `specc train` and `specc quantize`, one after the other. Several processes with the same DIR, one per GPU by
+CUDA_VISIBLE_DEVICES, share the work. A change whose run failed or was killed stays claimed: remove its folder in DIR
+to try again. A folder belongs to one name, one text of the spec and one list of overrides: what an edit changes is
+trained anew, and the old run stays beside it.
+
+The table compares with the mean of the seeds, whose spread is the noise. Where a run averages its weights, the raw
+weights of the whole model have a line too. Only a run whose log ends complete has a score; each other run has a line
+with the reason.
 """
 
 import argparse
@@ -37,7 +39,7 @@ EXIT = "exit_code.txt"  # beside a run, once its command has ended
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A list as it is read. `changes` and `quantize` are `--set` texts by name; `text` is what the spec's file says."""
+    """A list. `changes` and `quantize` are overrides by name; `text` is the text of the spec's file."""
 
     spec: str
     text: str
@@ -53,7 +55,7 @@ class Plan:
         return cls(data["spec"], text, data["common"], data["seeds"], data["changes"], data.get("quantize", {}))
 
     def runs(self) -> Iterator[tuple[str, Sequence[str]]]:
-        """The name of every training, and its `--set` texts; those of the whole model first."""
+        """Name and overrides of every training; those of the whole model first."""
         for seed in self.seeds:
             yield f"whole, seed {seed}", (*self.common, f"train.seed={seed}")
         for name, sets in self.changes.items():
@@ -64,13 +66,13 @@ class Plan:
         return folder(name, self.text, dict(self.runs())[name])
 
     def quantized(self, name: str) -> tuple[str, str]:
-        """The folders of a run, and of what is made of it when it is quantized."""
+        """The folders of a run, and of its quantized copy."""
         run = self.trained(name if name in self.changes else next(self.runs())[0])
         return run, folder(f"quantized {name}", run, self.quantize[name])
 
 
 def folder(name: str, of: str, sets: Sequence[str]) -> str:
-    """A readable name of its own for work that is called `name`, and that is of a text and `--set` texts."""
+    """A readable folder name, unique to a name, a text and overrides."""
     digest = hashlib.sha256(json.dumps([name, of, *sets]).encode()).hexdigest()[:8]
     return f"{''.join(c if c.isalnum() else '_' for c in name)}_{digest}"
 
@@ -80,7 +82,7 @@ def words(sets: Sequence[str]) -> list[str]:
 
 
 def claimed(place: Path) -> bool:
-    """Whether the work of this folder is now this process's own."""
+    """Claim the work of a folder for this process. Returns whether no other process had claimed it."""
     try:
         place.mkdir(parents=True)
     except FileExistsError:
@@ -89,77 +91,76 @@ def claimed(place: Path) -> bool:
 
 
 def specc(place: Path, arguments: Sequence[str]) -> None:
-    """Runs specc, with what it says in output.txt, and then its exit code in EXIT."""
+    """Run specc with its output in output.txt, then write its exit code to EXIT."""
     with (place / "output.txt").open("ab") as file:
         code = subprocess.run([*SPECC, *arguments], stdout=file, stderr=subprocess.STDOUT).returncode
     (place / EXIT).write_text(f"{code}\n", encoding="utf-8")
     print(place.name, "done" if code == 0 else f"failed ({code}): see {file.name}", flush=True)
 
 
-def train(plan: Plan, asked: argparse.Namespace) -> None:
-    """Every training that nobody has claimed, while there is time."""
+def train(plan: Plan, options: argparse.Namespace) -> None:
+    """Run every training that no process has claimed, while there is time."""
     for name, sets in plan.runs():
-        if time.monotonic() > asked.until:
+        if time.monotonic() > options.until:
             return
-        place = asked.out / plan.trained(name)
+        place = options.out / plan.trained(name)
         if claimed(place):
-            fixed = ["--run", str(place / "run"), "--data", asked.data, "--target", asked.target]
-            specc(place, ["train", plan.spec, *fixed, *words(sets)])
+            shared = ["--run", str(place / "run"), "--data", options.data, "--target", options.target]
+            specc(place, ["train", plan.spec, *shared, *words(sets)])
 
 
-def quantize(plan: Plan, asked: argparse.Namespace) -> None:
-    """Every way to quantize that nobody has claimed and whose run has ended complete, while there is time."""
+def quantize(plan: Plan, options: argparse.Namespace) -> None:
+    """Quantize every run that has ended complete and that no process has claimed, while there is time."""
     for name, sets in plan.quantize.items():
-        if time.monotonic() > asked.until:
+        if time.monotonic() > options.until:
             return
-        trained, place = (asked.out / one for one in plan.quantized(name))
+        trained, place = (options.out / part for part in plan.quantized(name))
         if score(trained) is not None and claimed(place):
             subprocess.run(["cp", "-r", str(trained / "run"), str(place / "run")], check=True)
-            specc(place, ["quantize", str(place / "run"), "--target", asked.target, *words(sets)])
+            specc(place, ["quantize", str(place / "run"), "--target", options.target, *words(sets)])
 
 
 def events(log: Path) -> Iterator[Mapping[str, Any]]:
-    """What a run has logged, without lines that a killed process left torn."""
+    """The events of a run's log, without lines that a killed process left torn."""
     for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ():
         with suppress(json.JSONDecodeError):
             yield json.loads(line)
 
 
 def score(place: Path, weights: str | None = None) -> float | None:
-    """Nats a token of a run that ended complete, of the weights that it ends with, or of those that are named; None
-    where it has not, or has no such."""
-    score, found = None, dict[str, float]()
+    """Nats per token of a run that ended complete, of its final weights or of the named ones; else None."""
+    score, scores = None, dict[str, float]()
     for event in events(place / "run/log.jsonl"):
         match event["event"]:
-            case "start":  # of a run that goes on, too: what was scored before is of earlier weights
-                found.clear()
+            case "start":  # also of a resumed run, whose earlier scores are of earlier weights
+                scores.clear()
             case "validation":
-                found[event["weights"]] = float(event["nats"])
+                scores[event["weights"]] = float(event["nats"])
             case "end" if event["complete"]:
-                score = found.get(weights or event["weights"])
+                score = scores.get(weights or event["weights"])
     return score
 
 
-def why_not(place: Path) -> str:
-    """Why the work of this folder has no result."""
+def reason(place: Path) -> str:
+    """The reason why the work of a folder has no result."""
     if not place.is_dir():
         return "not begun"
     if not (place / EXIT).is_file():
-        return "not finished: still at it, or killed"
+        return "not finished: still running, or killed"
     code = int((place / EXIT).read_text(encoding="utf-8"))
     return f"failed ({code}): see {place.name}/output.txt" if code else "not finished: ended early"
 
 
 def table(plan: Plan, out: Path) -> Iterator[str]:
-    """Markdown: every run of the list, with its score beside the mean of the whole model, or why it has none."""
+    """Lines of a Markdown table: each run of the list with its score and its difference to the whole model's mean."""
     ended = {seed: out / plan.trained(f"whole, seed {seed}") for seed in plan.seeds}
     whole = {seed: value for seed, place in ended.items() if (value := score(place)) is not None}
     raw = [value for seed in whole if (value := score(ended[seed], "raw")) is not None]
     if not whole:
-        told = "; ".join(f"seed {seed} is {why_not(place)}" for seed, place in ended.items())
-        raise SystemExit(f"no run of the whole model in {out} has a score yet: {told}")
+        reasons = "; ".join(f"seed {seed} is {reason(place)}" for seed, place in ended.items())
+        raise SystemExit(f"no run of the whole model in {out} has a score yet: {reasons}")
     mean, spread = statistics.mean(whole.values()), max(whole.values()) - min(whole.values())
-    yield "| | nats a token | to the whole |"
+    yield "| | nats per token | to the whole |"
     yield "|---|---|---|"
     yield f"| the whole model, mean of {len(whole)} seeds, which differ by {spread:.4f} | {mean:.4f} | |"
     if raw and raw != [*whole.values()]:
@@ -167,21 +168,21 @@ def table(plan: Plan, out: Path) -> Iterator[str]:
         yield f"| no averaging: the raw weights of these {len(raw)} | {alone:.4f} | {alone - mean:+.4f} |"
     for seed in plan.seeds:
         if seed not in whole:
-            yield f"| the whole model, seed {seed} | {why_not(ended[seed])} | |"
+            yield f"| the whole model, seed {seed} | {reason(ended[seed])} | |"
     for name in plan.changes:
         place = out / plan.trained(name)
         value = score(place)
-        yield f"| {name} | {why_not(place)} | |" if value is None else f"| {name} | {value:.4f} | {value - mean:+.4f} |"
+        yield f"| {name} | {reason(place)} | |" if value is None else f"| {name} | {value:.4f} | {value - mean:+.4f} |"
     for name in plan.quantize:
         place = out / plan.quantized(name)[1]
         report = place / "run" / REPORT
         if not report.is_file():
-            yield f"| quantized: {name} | {why_not(place)} | |"
+            yield f"| quantized: {name} | {reason(place)} | |"
             continue
-        found = json.loads(report.read_text(encoding="utf-8"))
-        before, after = (found[when]["nats"] / found[when]["tokens"] for when in ("before", "after"))
-        told = f"| quantized: {name}, {found['artifact_bytes']:,} bytes | {after:.4f}"
-        yield f"{told} | {after - before:+.4f} to {before:.4f} as trained |"
+        data = json.loads(report.read_text(encoding="utf-8"))
+        before, after = (data[when]["nats"] / data[when]["tokens"] for when in ("before", "after"))
+        size = f"{data['artifact_bytes']:,} bytes"
+        yield f"| quantized: {name}, {size} | {after:.4f} | {after - before:+.4f} to {before:.4f} as trained |"
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -190,15 +191,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--target", default="cpu")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing after so many")
-    parser.add_argument("--table", action="store_true", help="train nothing, and print what there is")
-    asked = parser.parse_args(arguments)
-    asked.until = time.monotonic() + 60 * asked.minutes
-    plan = Plan.read(asked.list)
-    if not asked.table:
-        train(plan, asked)
-        quantize(plan, asked)
-    print("\n".join(table(plan, asked.out)))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start nothing new after this many minutes")
+    parser.add_argument("--table", action="store_true", help="train nothing, and print the results so far")
+    options = parser.parse_args(arguments)
+    options.until = time.monotonic() + 60 * options.minutes
+    plan = Plan.read(options.list)
+    if not options.table:
+        train(plan, options)
+        quantize(plan, options)
+    print("\n".join(table(plan, options.out)))
 
 
 if __name__ == "__main__":

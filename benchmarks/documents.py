@@ -1,5 +1,5 @@
-"""Attention within documents, forward and backward, on a GPU: the blocks that some token sees, all scores masked, and
-plain causal attention. Prints a table: `python benchmarks/documents.py`."""
+"""Times of attention within documents on a GPU, forward and backward: only the blocks that some token sees, all scores
+masked, and plain causal attention. `python benchmarks/documents.py` prints a table."""
 
 import statistics
 from collections.abc import Callable
@@ -16,38 +16,38 @@ NUMBERS = count()
 
 
 def function(name: str, blocks: bool = True) -> Callable[..., Tensor]:
-    """A function of the generated code; without `blocks`, as it is where nothing is compiled."""
+    """A function of the generated code; without `blocks`, in the form that masks all scores."""
     text = render(f"torch/{name}.py.jinja", None, "", "")
-    names: dict[str, object] = {"torch": torch, "Tensor": Tensor, "F": F, "NAMESPACE": f"documents_{next(NUMBERS)}"}
-    exec(text if blocks else text.replace("torch.compiler.is_compiling()", "False"), names)
-    return names[name]  # type: ignore[return-value]
+    scope: dict[str, object] = {"torch": torch, "Tensor": Tensor, "F": F, "NAMESPACE": f"documents_{next(NUMBERS)}"}
+    exec(text if blocks else text.replace("torch.compiler.is_compiling()", "False"), scope)
+    return scope[name]  # type: ignore[return-value]
 
 
-def milliseconds(attend: Callable[..., Tensor], **words: object) -> float:
+def milliseconds(attend: Callable[..., Tensor], **masks: object) -> float:
     """The median of 15 passes forward and backward, compiled."""
-    drawn = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shapes = (HEADS, GROUPS, GROUPS, HEADS)
-    q, k, v, dy = (torch.randn(B, T, n, CHANNELS, generator=drawn).cuda().bfloat16() for n in shapes)
+    q, k, v, dy = (torch.randn(B, T, n, CHANNELS, generator=generator).cuda().bfloat16() for n in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     compiled = torch.compile(attend, fullgraph=True, dynamic=False)
-    found = []
+    times = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        torch.autograd.grad(compiled(*inputs, **words), inputs, dy)
+        torch.autograd.grad(compiled(*inputs, **masks), inputs, dy)
         end.record()
         torch.cuda.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found[5:])
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times[5:])
 
 
 def main() -> None:
     blocks, masked = function("attend_since"), function("attend_since", blocks=False)
     print("| | blocks | masked |\n|---|---|---|")
     print(f"| plain causal | {milliseconds(function('attend')):.3f} | |")
-    drawn = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     for mean in (100, 300, 1000, T * B * T):
-        marks = torch.rand(B, T, generator=drawn) * mean < 1
+        marks = torch.rand(B, T, generator=generator) * mean < 1
         starts = torch.where(marks, torch.arange(T), 0).cummax(1).values.cuda()
         words = f"documents of {mean:,} tokens" if mean < T else "one document"
         print(f"| {words} | {milliseconds(blocks, starts=starts):.3f} | {milliseconds(masked, starts=starts):.3f} |")

@@ -1,18 +1,21 @@
 """The `specc` command: its subcommands, found by name and imported when they run, and its exit codes."""
 
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import NoReturn
 
 import rich_click as click
 from click.exceptions import Exit
 
-from specc.cli.output import requested_format, show, show_usage
+from specc.cli.output import keep_notes_going, requested_format, show, show_usage
 
 EXTRAS = {"torch": "train", "triton": "train", "sentencepiece": "train", "tiktoken": "train", "flash_attn": "flash"}
-EXIT_ENVIRONMENT, EXIT_BUG, EXIT_INTERRUPTED = 3, 70, 130
+EXIT_ENVIRONMENT, EXIT_BUG, EXIT_PREEMPTED, EXIT_INTERRUPTED = 3, 70, 75, 130
 
 click.rich_click.STYLE_HELPTEXT = ""
 
@@ -64,7 +67,18 @@ data = LazyGroup(
     "Token shards: pack text into them, check them, fetch them.",
 )
 
-specc = click.version_option(package_name="specc")(
+
+def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        click.echo(f"specc, version {version('specc')}")
+        ctx.exit()
+
+
+specc = click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show the version and exit."
+)(
     LazyGroup(
         "specc",
         "specc.cli",
@@ -75,7 +89,7 @@ specc = click.version_option(package_name="specc")(
             "plan": "Summarize what a spec makes: parameters, bytes, FLOPs, kernels.",
             "explain": "Show the kernel of each node, or of one, and why each other kernel was not chosen.",
             "ir": "Print the graphs of a spec as text.",
-            "diff": "Compare two specs: a summary, then the specs, the plans and the kernels, paired by node.",
+            "diff": "Compare two specs: a summary, then the specs, model.py and the kernels, paired by node.",
             "init": "Start a new spec from another one, comments and all.",
             "data": data,
             "train": "Train a spec.",
@@ -97,14 +111,55 @@ specc = click.version_option(package_name="specc")(
 
 def main() -> NoReturn:
     """The entry point: every failure ends with its exit code and without a traceback, unless it is a bug of specc."""
-    code = run(sys.argv[1:])
+    keep_notes_going()
+    with pre_emptible():
+        code = run(sys.argv[1:])
+    code = _flushed(code)
     if code and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         # One of several processes that failed skips its teardown, in which CUDA or NCCL could wait for ranks that
         # are gone.
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+class Terminated(BaseException):
+    """A signal came that ends a process, where no work is under way that handles it itself."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+@contextmanager
+def pre_emptible() -> Iterator[None]:
+    """While it is open, SIGTERM and SIGHUP raise Terminated, so that a command ends as pre-empted before the signals
+    of its own work are handled; signals that are ignored, as nohup has it, stay so."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated(signal.Signals(number).name)
+
+    handled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once all output is written. A reader that left is no error; a full disk is."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What cannot be written must not be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code if isinstance(error, BrokenPipeError) else code or _not_written(error)
+    return code
+
+
+def _not_written(error: OSError) -> int:
+    click.echo(f"error: standard output cannot be written: {error.strerror}", err=True)
+    return EXIT_ENVIRONMENT
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -115,16 +170,19 @@ def run(arguments: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except Exit as end:
         return int(end.exit_code)
-    except SystemExit as end:  # rich-click, after help that was not asked for
-        return end.code if isinstance(end.code, int) else 0
+    except SystemExit as end:  # Click's own, after help that was not asked for, and when a reader of the output left
+        left = isinstance(end.__context__, BrokenPipeError)
+        return end.code if isinstance(end.code, int) and not left else 0
     except click.ClickException as error:
         show_usage(error, form)
         return int(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
+    except Terminated as end:
+        click.echo(f"pre-empted by {end}", err=True)
+        return EXIT_PREEMPTED
+    except BrokenPipeError:  # the reader of the output has seen enough
         return 0
     except Exception as error:
         return failed(error, form)
@@ -132,11 +190,20 @@ def run(arguments: Sequence[str]) -> int:
 
 def failed(error: Exception, form: str = "text") -> int:
     """Shows an error that is meant for people, or reports a bug; returns the exit code."""
+    from specc.compiler.errors import FULL
+
     if (code := getattr(error, "exit_code", None)) is not None:
         show(error, form)
         return int(code)
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        click.echo(f"error: {error.filename}: {error.strerror}", err=True)  # a full or sealed disk is no bug
+        hint = "\n  = help: free some space" if error.errno in FULL else ""
+        click.echo(f"error: {error.filename}: {error.strerror}{hint}", err=True)  # a full or sealed disk is no bug
+        return EXIT_ENVIRONMENT
+    if isinstance(error, OSError) and error.errno in FULL:
+        return _not_written(error)
+    if isinstance(error, ModuleNotFoundError) and type(error).__name__ == "PackageNotFoundError":
+        message = f"{error.name} is not installed, and its version is part of what it writes"
+        click.echo(f"error: {message}\n  = help: in the folder of its pyproject.toml: pip install -e .", err=True)
         return EXIT_ENVIRONMENT
     if isinstance(error, ModuleNotFoundError) and (extra := EXTRAS.get((error.name or "").partition(".")[0])):
         message = f"{error.name} is not installed" if extra == "train" else str(error)

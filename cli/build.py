@@ -1,46 +1,58 @@
 """The command that writes the generated code of a spec."""
 
 from pathlib import Path
+from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import Compiling, format_option
-from specc.cli.output import tell
-from specc.cli.project import GENERATED, all_specs, only_spec
+from specc.cli.options import Compiling, SpecPath, format_option
+from specc.cli.output import error_format, tell
+from specc.cli.project import all_specs, generated_beside, only_spec
 
 
 @click.command("build", cls=Compiling)
-@click.argument("specs", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("specs", nargs=-1, type=SpecPath())
 @click.option("--all", "every", is_flag=True, help="Every spec in specs/.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 and name each file that is not as built.")
 @click.option("--diff", is_flag=True, help="Write nothing; print what a build would change.")
-@click.option("--force", is_flag=True, help="Overwrite files that were edited by hand.")
-@click.option("--into", type=click.Path(path_type=Path), default=GENERATED, help="Folder of generated code.")
+@click.option("--force", is_flag=True, help="Overwrite files that were edited by hand, or built from another spec.")
+@click.option(
+    "--into",
+    type=click.Path(path_type=Path),
+    help="Folder of generated code. Where unset, generated/ beside the folder specs/ of the spec, or beside a spec "
+    "that is in none.",
+)
 @format_option
-def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: bool, into: Path) -> int:
-    """Write the generated code of a spec."""
+def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: bool, into: Path | None) -> int:
+    """Write the generated code of a spec.
+
+    It goes to generated/NAME/ in the project of the spec. With --check or --diff, a spec that is `-` is read from
+    standard input.
+    """
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import drift, unified, write
+    from specc.compiler.text.source import STDIN
 
+    if STDIN in specs and not (check or diff):
+        raise click.UsageError("standard input is no file to build from; it can be compared by --check or --diff")
     chosen = all_specs() if every else list(specs) or [only_spec()]
-    made = {path: compile_spec(path) for path in chosen}
-    owners: dict[str, Path] = {}
-    for path, built in made.items():
-        if (first := owners.setdefault(built.spec.name, path)) != path:
+    outputs = {path: compile_spec(path) for path in chosen}
+    folders: dict[Path, Path] = {}
+    for path, built in outputs.items():
+        folder = (into or generated_beside(path)) / built.spec.name
+        if (first := folders.setdefault(folder, path)) != path:
             raise click.UsageError(f"{first} and {path} are both named {built.spec.name}")
-    found = 0
-    for path, built in made.items():
+    findings: list[dict[str, Any]] = []
+    for (path, built), folder in zip(outputs.items(), folders, strict=True):
         tell(built.lock_use.note(path))
-        folder = into / built.spec.name
         if diff:
             text = unified(folder, built.files, built.spec.name)
-            found += bool(text)
+            findings += [{"file": str(folder), "state": "changed"}] * bool(text)
             click.echo(text, nl=False)
         elif check:
-            for entry in drift(folder, built.files):
-                found += 1
-                what = " (no build made it; delete it)" if entry.state == "extra" else ""
-                click.echo(f"{folder / entry.path}: {entry.state}{what}")
+            findings += [
+                {"file": str(folder / entry.path), "state": entry.state} for entry in drift(folder, built.files)
+            ]
         else:
             changes = write(folder, built.files, force)
             for state, name in changes:
@@ -49,9 +61,29 @@ def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force
                 f"{folder}: {len(built.files)} files, {len(changes)} written" if changes else f"{folder}: up to date"
             )
     if check and every:
-        for folder in sorted(path for path in into.glob("*") if path.is_dir() and path.name not in owners):
-            found += 1
-            click.echo(f"{folder}: extra")
-    if check and not found:
-        click.echo(f"{len(chosen)} spec{'s' if len(chosen) > 1 else ''}: as built")
-    return 1 if found else 0
+        roots = {folder.parent for folder in folders}
+        beside = sorted(path for root in roots for path in root.glob("*") if path.is_dir() and path not in folders)
+        findings += [{"file": str(path), "state": "extra folder"} for path in beside]
+    if check:
+        _show(findings, len(chosen))
+    return 1 if findings else 0
+
+
+def _show(findings: list[dict[str, Any]], specs: int) -> None:
+    """What is not as built, in the format that was asked for."""
+    form = error_format()
+    if form == "json":
+        import json
+
+        click.echo(json.dumps(findings, indent=2))
+        return
+    for finding in findings:
+        file, state = finding["file"], finding["state"]
+        more = " (no build made it; delete it)" if state == "extra" else ""
+        state = state.removesuffix(" folder")
+        if form == "github":
+            click.echo(f"::error file={file},title=drift::{state}{more}")
+        else:
+            click.echo(f"{file}: {state}{more}")
+    if form == "text" and not findings:
+        click.echo(f"{specs} spec{'s' if specs > 1 else ''}: as built")

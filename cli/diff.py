@@ -4,19 +4,24 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, format_option
+from specc.cli.options import Compiling
+from specc.cli.output import FORMATS
 
 
 @click.command("diff", cls=Compiling)
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
-@format_option
-def command(before: Path, after: Path) -> int:
-    """Compare two specs: a summary, then the specs, the plans and the kernels, paired by node."""
-    from specc.compiler.diff import compare as compared
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice((*FORMATS, "markdown")),
+    default=FORMATS[0],
+    help="How errors are shown; `markdown` is a comment for a pull request.",
+)
+def command(before: Path, after: Path, form: str) -> int:
+    """Compare two specs: a summary, then the specs, model.py and the kernels, paired by node."""
+    from specc.compiler.diff import Comparison
 
-    summary, text = compared(before, after)
-    click.echo("\n".join(summary))
-    if text:
-        click.echo(f"\n{text}", nl=False)
-    return 1 if text else 0
+    comparison = Comparison.of(before, after)
+    click.echo(comparison.markdown() if form == "markdown" else comparison.text(), nl=form != "markdown")
+    return 0 if comparison.equal else 1

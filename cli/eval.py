@@ -11,6 +11,7 @@ from specc.cli.options import (
     format_option,
     json_option,
     model_argument,
+    stated,
     tokenizers_option,
     with_data,
 )
@@ -22,6 +23,7 @@ from specc.cli.processes import Repeatable, joined_world, launched
 @model_argument
 @click.option(
     "--data",
+    callback=stated,
     help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, `polynomial` "
     "or `polynomial:SPLIT`. The run's own where unset.",
 )

@@ -1,5 +1,6 @@
 """The command that decodes with a model. Torch is imported when it runs, not before."""
 
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,6 +11,7 @@ from click.core import ParameterSource
 from specc.cli.options import device_option, format_option, model_argument, tokenizers_option
 from specc.cli.output import say
 
+MAX_SEED = 2**63 - 1  # of torch generators, with room for the seeds of further samples
 OF_TEXTS = ("prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples")
 OF_LINES = ("beam",)
 
@@ -20,6 +22,16 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
     odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not ParameterSource.DEFAULT]
     if odd:
         raise click.UsageError(f"{', '.join(odd)} {'has' if len(odd) == 1 else 'have'} no effect beside {beside}")
+
+
+def _utf8(prompt: str) -> bytes:
+    """The bytes of an argument, whatever the locale took them for. Raises UsageError where they are no UTF-8."""
+    text = os.fsencode(prompt)
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"--prompt is not valid UTF-8 at byte {error.start}") from None
+    return text
 
 
 @click.command("generate")
@@ -37,7 +49,7 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
 @click.option("--temperature", type=float, default=1.0, show_default=True, help="0 takes the most probable token.")
 @click.option("--top-k", type=int, help="Keep so many of the most probable tokens.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep the fewest tokens of this probability.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True)
 @click.option(
     "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Texts, of seeds SEED, SEED + 1, ..."
 )
@@ -84,16 +96,17 @@ def command(
     from specc.runtime.generate import generate_several
     from specc.runtime.open_model import open_model
 
+    start = _utf8(prompt)
     sampling = Sampling(temperature, top_k, top_p)
     opened = open_model(model, target, quantized=quantized, search=tokenizers, say=say)
     if opened.spec.model.reads == "lines":
         raise click.UsageError(f"{opened.spec.name} turns lines into lines: give it --lines FILE")
     if samples > 1:
         seeds = range(seed, seed + samples)
-        texts = generate_several(opened, prompt.encode(), max_tokens, sampling, seeds, say=say)
+        texts = generate_several(opened, start, max_tokens, sampling, seeds, say=say)
         for own, text in zip(seeds, texts, strict=True):
-            click.echo(f"--- seed {own}\n{prompt}{text.decode(errors='replace')}")
+            click.echo(f"--- seed {own}\n{start.decode()}{text.decode(errors='replace')}")
         return
-    click.echo(prompt, nl=False)
-    write(opened, prompt.encode(), max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
+    click.echo(start.decode(), nl=False)
+    write(opened, start, max_tokens, sampling, seed, say=say, stream=lambda text: click.echo(text, nl=False))
     click.echo()

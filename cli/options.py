@@ -22,6 +22,13 @@ def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path
     raise SpeccError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
 
 
+def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuses an empty text, which a script gives whose variable is not set."""
+    if value is not None and not value.strip():
+        raise click.BadParameter("it is empty", ctx, parameter)
+    return value
+
+
 class Compiling(click.RichCommand):
     """A command that compiles and ends. Nearly all that it makes lives until then: looking for garbage would take a
     quarter of its time."""
@@ -34,6 +41,20 @@ class Compiling(click.RichCommand):
         finally:
             if enabled:
                 gc.enable()
+
+
+class SpecPath(click.Path):
+    """The file of a spec; `-` is standard input."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path, allow_dash=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            from specc.compiler.text.source import STDIN
+
+            return STDIN
+        return super().convert(value, param, ctx)
 
 
 spec_argument = click.argument("spec", type=click.Path(path_type=Path))

@@ -1,15 +1,36 @@
 """How commands speak: results on stdout; notes, progress and errors on stderr."""
 
+import io
 import os
 import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import rich_click as click
 from click import get_current_context
 
 FORMATS = ("text", "json", "github")
+
+
+class _Notes(io.FileIO):
+    """Standard error as a file that takes everything: a reader that left, a terminal that closed or a full disk never
+    ends the work that is told of there."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
+
+
+def keep_notes_going() -> None:
+    """Lets this process go on when standard error can no longer be written."""
+    if sys.stderr is None:
+        return
+    buffer = io.BufferedWriter(_Notes(sys.stderr.fileno(), "wb", closefd=False))
+    sys.stderr = io.TextIOWrapper(buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
 
 
 def requested_format(arguments: Sequence[str]) -> str:
@@ -50,7 +71,7 @@ def show_usage(error: click.ClickException, form: str) -> None:
     context = getattr(error, "ctx", None)
     from specc.compiler.errors import SpeccError
 
-    hint = f"{context.command_path} --help" if context is not None else ""
+    hint = f"{context.command_path if context is not None else 'specc'} --help"
     show(SpeccError(error.format_message(), hint), form)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import rich_click as click
 
-SPECS, GENERATED = Path("specs"), Path("generated")
+SPECS = Path("specs")
 
 
 def all_specs() -> list[Path]:
@@ -12,6 +12,15 @@ def all_specs() -> list[Path]:
     if not found:
         raise click.UsageError(f"there are no specs in {SPECS}/ here")
     return found
+
+
+def generated_beside(spec: Path) -> Path:
+    """The folder of the generated code of a spec's project: beside the spec, or beside the folder specs/ that it is
+    in."""
+    folder = spec.parent
+    if (folder.name or folder.absolute().name) == "specs":
+        folder = folder.parent if folder.name else Path("..")
+    return folder / "generated"
 
 
 def only_spec() -> Path:

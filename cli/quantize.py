@@ -10,6 +10,7 @@ from specc.cli.options import (
     format_option,
     json_option,
     run_argument,
+    stated,
     tokenizers_option,
     with_data,
 )
@@ -18,7 +19,7 @@ from specc.cli.output import Stages, say
 
 @click.command("quantize")
 @run_argument
-@click.option("--data", help="Calibrate and measure on this; the run's own data where unset.")
+@click.option("--data", callback=stated, help="Calibrate and measure on this; the run's own data where unset.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Measure the loss on so many tokens only.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="quant.PATH=VALUE", help="Quantize otherwise than the run's spec says."

@@ -7,7 +7,7 @@ from typing import Any
 
 import rich_click as click
 
-from specc.cli.options import device_option, folder, format_option, set_option, tokenizers_option, with_data
+from specc.cli.options import device_option, folder, format_option, set_option, stated, tokenizers_option, with_data
 from specc.cli.output import say
 from specc.cli.processes import Repeatable, joined_world, launched
 from specc.cli.project import SPECS, only_spec
@@ -18,6 +18,7 @@ from specc.cli.project import SPECS, only_spec
 @click.option("--run", "directory", type=folder, help="Run directory; runs/NAME-NNN where unset, and printed.")
 @click.option(
     "--data",
+    callback=stated,
     help="A text, jsonl or token-shard file or folder, or `stdlib`; for a model of lines, a file of them, or "
     "`polynomial`. Where unset, `stdlib` or `polynomial`, as the spec's kind of data is.",
 )

@@ -32,7 +32,8 @@ def command(
 
     Writes NAME.lock.json beside the spec after each node; `specc build` reads it. A search that was cut off goes on
     where it stopped. Candidates that do not compile, spill, or are less exact than plain Torch are listed with the
-    reason. With --set, what a variant's nodes have joins the same lock: an entry holds for its very node alone.
+    reason. With --set, what a variant's nodes have joins the same lock: an entry holds for its very node alone. Library
+    products and, without --only, whole training steps are measured too: PLAN.md has their times.
     """
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load
@@ -48,7 +49,7 @@ def command(
 
     compiled = next((name for name in loaded.targets if "wgmma" in TARGETS[name].features), None)
     chosen = compiled if compile_only and target is None and compiled else choose_target(loaded, target)
-    found = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh), say)
+    found = run(TuneOptions(loaded, chosen, lock, path, only, compile_only, fresh, rest=True), say)
     click.echo(json.dumps(report.data(found), indent=2) if as_json else report.text(found))
     if not compile_only:
         say(f"wrote {path}; next: specc build {shlex.quote(str(spec))}")

@@ -4,18 +4,22 @@ from pathlib import Path
 
 import rich_click as click
 
-from specc.cli.options import Compiling, format_option, set_option
+from specc.cli.options import Compiling, SpecPath, format_option, set_option
 from specc.cli.output import error_format, show
 
 
 @click.command("validate", cls=Compiling)
-@click.argument("specs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("specs", nargs=-1, required=True, type=SpecPath())
 @set_option
 @format_option
 def command(specs: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
-    """Check specs as far as a build does, and show all errors at once."""
+    """Check specs as far as a build does, and show all errors at once.
+
+    A spec that is `-` is read from standard input.
+    """
     from specc.compiler.build import plan_spec
     from specc.compiler.errors import SpeccError, SpecError
+    from specc.compiler.text.source import name_of
 
     form = error_format()
     errors: list[SpeccError] = []
@@ -26,7 +30,7 @@ def command(specs: tuple[Path, ...], overrides: tuple[str, ...]) -> int:
             errors.append(error)
         else:
             if form == "text":
-                click.echo(f"{path}: ok")
+                click.echo(f"{name_of(path)}: ok")
     placed = [bad for bad in errors if isinstance(bad, SpecError)]
     for other in errors:
         if other not in placed:

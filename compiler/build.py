@@ -5,7 +5,8 @@ What renders is imported when something is rendered: to check and to plan a spec
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
         if source is None:
             raise LoweringError(tuple(problems))
         raise SpecError(to_diagnostics(problems, source), source.texts)
-    return Planned(spec, plans, deployed, lock_use(lock, plans, spec.targets))
+    return Planned(spec, plans, deployed, lock_use(lock, plans, spec))
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
@@ -83,7 +84,7 @@ def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[st
 def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Built:
     """As `compile_spec`, for a spec and a lock that were read before. Raises as `plan_loaded`."""
     planned = plan_loaded(spec, source, targets, lock)
-    files = _files(spec, planned.plans, planned.deployed, lock)
+    files = _files(spec, planned.plans, planned.deployed, lock, source)
     return Built(spec, planned.plans, planned.deployed, planned.lock_use, files)
 
 
@@ -134,21 +135,41 @@ def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]
     return {name: render(template, context, source, key) for name, (template, context) in rendered.files.items()}
 
 
-def model_files(plan: Plan) -> Mapping[str, str]:
-    """The text of one target's files: model.py and its kernels."""
+def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
+    """The text of one target's files: model.py and its kernels. Raises TemplateFault, which names the line of `source`,
+    where a template renders no code."""
     from specc.compiler.render.jinja import render
     from specc.compiler.render.model import model_context
 
     files: dict[str, str] = {}
     for choice in plan.choices:
         if not files.keys() >= choice.rendered.files.keys():
-            files |= kernel_files(choice.rendered, choice.key, plan.source)
+            with _rendering(plan, choice.site.label, source):
+                files |= kernel_files(choice.rendered, choice.key, plan.source)
     context = model_context(plan)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
     namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""
     context = replace(context, supports=supports, namespace=namespace)
-    files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
+    with _rendering(plan, "", source):
+        files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
     return files
+
+
+@contextmanager
+def _rendering(plan: Plan, node: str, source: Source | None) -> Iterator[None]:
+    """Lets a fault of a template also name the node, and the line of the spec, that it was rendered for."""
+    from specc.compiler.render.jinja import TemplateFault
+
+    try:
+        yield
+    except TemplateFault as fault:
+        where = plan.source
+        if source is not None:
+            place = source.place(plan.programs.place(node.split(" ")[0].replace("*", "0")))
+            where = f"{place.file}:{place.mark.line}"
+        raise TemplateFault(
+            f"{fault.message}; rendered for {node or 'model.py'} on {plan.target.name}, {where}"
+        ) from fault
 
 
 def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
@@ -157,15 +178,21 @@ def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
     return model_files(pipeline.uncached_plan(spec, target, _source_name(spec)))
 
 
-def _files(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock) -> Mapping[str, str]:
+def _files(
+    spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], lock: Lock, source: Source | None
+) -> Mapping[str, str]:
     from importlib.metadata import version
 
     from specc.compiler.report.page import plan_page
+    from specc.compiler.report.summary import Summary
 
     folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}
-    files = {f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan).items()}
-    files["PLAN.md"] = plan_page(spec, plans, deployed)
+    files = {
+        f"{folder}/{name}": text for folder, plan in folders.items() for name, text in model_files(plan, source).items()
+    }
+    files["PLAN.md"] = plan_page(Summary(spec, plans, deployed))
     manifest = {
+        **_other_source(spec, source),
         "spec": digest(canonical(spec)),
         "lock": digest(lock.text()) if lock.targets else None,
         "compiler": version("specc"),
@@ -173,6 +200,15 @@ def _files(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan], 
         "nodes": {folder: _nodes(plan) for folder, plan in sorted(folders.items())},
     }
     return {**files, MANIFEST: json.dumps(manifest, indent=2, sort_keys=True) + "\n"}
+
+
+def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
+    """The file of a spec, from the folder of its project, where that is another than its name says."""
+    path = Path(source.file) if source is not None else Path()
+    if path.suffix != ".yaml":  # a text, or the spec that a run keeps
+        return {}
+    within = f"specs/{path.name}" if path.absolute().parent.name == "specs" else path.name
+    return {"source": within} if within != _source_name(spec) else {}
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:

@@ -1,42 +1,228 @@
-"""Compares two specs by what they are, what they plan and what they generate."""
+"""Compares two specs: the same summary as a plan's, old -> new, then the specs, the plans and the generated files."""
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from specc.compiler.build import Built, compile_spec
-from specc.compiler.generated_folder import MANIFEST, diff_texts
-from specc.compiler.report.page import first_programs, forward_flops, quantity
+from specc.compiler.generated_folder import MANIFEST
+from specc.compiler.report.summary import Summary, milliseconds, quantity
+
+PLAN = "PLAN.md"
+SHOWN = 10  # tensors, tiles or files that a line of the summary names
+WIDTH = 120
+CONTEXT = 0  # lines around a change in generated code: kernels are read beside the diff
 
 
-def compare(before: Path, after: Path) -> tuple[tuple[str, ...], str]:
-    """Summary lines, and unified diffs of the spec texts, the plans and the generated files, kernels paired by node.
+@dataclass(frozen=True)
+class Comparison:
+    """Two specs, built. `before` and `after` are their files, `spec_diff` the lines of the difference of these."""
 
-    Raises SpecError where either does not build.
-    """
-    old, new = compile_spec(before), compile_spec(after)
-    left, right = _named(old), _named(new)
-    pairs = dict(_pairs(old, new))
-    texts = "".join(
-        difflib.unified_diff(
-            before.read_text(encoding="utf-8").splitlines(keepends=True),
-            after.read_text(encoding="utf-8").splitlines(keepends=True),
-            str(before),
-            str(after),
+    before: Path
+    after: Path
+    old: Built
+    new: Built
+    spec_diff: tuple[str, ...]
+
+    @classmethod
+    def of(cls, before: Path, after: Path) -> "Comparison":
+        """Builds both. Raises SpecError where either does not build."""
+        old, new = compile_spec(before), compile_spec(after)
+        left, right = (path.read_text(encoding="utf-8").splitlines() for path in (before, after))
+        spec_diff = difflib.unified_diff(left, right, str(before), str(after), n=1, lineterm="")
+        return cls(before, after, old, new, tuple(spec_diff))
+
+    @cached_property
+    def summaries(self) -> tuple[Summary, Summary]:
+        return _summary_of(self.old), _summary_of(self.new)
+
+    @property
+    def equal(self) -> bool:
+        return not self.spec_diff and self.old.files == self.new.files
+
+    @property
+    def summary(self) -> tuple[str, ...]:
+        """What matters of the difference, at most 25 lines of at most 120 columns."""
+        rows = [f"{self.old.spec.name} -> {self.new.spec.name}", *self._sizes(), *self._times(), *self._kernels()]
+        rows += [*self._shapes(), *self._files()]
+        return tuple(row if len(row) <= WIDTH else f"{row[: WIDTH - 3]}..." for row in rows[:25])
+
+    def _sizes(self) -> Iterator[str]:
+        old, new = self.summaries
+        yield f"parameters   {_change(f'{old.parameters:,}', f'{new.parameters:,}', new.parameters - old.parameters)}"
+        flops, others = (f"{quantity(3 * summary.forward_flops)}FLOP" for summary in self.summaries)
+        yield f"FLOP a token {_change(flops, others)}"
+        sizes, others = (
+            f"{s.storage.bytes:,}" + (f" of {s.storage.budget:,}" if s.storage.budget else "") for s in self.summaries
         )
+        yield f"bytes        at most {_change(sizes, others, new.storage.bytes - old.storage.bytes)}"
+        if old.choice != new.choice:
+            yield f"  bits       {_change(old.choice or 'by rules', new.choice or 'by rules')}"
+        elif new.choice:
+            yield f"  {new.choice}"
+
+    def _times(self) -> Iterator[str]:
+        old, new = self.summaries
+        yield f"step         {_change(old.whole, new.whole)} on {new.step.target}"
+        works = {work.name: work for work in old.step.works}
+        for work in new.step.works:
+            before = works.pop(work.name, None)
+            was = _time(before.ms, before.floor_ms) if before is not None else "none"
+            if was != (now := _time(work.ms, work.floor_ms)):
+                yield f"  {work.name:<24} {_change(was, now)}"
+        for work in works.values():
+            yield f"  {work.name:<24} {_change(_time(work.ms, work.floor_ms), 'none')}"
+        yield f"memory       {_change(old.memory, new.memory)}"
+        yield f"backward     {self._saved()}"
+
+    def _saved(self) -> str:
+        """What groups save for their backward."""
+        sizes = [f"{sum(summary.step.saved.values()) / 1e6:,.0f}" for summary in self.summaries]
+        amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB a micro-batch"
+        old, new = ({c.label: ", ".join(c.chosen.saved) for c in s.main.save_choices} for s in self.summaries)
+        changed = (f"{at}: {_change(old.get(at, 'no choice'), new.get(at, 'no choice'))}" for at in {**old, **new})
+        return "; ".join((amount, *changed))
+
+    def _kernels(self) -> Iterator[str]:
+        """The tiles that were measured for a node that is gone or another now."""
+        old, new = self.summaries
+        known = {choice.site.key for choice in new.main.every_choice if choice.measured is not None}
+        lost = [c for c in old.main.choices if c.measured is not None and c.site.key not in known]
+        names = list(dict.fromkeys(choice.rendered.module for choice in lost))
+        if names:
+            yield f"tiles lost   {len(names)}: {_named(names)}"
+            yield f"  measure    specc tune {self.after}"
+
+    def _shapes(self) -> Iterator[str]:
+        """Parameters that are gone, new, or of another shape or form."""
+        old, new = ({p.name: p for p in s.main.programs.params} for s in self.summaries)
+        shapes: dict[str, None] = {}
+        for name in dict.fromkeys((*old, *new)):
+            was, now = (f"{list(table[name].shape)}" if name in table else "none" for table in (old, new))
+            if was != now:
+                alike = ".".join("*" if word.isdigit() else word for word in name.split("."))
+                shapes[f"{alike} {was} -> {now}"] = None
+        yield from _folded("shapes", list(shapes))
+        forms: dict[str, int] = {}
+        for name in old.keys() & new.keys():
+            if old[name].storage != new[name].storage:
+                change = f"{old[name].storage} -> {new[name].storage}"
+                forms[change] = forms.get(change, 0) + 1
+        yield from _folded("stored as", [f"{count} tensors {change}" for change, count in sorted(forms.items())])
+
+    def _files(self) -> Iterator[str]:
+        pairs = self._pairs
+        replaced = [f"{a} -> {Path(b).name}" for a, b in sorted(pairs.items()) if a != b and not self._quiet(a)]
+        yield from _folded("replaced", replaced)
+        left, right = self.old.files, self.new.files
+        for word, names in (
+            ("removed", left.keys() - right.keys() - pairs.keys()),
+            ("added", right.keys() - left.keys() - set(pairs.values())),
+        ):
+            yield from _folded(word, sorted(name for name in names if not self._quiet(name)))
+        changed = [n for n in sorted(left.keys() & right.keys()) if left[n] != right[n] and n not in (MANIFEST, PLAN)]
+        yield f"changed      {_named(changed) if changed else 'nothing'}"
+
+    @cached_property
+    def _pairs(self) -> Mapping[str, str]:
+        """Files that compute the same node: old -> new."""
+        return dict(_pairs(self.old, self.new))
+
+    def _quiet(self, name: str) -> bool:
+        """Whether a file is of a target whose code is not shown: all by Torch, where another target is not."""
+        target = name.partition("/")[0]
+        plans = {**self.old.plans, **self.new.plans}
+        return target in plans and not plans[target].target.arch and any(plan.target.arch for plan in plans.values())
+
+    @property
+    def details(self) -> tuple[str, ...]:
+        """Unified diffs: the specs, the accelerators' model.py and kernels paired by node; other files by name."""
+        lines = [*self.spec_diff]
+        left, right = (_code(built) for built in (self.old, self.new))
+        pairs = {name: name for name in left.keys() & right.keys()} | {
+            a: b for a, b in self._pairs.items() if a in left and b in right
+        }
+        quiet = 0
+        for a, b in sorted(pairs.items(), key=lambda pair: (not pair[1].endswith("model.py"), pair)):
+            if left[a] == right[b] and a == b:
+                continue
+            if self._quiet(a):
+                quiet += 1
+                continue
+            before, after = _body(_renamed(left[a], a, b)), _body(right[b])
+            lines += difflib.unified_diff(before, after, f"a/{a}", f"b/{b}", n=CONTEXT, lineterm="")
+        if quiet:
+            lines.append(f"cpu: {quiet} files change with it, all by Torch")
+        for word, names in (("removed", left.keys() - pairs.keys()), ("added", right.keys() - set(pairs.values()))):
+            shown = sorted(name for name in names if not self._quiet(name))
+            lines += [f"{word}: {name}" for name in shown]
+        return tuple(lines)
+
+    def markdown(self) -> str:
+        """A comment for a pull request: the summary, and the rest folded."""
+        if self.equal:
+            return f"`{self.after}`: no difference\n"
+        body = ["```", *self.summary, "```", "", "<details><summary>spec, model and kernels</summary>", ""]
+        body += ["```diff", *(line.replace("```", "'''") for line in self.details), "```", "", "</details>"]
+        return "\n".join([f"### specc diff `{self.before}` -> `{self.after}`", "", *body]) + "\n"
+
+    def text(self) -> str:
+        """The summary and, where there is one, an empty line and the details."""
+        parts = [*self.summary, *(("", *self.details) if not self.equal else ())]
+        return "\n".join(parts)
+
+
+def _summary_of(built: Built) -> Summary:
+    return Summary(built.spec, built.plans, built.deployed)
+
+
+def _code(built: Built) -> dict[str, str]:
+    return {name: text for name, text in built.files.items() if name not in (MANIFEST, PLAN)}
+
+
+def _body(text: str) -> list[str]:
+    """A file's lines without the header that names its plan key: it changes whenever anything else does."""
+    lines = text.splitlines()
+    start = next((i + 1 for i, line in enumerate(lines[:10]) if "    plan " in line), 0)
+    return lines[start:]
+
+
+def _renamed(text: str, old: str, new: str) -> str:
+    """A kernel's text with the name of the one that takes its place, so that what differs is what it does."""
+    before, after = Path(old).stem, Path(new).stem
+    if before == after:
+        return text
+    text = text.replace(before, after)
+    return re.sub(
+        rf"(?<![A-Za-z]){re.escape(before.partition('__')[0])}(?![A-Za-z]|_grad)", after.partition("__")[0], text
     )
-    texts += diff_texts({"PLAN.md": left.pop("PLAN.md")}, {"PLAN.md": right.pop("PLAN.md")}, "a", "b")
-    for source, target in sorted(pairs.items()):
-        if source in left and target in right and source != target:
-            texts += _renamed(source, left.pop(source), target, right.pop(target))
-    texts += diff_texts(left, right, "a", "b")
-    return (*_summary(old, new), *_changes(_named(old), _named(new), pairs)), texts
 
 
-def _named(built: Built) -> dict[str, str]:
-    """The files to compare: the manifest only repeats their digests."""
-    return {name: text for name, text in built.files.items() if name != MANIFEST}
+def _change(old: str, new: str, difference: int | None = None) -> str:
+    """`old -> new`, or what both are."""
+    if old == new:
+        return f"{new}, as before"
+    return f"{old} -> {new}" + (f" ({difference:+,})" if difference is not None else "")
+
+
+def _time(ms: float | None, floor: float) -> str:
+    return f"{milliseconds(ms)} ms" if ms is not None else f"at least {milliseconds(floor)} ms"
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _folded(word: str, entries: list[str]) -> Iterator[str]:
+    """A line for what there are few of, else the first and how many more."""
+    for i, entry in enumerate(entries[:3]):
+        more = f" and {len(entries) - 3} more" if i == 2 < len(entries) - 1 else ""
+        yield f"{word if i == 0 else '':<12} {entry}{more}"
 
 
 def _pairs(old: Built, new: Built) -> Iterator[tuple[str, str]]:
@@ -49,32 +235,3 @@ def _pairs(old: Built, new: Built) -> Iterator[tuple[str, str]]:
                 yield f"{target}/{source}", f"{target}/{other}"
                 if source.endswith(".cu"):
                     yield f"{target}/{source[:-3]}.py", f"{target}/{other[:-3]}.py"
-
-
-def _renamed(source: str, text: str, target: str, other: str) -> str:
-    lines = difflib.unified_diff(
-        text.splitlines(keepends=True), other.splitlines(keepends=True), f"a/{source}", f"b/{target}"
-    )
-    return "".join(lines)
-
-
-def _summary(old: Built, new: Built) -> Iterator[str]:
-    counts = [sum(param.count for param in first_programs(built.plans).params) for built in (old, new)]
-    costs = [3 * forward_flops(built.spec, built.plans) for built in (old, new)]
-    yield f"{old.spec.name} -> {new.spec.name}"
-    yield f"parameters   {counts[0]:,} -> {counts[1]:,} ({counts[1] - counts[0]:+,})"
-    yield f"FLOP a token {quantity(costs[0])}FLOP -> {quantity(costs[1])}FLOP"
-
-
-def _changes(left: Mapping[str, str], right: Mapping[str, str], pairs: Mapping[str, str]) -> Iterator[str]:
-    renamed = {source: target for source, target in pairs.items() if source != target}
-    changed = [name for name in sorted(left.keys() & right.keys()) if left[name] != right[name]]
-    yield f"changed      {', '.join(changed) or 'nothing'}"
-    if renamed:
-        yield f"replaced     {', '.join(f'{source} -> {target}' for source, target in sorted(renamed.items()))}"
-    gone = sorted(left.keys() - right.keys() - renamed.keys())
-    come = sorted(right.keys() - left.keys() - set(renamed.values()))
-    if gone:
-        yield f"removed      {', '.join(gone)}"
-    if come:
-        yield f"added        {', '.join(come)}"

@@ -1,5 +1,6 @@
 """What can go wrong, where, and what to do about it; how it is shown; the exit codes of the command line."""
 
+import errno
 import json
 import re
 import unicodedata
@@ -14,6 +15,8 @@ EXIT_ENVIRONMENT = 3
 EXIT_BUG = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what the system says of a disk that takes no more
 
 Format = Literal["text", "json", "github"]
 

@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from specc.compiler.errors import EnvironmentProblem, SpeccError
+from specc.compiler.errors import FULL, EnvironmentProblem, SpeccError
 
 MANIFEST = "manifest.json"
 NEXT = ".manifest.next.json"  # what a build in progress is about to write, so that one that was cut off can be told
 TEMPORARY = ".specc-tmp"
 Files = Mapping[str, str]
 State = Literal["changed", "missing", "extra", "line endings"]
+
+
+class OtherSource(SpeccError):
+    """A generated folder is of another spec file; exit code 2."""
 
 
 class HandEdited(SpeccError):
@@ -78,11 +82,9 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
     """Makes `folder` hold `files`, each replaced at once and only where it differs, and removes what the last build
     left.
 
-    Returns (state, name) of what changed: `new`, `changed` or `removed`. Raises HandEdited, writing nothing, where a
-    file
-    differs from what the last build wrote, unless `force`, and where a folder is a link; EnvironmentProblem where
-    the disk
-    refuses.
+    Returns (state, name) of what changed: `new`, `changed` or `removed`. Writing nothing, it raises HandEdited where a
+    file differs from what the last build wrote, and OtherSource where that was of another spec file, both unless
+    `force`, and HandEdited where a folder is a link. Raises EnvironmentProblem where the disk refuses.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,10 +92,13 @@ def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, s
             return _write(folder, files, force)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise EnvironmentProblem(f"cannot write {error.filename or folder}: {reason}", "make it writable") from error
+        hint = "free some space" if error.errno in FULL else "make it writable"
+        raise EnvironmentProblem(f"cannot write {error.filename or folder}: {reason}", hint) from error
 
 
 def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ...]:
+    if not force:
+        _require_same_source(folder, files)
     owned = _owned(folder)
     folders = sorted({parent for name in files for parent in (folder / name).parents if parent.is_relative_to(folder)})
     if links := [inner for inner in folders if inner != folder and inner.is_symlink()]:
@@ -120,6 +125,22 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
     for left in [path for path in folder.rglob(".*") if _passing(path)]:
         left.unlink()
     return tuple(sorted([*done, *(("removed", name) for name in stale)], key=lambda entry: entry[1]))
+
+
+def _require_same_source(folder: Path, files: Files) -> None:
+    """Raises OtherSource where the last build of a folder was of another spec file with the same name."""
+    try:
+        left = _source(folder.name, (folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, AttributeError):  # no build, or a manifest that was damaged: the files tell
+        return
+    if (own := _source(folder.name, files[MANIFEST])) != left:
+        hint = f"give {own} a `name` of its own, or build with --force to replace what is there"
+        raise OtherSource(f"{folder} is of {left}, and {own} has the same name", hint)
+
+
+def _source(name: str, manifest: str) -> str:
+    """The spec file that a manifest is of, from the folder of its project."""
+    return str(json.loads(manifest).get("source", f"specs/{name}.yaml"))
 
 
 def _present(folder: Path) -> set[str]:

@@ -8,6 +8,8 @@ class Target:
     """`features` are what kernels ask for; `shared_memory` is in bytes a block; `dtype` is what the model computes in.
 
     `arch` is the number Triton compiles for and `nvcc` the architecture name for CUDA C++; both are empty on the CPU.
+    `flops` a second, dense in `dtype`, and `bandwidth` in bytes a second are the ceilings of `machine`: what a plan's
+    floors are computed from, 0 where none are stated.
     """
 
     name: str
@@ -18,6 +20,13 @@ class Target:
     shared_memory: int = 0
     arch: int = 0
     nvcc: str = ""
+    flops: float = 0.0
+    bandwidth: float = 0.0
+    machine: str = ""
+
+    def floor_ms(self, flops: int, moved: int) -> float | None:
+        """The time that so many operations and bytes take at the ceilings; None where none are stated."""
+        return 1e3 * max(flops / self.flops, moved / self.bandwidth) if self.flops else None
 
 
 _AMPERE = frozenset({"gpu", "mma", "cp_async", "int8_mma"})
@@ -25,11 +34,41 @@ _HOPPER = _AMPERE | {"tma", "fp8_mma"}
 _GPU = ("torch", "triton", "cutlass", "cuda")
 
 CPU = Target("cpu", "any CPU", "f32", frozenset(), ("torch",))
-SM80 = Target("sm80", "A100", "bf16", _AMPERE, _GPU, 166_912, 80, "sm_80")
-SM86 = Target("sm86", "RTX 30", "bf16", _AMPERE, _GPU, 101_376, 86, "sm_86")
-SM89 = Target("sm89", "RTX 40, L4", "bf16", _AMPERE | {"fp8_mma"}, _GPU, 101_376, 89, "sm_89")
-SM90 = Target("sm90", "H100, H200", "bf16", _HOPPER | {"wgmma"}, _GPU, 232_448, 90, "sm_90a")
-SM100 = Target("sm100", "B200", "bf16", _HOPPER | {"tcgen05"}, _GPU, 232_448, 100, "sm_100a")
-SM120 = Target("sm120", "RTX 50", "bf16", _HOPPER, _GPU, 101_376, 120, "sm_120a")
+SM80 = Target("sm80", "A100", "bf16", _AMPERE, _GPU, 166_912, 80, "sm_80", 312e12, 2.04e12, "A100, by its data sheet")
+SM86 = Target(
+    "sm86", "RTX 30", "bf16", _AMPERE, _GPU, 101_376, 86, "sm_86", 71e12, 0.936e12, "RTX 3090, by its data sheet"
+)
+SM89 = Target(
+    "sm89",
+    "RTX 40, L4",
+    "bf16",
+    _AMPERE | {"fp8_mma"},
+    _GPU,
+    101_376,
+    89,
+    "sm_89",
+    165e12,
+    1.008e12,
+    "RTX 4090, by its data sheet",
+)
+SM90 = Target(
+    "sm90", "H100, H200", "bf16", _HOPPER | {"wgmma"}, _GPU, 232_448, 90, "sm_90a", 695e12, 4.27e12, "H200, measured"
+)
+SM100 = Target(
+    "sm100",
+    "B200",
+    "bf16",
+    _HOPPER | {"tcgen05"},
+    _GPU,
+    232_448,
+    100,
+    "sm_100a",
+    2250e12,
+    8e12,
+    "B200, by its data sheet",
+)
+SM120 = Target(
+    "sm120", "RTX 50", "bf16", _HOPPER, _GPU, 101_376, 120, "sm_120a", 209e12, 1.79e12, "RTX 5090, by its data sheet"
+)
 
 TARGETS = {target.name: target for target in (CPU, SM80, SM86, SM89, SM90, SM100, SM120)}

@@ -1,11 +1,19 @@
-"""What the runtime raises: one message, one hint, one exit code."""
+"""The errors of the runtime: a message, a hint, an exit code."""
 
 import errno
 from pathlib import Path
 
+from specc.compiler.errors import FULL
+
 
 class RuntimeFailure(Exception):
-    """What a user can act on: `message` says what is wrong, `hint` what to do, `exit_code` how to exit."""
+    """An error that a user can act on.
+
+    Attributes:
+        message: what is wrong, and where.
+        hint: what to do; empty if there is nothing to add.
+        exit_code: of the command that ends with it.
+    """
 
     exit_code = 4
 
@@ -41,3 +49,9 @@ class IntegrityError(RuntimeFailure):
     """A file is damaged, truncated, or not what its header says. Nothing of it has been handed out."""
 
     exit_code = 5
+
+
+def write_failure(path: Path, error: OSError, elsewhere: str) -> EnvironmentFailure:
+    """The failure of a write to `path`; `elsewhere` says how to choose another place, such as `name another --out`."""
+    message = f"{path}: cannot be written: {error.strerror or error}"
+    return EnvironmentFailure(message, f"free some space, or {elsewhere}" if error.errno in FULL else elsewhere)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.decode.text import Decoder, Sampling, SamplingError, sample_tokens
 from specc.runtime.errors import RunFailure
@@ -52,7 +53,7 @@ class Detokenizer:
 
 def generate(
     opened: OpenedModel,
-    prompt: bytes,
+    prompt: str | bytes,
     max_tokens: int,
     sampling: Sampling | None = None,
     seed: int = 0,
@@ -65,7 +66,8 @@ def generate(
     The same seed gives the same bytes, on one machine with one number of threads.
 
     Args:
-        prompt: the start of a document; empty to begin with nothing.
+        prompt: the start of a document; empty to begin with nothing. Of a `str`, bytes that the command line could not
+            decode (surrogate escapes) are themselves.
         stream: is given the text as it comes, in whole characters; bytes that are no UTF-8 become U+FFFD.
         say: is told when the prompt is longer than the context, and only its end is read.
 
@@ -87,10 +89,10 @@ def generate(
 
 
 def stream_bytes(
-    opened: OpenedModel, prompt: bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
+    opened: OpenedModel, prompt: str | bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
 ) -> Iterator[bytes]:
     """What `generate` joins, piece by piece; a piece may end inside a character."""
-    tokens = _opening(opened.tokenizer, prompt, opened.spec.model.window, say)
+    tokens = _first_tokens(opened.tokenizer, prompt, opened.spec.model.window, say)
     detokenizer = Detokenizer(opened.tokenizer, tokens)
     for (token,) in _drawn(opened, tokens, max_tokens, sampling, (seed,)):
         if token == opened.tokenizer.bos:
@@ -103,7 +105,7 @@ def stream_bytes(
 
 def generate_several(
     opened: OpenedModel,
-    prompt: bytes,
+    prompt: str | bytes,
     max_tokens: int,
     sampling: Sampling,
     seeds: Sequence[int],
@@ -115,7 +117,7 @@ def generate_several(
     if max_tokens < 0:
         raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
     tokenizer = opened.tokenizer
-    tokens = _opening(tokenizer, prompt, opened.spec.model.window, say or (lambda _: None))
+    tokens = _first_tokens(tokenizer, prompt, opened.spec.model.window, say or (lambda _: None))
     texts = [(Detokenizer(tokenizer, tokens), list[bytes]()) for _ in seeds]
     going = set(range(len(seeds)))
     for step in _drawn(opened, tokens, max_tokens, sampling, seeds):
@@ -134,7 +136,7 @@ def _drawn(
     """Steps of token ids, one per seed, behind the same `tokens`. Raises RunFailure for logits that are not finite."""
     rows = torch.tensor([tokens] * len(seeds), device=opened.device)
     try:
-        decoder = Decoder(opened.generated, opened.spec.model.window, opened.device, len(seeds))
+        decoder = Decoder(opened.text_model, opened.spec.model.window, opened.device, len(seeds))
         for step in sample_tokens(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
             found: list[int] = step.tolist()
             if min(found) < 0:
@@ -144,8 +146,14 @@ def _drawn(
         raise RunFailure(f"out of GPU memory for {len(seeds)} texts at once", "ask for fewer samples") from error
 
 
-def _opening(tokenizer: Tokenizer, prompt: bytes, window: int, say: Say) -> list[int]:
-    """What the model reads first: the mark and the prompt, or of a long prompt the end."""
+def _first_tokens(tokenizer: Tokenizer, prompt: str | bytes, window: int, say: Say) -> list[int]:
+    """The mark of a document and the prompt, cut to the last `window` tokens."""
+    if isinstance(prompt, str):
+        try:
+            prompt = prompt.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as error:
+            message = f"the prompt has half a surrogate pair at character {error.start}, which is no character"
+            raise DataError(message, "give it as UTF-8") from None
     encoded = tokenizer.encode(prompt).tolist() if prompt else []
     tokens = [*([tokenizer.bos] if tokenizer.bos is not None else []), *encoded]
     if not tokens:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Literal
 
 import torch
 from platformdirs import user_cache_path
@@ -34,6 +34,7 @@ from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.model.load import Loaded, choose_target, device_asked_for, instantiate
 from specc.runtime.model.parameters import assign, place
+from specc.runtime.model.protocols import GeneratedLines, GeneratedText, line_model, text_model
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.quantized_run import quantized_artifact
@@ -41,26 +42,7 @@ from specc.runtime.storage.run_directory import KEPT, Run, RunDirectoryError
 from specc.runtime.support.native import compile_ahead
 
 Say = Callable[[str], None]
-Cache = list[tuple[Tensor, ...]]
 Prepare = Callable[[Spec], Spec]
-
-
-class Generated(Protocol):
-    """What a generated language model can do. ids and targets are i64 [B, T]; logits f32 [B, vocabulary]."""
-
-    def score(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Nats of each target, f32 [B, T]."""
-        ...
-
-    def prefill(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """Logits after the last of `ids`, which `cache`, holding `start` (i64 []) tokens, takes in."""
-        ...
-
-    def decode(self, ids: Tensor, start: Tensor, cache: Cache) -> Tensor:
-        """`prefill` of one token, ids [B, 1]."""
-        ...
-
-    def new_cache(self, rows: int, positions: int) -> Cache: ...
 
 
 @dataclass(frozen=True)
@@ -68,12 +50,13 @@ class OpenedModel:
     """A model in eval mode on `device`, its parameters in the dtypes that its target computes in.
 
     Attributes:
-        spec: the run's, or the resolved one in the artifact.
-        source: what it was opened from.
+        spec: of the run, or the resolved spec of the artifact.
+        loaded: the module, with the spec, target and programs that it was generated from.
+        source: the kind of file that it was opened from.
         path: the run or the artifact.
-        device: where the model is.
-        same_code: whether this compiler generates the very code that the artifact was written with; None for
-            a run. Another code computes the same function, but maybe not to the last bit.
+        device: device of the parameters.
+        same_code: whether this compiler generates the code that the artifact was written with; None for a run. Other
+            code computes the same function, but maybe not to the last bit.
         data: the training data, as `--data` names it; None for an artifact outside its run.
         trained_on: digests of the training data; None where neither run nor artifact states them.
         search: folders to look for the tokenizer in.
@@ -94,18 +77,23 @@ class OpenedModel:
         return self.loaded.model
 
     @property
-    def generated(self) -> Generated:
-        """The model as what it can do."""
-        return cast(Generated, self.loaded.model)
+    def text_model(self) -> GeneratedText:
+        """The methods of a model of text."""
+        return text_model(self.loaded.model)
+
+    @property
+    def line_model(self) -> GeneratedLines:
+        """The methods of a model of lines."""
+        return line_model(self.loaded.model)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one that the spec names. Raises DataError where it is not found or has too many ids."""
+        """The tokenizer that the spec names. Raises DataError as `tokenizer_of`."""
         return tokenizer_of(self.spec, self.search)
 
     @property
     def characters(self) -> CharTokenizer:
-        """The vocabulary of a model of pairs of lines. Raises DataError for another one."""
+        """The characters of a model of lines. Raises DataError for a model of text."""
         return characters_of(self.spec)
 
 

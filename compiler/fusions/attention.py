@@ -36,4 +36,8 @@ class AttentionFusion(Fusion):
         return Rewrite((node(attention.name, op, read),))
 
 
-ATTENTION = AttentionFusion("attention", frozenset({Sdpa.name, SdpaSeen.name}))
+ATTENTION = AttentionFusion(
+    "attention",
+    frozenset({Sdpa.name, SdpaSeen.name}),
+    {Sdpa: frozenset({"window", "documents"}), SdpaSeen: frozenset()},
+)

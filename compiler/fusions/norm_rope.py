@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specc.compiler.expr import Binary, Expr, Var, reread
-from specc.compiler.fusions.fusion import Fusion, Rewrite, node
+from specc.compiler.fusions.fusion import POINTWISE, Fusion, Rewrite, node
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.norm_rope import NormRope
@@ -81,4 +81,8 @@ def _factor(rope: Node, gain: Node) -> str:
     return others[0] if factors == set(given) and len(others) == 1 else ""
 
 
-NORM_ROPE = NormRopeFusion("norm_rope", frozenset({Rope.name}))
+NORM_ROPE = NormRopeFusion(
+    "norm_rope",
+    frozenset({Rope.name}),
+    {Rope: frozenset(), RmsNorm: frozenset({"eps", "affine"}), Pointwise: POINTWISE},
+)

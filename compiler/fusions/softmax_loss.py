@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specc.compiler.expr import Var, derive, number, reread, substitute, variables
-from specc.compiler.fusions.fusion import Fusion, Rewrite, node
+from specc.compiler.fusions.fusion import POINTWISE, Fusion, Rewrite, node
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
@@ -112,4 +112,8 @@ def _parts(members: Sequence[Node]) -> Parts | str:
     return Parts(made, bound, loss)
 
 
-SOFTMAX_LOSS = SoftmaxLossFusion("softmax_loss", frozenset({CrossEntropy.name}))
+SOFTMAX_LOSS = SoftmaxLossFusion(
+    "softmax_loss",
+    frozenset({CrossEntropy.name}),
+    {CrossEntropy: frozenset({"reduction", "ignore"}), Pointwise: POINTWISE},
+)

@@ -90,6 +90,8 @@ class Op:
     gradient: ClassVar[bool] = False
     # A matrix product or attention: what the cost of a model is counted in, and a plan lists.
     matrix: ClassVar[bool] = False
+    # The class of work that a plan counts its time in.
+    work: ClassVar[str] = "pointwise"
     # The features of the output are those of the first input, so an error about them is that input's.
     keeps_features: ClassVar[bool] = False
     # The compiler of Torch leaves it as it is, so that a program with it is no single graph.

@@ -99,6 +99,11 @@ class Kernel:
         """What a plan page says of it: its language, or whose kernel it calls."""
         return self.language
 
+    @property
+    def package(self) -> str:
+        """The package that it calls, where this is no part of the installation; empty for most."""
+        return ""
+
     def variants(self, site: Site) -> tuple["Kernel", ...]:
         """This kernel with each tile that is worth measuring for a node it takes, the likeliest first."""
         return ()

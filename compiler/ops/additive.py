@@ -21,6 +21,7 @@ class Additive(Op):
 
     name: ClassVar[str] = "additive"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     form: Literal["relu", "tanh"]
 
     @property

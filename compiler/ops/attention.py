@@ -52,6 +52,7 @@ class Sdpa(Op):
 
     name: ClassVar[str] = "sdpa"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     window: int | None = None
     documents: bool = False
 
@@ -101,6 +102,7 @@ class CausalAttention(Op):
 
     name: ClassVar[str] = "causal_attention"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
     chained: ClassVar[int] = 2  # scores, and values by their weights
@@ -164,6 +166,7 @@ class CausalAttentionGrad(Op):
 
     name: ClassVar[str] = "causal_attention_grad"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     gradient: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
@@ -266,6 +269,7 @@ class SdpaCached(Op):
 
     name: ClassVar[str] = "sdpa_cached"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     window: int | None = None
     documents: bool = False
 
@@ -311,6 +315,7 @@ class SdpaSeen(Op):
 
     name: ClassVar[str] = "sdpa_seen"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
 
     @property
     def arity(self) -> int:

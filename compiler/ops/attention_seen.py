@@ -18,6 +18,7 @@ class SeenOp(Op):
     """What forward and gradient share: both read `seen`, bool[B, S]."""
 
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "attention"
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
 

@@ -23,6 +23,7 @@ class Product(Op):
     `nk` is [N, K], `kn` is [K, N], both row-major."""
 
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "products"
     planned: ClassVar[bool] = True
     rowwise: ClassVar[bool] = True
     layout: ClassVar[Literal["nk", "kn"]]
@@ -124,6 +125,7 @@ class Wgrad(Op):
 
     name: ClassVar[str] = "wgrad"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "products"
     gradient: ClassVar[bool] = True
 
     @property

@@ -71,6 +71,7 @@ class SoftmaxLoss(Op):
 
     name: ClassVar[str] = "softmax_loss"
     planned: ClassVar[bool] = True
+    work: ClassVar[str] = "softmax and loss"
     rowwise: ClassVar[bool] = True
     vocab: int
     reduction: Literal["mean", "none"]

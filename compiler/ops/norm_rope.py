@@ -17,6 +17,7 @@ class HeadRotation(Op):
     """What the op and its gradient share. Without `eps` nothing is normalized; with `gain` each head has a number."""
 
     planned: ClassVar[bool] = True
+    work: ClassVar[str] = "norm and rotary"
     eps: float | None = None
     gain: bool = False
 
@@ -143,8 +144,8 @@ class NormRopeGrad(HeadRotation):
         with torch.enable_grad():
             y = NormRope(self.eps, self.gain).reference(x, cos, sin, *gain)
         assert isinstance(y, torch.Tensor)
-        found = torch.autograd.grad(y, leaves, dy)
-        return found if self.gain else found[0]
+        gradients = torch.autograd.grad(y, leaves, dy)
+        return gradients if self.gain else gradients[0]
 
 
 def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[TensorType]) -> None:

@@ -52,6 +52,7 @@ class Lstm(Op):
     name: ClassVar[str] = "lstm"
     apart: ClassVar[bool] = True
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "recurrence"
     directions: int = 1
     biases: int = 1
 
@@ -109,6 +110,7 @@ class LstmCell(Op):
 
     name: ClassVar[str] = "lstm_cell"
     matrix: ClassVar[bool] = True
+    work: ClassVar[str] = "recurrence"
     biases: int = 1
 
     @property

@@ -74,7 +74,7 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
     for fusion in catalog(fusions, Fusion).values():
         if not any(node.op.name in fusion.ops for node in done.nodes):
             continue
-        if reason := fusion.refuses(graph, done.nodes):
+        if reason := fusion.refusal(graph, done.nodes):
             reasons |= dict.fromkeys(fusion.ops, f"{fusion.name} {reason}")
         else:
             further = fusion.rewrite(graph, done.nodes)

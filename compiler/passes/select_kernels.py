@@ -13,14 +13,14 @@ from specc.compiler.ir.graph import Graph, Node, TensorType
 from specc.compiler.kernels.kernel import Kernel, Site, missing, symbol
 from specc.compiler.ops.region import Fused
 from specc.compiler.plan.lock import MEASURE_AGAIN, NO_LOCK, Entry, Lock, locked_kernel
-from specc.compiler.plan.plan import Alternatives, Choice, Plan, Way, place_pattern, sites_of
+from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
 from specc.compiler.programs.cost import graph_costs
 from specc.compiler.programs.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
 from specc.compiler.targets import Target
 
 Planned = tuple[Group | None, Graph, Node]  # a node that wants a kernel, and the group and graph that it is in
-MANY = 4096  # what a symbol counts where ways of a group are compared by their bytes
+MANY = 4096  # what a symbol counts where save choices of a group are compared by their bytes
 
 
 def select_kernels(programs: Programs, target: Target, title: str, source: str, lock: Lock = NO_LOCK) -> Plan:
@@ -30,17 +30,17 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
     Raises LoweringError with every node that no kernel takes, and all reasons; SpeccError for a lock that cannot be
     followed."""
     choices: list[Choice] = []
-    alternatives: list[Alternatives] = []
+    save_choices: list[SaveChoices] = []
     problems: list[Problem] = []
     groups: list[Group] = []
     for group in programs.groups:
-        usual, *rest = (_way(programs, way, target, lock) for way in (group, *group.others))
+        usual, *rest = (_save_choice(programs, option, target, lock) for option in (group, *group.others))
         problems += usual[1]
-        ways = (usual[0], *(way for way, wrong in rest if not wrong))
-        chosen = ways[0]
-        if len(ways) > 1:
-            alternatives.append(_alternatives(programs, ways, target, lock))
-            chosen = alternatives[-1].chosen
+        options = (usual[0], *(option for option, wrong in rest if not wrong))
+        chosen = options[0]
+        if len(options) > 1:
+            save_choices.append(_save_choices(programs, options, target, lock))
+            chosen = save_choices[-1].chosen
         choices += chosen.choices
         groups.append(chosen.group)
     others, further = _chosen(programs, _everywhere(programs), target, lock)
@@ -50,16 +50,16 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
     problems += _clashes(programs, choices)
     if problems:
         raise LoweringError(tuple(problems))
-    told, machine = tuple(_told_together(choices)), lock.machine(target.name)
-    return Plan(programs.name, title, source, target, programs, told, tuple(alternatives), machine)
+    told, locked = tuple(_told_together(choices)), lock.targets.get(target.name)
+    return Plan(programs.name, title, source, target, programs, told, tuple(save_choices), locked)
 
 
-def _way(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[Way, list[Problem]]:
+def _save_choice(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[SaveChoice, list[Problem]]:
     """A group with the kernels of its nodes, and every node that no kernel takes."""
     graphs = (group.forward, group.backward)
     planned = ((group, graph, node) for graph in graphs for node in graph.nodes if node.op.planned)
     choices, problems = _chosen(programs, planned, target, lock)
-    return Way(group, choices), problems
+    return SaveChoice(group, choices), problems
 
 
 def _everywhere(programs: Programs) -> Iterator[Planned]:
@@ -92,24 +92,26 @@ def _chosen(
     return tuple(choices), problems
 
 
-def _alternatives(programs: Programs, ways: tuple[Way, ...], target: Target, lock: Lock) -> Alternatives:
-    """The ways of a group and the one to take: what the lock names, else what moves fewest bytes, else the usual."""
-    group = ways[0].group
-    name = " ".join((group.name, *(choice.rendered.module for choice in ways[0].own[:1])))  # variants have their own
-    measured = lock.kept(target.name, name, sites_of(ways))
-    chosen = min(ways, key=_moved)
-    if measured is not None:
-        chosen = {way.group.keep: way for way in ways}[measured.keep]
-    return Alternatives(group_pattern(programs, group, group.scope), name, ways, chosen, measured)
+def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: Target, lock: Lock) -> SaveChoices:
+    """The save choices of a group and the one to take: what the lock names, else what moves fewest bytes, else the
+    usual one."""
+    group = options[0].group
+    name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))  # as variants differ
+    label = group_pattern(programs, group, group.scope)
+    choices = SaveChoices(label, name, options, min(options, key=_moved), None)
+    measured = lock.kept(target.name, name, choices.sites)
+    if measured is None:
+        return choices
+    return replace(choices, chosen={o.group.keep: o for o in options}[measured.keep], measured=measured)
 
 
-def _moved(way: Way) -> int:
+def _moved(option: SaveChoice) -> int:
     """Bytes that the nodes of a group read and write, where every symbol is as large as the next."""
-    graphs = (way.group.forward, way.group.backward)
+    graphs = (option.group.forward, option.group.backward)
     sizes = {
         dim: MANY for graph in graphs for type in graph.types.values() for dim in type.shape if isinstance(dim, str)
     }
-    between = (type.bytes(sizes) for choice in way.choices for type in choice.kernel.between(choice.site))
+    between = (type.bytes(sizes) for choice in option.choices for type in choice.kernel.between(choice.site))
     return sum(cost.bytes for graph in graphs for cost in graph_costs(graph, sizes)) + sum(between)
 
 
@@ -180,9 +182,7 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
         else f"comes after {best.name} by rule; not measured"
     )
     rejected += [(kernel.name, slower) for kernel in others]
-    runnable = {kernel.name for kernel in known if missing(kernel, site.target) is None}
-    considered = tuple((name, reason) for name, reason in rejected if name in runnable)
-    return Choice(graph.name, site, best, best.render(site), tuple(rejected), considered, entry)
+    return Choice(graph.name, site, best, best.render(site), tuple(rejected), tuple(others), entry)
 
 
 def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
@@ -209,11 +209,11 @@ def _told_together(choices: Sequence[Choice]) -> Iterator[Choice]:
     for choice in choices:
         alike = tuple(dict.fromkeys(labels[choice.rendered.module]))
         if choice.rendered.files and len(alike) > 1:
-            choice = replace(choice, rendered=choice.kernel.render(replace(choice.site, label=_together(alike))))
+            choice = replace(choice, rendered=choice.kernel.render(replace(choice.site, label=together(alike))))
         yield choice
 
 
-def _together(labels: Sequence[str]) -> str:
+def together(labels: Sequence[str]) -> str:
     """Labels as one: `blocks.*.attention.{q,k}.rope` where they differ in one word, else all of them."""
     split = [re.split(r"([. ])", label) for label in labels]
     if len({len(words) for words in split}) == 1:

@@ -20,7 +20,7 @@ from specc.compiler.strict import One, Positive, PositiveFloat, StrictModel
 from specc.compiler.text.source import read
 
 Word = Annotated[str, Field(min_length=1, max_length=200)]
-Sites = Sequence[Sequence[Site]]  # the nodes with kernels of one group, in each way to keep something for its backward
+Sites = Sequence[Sequence[Site]]  # the nodes with kernels of one group, in each of its save choices
 NodeKey = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
@@ -28,7 +28,8 @@ class Entry(StrictModel):
     """The kernel of one node. `key` states the node (`Site.key`): another node does not get its tile.
 
     `ms` is the kernel's time, a median over `rows` rows; `floor_ms` is what bytes and operations cost at the machine's
-    ceilings. Locks of earlier versions have `site`, a digest of the node, instead of `key`.
+    ceilings; `others` are the times of the other kernels, each with its best tile. Locks of earlier versions have
+    `site`, a digest of the node, instead of `key`.
     """
 
     node: Word
@@ -39,6 +40,7 @@ class Entry(StrictModel):
     rows: Positive
     ms: PositiveFloat
     floor_ms: PositiveFloat
+    others: Mapping[Word, PositiveFloat] = {}
 
     @model_validator(mode="after")
     def _names_its_node(self) -> "Entry":
@@ -50,9 +52,9 @@ class Entry(StrictModel):
 
 
 class Kept(StrictModel):
-    """What one group keeps for its backward. `key` is a digest of its nodes in all its ways (`group_key`): what was
-    measured for another group says nothing of it. `ms` is the time of all its kernels, forward and backward, by way.
-    Locks of earlier versions have `group`, another digest, instead of `key`."""
+    """What one group saves for its backward. `key` is a digest of its nodes in all its save choices (`group_key`): what
+    was measured for another group says nothing of it. `ms` is the time of all its kernels, forward and backward, by
+    choice. Locks of earlier versions have `group`, another digest, instead of `key`."""
 
     key: Word | None = None
     group: Word | None = None
@@ -63,9 +65,9 @@ class Kept(StrictModel):
     def _names_its_group(self) -> "Kept":
         return _with_one_of(self, "key", "group")
 
-    def applies_to(self, ways: Sites) -> bool:
+    def applies_to(self, options: Sites) -> bool:
         """Whether this very group was measured."""
-        return self.key == group_key(ways) if self.key is not None else self.group == group_digest(ways)
+        return self.key == group_key(options) if self.key is not None else self.group == group_digest(options)
 
     @model_validator(mode="after")
     def _has_a_time(self) -> "Kept":
@@ -104,19 +106,43 @@ class Machine(StrictModel):
         return tuple(f"{name} {value}" for name, value in named.items())
 
 
-class Locked(StrictModel):
-    """The kernels of one target, by symbol, and what its groups keep, by name and first kernel."""
+class Timing(StrictModel):
+    """The time of a node that a library computes, so that there is no tile to choose: `ms` is of one call, over `rows`
+    rows."""
+
+    node: Word
+    rows: Positive
+    ms: PositiveFloat
+
+
+class StepTiming(StrictModel):
+    """A whole training step. `key` is of everything that runs in one (`specc.compiler.report.step`); `tokens` are those
+    of the step, `memory` the most bytes that it took, and `classes` the milliseconds of each class of work that is no
+    node of the plan."""
+
+    key: Word
+    tokens: Positive
+    ms: PositiveFloat
+    memory: Annotated[int, Field(ge=1)]
+    classes: Mapping[Word, PositiveFloat] = {}
+
+
+class TargetLock(StrictModel):
+    """What was measured for one target: kernels by symbol, what groups keep by name and first kernel, nodes that
+    libraries compute by key, and a whole step."""
 
     machine: Machine
-    kernels: Mapping[Word, Entry]
+    kernels: Mapping[Word, Entry] = {}
     groups: Mapping[Word, Kept] = {}
+    timings: Mapping[NodeKey, Timing] = {}
+    step: StepTiming | None = None
 
 
 class Lock(StrictModel):
     """Everything measured for one model, by target."""
 
     lock_version: One = 1
-    targets: Mapping[Word, Locked] = {}
+    targets: Mapping[Word, TargetLock] = {}
 
     def entry(self, target: str, site: Site) -> Entry | None:
         """What was measured for this very node; None where nothing was."""
@@ -124,16 +150,11 @@ class Lock(StrictModel):
         found = locked.kernels.get(symbol(site)[1]) if locked else None
         return found if found is not None and found.applies_to(site) else None
 
-    def machine(self, target: str) -> Machine | None:
-        """Where the entries of a target were measured; None where there are none."""
-        locked = self.targets.get(target)
-        return locked.machine if locked else None
-
-    def kept(self, target: str, name: str, ways: Sites) -> Kept | None:
+    def kept(self, target: str, name: str, options: Sites) -> Kept | None:
         """What was measured fastest to keep for this very group; None where nothing was measured."""
         locked = self.targets.get(target)
         kept = locked.groups.get(name) if locked else None
-        return kept if kept is not None and kept.applies_to(ways) else None
+        return kept if kept is not None and kept.applies_to(options) else None
 
     def with_entry(self, target: str, name: str, entry: Entry, machine: Machine) -> "Lock":
         """The lock with one entry set. What another machine measured for the target is dropped: times of two
@@ -146,16 +167,25 @@ class Lock(StrictModel):
         known = self._measured_on(target, machine)
         return self._with(target, known.model_copy(update={"groups": {**known.groups, name: kept}}))
 
-    def _measured_on(self, target: str, machine: Machine) -> Locked:
-        known = self.targets.get(target)
-        return known if known is not None and known.machine == machine else Locked(machine=machine, kernels={})
+    def with_timing(self, target: str, key: str, timing: Timing, machine: Machine) -> "Lock":
+        """The lock with the time of a node that a library computes, and without what another machine measured."""
+        known = self._measured_on(target, machine)
+        return self._with(target, known.model_copy(update={"timings": {**known.timings, key: timing}}))
 
-    def _with(self, target: str, locked: Locked) -> "Lock":
+    def with_step(self, target: str, step: StepTiming, machine: Machine) -> "Lock":
+        """The lock with the time of a whole step, and without what another machine measured."""
+        return self._with(target, self._measured_on(target, machine).model_copy(update={"step": step}))
+
+    def _measured_on(self, target: str, machine: Machine) -> TargetLock:
+        known = self.targets.get(target)
+        return known if known is not None and known.machine == machine else TargetLock(machine=machine)
+
+    def _with(self, target: str, locked: TargetLock) -> "Lock":
         return self.model_copy(update={"targets": {**self.targets, target: locked}})
 
     def text(self) -> str:
         """The file's text: sorted, a value a line, so that a diff shows what changed."""
-        data = self.model_dump(mode="json", exclude_none=True)
+        data = self.model_dump(mode="json", exclude_defaults=True) | {"lock_version": self.lock_version}
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
 
 
@@ -211,14 +241,14 @@ def site_digest(site: Site) -> str:
     return _digest("\n".join(words))
 
 
-def group_digest(ways: Sites) -> str:
+def group_digest(options: Sites) -> str:
     """The group of an entry in locks of earlier versions: twelve hex digits over `site_digest` of its nodes."""
-    return _digest("\n".join(" ".join(map(site_digest, sites)) for sites in ways))
+    return _digest("\n".join(" ".join(map(site_digest, sites)) for sites in options))
 
 
-def group_key(ways: Sites) -> str:
-    """Twelve hex digits over the keys of a group's nodes, in each way to keep something for the backward."""
-    return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in ways))
+def group_key(options: Sites) -> str:
+    """Twelve hex digits over the keys of a group's nodes, in each of its save choices."""
+    return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in options))
 
 
 def plan_key(kernel: Kernel, site: Site, tile: str) -> str:

@@ -1,27 +1,26 @@
 """The plan: programs with a kernel chosen for every product of every fused group, on one target."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.region import Call, Scan
-from specc.compiler.plan.lock import Entry, Kept, Machine, plan_key
+from specc.compiler.plan.lock import Entry, Kept, TargetLock, plan_key
 from specc.compiler.programs.programs import Group, Programs
 from specc.compiler.targets import Target
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel of one node of a group. `rejected` are the others, each with its reason, and `considered`
-    those of them that the target could run; `graph` is where the node is, `measured` what the lock has of it."""
+    """The kernel of one node of a group. `rejected` are the others, each with its reason, and `passed_over` those of
+    them that take the node; `graph` is where the node is, `measured` what the lock has of it."""
 
     graph: str
     site: Site
     kernel: Kernel
     rendered: Rendered
     rejected: tuple[tuple[str, str], ...]
-    considered: tuple[tuple[str, str], ...] = ()
+    passed_over: tuple[Kernel, ...] = ()
     measured: Entry | None = None
 
     @property
@@ -31,39 +30,45 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A group that keeps something for its backward, and the kernels of its nodes."""
+class SaveChoice:
+    """One choice of what a group saves for its backward: the group as it is then, and the kernels of its nodes."""
 
     group: Group
     choices: tuple[Choice, ...]
 
     @property
-    def own(self) -> tuple[Choice, ...]:
+    def kernels(self) -> tuple[Choice, ...]:
         """The choices with a kernel of their own."""
         return tuple(choice for choice in self.choices if choice.rendered.function)
 
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The values that the group saves of what it computes itself."""
+        inputs = {name for name, _ in self.group.forward.inputs}
+        return tuple(name for name in self.group.saved if name not in inputs)
+
 
 @dataclass(frozen=True, slots=True)
-class Alternatives:
-    """All ways of one group, what is usual first, and the one that the plan takes: by rule, or as the lock `measured`,
-    where the group has `name`."""
+class SaveChoices:
+    """All save choices of the group at `label`, the usual one first, and the one that the plan takes: by rule, or as
+    the lock `measured`, where the group has `name`."""
 
     label: str
     name: str
-    ways: tuple[Way, ...]
-    chosen: Way
+    options: tuple[SaveChoice, ...]
+    chosen: SaveChoice
     measured: Kept | None
 
-
-def sites_of(ways: Sequence[Way]) -> tuple[tuple[Site, ...], ...]:
-    """The nodes of a group that have kernels of their own, way by way: what a lock's entry of the group is for."""
-    return tuple(tuple(choice.site for choice in way.own) for way in ways)
+    @property
+    def sites(self) -> tuple[tuple[Site, ...], ...]:
+        """The nodes with kernels of their own, option by option: what a lock's entry of the group is for."""
+        return tuple(tuple(choice.site for choice in option.kernels) for option in self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that rendering needs. `source` is the spec's path as generated files name it; `alternatives` are the
-    groups for which there was more than one way; `machine` is where the lock was measured."""
+    """Everything that rendering needs. `source` is the spec's path as generated files name it; `save_choices` are those
+    of the groups that have more than one; `locked` is all that was measured on the target."""
 
     name: str
     title: str
@@ -71,19 +76,19 @@ class Plan:
     target: Target
     programs: Programs
     choices: tuple[Choice, ...]
-    alternatives: tuple[Alternatives, ...] = ()
-    machine: Machine | None = None
+    save_choices: tuple[SaveChoices, ...] = ()
+    locked: TargetLock | None = None
 
     def choice(self, graph: Graph, node: Node) -> Choice | None:
         """The kernel of a node; None for one that Torch runs as it is written."""
-        found = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
-        return next(found, None)
+        matching = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
+        return next(matching, None)
 
     @property
     def every_choice(self) -> tuple[Choice, ...]:
-        """The choices, and those of every way to keep something for a backward; one may be there twice."""
-        others = (choice for found in self.alternatives for way in found.ways for choice in way.choices)
-        return (*self.choices, *others)
+        """The choices, and those of every save choice; one may be there twice."""
+        options = (option for choices in self.save_choices for option in choices.options)
+        return (*self.choices, *(choice for option in options for choice in option.choices))
 
     def called(self, choice: Choice) -> str:
         """What model.py calls the function of a kernel: its file's name where kernels of several shapes share one."""

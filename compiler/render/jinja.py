@@ -1,10 +1,17 @@
 """The one Jinja environment. Text reaches a template only through a typed context and these filters."""
 
+import ast
 import importlib.resources
 import re
+import traceback
 from functools import cache
+from pathlib import Path
 
 import jinja2
+
+from specc.compiler.errors import SpeccError
+
+MEND = "mend the template; `git diff templates` shows what changed in it"
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -34,6 +41,10 @@ def _ident(value: object) -> str:
     raise TypeError(f"not an identifier: {value!r}")
 
 
+class TemplateFault(SpeccError):
+    """A template that renders no code: `message` names its file and line."""
+
+
 class _Loader(jinja2.BaseLoader):
     def get_source(self, environment: jinja2.Environment, template: str) -> tuple[str, str, None]:
         file = importlib.resources.files("specc.templates").joinpath(template)
@@ -59,5 +70,40 @@ def environment() -> jinja2.Environment:
 
 
 def render(template: str, context: object, source: str, key: str) -> str:
-    """The text of `template` over a typed context, for the spec file named `source`."""
-    return environment().get_template(template).render(c=context, source=source, key=key, template=template)
+    """The text of `template` over a typed context, for the spec file named `source`.
+
+    Raises TemplateFault where it asks for what there is not, or renders Python that does not parse.
+    """
+    try:
+        loaded = environment().get_template(template)
+        text = loaded.render(c=context, source=source, key=key, template=template)
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateFault(f"templates/{error.name or template}:{error.lineno}: {error.message}", MEND) from error
+    except (jinja2.TemplateError, TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        name, line = _place_in_template(error, template)
+        raise TemplateFault(f"templates/{name}:{line}: {error}", MEND) from error
+    if template.endswith(".py.jinja"):
+        _require_python(text, template)
+    return text
+
+
+def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
+    """The template and line that an error of rendering comes from: the innermost of Jinja's frames."""
+    root, place = str(importlib.resources.files("specc.templates")), (template, 1)
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if (file := frame.f_code.co_filename).endswith(".jinja"):
+            place = (Path(file).relative_to(root).as_posix(), line)
+    return place
+
+
+def _require_python(text: str, template: str) -> None:
+    """Raises TemplateFault, with the line of the template where it stands there as rendered, unless `text` parses."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        lines = text.splitlines()
+        wrong = lines[min(error.lineno or 1, len(lines)) - 1] if lines else ""
+        written = importlib.resources.files("specc.templates").joinpath(template).read_text(encoding="utf-8")
+        at = next((f":{i}" for i, line in enumerate(written.splitlines(), 1) if line == wrong), "")
+        message = f"templates/{template}{at}: what it renders is no Python: line {error.lineno}, {error.msg}: {wrong}"
+        raise TemplateFault(message, MEND) from None

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specc.compiler.plan.lock import Lock
-from specc.compiler.plan.plan import Plan, sites_of
+from specc.compiler.plan.plan import Plan
+from specc.compiler.report.step import step_of
+from specc.compiler.spec.spec import Spec
 
 SHOWN = 4  # entries that a note names
 
@@ -28,21 +30,27 @@ class LockUse:
         return f"note: {many}: {names}{more}; to measure again: specc tune {shlex.quote(str(spec))}"
 
 
-def lock_use(lock: Lock, plans: Mapping[str, Plan], known: tuple[str, ...]) -> LockUse:
-    """What of a lock the plans take. Targets that are `known` to the spec and have no plan here are left out."""
-    targets = [target for target in lock.targets if target in plans or target not in known]
-    found = [one for target in targets for one in _of(lock, target, plans)]
-    return LockUse(len(found), tuple(sorted(name for name, used in found if not used)))
+def lock_use(lock: Lock, plans: Mapping[str, Plan], spec: Spec) -> LockUse:
+    """What of a lock the plans take. Targets of the spec that have no plan here are left out."""
+    targets = [target for target in lock.targets if target in plans or target not in spec.targets]
+    entries = [entry for target in targets for entry in _of(lock, target, plans, spec)]
+    return LockUse(len(entries), tuple(sorted(name for name, used in entries if not used)))
 
 
-def _of(lock: Lock, target: str, plans: Mapping[str, Plan]) -> Iterator[tuple[str, bool]]:
+def _of(lock: Lock, target: str, plans: Mapping[str, Plan], spec: Spec) -> Iterator[tuple[str, bool]]:
     """Each entry of one target, and whether it applies."""
     locked, plan = lock.targets[target], plans.get(target)
     choices = plan.every_choice if plan is not None else ()
     taken = [lock.entry(target, choice.site) for choice in choices]
     for name, entry in locked.kernels.items():
         yield f"{target} {name}", any(other is entry for other in taken)
-    alternatives = plan.alternatives if plan is not None else ()
-    kept = [lock.kept(target, found.name, sites_of(found.ways)) for found in alternatives]
+    save_choices = plan.save_choices if plan is not None else ()
+    kept = [lock.kept(target, choices.name, choices.sites) for choices in save_choices]
     for name, group in locked.groups.items():
         yield f"{target} group {name}", any(other is group for other in kept)
+    if locked.timings or locked.step is not None:
+        step = step_of(spec, plan) if plan is not None else None
+        keys = {row.site.key for row in step.rows if row.site is not None} if step is not None else set()
+        yield from ((f"{target} {timing.node}", key in keys) for key, timing in locked.timings.items())
+        if locked.step is not None:
+            yield f"{target} step", step is not None and step.timing is not None

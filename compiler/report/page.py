@@ -1,7 +1,6 @@
-"""PLAN.md, where a reviewer starts, and the summary that `specc plan` prints."""
+"""PLAN.md, where a reviewer starts: a summary to decide from, then a row for each node."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from specc.compiler import fusions
 from specc.compiler.catalog import catalog
@@ -10,121 +9,196 @@ from specc.compiler.fusions.fusion import Fusion
 from specc.compiler.ir.graph import TensorType
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import CropColumns, QuantizeRows, padded
-from specc.compiler.passes.assign_quant import Allocation, allocation, calibrated, looked_up
 from specc.compiler.passes.select_kernels import group_pattern
-from specc.compiler.pattern import matches
-from specc.compiler.pipeline import lower
-from specc.compiler.plan.plan import Alternatives, Choice, Plan, place_pattern
-from specc.compiler.programs.cost import flops_per_token
-from specc.compiler.programs.programs import Group, Programs
-from specc.compiler.quant.variants import variants
-from specc.compiler.report.int8_products import product_lines, products
-from specc.compiler.spec.spec import Spec
+from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
+from specc.compiler.programs.programs import Programs
+from specc.compiler.report.step import Step, StepRow, step_of, words_of
+from specc.compiler.report.summary import Summary, by, milliseconds, percent
+from specc.compiler.targets import Target
+
+HEADS = ("node", "what", "kernel, tile", "ms x calls", "floor")
 
 
-def quantity(value: float) -> str:
-    """A count in the unit that fits, e.g. `29.4 M`."""
-    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def quant_rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[tuple[str, int, int, int, str]]:
-    """Stored form, tensors, parameters, estimated bytes and the rule, a row for each scheme in use."""
-    groups: dict[str, list[int]] = {}
-    rules: dict[str, list[str]] = {}
-    for param in programs.params:
-        scheme = schemes[param.name]
-        groups.setdefault(scheme.label(), []).extend((param.count, scheme.estimate_bytes(param.shape)))
-    if spec.quant is not None:
-        rules.setdefault(spec.quant.default.label(), []).append("default")
-        for rule in spec.quant.rules:
-            rules.setdefault(rule.label(), []).append(f"`{rule.match}`")
-    for label, numbers in groups.items():
-        words = ", ".join(rules.get(label, ["not quantized"]))
-        if len(rules.get(label, ())) > 4:
-            words = f"a rule for each of {len(rules[label])} tensors"
-        yield label, len(numbers) // 2, sum(numbers[::2]), sum(numbers[1::2]), words
-
-
-def promotion(spec: Spec) -> str:
-    """What quantization will choose, in words; empty where there is nothing to choose."""
-    if spec.quant is not None and spec.quant.allocate is not None:
-        wish, widths = spec.quant.allocate, ", ".join(map(str, sorted(set(spec.quant.allocate.bits))))
-        clips = f" and clips of {', '.join(f'{c:g}' for c in sorted(set(wish.clip_stds)))} deviations" * bool(
-            wish.clip_stds
-        )
-        within = f"chosen together within {spec.quant.budget_bytes:,} bytes"
-        return f"then each of `{wish.match}` at {widths} bits{clips}, {within}"
-    rule = spec.quant.promote if spec.quant is not None else None
-    if rule is None or spec.quant is None:
-        return ""
-    many = f"the {rule.count} tensors" if rule.count is not None else "as many tensors"
-    fit = f" within {spec.quant.budget_bytes:,} bytes" if spec.quant.budget_bytes is not None else ""
-    return f"then {many} of largest Hessian trace among `{rule.match}` to int{rule.bits}{fit}, chosen at quantization"
-
-
-def too_large(spec: Spec, target: str, schemes: Allocation) -> Iterator[str]:
-    """A warning where what `quant.allocate` can choose may exceed the budget however it chooses, in two lines: about
-    how many bytes there are at the least, and the largest parameters that it does not choose for."""
-    if (quant := spec.quant) is None or (wish := quant.allocate) is None or quant.budget_bytes is None:
-        return
-    programs, total, kept = lower(spec, target), 0, dict[tuple[str, str], int]()
-    seen = calibrated(programs) | looked_up(programs)
-    for param in programs.params:
-        scheme = schemes[param.name]
-        chosen = matches(wish.match, param.name) and param.name in seen
-        options = variants(scheme, wish.bits, wish.clip_stds) if chosen else ()
-        if len(options) > 1:
-            total += min(one.estimate_bytes(param.shape) for one in options)
-            continue
-        alike = ".".join("*" if word.isdigit() else word for word in param.name.split("."))
-        size = scheme.estimate_bytes(param.shape)
-        kept[alike, scheme.label()] = kept.get((alike, scheme.label()), 0) + size
-        total += size
-    if total <= quant.budget_bytes:
-        return
-    largest = sorted(kept.items(), key=lambda item: -item[1])[:3]
-    named = "; ".join(f"{name} {size:,} ({label})" for (name, label), size in largest)
-    yield f"  may not fit: with the fewest bits that `allocate` may choose still about {total:,} bytes"
-    if named:
-        yield f"  not for it to choose: {named}"
-
-
-def first_programs(plans: Mapping[str, Plan]) -> Programs:
-    return next(iter(plans.values())).programs
-
-
-def forward_flops(spec: Spec, plans: Mapping[str, Plan]) -> int:
-    """Operations of a forward pass for one token: the model's own, without what a fusion pads."""
-    return flops_per_token(lower(spec, next(iter(plans))), spec.model.window)
-
-
-def plan_page(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] | None = None) -> str:
-    """The text of PLAN.md; `deployed` are the plans of what runs from an artifact, where these are others."""
-    programs = first_programs(plans)
-    schemes = allocation(spec.quant, programs.params)
-    count = sum(param.count for param in programs.params)
-    flops = 3 * forward_flops(spec, plans)
-    lines = [
-        f"# {spec.name}: plan",
-        "",
-        f"{spec.model.title} · {count:,} parameters · {quantity(flops)}FLOP a token forward and backward",
-        "",
-        "| stored as | tensors | parameters | bytes, at most about | rule |",
-        "|---|---|---|---|---|",
-    ]
-    rows = list(quant_rows(spec, schemes, programs))
-    lines += [f"| {label} | {n} | {total:,} | {size:,} | {rule} |" for label, n, total, size, rule in rows]
-    if words := promotion(spec):
-        lines += ["", f"{words[0].upper()}{words[1:]}."]
-    for target, plan in plans.items():
-        lines += ["", f"## {target}", "", *_target(spec, plan)]
-        if deployed and target in deployed:
-            lines += ["", f"## {target}, deployed", "", *_padding(deployed[target].programs)]
-            lines += _target(spec, deployed[target])
+def plan_page(summary: Summary) -> str:
+    """The text of PLAN.md."""
+    main = summary.main
+    lines = [f"# {summary.spec.name}: plan", "", summary.head, "", *_step_table(summary), "", *_facts(summary)]
+    lines += ["", f"## {main.target.name}: a row per node; ms of one call x calls a step", ""]
+    lines += [*_rows(summary.step, main), *_saved(main), *_not_chosen(main)]
+    for target, plan in summary.plans.items():
+        if plan is not main:
+            lines += ["", f"## {target}", "", *_difference(summary, plan)]
+    for target, plan in summary.deployed.items():
+        lines += ["", f"## {target}, deployed", "", *_padding(plan.programs), *_deployed(plan)]
     return "\n".join(lines) + "\n"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table in Markdown."""
+    return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _step_table(summary: Summary) -> list[str]:
+    step = summary.step
+    rows = []
+    for work in step.works:
+        ms = milliseconds(work.ms) if work.ms is not None else "**not measured**"
+        rows.append((work.name, ms, milliseconds(work.floor_ms), percent(step.share(work)), by(work)))
+    whole = milliseconds(step.timing.ms) if step.timing is not None else f"at least {milliseconds(step.expected_ms)}"
+    memory = f"memory: {summary.memory}"
+    rows.append(("**whole**", f"**{whole}**", f"**{milliseconds(step.floor_ms)}**", "", memory))
+    return table((f"a step of {step.tokens:,} tokens, {step.target}", "ms", "floor", "share", "kernel by"), rows)
+
+
+def _facts(summary: Summary) -> Iterator[str]:
+    """What a reviewer decides by, a line each, and what is stored in which form."""
+    main = summary.main
+    facts = [f"Stored: {summary.stored}{f', {summary.choice}' if summary.choice else ''}."]
+    facts += (f"{warning[0].upper()}{warning[1:]}." for warning in summary.storage.warnings)
+    facts += [f"Largest gap of what was measured: {summary.gap}."] if summary.gap else []
+    facts += (f"Backward: {text}." for text in summary.saved)
+    if summary.missing:
+        tune = f"`specc tune {main.source} --target {main.target.name}`"
+        facts.append(f"Not measured: {summary.missing}, shares by floors where times are missing; {tune}.")
+    facts.append(_ceilings(main.target))
+    if (machine := summary.step.machine) is not None:
+        facts.append(f"Measured on {machine.gpu}: {', '.join(machine.versions)}.")
+    yield from (f"- {fact}" for fact in facts)
+    yield ""
+    heads = ("stored as", "tensors", "parameters", "bytes, at most about", "rule")
+    rows = [(r.label, str(r.tensors), f"{r.parameters:,}", f"{r.bytes:,}", r.rule) for r in summary.storage.rows]
+    rows.append(("header and spec", "", "", f"{summary.storage.overhead:,}", ""))
+    yield from table(heads, rows)
+
+
+def _ceilings(target: Target) -> str:
+    if not target.flops:
+        return f"No ceilings are stated for {target.name}: shares are of operations."
+    speeds = f"{target.flops / 1e12:,.0f} TFLOP/s, bytes at {target.bandwidth / 1e12:.3g} TB/s"
+    return f"Floors: operations at {speeds} ({target.machine}). Memory: parameters, optimizer, what a backward reads."
+
+
+def _rows(step: Step, plan: Plan) -> list[str]:
+    """The table of a target's nodes: those of a training step, then those of other programs alone."""
+    rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
+    trained = {row.choice.site.key for row in step.rows if row.choice is not None}
+    for choice in plan.choices:
+        if choice.site.key not in trained and choice.site.node.op.planned:
+            ms = milliseconds(choice.measured.ms) if choice.measured is not None else "?"
+            cells = (choice.site.label, words_of(choice.site), kernel_words(choice), f"{ms}, not in training", "")
+            rows += [cells] if cells not in rows else []
+    rows += [(path, f"{op} {types}", "torch", "", "") for path, op, types in _shape_changes(plan.programs)]
+    return table(HEADS, rows)
+
+
+def _cells(row: StepRow) -> tuple[str, ...]:
+    ms = milliseconds(row.ms) if row.ms is not None else "?"
+    floor = milliseconds(row.floor_ms) if row.floor_ms is not None else ""
+    kernel = kernel_words(row.choice) if row.choice is not None else row.kernel
+    return (row.node, row.what, kernel, f"{ms} x {row.calls}", floor)
+
+
+def kernel_words(choice: Choice) -> str:
+    """The kernel of a node with its tile, and whether both were measured."""
+    file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
+    if not file:
+        return choice.kernel.name
+    made_of = choice.kernel.made_of + ("" if choice.kernel.deterministic else ", not deterministic")
+    tile = f", {choice.rendered.tile}" if choice.rendered.tile else ""
+    rule = "" if choice.measured is not None or not choice.site.target.arch else "; by rule"
+    return f"{file} ({made_of}){tile}{rule}"
+
+
+def _saved(plan: Plan) -> Iterator[str]:
+    """What groups save for their backward, and why not something else."""
+    if plan.save_choices:
+        yield from ("", "Saved for the backward:", "")
+        yield from map(_save_line, plan.save_choices)
+
+
+def _save_line(choices: SaveChoices) -> str:
+    chosen, measured = choices.chosen, choices.measured
+    others = [option for option in choices.options if option is not chosen]
+    words = {option.group.keep: _saved_words(option) for option in choices.options}
+    if measured is None:
+        return f"- {choices.label}: {words[chosen.group.keep]}; by rule: fewest bytes, else the {KEEPS[0]}"
+    times = ", ".join(f"{words[other.group.keep]} {measured.ms[other.group.keep]}" for other in others)
+    why = f"measured, {measured.ms[chosen.group.keep]} ms forward and backward; {times}"
+    return f"- {choices.label}: {words[chosen.group.keep]}; {why}"
+
+
+def _saved_words(option: SaveChoice) -> str:
+    return f"the {option.group.keep} ({', '.join(option.saved)})"
+
+
+def _not_chosen(plan: Plan) -> Iterator[str]:
+    """Kernels that were measured and are slower, and what somebody could do about the others."""
+    shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
+    if shown:
+        yield from ("", "Why not another kernel (where it was measured, or somebody could act):", "", *shown)
+
+
+def _slower(plan: Plan) -> Iterator[str]:
+    for choice in plan.choices:
+        if choice.measured is not None and choice.measured.others:
+            times = ", ".join(f"{name} {milliseconds(ms)} ms" for name, ms in sorted(choice.measured.others.items()))
+            yield f"- {choice.site.label}: {times}"
+
+
+def _packages(plan: Plan) -> Iterator[str]:
+    """Kernels of packages that are not part of the installation, where these were not measured."""
+    waiting: dict[str, dict[str, None]] = {}
+    for choice in plan.choices:
+        known = choice.measured.others if choice.measured is not None else {}
+        for kernel in choice.passed_over:
+            if kernel.package and kernel.name not in known:
+                waiting.setdefault(kernel.package, {})[choice.site.label] = None
+    for package, labels in waiting.items():
+        act = f"install it, then `specc tune {plan.source}`"
+        yield f"- {', '.join(labels)}: {package} also computes this and was not measured: {act}"
+
+
+def _refused(programs: Programs) -> Iterator[str]:
+    """Why a product or attention outside groups could be in none that one fusion takes."""
+    for graph in programs.graphs:
+        for node in graph.nodes if _whole(programs, graph.name) else ():
+            for fusion in catalog(fusions, Fusion).values() if node.op.matrix else ():
+                if node.op.name in fusion.ops and (reason := fusion.refusal(graph, (node,))):
+                    path = place_pattern(programs, _alike(programs, node.name), node.name)
+                    yield f"- {path}: {fusion.name} {reason}"
+
+
+def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
+    """What a further target does otherwise than the first."""
+    if all(choice.kernel.language == "torch" for choice in plan.choices):
+        yield f"The same nodes, all by Torch: `specc explain {plan.source} NODE --target {plan.target.name}`."
+        return
+    main = {_identity(choice): kernel_words(choice) for choice in summary.main.choices}
+    rows = [
+        (choice.site.label, words_of(choice.site), kernel_words(choice))
+        for choice in plan.choices
+        if main.get(_identity(choice)) != kernel_words(choice)
+    ]
+    step = step_of(summary.spec, plan)
+    if step.expected_ms:
+        times = f"{milliseconds(step.expected_ms)} ms, floor {milliseconds(step.floor_ms)}"
+        yield f"A step takes at least {times}. {_ceilings(plan.target)}"
+    if not rows:
+        yield f"The kernels are those of {summary.main.target.name}."
+        return
+    yield f"Kernels that are not those of {summary.main.target.name}:"
+    yield ""
+    yield from table(HEADS[:3], list(dict.fromkeys(rows)))
+
+
+def _identity(choice: Choice) -> tuple[str, str]:
+    return choice.graph, choice.site.node.name
+
+
+def _deployed(plan: Plan) -> list[str]:
+    """The nodes with kernels of what runs from an artifact."""
+    rows = [(choice.site.label, words_of(choice.site), kernel_words(choice)) for choice in plan.choices]
+    return table(HEADS[:3], list(dict.fromkeys(rows)))
 
 
 def _padding(programs: Programs) -> Iterator[str]:
@@ -133,9 +207,9 @@ def _padding(programs: Programs) -> Iterator[str]:
     for graph in programs.graphs:
         for node in graph.nodes:
             if isinstance(node.op, CropColumns):
-                made = graph.types[node.inputs[0]].width
+                width = graph.types[node.inputs[0]].width
                 path = place_pattern(programs, (graph.name,), node.name)
-                lines.append(f"- {path}: N {node.op.columns} is padded to {made}")
+                lines.append(f"- {path}: N {node.op.columns} is padded to {width}")
             elif isinstance(node.op, QuantizeRows) and (k := graph.types[node.inputs[0]].width) != node.op.columns:
                 name = node.name.removesuffix("_input").removesuffix("_second")
                 path = place_pattern(programs, (graph.name,), name)
@@ -144,100 +218,12 @@ def _padding(programs: Programs) -> Iterator[str]:
                 path = place_pattern(programs, (graph.name,), node.name)
                 lines.append(f"- {path}: K {h} is padded to {padded(h)}")
     if lines:
-        yield "Padded to multiples of 16, with zeros:"
-        yield ""
-        yield from dict.fromkeys(lines)
-        yield ""
+        yield from ("Padded to multiples of 16, with zeros:", "", *dict.fromkeys(lines), "")
 
 
-def _target(spec: Spec, plan: Plan) -> Iterator[str]:
-    programs = plan.programs
-    tokens = max(spec.train.at_once() * spec.model.window, 1)
-    yield "| node | op and epilogue | kernel | tile | GFLOP | MB moved |"
-    yield "|---|---|---|---|---|---|"
-    sizes = {"B": spec.train.at_once(), "T": spec.model.window, "S": spec.model.window}
-    yield from dict.fromkeys(_row(choice, sizes) for choice in plan.choices)
-    for path, op, types in _others(programs):
-        yield f"| {path} | {op} {types} | torch | | | |"
-    yield ""
-    yield f"GFLOP and MB are of one micro-batch of {tokens:,} tokens in one block. What no row names is Torch's own."
-    if plan.machine is not None and any(choice.measured for choice in plan.choices):
-        yield f"Measured on {plan.machine.gpu}: {', '.join(plan.machine.versions)}."
-    if plan.alternatives:
-        yield ""
-        yield "Kept for the backward:"
-        yield ""
-        yield from map(_kept, plan.alternatives)
-    shown = [
-        f"- {c.site.label}: {name} {reason}"
-        for c in plan.choices
-        for name, reason in c.considered
-        if c.rendered.files and name != "torch"
-    ]
-    shown += _refused(programs)
-    if shown:
-        yield ""
-        yield "Not chosen:"
-        yield ""
-        yield from dict.fromkeys(shown)
-
-
-def _row(choice: Choice, sizes: Mapping[str, int]) -> str:
-    site = choice.site
-    op = site.node.op
-    words = op.words
-    if site.epilogue is not None:
-        words += f", `{site.epilogue.outputs[0]}`"
-    saved = ", ".join((site.epilogue or op).output_labels[1:])
-    words += f", also {saved}" if saved else ""
-    file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
-    made_of = choice.kernel.made_of + ("" if choice.kernel.deterministic else ", not deterministic")
-    kernel = f"{file} ({made_of})" if file else choice.kernel.name
-    flops = op.flops(site.inputs[: op.arity], site.node.types, sizes) / 1e9
-    between = choice.kernel.between(site)
-    moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types, *between)) / 1e6
-    return f"| {site.label} | {words} | {kernel} | {_tile(choice)} | {flops:.1f} | {moved:.1f} |"
-
-
-def _kept(found: Alternatives) -> str:
-    """What a group keeps, and why not something else."""
-    group, measured = found.chosen.group, found.measured
-    others = [way.group for way in found.ways if way is not found.chosen]
-    words = {way.keep: f"the {way.keep} ({', '.join(_made(way))})" for way in (group, *others)}
-    why = f"by rule: fewest bytes, else the {KEEPS[0]}"
-    if measured is not None:
-        times = ", ".join(f"{words[other.keep]} {measured.ms[other.keep]}" for other in others)
-        why = f"measured, {measured.ms[group.keep]} ms forward and backward; {times}"
-    return f"- {found.label}: {words[group.keep]}; {why}"
-
-
-def _made(group: Group) -> list[str]:
-    """What a group keeps of what it computed itself."""
-    inputs = {name for name, _ in group.forward.inputs}
-    return [name for name in group.saved if name not in inputs]
-
-
-def _tile(choice: Choice) -> str:
-    """The tile, and whether it was measured or follows a rule."""
-    found = choice.measured
-    chosen = f"measured, {found.ms} ms for {found.rows:,} rows" if found else "by rule"
-    if not choice.rendered.tile:
-        return chosen if found else ""
-    return f"{choice.rendered.tile}; {chosen}"
-
-
-def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
-    """The library products and attention outside groups, once a function; what pads and crops inside them."""
+def _shape_changes(programs: Programs) -> Iterator[tuple[str, str, str]]:
+    """What pads and crops inside groups, once each."""
     seen: set[tuple[str, str]] = set()
-    for graph in programs.graphs:
-        if not _whole(programs, graph.name):
-            continue
-        for node in graph.nodes:
-            if node.op.matrix and not node.op.everywhere:
-                path = place_pattern(programs, _alike(programs, node.name), node.name)
-                if (path, node.op.name) not in seen:
-                    seen.add((path, node.op.name))
-                    yield path, node.op.name, _types([graph.types[ref] for ref in node.inputs], node.types)
     for group in programs.groups:
         for graph in (group.forward, group.backward):
             for node in graph.nodes:
@@ -245,16 +231,6 @@ def _others(programs: Programs) -> Iterator[tuple[str, str, str]]:
                 if node.op.listed and (path, node.op.name) not in seen:
                     seen.add((path, node.op.name))
                     yield path, node.op.name, _types([graph.types[ref] for ref in node.inputs], node.types)
-
-
-def _refused(programs: Programs) -> Iterator[str]:
-    """Why a product or attention outside groups could be in none that one fusion takes."""
-    for graph in programs.graphs:
-        for node in graph.nodes if _whole(programs, graph.name) else ():
-            for fusion in catalog(fusions, Fusion).values() if node.op.matrix else ():
-                if node.op.name in fusion.ops and (reason := fusion.refuses(graph, (node,))):
-                    path = place_pattern(programs, _alike(programs, node.name), node.name)
-                    yield f"- {path}: {fusion.name} {reason}"
 
 
 def _whole(programs: Programs, name: str) -> bool:
@@ -267,72 +243,3 @@ def _alike(programs: Programs, node: str) -> tuple[str, ...]:
 
 def _types(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
     return " x ".join(map(str, inputs)) + " -> " + ", ".join(map(str, outputs))
-
-
-def summary(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] | None = None) -> tuple[str, ...]:
-    """The lines of `specc plan`: at most 25. `deployed` are as `plan_page` has them."""
-    programs = first_programs(plans)
-    schemes = allocation(spec.quant, programs.params)
-    count = sum(param.count for param in programs.params)
-    forward = forward_flops(spec, plans)
-    rows = list(quant_rows(spec, schemes, programs))
-    lines = [f"{spec.name}: {spec.model.title}", f"parameters   {count:,} in {len(programs.params)} tensors"]
-    lines.append(f"FLOP a token {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward")
-    total = sum(size for _, _, _, size, _ in rows)
-    budget = spec.quant.budget_bytes if spec.quant is not None else None
-    against = f" of {budget:,} ({100 * total / budget:.1f} %)" if budget else ""
-    words = promotion(spec)
-    when = " at the bits of its rules, before others are chosen" if words else ""
-    lines.append(
-        f"artifact     at most about {total:,} bytes{against}{when}, compressed; by the entropy of normal rows"
-    )
-    if budget and total > budget and spec.quant is not None and spec.quant.allocate is None:
-        lines.append("  may not fit: `quant.allocate` chooses among widths, fewer bits too, so that it does")
-    lines += too_large(spec, next(iter(plans)), schemes)
-    for label, n, numbers, size, _ in rows[:6]:
-        lines.append(f"  {label:<22} {n:>4} tensors {numbers:>12,} parameters {size:>12,} bytes")
-    if words:
-        lines.append(f"  {words}")
-    for target, plan in list(plans.items())[:7]:
-        own = [c for c in plan.choices if c.rendered.files]
-        names = ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own)) or "none of its own"
-        lines.append(f"{target:<12} {names}")
-    lines += product_lines(deployed or {})
-    if len(lines) > 25:
-        lines[24:] = [f"  and {len(lines) - 24} more, which PLAN.md lists"]
-    return tuple(lines)
-
-
-def summary_data(spec: Spec, plans: Mapping[str, Plan], deployed: Mapping[str, Plan] | None = None) -> dict[str, Any]:
-    """What `summary` tells, as data."""
-    programs = first_programs(plans)
-    forward = forward_flops(spec, plans)
-    rows = quant_rows(spec, allocation(spec.quant, programs.params), programs)
-    names = ("stored_as", "tensors", "parameters", "estimated_bytes", "rule")
-    stored = [dict(zip(names, row, strict=True)) for row in rows]
-    return {
-        "name": spec.name,
-        "title": spec.model.title,
-        "parameters": sum(param.count for param in programs.params),
-        "tensors": len(programs.params),
-        "flops_per_token": {"forward": forward, "forward_and_backward": 3 * forward},
-        "estimated_bytes": sum(row["estimated_bytes"] for row in stored),
-        "budget_bytes": spec.quant.budget_bytes if spec.quant is not None else None,
-        "stored": stored,
-        "promotion": promotion(spec),
-        "kernels": {name: _kernel_data(plan) for name, plan in plans.items()},
-        "deployed": {name: [row.data() for row in products(plan)] for name, plan in (deployed or {}).items()},
-    }
-
-
-def _kernel_data(plan: Plan) -> list[dict[str, Any]]:
-    return [
-        {
-            "node": c.site.label,
-            "kernel": c.kernel.name,
-            "language": c.kernel.language,
-            "files": sorted(c.rendered.files),
-            "tile": c.rendered.tile,
-        }
-        for c in plan.choices
-    ]

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -12,6 +13,8 @@ from specc.compiler.text.yaml import MAX_NODES, mark_of, parse
 
 MAX_BYTES = 1 << 20
 MAX_LINE = 10_000
+STDIN = FilePath("specs/<stdin>")  # stands for standard input: a spec as those in specs/, with the locks there
+_OWN_PIPES = (FilePath("/dev"), FilePath("/dev/fd"), FilePath("/proc/self/fd"))  # are open already
 
 # Control characters, line separators that editors do not show as lines, and marks that reorder text.
 _UNSEEN = re.compile(
@@ -119,7 +122,7 @@ def read(origin: FilePath | str, name: str = "<text>") -> Source:
     Raises SpecError (S001-S013) for what cannot be read, or is no YAML that a spec may use.
     """
     if isinstance(origin, FilePath):
-        name, text = str(origin), _read_file(origin)
+        name, text = name_of(origin), _read_file(origin)
     else:
         text = origin
     source = read_from(text, name)
@@ -127,6 +130,11 @@ def read(origin: FilePath | str, name: str = "<text>") -> Source:
         hint = "start from a spec that works: `specc init NAME --from SPEC`"
         raise failure(name, text, "S002", "the file is empty", hint)
     return source
+
+
+def name_of(path: FilePath) -> str:
+    """A spec file as messages name it."""
+    return path.name if path == STDIN else str(path)
 
 
 def read_from(text: str, name: str, column: int = 0) -> Source:
@@ -142,10 +150,16 @@ def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 
 
 
 def _read_file(path: FilePath) -> str:
-    name = str(path)
+    name = name_of(path)
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        if path == STDIN:
+            raw = sys.stdin.buffer.read(MAX_BYTES + 1)
+        else:
+            if path.is_fifo() and path.parent not in _OWN_PIPES:  # to open it could wait for a writer forever
+                hint = "name a file, or give the text on standard input, as `-`"
+                raise failure(name, "", "S001", "this is a named pipe", hint)
+            with path.open("rb") as file:
+                raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         here = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, here, 1, 0.5)

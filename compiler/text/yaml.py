@@ -21,6 +21,7 @@ from ruamel.yaml.events import (
     NodeEvent,
     ScalarEvent,
 )
+from ruamel.yaml.tokens import ScalarToken
 
 from specc.compiler.errors import Diagnostic, Mark, SpecError, quote
 from specc.compiler.strict import Path
@@ -43,6 +44,7 @@ _WORDS: Mapping[str, bool | float | None] = {
 _BEYOND = re.compile(r"\\U(?!000|0010)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = ("an escape that YAML does not have", "use 'single quotes' where backslashes stand")
+_UNCLOSED = ("a quoted text that is not closed", "add the closing quote")
 # What the parser says (a part of it), how it is said here, and whether what it began to read was left open.
 _SYNTAX = (
     (
@@ -76,7 +78,7 @@ _SYNTAX = (
         "add a `,` between its keys, or the `}`",
         True,
     ),
-    ("unexpected end of stream", "a quoted text that is not closed", "add the closing quote", True),
+    ("unexpected end of stream", *_UNCLOSED, True),
     ("unknown escape character", *_ESCAPE, False),
     (
         "expected '<document start>'",
@@ -178,23 +180,40 @@ class _Reading:
 
     def _syntax(self, problem: str, found: Any, began: Any) -> SpecError:
         """`found` is the parser's mark of where it stopped, `began` of where what it was reading began."""
+        stop_index, start_index = (
+            min(mark.index, len(self.text.rstrip())) if mark is not None else 0 for mark in (found or began, began)
+        )
+        stop, start = mark_of(self.text, stop_index), mark_of(self.text, start_index)
+        quoted = self._long_quote(stop_index)
         row = next((row for row in _SYNTAX if row[0] in problem), None)
-        _, message, hint, left_open = row or (
-            "",
-            f"this is not YAML: {problem}",
-            "check the line above",
-            False,
-        )
-        stop, start = (
-            mark_of(self.text, min(mark.index, len(self.text.rstrip()))) if mark is not None else Mark(1, 1)
-            for mark in (found or began, began)
-        )
-        if left_open and began is not None:
+        _, message, hint, left_open = row or ("", f"this is not YAML: {problem}", "check the line above", False)
+        if quoted is not None:
+            first, last = quoted
+            self._say("S007", *_UNCLOSED, first, ("here is the next quote", last))
+        elif left_open and began is not None:
             related = [("this does not belong to it", stop)] if stop.line != start.line else []
             self._say("S007", message, hint, start, *related)
         else:
-            self._say("S007", message, hint, stop)
+            related = [("the block begins here", start)] if "<block end>" in problem and stop.line != start.line else []
+            self._say("S007", message, hint, stop, *related)
         return SpecError(self.found, {self.name: self.text})
+
+    def _long_quote(self, stop: int) -> tuple[Mark, Mark] | None:
+        """Where a quoted text of several lines begins and ends, if the error at character `stop` is on its last line.
+
+        The quote that ends it was then meant to begin or to stand in another text.
+        """
+        quoted = None
+        try:
+            for token in YAML(typ="safe", pure=True).scan(self.body):
+                if isinstance(token, ScalarToken) and token.style in ("'", '"') and token.end_mark.index <= stop:
+                    quoted = token
+        except YAMLError:
+            pass
+        if quoted is None:
+            return None
+        first, last = (mark_of(self.text, index) for index in (quoted.start_mark.index, quoted.end_mark.index - 1))
+        return (first, last) if first.line < last.line == mark_of(self.text, stop).line else None
 
     def _say(self, code: str, message: str, hint: str, mark: Mark, *related: tuple[str, Mark]) -> None:
         self.found.append(Diagnostic(code, message, hint, self.name, mark, related))

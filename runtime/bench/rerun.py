@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler.build import uncached_files
-from specc.runtime.decode.step_graphs import SMALLEST, WARM_UP, State, repeated
+from specc.runtime.decode.step_graphs import SMALLEST, WARM_UP, repeated
 from specc.runtime.model.load import Loaded, import_model
+from specc.runtime.model.protocols import State
 
 TOKENS = "tokens"  # where the state holds what was written
 

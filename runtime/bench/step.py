@@ -97,10 +97,11 @@ def measure(
     generated: frozenset[str],
     folder: Path,
     say: Callable[[str], None],
+    unfused: bool = True,
 ) -> dict[str, Build]:
     """Both builds, one after the other, at least `steps` steps of each: side by side they might not fit in memory. A
-    spec without fusion points is its own `fuse: []`, which stands alone then. `generated` are the names of the fused
-    build's own Triton kernels.
+    spec without fusion points is its own `fuse: []`, which stands alone then; without `unfused` the spec as it is does.
+    `generated` are the names of the fused build's own Triton kernels.
 
     Raises RunFailure when a loss is not finite.
     """
@@ -109,7 +110,7 @@ def measure(
     each = -(-steps // ROUNDS)
     found = {}
     names = ((FUSED, True), (UNFUSED, False)) if spec.fuse else ((UNFUSED, False),)
-    for name, fuse in names:
+    for name, fuse in names if unfused else names[:1]:
         say(f"step, {name}: builds and compiles")
         torch.compiler.reset()
         with cold_caches(device), ExitStack() as stack:

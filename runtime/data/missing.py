@@ -1,9 +1,12 @@
-"""Suggestions for a path that does not exist."""
+"""Errors for a path that does not exist, with what is near it."""
 
 from difflib import get_close_matches
 from pathlib import Path
 
+from specc.runtime.data.errors import DataError
+
 SHOWN = 3  # suggestions in a hint
+SOURCES = "data are a text, jsonl or token-shard file, a folder of them, or `stdlib`"
 
 
 def nearest_paths(path: Path) -> str:
@@ -21,3 +24,9 @@ def nearest_paths(path: Path) -> str:
     close = [lower[name] for name in get_close_matches(path.name.lower(), list(lower), SHOWN, 0.6)]
     close += [name for name in names if Path(name).stem == path.name and name not in close]
     return f"did you mean {' or '.join(str(parent / name) for name in close[:SHOWN])}?" if close else ""
+
+
+def missing_source(path: Path) -> DataError:
+    """The error for a source of text that does not exist."""
+    near = nearest_paths(path)
+    return DataError(f"{path}: no such file or folder", f"{near} {SOURCES}" if near else SOURCES)

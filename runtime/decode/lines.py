@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +9,10 @@ from torch import Tensor, nn
 from specc.compiler.spec.spec import Spec
 from specc.compiler.vocabulary import PAD, START, STOP
 from specc.runtime.data.tokenizers.characters import CharTokenizer
-from specc.runtime.decode.step_graphs import Eager, Graphed, Pairs, State, Steps
+from specc.runtime.decode.step_graphs import Eager, Graphed, Steps
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.guards import Unchecked
+from specc.runtime.model.protocols import State, line_model
 from specc.runtime.open_model import OpenedModel
 
 BATCH = 4096
@@ -197,7 +197,7 @@ def _follow(state: State, rows: Tensor) -> None:
 
 
 def translator(
-    model: nn.Module,
+    model: nn.Module | Unchecked,
     spec: Spec,
     tokenizer: CharTokenizer,
     device: torch.device,
@@ -211,7 +211,7 @@ def translator(
     steps, beam = Graphed if compiled and device.type == "cuda" else Eager, beam or 1
     batch = max(1, batch // beam)  # each beam has a state of its own
     return Translator(
-        steps(cast(Pairs, model)), tokenizer, spec.model.window, spec.model.reads_pads, device, batch, beam
+        steps(line_model(model)), tokenizer, spec.model.window, spec.model.reads_pads, device, batch, beam
     )
 
 
@@ -220,7 +220,7 @@ def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BAT
     DataError for a model of text."""
     tokenizer = opened.characters
     beam = beam or getattr(opened.spec.eval, "beam", None)
-    model = cast(nn.Module, Unchecked(opened.model))  # what it feeds the programs needs no check, which would wait
+    model = Unchecked(opened.model)  # its inputs need no check, which would wait for the device
     return translator(model, opened.spec, tokenizer, opened.device, batch=batch, beam=beam, compiled=True)
 
 

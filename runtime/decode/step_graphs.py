@@ -6,26 +6,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-State = dict[str, tuple[Tensor, ...]]
+from specc.runtime.model.protocols import GeneratedLines, State
+
 WARM_UP = 2  # steps before the capture: they allocate what libraries keep
 SMALLEST = 64  # rows: below this a step takes as long as with this many
-
-
-class Pairs(Protocol):
-    """What a generated model of pairs can do. Sources are i64 [B, S], targets i64 [B, T]."""
-
-    def score(self, source: Tensor, target: Tensor) -> Tensor:
-        """Nats of each target, f32 [B, T]; 0 at pads."""
-        ...
-
-    def encode(self, source: Tensor) -> State:
-        """The state before the first token: tensors with a row for each source, by place in the spec."""
-        ...
-
-    def extend(self, ids: Tensor, start: Tensor, state: State) -> Tensor:
-        """Logits f32 [B, vocabulary] after `ids` (i64 [B, 1]), which follow `start` (i64 []) others; `state` takes them
-        in, in place."""
-        ...
 
 
 class Steps(Protocol):
@@ -51,7 +35,7 @@ class Steps(Protocol):
 class Eager:
     """Calls the model."""
 
-    def __init__(self, model: Pairs) -> None:
+    def __init__(self, model: GeneratedLines) -> None:
         self._model = model
 
     def encode(self, source: Tensor) -> State:
@@ -76,7 +60,7 @@ class Graphed:
     model trains in place.
     """
 
-    def __init__(self, model: Pairs) -> None:
+    def __init__(self, model: GeneratedLines) -> None:
         self._model = model
         self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
         self._graph: _Graph | None = None
@@ -131,7 +115,7 @@ def captured(work: Callable[[], Result], device: torch.device, pool: Any = None)
 class _Encoder:
     """`encode` for sources of one shape, captured."""
 
-    def __init__(self, model: Pairs, source: Tensor, pool: Any) -> None:
+    def __init__(self, model: GeneratedLines, source: Tensor, pool: Any) -> None:
         self._source = source.clone()
         self._graph, self._state = captured(lambda: model.encode(self._source), source.device, pool)
 
@@ -144,7 +128,7 @@ class _Encoder:
 class _Graph:
     """`extend` for states of one shape, captured."""
 
-    def __init__(self, model: Pairs, state: State) -> None:
+    def __init__(self, model: GeneratedLines, state: State) -> None:
         self.state: State = {place: tuple(map(torch.clone, tensors)) for place, tensors in state.items()}
         first = next(iter(self.state.values()))[0]
         self._ids = torch.zeros(len(first), 1, dtype=torch.int64, device=first.device)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.model.cuda_graph import WARM_UP, Captured
-from specc.runtime.open_model import Cache, Generated
+from specc.runtime.model.protocols import Cache, GeneratedText
 
 STRIDES = 8  # lengths of the cache that a step is made for: attention reads no more than the next of them
 SHORTEST = 256  # positions: shorter lengths save nothing
@@ -84,7 +84,7 @@ class Decoder:
     ever seen, at least half as many, and the cost is about two tokens a token.
     """
 
-    def __init__(self, model: Generated, window: int, device: torch.device, rows: int = 1) -> None:
+    def __init__(self, model: GeneratedText, window: int, device: torch.device, rows: int = 1) -> None:
         self._model, self._window = model, window
         self._cache = model.new_cache(rows, window)
         self._seen = torch.zeros(rows, window, dtype=torch.int64, device=device)
@@ -136,7 +136,7 @@ class Decoder:
 class _Step:
     """One token of each row against a cache of one length: run as it is, or on a GPU captured and replayed."""
 
-    def __init__(self, model: Generated, cache: Cache) -> None:
+    def __init__(self, model: GeneratedText, cache: Cache) -> None:
         self._model, self._cache = model, cache
         self._logits: Tensor | None = None
         self._captured = Captured(self._write)
@@ -174,7 +174,7 @@ def sample_tokens(
     first `vocab` count. A token is -1 where the model gave no distribution; what follows it has no meaning. Once
     the graphs are there, nothing waits for the device but once in `PAGE` tokens, to hand it random numbers.
     """
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    generators = [_generator(seed) for seed in seeds]
     last: Tensor | None = None
     for at in range(count):
         if at % PAGE == 0:
@@ -184,3 +184,9 @@ def sample_tokens(
         logits = decoder.prefill(tokens) if last is None else decoder.append(last.clamp(min=0))
         last = sampling.pick(logits[:, :vocab], uniform[at % PAGE])
         yield last
+
+
+def _generator(seed: int) -> torch.Generator:
+    if not -(2**63) <= seed < 2**64:
+        raise SamplingError(f"the seed {seed} has more than 64 bits", f"give 0 to {2**64 - 1}")
+    return torch.Generator().manual_seed(seed)

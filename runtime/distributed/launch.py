@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from specc.compiler.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.errors import EnvironmentFailure, RunFailure
@@ -26,6 +27,7 @@ from specc.runtime.storage.run_directory import Run
 
 PEER_LOST = 76  # what a process ends with when it only follows another; never what a command ends with
 GRACE = 20.0  # seconds that the others have to end by themselves, once one has failed
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LAUNCHER = "SPECC_LAUNCHER"
 
 
@@ -87,7 +89,7 @@ def own_cpu(path: Path, spec: Spec) -> str | None:
 def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
     """Runs a command in `size` processes; returns the exit code of the first that failed, else 0.
 
-    SIGTERM and SIGINT go to all of them, who save and end as one process would. When one has failed, the
+    SIGTERM, SIGHUP and SIGINT go to all of them, who save and end as one process would. When one has failed, the
     others get GRACE seconds. Should this process be killed, they get SIGTERM.
     """
     with ExitStack() as stack:
@@ -127,7 +129,7 @@ def _reserved_port() -> Iterator[int]:
 
 @contextmanager
 def _noted() -> Iterator[list[int]]:
-    """The SIGTERM and SIGINT that come while this is open, as a list that grows."""
+    """The SIGTERM, SIGHUP and SIGINT that come while this is open, as a list that grows."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only there can they be caught
         yield came
@@ -136,7 +138,8 @@ def _noted() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield came
     finally:
@@ -174,8 +177,8 @@ def _outcome(ended: Sequence[tuple[int, int]], size: int, came: Sequence[int], s
     rank, code = causes[0]
     if code > 0:
         return code
-    if -code in came:  # before training, where there was nothing to save
-        return 128 - code
+    if -code in came:  # before Python ran, where there was nothing to save
+        return EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED
     say(f"error: rank {rank} of {size} was ended by signal {-code} ({signal.strsignal(-code)})")
     return RunFailure.exit_code
 

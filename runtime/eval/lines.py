@@ -107,7 +107,7 @@ def evaluate_lines(
     decoder = translator(
         opened.model, opened.spec, tokenizer, opened.device, batch=batch, beam=how.beam or 1, compiled=compiled
     )
-    score = opened.generated.score
+    score = opened.line_model.score
     if compiled:
         score = torch.compile(score, fullgraph=getattr(opened.model, "fullgraph", True))
     scores = []

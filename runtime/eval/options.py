@@ -5,6 +5,7 @@ from pathlib import Path
 
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import BitsSpec
+from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.errors import RuntimeFailure
 
 
@@ -49,37 +50,22 @@ class EvaluateOptions:
             raise EvaluateError("--data is empty", "name the data, or leave --data out for those of the run")
 
 
-@dataclass(frozen=True, slots=True)
-class WindowPlan:
-    """The windows of an evaluation of text.
-
-    Attributes:
-        length: tokens of a window.
-        stride: tokens from one window to the next.
-        batch: windows that are scored at once.
-    """
-
-    length: int
-    stride: int
-    batch: int
-
-    @classmethod
-    def of(cls, spec: Spec, options: EvaluateOptions, name: str) -> "WindowPlan":
-        """The windows of `options`, else of the spec; `name` is the model's, for messages. Raises EvaluateError for
-        windows that the model cannot take."""
-        context, how = spec.model.window, spec.eval
-        if not isinstance(how, BitsSpec):
-            raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
-        window = how.window or context if options.window is None else options.window
-        if not 1 <= window <= context:
-            message = f"the window {window} is not in 1 .. {context}, the context that the model is built for"
-            raise EvaluateError(message, "give another one")
-        stride = how.stride if options.stride is None else options.stride
-        if options.stride is None and stride is not None and options.window is not None:
-            stride = min(stride, window)  # of a spec whose windows are longer
-        if stride is not None and not 1 <= stride <= window:
-            what = "context" if window == context else "window"
-            raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "give another one")
-        if options.max_tokens is not None and options.max_tokens < 1:
-            raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
-        return cls(window, window if stride is None else stride, options.batch or how.batch)
+def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
+    """The windows of `options`, else of the spec; `name` is the model's, for messages. Raises EvaluateError for windows
+    that the model cannot take."""
+    context, how = spec.model.window, spec.eval
+    if not isinstance(how, BitsSpec):
+        raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
+    window = how.window or context if options.window is None else options.window
+    if not 1 <= window <= context:
+        message = f"the window {window} is not in 1 .. {context}, the context that the model is built for"
+        raise EvaluateError(message, "give another one")
+    stride = how.stride if options.stride is None else options.stride
+    if options.stride is None and stride is not None and options.window is not None:
+        stride = min(stride, window)  # of a spec whose windows are longer
+    if stride is not None and not 1 <= stride <= window:
+        what = "context" if window == context else "window"
+        raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "give another one")
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise EvaluateError(f"cannot score {options.max_tokens} tokens", "give a positive --max-tokens")
+    return WindowPlan(window, options.batch or how.batch, window if stride is None else stride)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -13,12 +13,15 @@ from specc.compiler.spec.adapt.adaptation import Adaptation
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import BitsSpec
+from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
-from specc.runtime.eval.adapt.method import Halves, Work, method_of
-from specc.runtime.eval.options import EvaluateError, EvaluateOptions, WindowPlan
-from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte, evaluate_bits
+from specc.runtime.eval.adapt.method import Work, method_of
+from specc.runtime.eval.options import EvaluateError, EvaluateOptions, windows_of
+from specc.runtime.metrics.bits_per_byte import Account, BitsPerByte, ScoredText, evaluate_bits
+from specc.runtime.metrics.share import Share
+from specc.runtime.model.protocols import text_model_in_halves
 from specc.runtime.open_model import OpenedModel, token_cache
 from specc.runtime.storage.run_directory import readable
 
@@ -37,23 +40,12 @@ def evaluate_text(
     fit no model, RunFailure (4) when the loss is not finite or memory is full, DataError for the data.
     """
     world = world or World.alone()
-    windows = WindowPlan.of(opened.spec, options, str(opened.path))
-    score = _compiled(opened, options)(opened.generated.score)
+    windows = windows_of(opened.spec, options, str(opened.path))
+    score = _compiled(opened, options)(opened.text_model.score)
     with _stream(opened, options, world) as stream, _memory():
-        result = evaluate_bits(
-            score,
-            stream,
-            opened.tokenizer,
-            windows.length,
-            windows.batch,
-            opened.device,
-            windows.stride,
-            options.max_tokens,
-            progress,
-            world.rank,
-            world.size,
-            world.totals,
-        )
+        text = ScoredText(stream, opened.tokenizer, options.max_tokens)
+        share = Share(world.rank, world.size, world.totals)
+        result = evaluate_bits(score, text, windows, opened.device, share, progress)
     if not math.isfinite(result.nats):
         raise RunFailure(f"the loss is {result.nats}", "the model is broken: evaluate an earlier checkpoint")
     return replace(result, held_out=_held_out(opened, stream))
@@ -67,12 +59,12 @@ def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
     """The spec with the windows and the adaptation that were asked for; the settings of one that is only named are
     those of the spec, where it has that kind. Raises EvaluateError and SpecError (2)."""
-    windows = WindowPlan.of(spec, options, spec.name)
+    windows = windows_of(spec, options, spec.name)
     wanted, own = (options.adapt or "").strip(), spec.eval.adapt if isinstance(spec.eval, BitsSpec) else None
     settings = wanted if wanted.startswith("{") else f"{{kind: {wanted}}}"
     if own is not None and own.kind == wanted:
         settings = own.model_dump_json()
-    over = (f"eval.window={windows.length}", f"eval.stride={windows.stride}", f"eval.adapt={settings}")
+    over = (f"eval.window={windows.length}", f"eval.stride={windows.step}", f"eval.adapt={settings}")
     return load(readable(spec), over)[0]
 
 
@@ -115,7 +107,7 @@ class Adapted:
             "done": self.done,
             "settings": self.how.model_dump(mode="json"),
         }
-        windows = {"window": self.windows.length, "stride": self.windows.stride}
+        windows = {"window": self.windows.length, "stride": self.windows.step}
         return {"causal": self.how.causal, self.key: {**made, **windows, **self.counted.facts()}}
 
 
@@ -133,7 +125,7 @@ def evaluate_adapted(
     Raises as `evaluate_text` does, AdaptError (2) for settings that do not fit the model.
     """
     world = replace(world or World.alone(), device=opened.device)
-    windows, how = WindowPlan.of(opened.spec, options, str(opened.path)), opened.spec.eval
+    windows, how = windows_of(opened.spec, options, str(opened.path)), opened.spec.eval
     assert isinstance(how, BitsSpec) and how.adapt is not None
     if next(opened.model.buffers(), None) is not None:
         hint = "adapt the run that it was made from, before it was quantized"
@@ -146,10 +138,9 @@ def evaluate_adapted(
         raise EvaluateError(message, "leave --batch out, or say it in the settings of --adapt")
     rows, fewer = (windows.batch, FEWER) if own is None else (own, "lower what the settings of --adapt take at once")
     with _stream(opened, options, world) as stream, _memory(fewer):
-        account = Account(
-            stream, opened.tokenizer, windows.length, rows, windows.stride, options.max_tokens, method.chunk(how.adapt)
-        )
-        halves = cast(Halves, model)
+        text = ScoredText(stream, opened.tokenizer, options.max_tokens)
+        account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
+        halves = text_model_in_halves(model)
         score, features, nats = map(compiled, (halves.score, halves.features, halves.nats))
         # Torch before 2.12 takes a graph that another method had compiled, though weights learn since
         # (pytorch/pytorch#139476), and their gradients would lack what the head gives.
@@ -161,7 +152,7 @@ def evaluate_adapted(
         finally:
             for weight in learns:
                 weight.requires_grad_()
-        result = account.total(world.totals)
+        result = account.total(work.share)
     if not math.isfinite(result.nats):
         raise RunFailure(f"the loss is {result.nats}", "the model is broken, or eval.adapt learns too fast")
     return Adapted(how.adapt, windows, done, replace(result, held_out=_held_out(opened, stream)))

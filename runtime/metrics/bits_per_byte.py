@@ -14,18 +14,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.data.windows.evaluation import Batch, Ids, Windows, cut, read_batch, share
+from specc.runtime.data.windows.evaluation import Batch, Ids, WindowPlan, Windows, cut, read_batch
 from specc.runtime.data.windows.stream import TokenStream
+from specc.runtime.metrics.share import WHOLE, Share
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-Sums = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,55 +94,80 @@ class BitsPerByte:
         return f"{pieces} != document bytes {self.document_bytes:,} (gap {gap:+,}, {share:+.2f} %; {kind})"
 
 
-class Account:
-    """Which targets of a stream, or of its first `max_tokens`, are scored in which batch, and what came of it.
-
-    Every token but the first is a target exactly once. The first is BOS, which has no bytes, so nothing is missing
-    from either side of the fraction. Separators count in the numerator. Batches do not depend on how many ranks there
-    are, and their sums are added up exactly: the total is the same number on any number of ranks, where `score` gives
-    the same.
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """The text that is scored.
 
     Attributes:
-        windows: of `length` tokens, unless the whole stream is shorter than one.
-        chunks: the numbers of the batches, in runs whose windows score about `chunk` targets; one run without it.
-
-    Raises DataError: the stream was made with another tokenizer, is too short, or does not start with BOS.
+        stream: its tokens.
+        tokenizer: the tokenizer that made them.
+        max_tokens: score the first `max_tokens` targets only; None scores all.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        tokenizer: Tokenizer,
-        length: int,
-        batch: int,
-        stride: int | None = None,
-        max_tokens: int | None = None,
-        chunk: int | None = None,
-    ) -> None:
-        stride = length if stride is None else stride
-        if length < 1 or batch < 1 or not 1 <= stride <= length:
-            raise ValueError(f"{length=} and {batch=} must be positive, and {stride=} 1 .. length")
-        self._stream, self._tokenizer, self._rows = stream, tokenizer, batch
-        self.windows = Windows(_last_target(stream, tokenizer, max_tokens), length, stride)
-        parts = cut(self.windows.chunks(chunk), batch)
-        self._batches = [one for part in parts for one in part]
+    stream: TokenStream
+    tokenizer: Tokenizer
+    max_tokens: int | None = None
+
+    def last_target(self) -> int:
+        """The position of the last target. Raises DataError where the stream was made with another tokenizer, is too
+        short, or does not start with BOS."""
+        stream, tokenizer = self.stream, self.tokenizer
+        if stream.tokenizer_digest not in (None, tokenizer.digest()) or stream.vocab != tokenizer.vocab:
+            raise DataError(
+                f"the stream was not made with the tokenizer {tokenizer.name}",
+                "open the stream with the same tokenizer",
+            )
+        stream.require_scorable(tokenizer)
+        last = stream.tokens - 1 if self.max_tokens is None else min(stream.tokens - 1, self.max_tokens)
+        if last < 1:
+            message = f"nothing to score: the stream has {stream.tokens} tokens, max_tokens is {self.max_tokens}"
+            raise DataError(message, "score at least one token")
+        return last
+
+
+class Account:
+    """The targets that each batch of windows scores, and the nats that are counted so far.
+
+    Every token but the first is a target exactly once. The first is BOS, which has no bytes, so nothing is missing
+    from either side of the fraction. Separators count in the numerator. Batches do not depend on the number of
+    processes, and their sums are added up exactly: the total is the same number on any number of processes, where the
+    model gives the same nats.
+
+    Args:
+        text: the text that is scored.
+        plan: the windows.
+        chunk: about as many targets are scored before the model may change; None for all.
+
+    Attributes:
+        windows: of `plan.length` tokens, unless the whole stream is shorter than one.
+        chunks: indices of batches, in runs whose windows score about `chunk` targets; one run without it.
+
+    Raises:
+        DataError: as `ScoredText.last_target`.
+    """
+
+    def __init__(self, text: ScoredText, plan: WindowPlan, chunk: int | None = None) -> None:
+        self._stream, self._tokenizer, self._rows = text.stream, text.tokenizer, plan.batch
+        self.windows = Windows(text.last_target(), plan.length, plan.step)
+        parts = cut(self.windows.chunks(chunk), plan.batch)
+        self._batches = [batch for part in parts for batch in part]
         ends = np.cumsum([0, *map(len, parts)]).tolist()
         self.chunks = [range(first, end) for first, end in pairwise(ends)]
-        self._pieces = tokenizer.piece_bytes()
+        self._pieces = text.tokenizer.piece_bytes()
         self._sums = np.zeros(len(self._batches) + 2)
 
     @property
     def tokens(self) -> int:
-        """How many targets were added so far."""
+        """The number of targets that were added so far."""
         return int(self._sums[-2])
 
     def span(self, batches: range) -> tuple[int, int]:
-        """The positions of the targets that a run of batches scores: behind the first, up to the second."""
+        """The positions of the targets that a run of batches scores: behind the first one, up to the second."""
         first, end = self._batches[batches[0]][0], self._batches[batches[-1]][-1] + 1
         return self.windows.before(first), self.windows.before(end)
 
     def read(self, number: int) -> Batch:
-        """One batch; it always has as many rows."""
+        """One batch; every batch has the same number of rows."""
         return read_batch(self._stream, self.windows, number, self._batches[number], self._rows)
 
     def tokens_at(self, start: int, count: int) -> Ids:
@@ -160,13 +183,13 @@ class Account:
         size = self._pieces.count(batch.ids[mask], batch.targets[mask]).sum()
         self._sums[-2:] += int(mask.sum()), int(size)  # exact below 2**53
 
-    def total(self, reduce: Callable[[Sums], Sums] | None = None) -> BitsPerByte:
-        """All that was added; `reduce` sums a float64 array [N] over the ranks.
+    def total(self, share: Share = WHOLE) -> BitsPerByte:
+        """The result over all processes.
 
         Raises DataError where the targets have no bytes, DataIntegrityError where a lossless tokenizer gives other
         bytes than the documents have.
         """
-        sums = self._sums if reduce is None else reduce(self._sums)
+        sums = share.total(self._sums)
         tokens, size, last = int(sums[-2]), int(sums[-1]), self.windows.last
         if tokens != last:
             raise RuntimeError(f"scored {tokens} of {last} targets")
@@ -176,65 +199,46 @@ class Account:
 
 def evaluate_bits(
     score: Callable[[Tensor, Tensor], Tensor],
-    stream: TokenStream,
-    tokenizer: Tokenizer,
-    length: int,
-    batch: int,
+    text: ScoredText,
+    plan: WindowPlan,
     device: torch.device | str = "cpu",
-    stride: int | None = None,
-    max_tokens: int | None = None,
+    share: Share = WHOLE,
     progress: Callable[[int, int], None] | None = None,
-    rank: int = 0,
-    world: int = 1,
-    reduce: Callable[[Sums], Sums] | None = None,
 ) -> BitsPerByte:
-    """Score a stream, or its first `max_tokens` targets, and divide by its bytes, as an Account counts them.
+    """Scores a text and divides the loss by its bytes, as an Account counts them.
 
     Args:
-        score: (ids, targets), int64 [B, T] on `device` -> nats of each target, float32 or float64 [B, T].
-            Runs without autograd. B and T are always `batch` and `length` (the last batch is filled up with
-            copies that do not count), unless the whole stream is shorter than one window.
-        stride: tokens between windows, 1 .. length; None means `length`, windows that do not overlap. A
-            smaller one gives each target at least length - stride tokens of context (sliding evaluation).
-        progress: called with targets scored and targets in all, on this rank.
-        rank, world, reduce: to share the work among ranks; `reduce` sums a float64 array over them.
+        score: nats of each target, f32 or f64 [B, T], of ids and targets, i64 [B, T] on `device`; runs without
+            autograd. B and T are always `plan.batch` and `plan.length` (the last batch is filled up with copies that do
+            not count), unless the whole stream is shorter than one window.
+        text: the text.
+        plan: the windows.
+        device: device of ids and targets.
+        share: the part of this process.
+        progress: called with targets scored and targets in all, on this process.
+
+    Returns:
+        The result of all processes together.
 
     Raises:
         DataError: the stream was made with another tokenizer, is too short, or does not start with BOS.
-        DataIntegrityError: a shard is damaged, or a lossless tokenizer gives other bytes than the documents
-            have.
+        DataIntegrityError: a shard is damaged, or a lossless tokenizer gives other bytes than the documents have.
     """
     import torch
 
-    if not 0 <= rank < world:
-        raise ValueError(f"{world=} must be positive, and {rank=} below it")
-    if world > 1 and reduce is None:
-        raise ValueError("sharing the work among ranks needs `reduce`")
-    account = Account(stream, tokenizer, length, batch, stride, max_tokens)
+    account = Account(text, plan)
     (chunk,) = account.chunks
-    mine = share(len(chunk), rank, world)
-    first, last = account.span(mine) if mine else (0, 0)
-    for number in mine:
-        one = account.read(number)
+    local = share.of(len(chunk))
+    first, last = account.span(local) if local else (0, 0)
+    for number in local:
+        batch = account.read(number)
+        ids, targets = (torch.from_numpy(array.copy()).to(device) for array in (batch.ids, batch.targets))
         with torch.no_grad():
-            scores = score(torch.from_numpy(one.ids.copy()).to(device), torch.from_numpy(one.targets.copy()).to(device))
-        account.add(one, scores)
+            scores = score(ids, targets)
+        account.add(batch, scores)
         if progress is not None:
             progress(account.tokens, last - first)
-    return account.total(reduce)
-
-
-def _last_target(stream: TokenStream, tokenizer: Tokenizer, max_tokens: int | None) -> int:
-    if stream.tokenizer_digest not in (None, tokenizer.digest()) or stream.vocab != tokenizer.vocab:
-        raise DataError(
-            f"the stream was not made with the tokenizer {tokenizer.name}",
-            "open the stream with the same tokenizer",
-        )
-    stream.require_scorable(tokenizer)
-    last = stream.tokens - 1 if max_tokens is None else min(stream.tokens - 1, max_tokens)
-    if last < 1:
-        raise DataError(f"nothing to score: the stream has {stream.tokens} tokens, max_tokens is {max_tokens}")
-    return last
+    return account.total(share)
 
 
 def _result(

@@ -120,7 +120,8 @@ class PairValidation:
     def measure(self, scorer: Scorer) -> ExactMatch:
         how, count = self.spec.eval, len(self.pairs)
         assert isinstance(how, ExactMatchSpec)
-        mine = self.pairs[count * scorer.rank // scorer.world : count * (scorer.rank + 1) // scorer.world]
+        part = scorer.share.of(count)
+        local = self.pairs[part.start : part.stop]
         decoder: Translates = translator(
             scorer.model,
             self.spec,
@@ -130,11 +131,11 @@ class PairValidation:
             beam=how.beam or 1,
             compiled=scorer.compiled,
         )
-        found = np.zeros(5)
-        if len(mine):
-            one = exact_match(
-                scorer.score, decoder, mine, self.tokenizer, min(how.batch, count), scorer.device, scorer.progress
+        sums = np.zeros(5)
+        if len(local):
+            match = exact_match(
+                scorer.score, decoder, local, self.tokenizer, min(how.batch, count), scorer.device, scorer.progress
             )
-            found[:] = one.nats, one.tokens, one.lines, one.exact, one.matching
-        nats, *counts = scorer.reduce(found).tolist()  # counts are exact below 2 ** 53
+            sums[:] = match.nats, match.tokens, match.lines, match.exact, match.matching
+        nats, *counts = scorer.share.total(sums).tolist()  # counts are exact below 2 ** 53
         return ExactMatch(nats, *map(int, counts))

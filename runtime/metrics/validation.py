@@ -1,4 +1,4 @@
-"""What a model is scored on while it trains."""
+"""Validation: the measurements of a model while it trains."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.data.windows.stream import TokenStream
-from specc.runtime.metrics.bits_per_byte import BitsPerByte, Sums, evaluate_bits
+from specc.runtime.metrics.bits_per_byte import BitsPerByte, ScoredText, evaluate_bits
+from specc.runtime.metrics.share import Share
 
 Score = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(Protocol):
-    """What came out: `nats` in all over `tokens` targets, and the metric of the data."""
+    """A result: `nats` over all `tokens` targets, and the metric of the data."""
 
     @property
     def nats(self) -> float: ...
@@ -25,11 +27,11 @@ class Measured(Protocol):
     def tokens(self) -> int: ...
 
     def record(self) -> Mapping[str, str | int | float | bool | None]:
-        """For a log."""
+        """The result as fields of a log."""
         ...
 
     def line(self) -> str:
-        """For people."""
+        """The result as one line for people."""
         ...
 
     def summary(self) -> str:
@@ -39,35 +41,35 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model to measure, and this process's part of the work.
+    """A model to measure, and the part of this process.
 
     Attributes:
+        model: the model.
         score: the nats of each target, f32 [B, T], of (ids, targets) or (source, target), i64 on `device`.
         window: positions of a row.
-        progress: called between batches with what is done and what is to do.
-        rank, world, reduce: `reduce` sums small float64 arrays over all ranks.
-        compiled: whether `score` is, and what else the measure runs should be.
+        device: device of the model.
+        share: the part of this process.
+        progress: called between batches with the items scored and those in all.
+        compiled: whether `score` is compiled; what else the measurement runs then is compiled too.
     """
 
     model: nn.Module
     score: Score
     window: int
     device: torch.device
+    share: Share
     progress: Callable[[int, int], None] | None
-    rank: int
-    world: int
-    reduce: Callable[[Sums], Sums]
     compiled: bool
 
 
 class Validates(Protocol):
-    """Something to score. `vocabulary` is how many ids its tokenizer has."""
+    """A set of data to score. `vocabulary` is the number of ids of its tokenizer."""
 
     @property
     def vocabulary(self) -> int: ...
 
     def measure(self, scorer: Scorer) -> Measured:
-        """The result is that of all ranks together. Raises DataError."""
+        """The result of all processes together. Raises DataError."""
         ...
 
 
@@ -85,16 +87,6 @@ class Validation:
         return self.tokenizer.vocab
 
     def measure(self, scorer: Scorer) -> BitsPerByte:
-        return evaluate_bits(
-            scorer.score,
-            self.stream,
-            self.tokenizer,
-            scorer.window,
-            self.batch,
-            scorer.device,
-            max_tokens=self.max_tokens,
-            progress=scorer.progress,
-            rank=scorer.rank,
-            world=scorer.world,
-            reduce=scorer.reduce,
-        )
+        text = ScoredText(self.stream, self.tokenizer, self.max_tokens)
+        plan = WindowPlan(scorer.window, self.batch)
+        return evaluate_bits(scorer.score, text, plan, scorer.device, scorer.share, scorer.progress)

@@ -31,8 +31,8 @@ from specc.runtime.errors import QuantizeError, cannot_write
 from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
+from specc.runtime.model.protocols import GeneratedText
 from specc.runtime.open_model import (
-    Generated,
     OpenedModel,
     Say,
     as_trained,
@@ -130,8 +130,8 @@ class _RunModel:
     say: Say
 
     @property
-    def generated(self) -> Generated:
-        return self.opened.generated
+    def text_model(self) -> GeneratedText:
+        return self.opened.text_model
 
     @property
     def tokenizer(self) -> Tokenizer:

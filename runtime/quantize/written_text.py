@@ -12,7 +12,7 @@ from specc.compiler.spec.spec import Calibrate
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
 from specc.runtime.errors import QuantizeError, RunFailure
-from specc.runtime.open_model import Generated
+from specc.runtime.model.protocols import GeneratedText
 
 REPORT_EVERY = 64  # tokens of each row between two calls of `progress`
 
@@ -21,7 +21,7 @@ class TextModel(Protocol):
     """A model of text that is ready to run on `device`."""
 
     @property
-    def generated(self) -> Generated: ...
+    def text_model(self) -> GeneratedText: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
     @property
@@ -89,7 +89,7 @@ def write_text(
     written[:, 0] = first.to(model.device)
     start = written[:, :1].clone()
     try:
-        decoder = Decoder(model.generated, length, model.device, rows)  # never full: it ends there
+        decoder = Decoder(model.text_model, length, model.device, rows)  # never full: it ends there
         steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step

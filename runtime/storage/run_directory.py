@@ -285,6 +285,6 @@ def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any,
             yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for i, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(one, other, f"{path}[{i}]")
+            yield from _differences(one, other, f"{path}.{i}")
     elif old != new:
         yield path, old, new

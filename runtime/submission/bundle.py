@@ -38,6 +38,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("platformdirs", None): (_KNOWN, None),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
     ("specc.runtime.optim.optimizers", "rule_of"): (_KNOWN, "rule_of"),
+    ("specc.runtime.data.missing", "missing_source"): (_KNOWN, "missing_source"),
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }

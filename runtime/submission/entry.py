@@ -26,13 +26,15 @@ from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.codecs import compress
 from specc.runtime.artifact.tensors import dequantized
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.launch import is_launched
 from specc.runtime.distributed.world import World, joined
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 from specc.runtime.log import Silence, Step
-from specc.runtime.metrics.bits_per_byte import BitsPerByte, evaluate_bits
+from specc.runtime.metrics.bits_per_byte import BitsPerByte, ScoredText, evaluate_bits
+from specc.runtime.metrics.share import Share
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.quantize.weights import quantize_weights
@@ -240,19 +242,9 @@ def score(world: World, target: str, options: Any) -> BitsPerByte:
     call = torch.compile(model.score, fullgraph=True) if world.device.type == "cuda" else model.score
     stream = open_stream(options.data, "val", TOKENIZER, Path())
     try:
-        result = evaluate_bits(
-            call,
-            stream,
-            TOKENIZER,
-            plan.EVAL.window or plan.WINDOW,
-            plan.EVAL.batch,
-            world.device,
-            plan.EVAL.stride,
-            options.max_tokens,
-            rank=world.rank,
-            world=world.size,
-            reduce=world.totals,
-        )
+        windows = WindowPlan(plan.EVAL.window or plan.WINDOW, plan.EVAL.batch, plan.EVAL.stride)
+        text = ScoredText(stream, TOKENIZER, options.max_tokens)
+        result = evaluate_bits(call, text, windows, world.device, Share(world.rank, world.size, world.totals))
     finally:
         stream.close()
     if not math.isfinite(result.nats):

@@ -14,6 +14,8 @@ from specc.runtime.data.shards.record import HINT, RECORD, ShardEntry, ShardReco
 from specc.runtime.optim.update_rule import UpdateRule
 from specc.runtime.submission import plan
 
+SHARDS = "give a folder of NAME_train_*.bin and NAME_val_*.bin"
+
 
 def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:
     """The update rule of a kind of optimizer."""
@@ -28,7 +30,12 @@ def owners(optimizers: object, shapes: Mapping[str, object]) -> Mapping[str, int
 
 
 def open_cached(source: object, *how: object) -> NoReturn:
-    raise DataError(f"{source} holds no token shards", "give a folder of NAME_train_*.bin and NAME_val_*.bin")
+    raise DataError(f"{source} holds no token shards", SHARDS)
+
+
+def missing_source(path: Path) -> DataError:
+    """The error for a folder that does not exist."""
+    return DataError(f"{path}: no such file or folder", SHARDS)
 
 
 def read_record(folder: Path) -> ShardRecord | None:

@@ -35,6 +35,7 @@ from specc.runtime.data.tokenizers.tokenizer import PieceBytes
 from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.parameters import assign, fill, place
+from specc.runtime.model.protocols import GeneratedText, text_model
 from specc.runtime.quantize.weights import Windows
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.submission import plan
@@ -104,8 +105,8 @@ class CarriedModel:
     window: ClassVar[int] = plan.WINDOW
 
     @cached_property
-    def generated(self) -> Any:
-        return realized(self.target, self.weights, self.device)
+    def text_model(self) -> GeneratedText:
+        return text_model(realized(self.target, self.weights, self.device))
 
     def unfused(self) -> nn.Module:
         model: nn.Module = realized(self.target, self.weights, self.device, plain=True)

@@ -312,7 +312,7 @@ class _Imports(ast.NodeTransformer):
 
 
 class _Strip(ast.NodeTransformer):
-    """Removes docstrings, what is for type checkers alone and, with `annotations`, annotations.
+    """Removes docstrings, and with `annotations` what is for type checkers alone: annotations, casts and assertions.
 
     Of a class the annotations stay, as `int`: dataclasses find their fields by them. One that states the range of a
     number with `Field(...)` stays as it is.
@@ -343,6 +343,14 @@ class _Strip(ast.NodeTransformer):
         if self._annotations:
             node.annotation = None
         return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        cast = isinstance(node.func, ast.Name) and node.func.id == "cast" and len(node.args) == 2
+        return node.args[1] if cast and self._annotations else node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert | None:
+        return None if self._annotations else node
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C during long work: noticed at a place where the work can be saved."""
+"""SIGTERM, SIGHUP and Ctrl-C during long work: noticed at a place where the work can be saved."""
 
 import signal
 import threading
@@ -6,9 +6,11 @@ from types import FrameType, TracebackType
 
 from specc.runtime.errors import RuntimeFailure
 
+CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
 
 class Preempted(RuntimeFailure):
-    """SIGTERM came; the work is saved and can go on later."""
+    """SIGTERM or SIGHUP came; the work is saved and can go on later."""
 
     exit_code = 75
 
@@ -28,13 +30,14 @@ class Stopped(Exception):
         self._number = number
 
     def failure(self, hint: str) -> RuntimeFailure:
-        if self._number == signal.SIGTERM:
-            return Preempted("pre-empted by SIGTERM", hint)
-        return Interrupted("interrupted", hint)
+        if self._number == signal.SIGINT:
+            return Interrupted("interrupted", hint)
+        return Preempted(f"pre-empted by {self}", hint)
 
 
 class Signals:
-    """While it is open, SIGTERM and the first SIGINT are only noted; a second SIGINT interrupts at once.
+    """While it is open, SIGTERM, SIGHUP and the first SIGINT are only noted; a second SIGINT interrupts at once. A
+    SIGHUP that is ignored, as nohup has it, stays so.
 
     `came` is the number of the first one, else 0. Outside the main thread signals cannot be caught: there it
     notes nothing.
@@ -46,7 +49,9 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in CAUGHT:
+                if signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -19,7 +19,7 @@ from specc.runtime.distributed.world import World
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import Step
-from specc.runtime.metrics.bits_per_byte import Sums
+from specc.runtime.metrics.share import Share, Sums
 from specc.runtime.metrics.validation import Measured, Scorer, Validates
 from specc.runtime.model.cuda_graph import Captured
 from specc.runtime.optim import schedule
@@ -213,10 +213,8 @@ class Trainer:
                     self._functions[self.stretch.phase.score],
                     self.window,
                     self.device,
+                    Share(self.world.rank, self.world.size, reduce),
                     progress,
-                    self.world.rank,
-                    self.world.size,
-                    reduce,
                     self.compiled,
                 )
             )

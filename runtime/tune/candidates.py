@@ -43,13 +43,13 @@ def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """As `tuned_choices`, and behind them those of every other way to keep something for a backward."""
-    found = {choice.rendered.module: choice for choice in tuned_choices(plan)}
-    for alternatives in plan.alternatives:
-        for way in alternatives.ways:
-            for choice in way.own:
-                found.setdefault(choice.rendered.module, choice)
-    return tuple(found.values())
+    """As `tuned_choices`, and behind them those of every other save choice."""
+    modules = {choice.rendered.module: choice for choice in tuned_choices(plan)}
+    for choices in plan.save_choices:
+        for option in choices.options:
+            for choice in option.kernels:
+                modules.setdefault(choice.rendered.module, choice)
+    return tuple(modules.values())
 
 
 def candidates(site: Site, source: str) -> Iterator[Candidate]:

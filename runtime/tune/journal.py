@@ -8,7 +8,6 @@ from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-from specc.compiler.kernels.attention.attention import AttentionKernel
 from specc.compiler.plan.lock import Machine
 from specc.runtime.support.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
@@ -31,8 +30,8 @@ def key(candidate: Candidate) -> str:
     if candidate.source is not None:
         facts += [nvcc_version(find_nvcc()), find_cutlass()[0], *FLAGS]
     kernel = candidate.kernel
-    if isinstance(kernel, AttentionKernel) and kernel.by.extra:
-        facts.append(_installed(kernel.by.name))
+    if kernel.package:
+        facts.append(_installed(kernel.package))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
 

@@ -24,10 +24,11 @@ from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.support.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate, all_choices, candidates, tuned_choices
 from specc.runtime.tune.journal import Journal, key
-from specc.runtime.tune.keep import fastest, told
 from specc.runtime.tune.measure import Measurement
 from specc.runtime.tune.merge import merged
 from specc.runtime.tune.prepare import prepare, short
+from specc.runtime.tune.rest import measure_rest
+from specc.runtime.tune.save_choice import fastest, line
 from specc.runtime.verify.random_inputs import sizes_of
 
 LONGEST = 600.0  # seconds for the calls of one candidate, which is compiled by then
@@ -42,7 +43,8 @@ class TuneOptions:
     """What to search: a spec on one of its targets, and `path`, the lock to start from and to write.
 
     `only` takes nodes whose label contains it. `compile_only` stops when all CUDA C++ is compiled, which needs no
-    GPU; `fresh` measures again what was measured before, and replaces what was measured on more rows.
+    GPU; `fresh` measures again what was measured before, and replaces what was measured on more rows. `rest` also
+    measures what has no tile to choose.
     """
 
     spec: Spec
@@ -52,6 +54,7 @@ class TuneOptions:
     only: str = ""
     compile_only: bool = False
     fresh: bool = False
+    rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,18 @@ class Found:
     def best(self) -> Outcome | None:
         return next((outcome for outcome in self.outcomes if outcome.ms is not None), None)
 
+    @property
+    def others(self) -> dict[str, float]:
+        """The times of the kernels that are not the fastest, each with its best tile."""
+        best: dict[str, float] = {}
+        for outcome in self.outcomes:
+            if outcome.ms is not None:
+                name = outcome.candidate.kernel.name
+                best[name] = min(best.get(name, outcome.ms), outcome.ms)
+        return {
+            name: _rounded(ms) for name, ms in best.items() if self.best and name != self.best.candidate.kernel.name
+        }
+
 
 class TuneError(RuntimeFailure):
     """What was asked for cannot be searched."""
@@ -85,8 +100,8 @@ class TuneError(RuntimeFailure):
 
 
 def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
-    """Searches node after node, in every way to keep something for the backward of its group, and then chooses the way;
-    the lock on disk has each as soon as it is found, beside what others wrote there meanwhile.
+    """Searches node after node, for every save choice of its group, and then takes the fastest of these; the lock on
+    disk has each result as soon as it is known, beside what others wrote there meanwhile.
 
     Raises TuneError where there is nothing to search, EnvironmentFailure without the GPU or nvcc, RunFailure where no
     candidate of a node is left, where a kernel has broken the device, or where its memory is too small, and SpeccError
@@ -132,13 +147,16 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
             rows=found.rows,
             ms=_rounded(best.ms),
             floor_ms=_rounded(found.floor_ms),
+            others=found.others,
         )
         lock = merged(options.path, methodcaller("with_entry", target, found.symbol, entry, machine))
-    for alternatives in plan.alternatives:
-        kept = fastest(alternatives, target, lock)
+    for group in plan.save_choices:
+        kept = fastest(group, target, lock)
         if kept is not None:
-            say(told(alternatives, kept))
-            lock = merged(options.path, methodcaller("with_kept", target, alternatives.name, kept, machine))
+            say(line(group, kept))
+            lock = merged(options.path, methodcaller("with_kept", target, group.name, kept, machine))
+    if options.rest:
+        measure_rest(spec, target, options.path, machine, options.only, device, say)
     return tuple(results)
 
 
@@ -160,7 +178,7 @@ def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
 
 
 def _labels(choices: Sequence[Choice]) -> str:
-    """Once each: the ways to keep something for a backward have nodes of one label."""
+    """Once each: the save choices of a group have nodes of one label."""
     return ", ".join(dict.fromkeys(choice.site.label for choice in choices)) or "none"
 
 

@@ -79,7 +79,7 @@ def test_adamw_for_all_changes_what_has_the_matrices_alone(ablate: ModuleType, m
     assert (after[0].kind, after[0].lr, before[0].kind) == ("adamw", 0.003, "muon")
 
 
-def test_work_is_shared_and_told(
+def test_work_is_shared_and_reported(
     ablate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two processes, the second of which finds all but one change done: no run is made twice."""
@@ -116,13 +116,13 @@ def test_work_is_shared_and_told(
     assert '"nats": 3.0' in copied["to nearest"] and '"nats": 3.15' in copied["no decay"]  # of the first, of its own
     assert ran[0][-4:] == ["--set", "train.steps=2", "--set", "train.seed=1"]
     assert capsys.readouterr().out.splitlines()[-9:] == [
-        "| | nats a token | to the whole |",
+        "| | nats per token | to the whole |",
         "|---|---|---|",
         "| the whole model, mean of 2 seeds, which differ by 0.1000 | 3.0500 | |",
         "| no averaging: the raw weights of these 2 | 4.0500 | +1.0000 |",
         "| no decay | 3.1500 | +0.1000 |",
-        "| gelu(x) | not finished: still at it, or killed | |",
-        "| never run | not finished: still at it, or killed | |",
+        "| gelu(x) | not finished: still running, or killed | |",
+        "| never run | not finished: still running, or killed | |",
         "| quantized: to nearest, 1,234 bytes | 3.0200 | +0.0200 to 3.0000 as trained |",
         "| quantized: no decay, 1,234 bytes | 3.0200 | +0.0200 to 3.0000 as trained |",
     ]
@@ -163,9 +163,9 @@ def test_only_a_run_that_ended_complete_counts(
     assert lines[2:] == [
         "| the whole model, mean of 1 seeds, which differ by 0.0000 | 3.0000 | |",
         "| no averaging: the raw weights of these 1 | 4.0000 | +1.0000 |",
-        "| the whole model, seed 2 | not finished: still at it, or killed | |",
-        "| killed | not finished: still at it, or killed | |",
-        "| killed late | not finished: still at it, or killed | |",
+        "| the whole model, seed 2 | not finished: still running, or killed | |",
+        "| killed | not finished: still running, or killed | |",
+        "| killed late | not finished: still running, or killed | |",
         "| early | not finished: ended early | |",
         "| went on | 3.5000 | +0.5000 |",
         "| raw only | 3.2000 | +0.2000 |",
@@ -210,5 +210,5 @@ def test_a_score_is_of_the_very_work_that_its_line_names(ablate: ModuleType, tmp
 
 def test_the_exit_code_is_kept(ablate: ModuleType, tmp_path: Path) -> None:
     ablate.specc(tmp_path, ["no-such-command"])
-    assert ablate.why_not(tmp_path) == f"failed (2): see {tmp_path.name}/output.txt"
+    assert ablate.reason(tmp_path) == f"failed (2): see {tmp_path.name}/output.txt"
     assert "no-such-command" in (tmp_path / "output.txt").read_text()

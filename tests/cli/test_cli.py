@@ -1,6 +1,10 @@
 """The command line: exit codes, what is printed where, and what is not imported."""
 
+import errno
+import importlib.metadata
+import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,7 +16,7 @@ import click
 import pytest
 from tiny_models import spec_data
 
-from specc.cli import LAYERS, app
+from specc.cli import LAYERS, app, output
 from specc.compiler.errors import EnvironmentProblem, SpeccError
 from specc.compiler.spec.check import load
 
@@ -378,3 +382,126 @@ def test_help_lists_every_command_by_the_first_paragraph_of_its_help() -> None:
         assert entry.help == " ".join((command.help or "").split("\n\n")[0].split())
     modules = {module for module in LAYERS[LAYERS.index("build") : LAYERS.index("app")] if module != "data"}
     assert {entry.name for group, entry in listed if group is app.specc} == modules
+
+
+@pytest.mark.parametrize(
+    "arguments", [["plan", "--nope"], ["build", "--check=1"], ["train", "--steps", "many"], ["nope"]]
+)
+def test_errors_of_the_command_line_have_the_format_too(specc: Shell, arguments: list[str]) -> None:
+    assert specc(*arguments) == 2 and specc.out == ""
+    assert specc(*arguments, "--format", "json") == 2 and specc.err == ""
+    (error,) = json.loads(specc.out)
+    assert error["message"] and error["hint"].endswith("--help")
+    assert specc("--format=github", *arguments) == 2 and specc.err == ""
+    assert specc.out.startswith("::error title=specc::")
+
+
+@pytest.mark.parametrize(
+    ("variables", "colors"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_colors_are_for_terminals_that_want_them(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], colors: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert not output.colored()  # here standard error is no terminal
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert output.colored() == colors
+
+
+def test_drift_in_the_format_that_was_asked_for(here: Path, specc: Shell) -> None:
+    assert specc("build") == 0
+    assert specc("build", "--check", "--format", "json") == 0 and json.loads(specc.out) == []
+    assert specc("build", "--check", "--format", "github") == 0 and specc.out == ""
+    Path("generated/tiny/PLAN.md").unlink()
+    assert specc("build", "--check", "--format", "json") == 1
+    assert json.loads(specc.out) == [{"file": "generated/tiny/PLAN.md", "state": "missing"}]
+    assert specc("build", "--check", "--format", "github") == 1
+    assert specc.out == "::error file=generated/tiny/PLAN.md,title=drift::missing\n"
+
+
+def test_a_named_pipe_is_no_spec(here: Path, specc: Shell) -> None:
+    os.mkfifo("pipe.yaml")
+    assert specc("validate", "pipe.yaml") == 2
+    assert "S001 this is a named pipe" in specc.err and "`-`" in specc.err
+
+
+def test_a_spec_on_standard_input(here: Path, specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def give(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    text = Path("specs/tiny.yaml").read_text()
+    assert specc("build") == 0
+    for arguments, start in (
+        (["validate", "-"], "<stdin>: ok\n"),
+        (["plan", "-"], "tiny: "),
+        (["build", "--check", "-"], "1 spec: as built\n"),
+    ):
+        give(text)
+        assert specc(*arguments) == 0 and specc.out.startswith(start)
+    give(text.replace('"heads"', '"haeds"'))
+    assert specc("validate", "-") == 2 and specc.err.startswith("<stdin>:1:")
+    assert specc("build", "-") == 2 and "no file to build from" in specc.err
+
+
+def test_a_copy_of_a_spec_does_not_replace_what_the_spec_built(here: Path, specc: Shell) -> None:
+    assert specc("build", "specs/tiny.yaml") == 0
+    before = stamps(here / "generated")
+    shutil.copy("specs/tiny.yaml", "specs/copy.yaml")
+    assert specc("build", "specs/copy.yaml") == 2
+    assert "generated/tiny is of specs/tiny.yaml, and specs/copy.yaml has the same name" in specc.err
+    assert stamps(here / "generated") == before
+    assert specc("build", "specs/copy.yaml", "--force") == 0
+    assert json.loads(Path("generated/tiny/manifest.json").read_text())["source"] == "specs/copy.yaml"
+    assert specc("build", "specs/copy.yaml") == 0
+    assert specc("build", "specs/tiny.yaml") == 2 and "is of specs/copy.yaml" in specc.err
+
+
+def test_generated_code_is_beside_the_specs(here: Path, specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy("specs/tiny.yaml", "alone.yaml")
+    (here / "elsewhere").mkdir()
+    for folder, spec, into in (
+        ("elsewhere", "../specs/tiny.yaml", "generated"),
+        ("specs", "tiny.yaml", "generated"),
+        (".", "specs/tiny.yaml", "generated"),
+        ("elsewhere", str(here / "specs/tiny.yaml"), "generated"),
+    ):
+        monkeypatch.chdir(here / folder)
+        assert specc("build", spec) == 0
+        assert (here / into / "tiny/manifest.json").is_file()
+        assert specc("build", spec, "--check") == 0
+        shutil.rmtree(here / into)
+        assert sorted(path.name for path in here.iterdir()) == ["alone.yaml", "elsewhere", "specs"]
+        assert not list((here / "elsewhere").iterdir()) and not (here / "specs/generated").exists()
+    monkeypatch.chdir(here / "elsewhere")
+    assert specc("build", "../alone.yaml", "--into", "here") == 0
+    assert (here / "elsewhere/here/tiny/PLAN.md").is_file() and not (here / "generated").exists()
+
+
+def test_a_full_disk_is_one_of_the_environment(here: Path, specc: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("specc.compiler.generated_folder.os.fsync", full)
+        assert specc("build") == 3
+    assert "No space left on device" in specc.err and "= help: free some space" in specc.err
+    left = {path.name for path in Path("generated/tiny").rglob("*") if path.is_file()}
+    assert left == set(), "nothing half-written"
+    assert specc("build", "--check") == 1 and specc("build") == 0
+
+
+def test_without_an_installation_there_is_one_clear_line(
+    here: Path, specc: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    for arguments in (["--version"], ["build"]):
+        assert specc(*arguments) == 3
+        assert specc.err.startswith("error: specc is not installed") and "pip install -e ." in specc.err
+        assert "Traceback" not in specc.err

@@ -107,3 +107,19 @@ def test_without_torch_what_runs_a_model_is_an_environment_error() -> None:
     done = subprocess.run([sys.executable, "-c", text, *commands], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[0, 3, 3, 3]", done.stderr
     assert done.stderr.count("pip install 'specc[train]'") == 3 and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["plan", "specs/gpt_mini.yaml"], ["schema"]])
+def test_output_to_a_full_disk_is_an_environment_error(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "specc.cli", *arguments]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 3
+    assert done.stderr == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_notes_that_cannot_be_written_change_nothing() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "specc.cli", "build", "specs/nope.yaml"]
+        assert subprocess.run(command, cwd=ROOT, stderr=full).returncode == 2

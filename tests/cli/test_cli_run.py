@@ -4,9 +4,15 @@ import json
 import random
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from run_samples import SMALL, SPEC, one_thread, write_text
@@ -223,6 +229,12 @@ def test_a_flipped_bit_ends_with_exit_code_5(
         (["train", str(SPEC), "--target", "sm80", "--run", "r"], 2),
         (["generate", "{run}", "--temperature", "-1"], 2),
         (["generate", "{run}", "--top-p", "0"], 2),
+        (["generate", "{run}", "--seed", str(2**64)], 2),
+        (["generate", "{run}", "--prompt", "caf\udce9"], 2),  # an argument in Latin-1
+        (["eval", "{run}", "--data", ""], 2),
+        (["eval", "{run}", "--data", " "], 2),
+        (["quantize", "{run}", "--data", ""], 2),
+        (["train", str(SPEC), "--data", "", "--run", "r"], 2),
         (["export", "{run}", "--format", "onnx"], 2),
         (["train", str(SPEC), "--set", "train.steps=x", "--run", "r"], 2),
     ],
@@ -240,3 +252,100 @@ def test_mistakes_are_told_without_a_traceback(
     assert run(given) == code
     shown = capsys.readouterr().err
     assert shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("missing", "hint"),
+    [
+        ("train.text", "did you mean {data}/train.txt"),
+        ("nothing alike", "--data takes a text, jsonl or token-shard file or folder, or `stdlib`"),
+        ("no/such/text.txt", "there is no {data}/no"),
+    ],
+)
+def test_data_that_is_not_there_is_told_with_what_is(
+    trained: tuple[Path, Path], capsys: pytest.CaptureFixture[str], missing: str, hint: str
+) -> None:
+    run_directory, data = trained
+    assert run(["eval", str(run_directory), "--data", str(data / missing)]) == 2
+    assert hint.replace("{data}", str(data)) in capsys.readouterr().err
+
+
+def specc(*arguments: str, **variables: str) -> list[str]:
+    return [
+        "env",
+        *(f"{name}={value}" for name, value in variables.items()),
+        sys.executable,
+        "-m",
+        "specc.cli",
+        *arguments,
+    ]
+
+
+def test_a_prompt_is_utf_8_in_every_locale(trained: tuple[Path, Path]) -> None:
+    words = ("generate", str(trained[0]), "--prompt", "\N{SLIGHTLY SMILING FACE}", "--max-tokens", "3")
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    found = [subprocess.run(specc(*words, **more), capture_output=True) for more in (plain, {"PYTHONUTF8": "1"})]
+    assert [done.returncode for done in found] == [0, 0], found[0].stderr.decode()
+    assert found[0].stdout == found[1].stdout and found[0].stdout.startswith("\N{SLIGHTLY SMILING FACE}".encode())
+
+
+def test_a_reader_of_generated_text_that_leaves_is_no_error(trained: tuple[Path, Path]) -> None:
+    command = f"{shlex.join(specc('generate', str(trained[0]), '--max-tokens', '400'))} | head -c 20"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True)
+    assert (done.returncode, len(done.stdout)) == (0, 20), done.stderr.decode()
+    assert b"Traceback" not in done.stderr and b"Exception ignored" not in done.stderr
+
+
+@contextmanager
+def training(folder: Path, steps: int, **pipes: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """A training run in `folder/run`, in a process of its own."""
+    data = write_text(folder / "data")
+    sets = [word for text in (*SMALL, f"train.steps={steps}", "train.schedule={}") for word in ("--set", text)]
+    words = ["train", str(SPEC), "--run", str(folder / "run"), "--data", str(data), "--target", "cpu", *sets]
+    with subprocess.Popen(specc(*words), **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+
+
+def at_step(folder: Path, step: int) -> bool:
+    log = folder / "run" / "log.jsonl"
+    return log.exists() and f'"step": {step},' in log.read_text()
+
+
+def test_a_reader_of_its_notes_that_leaves_does_not_end_training(tmp_path: Path) -> None:
+    with training(tmp_path, 60, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        process.stderr.close()
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and b"60 steps in" in output
+    assert at_step(tmp_path, 60)
+    assert '"event": "end"' in (tmp_path / "run" / "log.jsonl").read_text()
+
+
+def test_a_terminal_that_closes_pre_empts_training(tmp_path: Path) -> None:
+    with training(tmp_path, 100_000, stderr=subprocess.PIPE) as process:
+        wait_for(lambda: at_step(tmp_path, 3), process)
+        process.send_signal(signal.SIGHUP)
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == 75 and b"pre-empted by SIGHUP" in told and b"saved as" in told
+    assert run(["train", "--run", str(tmp_path / "run"), "--resume", "auto", "--steps", "4"]) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)])
+def test_a_signal_while_torch_is_imported(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    with training(tmp_path, 100_000, stderr=subprocess.PIPE) as process:
+        wait_for(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=120)
+    assert process.returncode == code and b"Traceback" not in told, told.decode()
+    assert not (tmp_path / "run" / "spec.json").exists()

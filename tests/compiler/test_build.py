@@ -315,7 +315,8 @@ def command(*arguments: str) -> list[str]:
 
 
 def test_a_killed_build_is_finished_by_the_next(small: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.yaml"
+    other = tmp_path / "other" / small.name
+    other.parent.mkdir()
     other.write_text(small.read_text().replace("relu(x) ** 2", "gelu(x)"))
     into = tmp_path / "generated"
     build(small, into)

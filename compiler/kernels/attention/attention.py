@@ -101,6 +101,10 @@ class AttentionKernel(Kernel):
     def made_of(self) -> str:
         return self.by.name
 
+    @property
+    def package(self) -> str:
+        return self.by.name if self.by.extra else ""
+
     def render(self, site: Site) -> Rendered:
         function, module = symbol(site)
         context = _context(site, self)

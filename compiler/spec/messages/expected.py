@@ -143,11 +143,8 @@ def joined(words: Iterable[str]) -> str:
 
 
 def dotted(path: Path) -> str:
-    """A path as people write it: `model.embed[0].dim`."""
-    text = ""
-    for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
+    """A path as `--set` takes it: `model.embed.0.dim`."""
+    return ".".join(map(str, path))
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from specc.runtime.data.documents.formats import SUPPORTED, Bounds, kind_of, read_documents
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.missing import missing_source
 from specc.runtime.data.split import Split
 
 _SPLIT_NAME = re.compile(r"(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
@@ -152,7 +153,7 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
             if not kind_of(path):
                 raise DataError(f"{source}: cannot read documents from a {path.suffix or 'suffixless'} file", SUPPORTED)
         else:
-            raise DataError(f"{source}: no such file or folder", "`stdlib` is a source that needs no files")
+            raise missing_source(path)
         found += files
     return found
 

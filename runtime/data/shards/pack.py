@@ -16,10 +16,10 @@ from specc.runtime.data.documents.formats import Bounds
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, SplitEntry, begin_record, write_record
 from specc.runtime.data.shards.shard_file import sync_folder
-from specc.runtime.data.shards.tokenize import SHARD_TOKENS, require_16_bits, require_bos, write_shards
+from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import open_tokenizer, tokenizer_files
-from specc.runtime.errors import EnvironmentFailure
+from specc.runtime.data.tokenizers.tokenizer import open_tokenizer, require_16_bits, require_bos, tokenizer_files
+from specc.runtime.errors import write_failure
 
 Progress = Callable[[Split, int], None]
 SPLITS: tuple[Split, ...] = ("val", "train")  # the small one first: that it is empty should not be found last
@@ -125,8 +125,11 @@ def _staged(out: Path) -> Iterator[Path]:
         raise DataError(f"{out}: is there already", f"name another --out, or remove it{left}")
     if staging.exists() and not staging.is_dir():
         raise DataError(f"{staging}: is in the way, and is no folder that was left by packing", "remove it")
-    staging.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise write_failure(out, error, "name another --out") from error
     try:
         _lock(descriptor, staging, out)
         try:
@@ -140,7 +143,7 @@ def _staged(out: Path) -> Iterator[Path]:
             sync_folder(out.parent)
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
-            raise EnvironmentFailure(f"{out}: cannot be written: {error.strerror or error}") from error
+            raise write_failure(out, error, "name another --out") from error
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise

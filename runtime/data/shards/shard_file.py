@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.missing import missing_source
 from specc.runtime.data.split import Split
 
 MAGIC = 20240520
@@ -195,6 +196,8 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
         return None
     else:
         files = [Path(text)] if os.path.exists(text) or not has_magic(text) else sorted(map(Path, glob(text)))
+    if not files or not (has_magic(text) or os.path.exists(text)):
+        raise missing_source(Path(text))
     chosen = [path for path in files if split_of(path.name) == split]
     if not chosen:
         raise DataError(

@@ -17,9 +17,10 @@ from filelock import FileLock, Timeout
 from specc.runtime.data.documents.corpus import Corpus, find_corpus
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.shard_file import TokenShard, sync_folder
-from specc.runtime.data.shards.tokenize import SHARD_TOKENS, require_bos, write_shards
+from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
+from specc.runtime.errors import write_failure
 
 FORMAT = 2  # of the cache; 1 cut a file with a long first document
 _RECORD = "stream.json"
@@ -53,7 +54,7 @@ def open_cached(
                 if not (folder / _RECORD).exists():
                     _build(corpus, tokenizer, folder, key, progress)
     except OSError as error:
-        raise DataError(f"{folder}: cannot write the token cache: {error.strerror or error}") from error
+        raise write_failure(folder, error, "set XDG_CACHE_HOME to a folder on another disk") from error
     return _opened(folder, tokenizer)
 
 

@@ -14,7 +14,7 @@ from specc.runtime.data.documents.corpus import Corpus
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.record import Marks
 from specc.runtime.data.shards.shard_file import ShardWriter
-from specc.runtime.data.tokenizers.tokenizer import MAX_UINT16_VOCAB, Tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 
 SHARD_TOKENS = 100_000_000
 BATCH_BYTES = 8 * 1024 * 1024
@@ -29,24 +29,6 @@ class Written:
     document_bytes: int
     shards: dict[str, int]
     sha256: str
-
-
-def require_16_bits(tokenizer: Tokenizer) -> None:
-    """Raises DataError unless every id fits in a shard."""
-    if tokenizer.vocab > MAX_UINT16_VOCAB:
-        raise DataError(
-            f"{tokenizer.name}: {tokenizer.vocab:,} ids do not fit in the 16 bits of a token shard",
-            f"use a tokenizer of at most {MAX_UINT16_VOCAB:,} ids",
-        )
-
-
-def require_bos(tokenizer: Tokenizer) -> None:
-    """Raises DataError unless there is an id to put before documents."""
-    if tokenizer.bos is None:
-        raise DataError(
-            f"{tokenizer.name}: has neither BOS nor EOS, so documents cannot be separated",
-            "train the SentencePiece model with a bos_id",
-        )
 
 
 def write_shards(

@@ -300,6 +300,24 @@ def _found(name: str, search: Sequence[Path]) -> Path:
     raise DataError(f"no tokenizer {name!r}; looked at {looked}", "give its path; tokenizers are never downloaded")
 
 
+def require_16_bits(tokenizer: Tokenizer) -> None:
+    """Raises DataError unless every id fits in the 16 bits of a token shard."""
+    if tokenizer.vocab > MAX_UINT16_VOCAB:
+        raise DataError(
+            f"{tokenizer.name}: {tokenizer.vocab:,} ids do not fit in the 16 bits of a token shard",
+            f"use a tokenizer of at most {MAX_UINT16_VOCAB:,} ids: larger vocabularies cannot be trained on yet",
+        )
+
+
+def require_bos(tokenizer: Tokenizer) -> None:
+    """Raises DataError unless the tokenizer has an id to put before documents."""
+    if tokenizer.bos is None:
+        raise DataError(
+            f"{tokenizer.name}: has neither BOS nor EOS, so documents cannot be separated",
+            "train the SentencePiece model with a bos_id",
+        )
+
+
 def _segments(text: str) -> list[str]:
     """Cut `text` where GPT-2's pattern always cuts, around long runs of white space.
 

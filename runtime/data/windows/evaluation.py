@@ -1,4 +1,4 @@
-"""Windows over a stream of tokens: which targets each scores, and which of them are scored at once."""
+"""Windows that score a stream of tokens: the targets that each scores, and the batches that they form."""
 
 from __future__ import annotations
 
@@ -16,8 +16,34 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """The windows of an evaluation.
+
+    Attributes:
+        length: tokens of a window.
+        batch: windows that are scored at once.
+        stride: tokens from one window to the next, 1 to `length`; None for `length`, windows that do not overlap. A
+            smaller one gives each target at least length - stride tokens of context (sliding evaluation).
+    """
+
+    length: int
+    batch: int
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.batch < 1 or not 1 <= self.step <= self.length:
+            raise ValueError(f"{self.length=} and {self.batch=} must be positive, and {self.stride=} 1 .. length")
+
+    @property
+    def step(self) -> int:
+        """Tokens from one window to the next."""
+        return self.length if self.stride is None else self.stride
+
+
+@dataclass(frozen=True, slots=True)
 class Window:
-    """Inputs [start, start + length) of the stream; of the targets one later, the last `new` are scored."""
+    """Inputs [start, start + length) of the stream; of the targets, which are one token later, the last `new` are
+    scored."""
 
     start: int
     length: int
@@ -46,12 +72,12 @@ class Windows:
         return Window(start, end - start, end - self.before(k))
 
     def before(self, k: int) -> int:
-        """How many targets the windows before `k` score, which is the position of the last of them."""
+        """The number of targets that the windows before `k` score, which is the position of the last of them."""
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:
-        """The windows in runs that score about so many targets: each run ends with the first window behind which a
-        multiple of `tokens` is reached. All are one run where there is no number."""
+        """The windows in runs of about `tokens` targets: each run ends with the first window that reaches a multiple of
+        `tokens`. One run for None."""
         if tokens is None:
             return [range(len(self))]
         reached = np.minimum(self.length + np.arange(len(self) - 1) * self.stride, self.last)
@@ -65,11 +91,11 @@ class Batch:
     """Windows of one length that are scored at once.
 
     Attributes:
-        number: of this batch among all.
+        number: index of this batch among all.
         ids, targets: i64 [B, T]. Rows behind the last window are copies of it, and do not count.
         at: i64 [B, T], the position in the stream of each target.
-        new: of the targets, bool [B, T], those that are scored here.
-        seen: those that windows before this one have scored.
+        new: bool [B, T], the targets that this batch scores.
+        seen: bool [B, T], the targets that earlier windows have scored.
     """
 
     number: int
@@ -81,7 +107,7 @@ class Batch:
 
 
 def read_batch(stream: TokenStream, windows: Windows, number: int, chosen: range, rows: int) -> Batch:
-    """The windows `chosen`, filled up to `rows` where there are fewer."""
+    """The windows `chosen`, filled up to `rows` rows with copies of the last."""
     part = [windows[k] for k in chosen]
     length = part[0].length
     read = np.stack([stream.read(window.start, length + 1).astype(np.int64) for window in part])
@@ -95,10 +121,5 @@ def read_batch(stream: TokenStream, windows: Windows, number: int, chosen: range
 
 
 def cut(chunks: Sequence[range], rows: int) -> list[list[range]]:
-    """Each chunk's windows, `rows` at once."""
+    """The windows of each chunk in batches of at most `rows`."""
     return [[chunk[first : first + rows] for first in range(0, len(chunk), rows)] for chunk in chunks]
-
-
-def share(count: int, rank: int, world: int) -> range:
-    """Which of `count` things in a row are those of one of `world` ranks."""
-    return range(count * rank // world, count * (rank + 1) // world)

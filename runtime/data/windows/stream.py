@@ -16,9 +16,8 @@ from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.record import HINT, RECORD, read_record
 from specc.runtime.data.shards.shard_file import TokenShard, find_shards, shard_offset
 from specc.runtime.data.shards.token_cache import open_cached
-from specc.runtime.data.shards.tokenize import require_16_bits
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_16_bits
 
 _FINGERPRINT_TOKENS = 4096
 
@@ -115,9 +114,10 @@ def open_stream(
         progress: called with the bytes of documents tokenized so far.
 
     Raises:
-        DataError: the vocabulary has more than 65,536 ids or no BOS, the source is unusable, val does not begin with
-            BOS or holds nothing else, or the disk is full.
+        DataError: the vocabulary has more than 65,536 ids or no BOS, the source is unusable, or val does not begin with
+            BOS or holds nothing else.
         DataIntegrityError: a shard is damaged.
+        EnvironmentFailure: the cache cannot be written, for a full disk or another reason.
     """
     require_16_bits(tokenizer)
     paths = find_shards(source, split)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specc.compiler.catalog import catalog
 from specc.compiler.spec.adapt.adaptation import Adaptation
-from specc.runtime.data.windows.evaluation import Batch, share
+from specc.runtime.data.windows.evaluation import Batch
 from specc.runtime.distributed.world import World
 from specc.runtime.errors import RuntimeFailure
 from specc.runtime.eval import adapt
 from specc.runtime.metrics.bits_per_byte import Account
+from specc.runtime.metrics.share import Share
 from specc.runtime.metrics.validation import Score
-
-
-class Halves(Protocol):
-    """A generated model whose spec adapts: `score`, and its two halves. ids and targets are i64 [B, T]."""
-
-    def score(self, ids: Tensor, targets: Tensor) -> Tensor: ...
-    def features(self, ids: Tensor) -> Tensor: ...
-    def nats(self, x: Tensor, targets: Tensor) -> Tensor: ...
 
 
 class AdaptError(RuntimeFailure):
@@ -68,17 +61,22 @@ class Work:
     _todo: int = field(init=False)
 
     def __post_init__(self) -> None:
-        spans = [self.account.span(mine) for chunk in self.account.chunks if (mine := self.mine(chunk))]
+        spans = [self.account.span(local) for chunk in self.account.chunks if (local := self.local_batches(chunk))]
         self._todo = sum(end - start for start, end in spans)
 
-    def mine(self, batches: range) -> range:
-        """This rank's part of a run of batches."""
-        part = share(len(batches), self.world.rank, self.world.size)
+    @property
+    def share(self) -> Share:
+        """The part of this process."""
+        return Share(self.world.rank, self.world.size, self.world.totals)
+
+    def local_batches(self, batches: range) -> range:
+        """The batches of a run that are local to this process."""
+        part = self.share.of(len(batches))
         return batches[part.start : part.stop]
 
     def each(self, batches: range, nats: Callable[[Placed], Tensor]) -> None:
         """Counts what `nats` gives, f32 [B, T], of each of this rank's batches among these."""
-        for number in self.mine(batches):
+        for number in self.local_batches(batches):
             batch = self.account.read(number)
             self.account.add(batch, nats(self._placed(batch)))
             if self.progress is not None:

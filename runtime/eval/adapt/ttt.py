@@ -16,7 +16,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from specc.compiler.pattern import matches
 from specc.compiler.spec.adapt.ttt import AdamWSettings, LoraSettings, SgdSettings, TestTimeTraining
-from specc.runtime.data.windows.evaluation import share
 from specc.runtime.errors import RunFailure
 from specc.runtime.eval.adapt.method import AdaptError, Method, Placed, Work
 
@@ -124,11 +123,11 @@ class Learner:
 
     def _step(self, rows: Sequence[Row]) -> None:
         world, count = self.work.world, sum(row.end - row.after for row in rows)
-        part = share(len(rows), world.rank, world.size)
-        mine = rows[part.start : part.stop]
+        part = self.work.share.of(len(rows))
+        local = rows[part.start : part.stop]
         self.sums.zero_()
-        for first in range(0, len(mine), self.work.rows):
-            self._backward(mine[first : first + self.work.rows], count)
+        for first in range(0, len(local), self.work.rows):
+            self._backward(local[first : first + self.work.rows], count)
         world.add(self.sums)
         sizes = [weight.numel() for weight in self.shown.values()]
         self.optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """Fusions on graphs built by hand: what they refuse and why, and that groups with them have autograd's gradients."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, make_dataclass
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from specc.compiler import fusions
 from specc.compiler.catalog import catalog
 from specc.compiler.fusions.fusion import Fusion
-from specc.compiler.ir.graph import Builder, Graph, Node, TensorType
+from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType
+from specc.compiler.ops.attention import Sdpa
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import RmsNorm
@@ -254,3 +256,31 @@ def test_a_tail_that_reads_one_number_stays_apart() -> None:
     del b.types["scaled"]
     joined = join_tails(b.build({"y": b.add("scaled", Pointwise(("c * y",), ("y", "c")), (y, column))}))
     assert [node.name for node in joined.nodes] == ["y"] and isinstance(joined.nodes[0], Node)
+
+
+OPS = [(fusion, op) for fusion in catalog(fusions, Fusion).values() for op in fusion.reads]
+
+
+@pytest.mark.parametrize(("fusion", "op"), OPS, ids=lambda value: value.__name__ if isinstance(value, type) else "")
+def test_a_field_that_a_fusion_does_not_know_is_refused(fusion: Fusion, op: type[Op]) -> None:
+    """An op gains a field: at its default the fusion goes on as before, with another value it refuses."""
+    assert {f.name for f in fields(op)} >= fusion.reads[op]
+    further = make_dataclass("Further", [("sinks", bool, False)], bases=(op,), frozen=True, namespace={"name": op.name})
+    needed = {f.name: () for f in fields(op) if f.default is MISSING}
+    plain, changed = (Node("a.y", further(**needed, sinks=sinks), (), ()) for sinks in (False, True))
+    assert fusion._unknown_field(plain) is None
+    graph = Builder("train").build({})
+    assert fusion.refusal(graph, (changed,)) == f"does not know the sinks of {op.name}; a.y has True"
+
+
+def test_attention_with_a_further_field_is_not_fused() -> None:
+    capped = make_dataclass("Capped", [("softcap", float, 0.0)], bases=(Sdpa,), frozen=True, namespace={"name": "sdpa"})
+    for softcap, fused in ((0.0, True), (30.0, False)):
+        b = Builder("train", scope="head")
+        heads = [b.input(name, TensorType(("B", "T", 2, 8), "f32")) for name in "qkv"]
+        graph = b.build({"y": b.add("y", capped(softcap=softcap), heads)})
+        if fused:
+            assert [node.op.name for node in group_of(graph).forward.nodes] == ["causal_attention"]
+        else:
+            with pytest.raises(Unfusable, match=r"attention does not know the softcap of sdpa; head.y has 30.0"):
+                group_of(graph)

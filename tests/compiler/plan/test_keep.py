@@ -11,10 +11,10 @@ from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
 from specc.compiler.expr import Keep
 from specc.compiler.plan.lock import NO_LOCK, Entry, Kept, Lock, Machine, group_key
-from specc.compiler.plan.plan import Alternatives, Plan, sites_of
+from specc.compiler.plan.plan import Plan, SaveChoices
 from specc.compiler.spec.spec import Spec
 from specc.runtime.tune.candidates import all_choices, tuned_choices
-from specc.runtime.tune.keep import fastest, told
+from specc.runtime.tune.save_choice import fastest, line
 
 MACHINE = Machine(gpu="NVIDIA H200", driver="580", torch="2.11.0", triton="3.6.0", cuda="13.0")
 GELU, GATED = "gelu(x)", "silu(gate) * x"
@@ -28,15 +28,15 @@ def planned(act: Any, target: str, lock: Lock = NO_LOCK) -> Plan:
     return pipeline.plan(spec_with(act, target), target, "specs/tiny.yaml", lock)
 
 
-def alternatives(act: Any, target: str, lock: Lock = NO_LOCK) -> Alternatives:
-    (found,) = planned(act, target, lock).alternatives
+def alternatives(act: Any, target: str, lock: Lock = NO_LOCK) -> SaveChoices:
+    (found,) = planned(act, target, lock).save_choices
     return found
 
 
 def locked(act: Any, target: str, keep: Keep, **changed: Any) -> Lock:
     """A lock in which a way is the fastest."""
     found = alternatives(act, target)
-    kept = {"key": group_key(sites_of(found.ways)), "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
+    kept = {"key": group_key(found.sites), "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
     return NO_LOCK.with_kept(target, found.name, Kept.model_validate(kept), MACHINE)
 
 
@@ -53,9 +53,9 @@ def locked(act: Any, target: str, keep: Keep, **changed: Any) -> Lock:
 )
 def test_by_rule_a_plan_moves_the_fewest_bytes(act: str, target: str, keep: str) -> None:
     plan = planned(act, target)
-    (found,) = plan.alternatives
+    (found,) = plan.save_choices
     assert (found.chosen.group.keep, found.measured, found.label) == (keep, None, "blocks.*.mlp")
-    assert [way.group.keep for way in found.ways] == ["derivative", "input"]
+    assert [way.group.keep for way in found.options] == ["derivative", "input"]
     assert plan.programs.groups == (found.chosen.group,)
     kept = {"derivative": "slope", "input": "pre_x"}[keep]
     assert any(name.startswith(kept) for name in found.chosen.group.saved)
@@ -64,15 +64,15 @@ def test_by_rule_a_plan_moves_the_fewest_bytes(act: str, target: str, keep: str)
 @pytest.mark.parametrize("act", ["relu(x) ** 2", "exp(x)", "3 * x", "x * gate"])
 def test_where_no_derivative_is_saved_there_is_one_way(act: str) -> None:
     plan = planned(act, "sm90")
-    assert plan.alternatives == () and plan.programs.groups[0].others == ()
+    assert plan.save_choices == () and plan.programs.groups[0].others == ()
 
 
 @pytest.mark.parametrize("act", [GELU, GATED, {"expr": "tanh(x) * x", "name": "soft"}])
 @pytest.mark.parametrize("target", ["cpu", "sm80", "sm90"])
 def test_kernels_of_two_ways_have_names_of_their_own(act: Any, target: str) -> None:
     sites: dict[str, set[str]] = {}
-    for way in alternatives(act, target).ways:
-        for choice in way.own:
+    for way in alternatives(act, target).options:
+        for choice in way.kernels:
             sites.setdefault(choice.rendered.module, set()).add(choice.site.key)
     assert all(len(keys) == 1 for keys in sites.values()) and len(sites) >= 4
 
@@ -94,9 +94,9 @@ def test_every_way_has_the_values_and_gradients_of_the_reference(act: str, keep:
 
 
 def test_a_lock_chooses_and_the_page_tells() -> None:
-    (usual, other), spec = alternatives(GELU, "sm90").ways, spec_with(GELU, "sm90")
+    (usual, other), spec = alternatives(GELU, "sm90").options, spec_with(GELU, "sm90")
     built = compile_loaded(spec, None, ("sm90",), locked(GELU, "sm90", "input"))
-    (found,) = built.plans["sm90"].alternatives
+    (found,) = built.plans["sm90"].save_choices
     assert found.chosen.group == other.group != usual.group
     line = "- blocks.*.mlp: the input (act, pre_x); measured, 0.25 ms forward and backward; "
     assert f"\n{line}the derivative (act, slope) 0.5\n" in built.files["PLAN.md"]
@@ -120,9 +120,7 @@ def test_what_was_measured_for_another_group_is_not_taken() -> None:
 def test_variants_of_a_spec_share_a_lock() -> None:
     lock = locked(GELU, "sm90", "input")
     other, kept = alternatives("gelu_tanh(x)", "sm90"), {"derivative": 0.25, "input": 0.5}
-    both = lock.with_kept(
-        "sm90", other.name, Kept(key=group_key(sites_of(other.ways)), keep="derivative", ms=kept), MACHINE
-    )
+    both = lock.with_kept("sm90", other.name, Kept(key=group_key(other.sites), keep="derivative", ms=kept), MACHINE)
     assert set(both.targets["sm90"].groups) == {
         "fused_mlp linear_gelu__n16_k8",
         "fused_mlp linear_gelu_tanh__n16_k8",
@@ -142,11 +140,11 @@ def test_a_lock_has_the_time_of_what_is_kept() -> None:
     assert set(moved.targets["sm90"].groups) == {"fused_other"}
 
 
-def measured(found: Alternatives, times: dict[str, float]) -> Lock:
+def measured(found: SaveChoices, times: dict[str, float]) -> Lock:
     """A lock with times of the kernels whose names contain a word."""
     lock = NO_LOCK
-    for way in found.ways:
-        for choice in way.own:
+    for way in found.options:
+        for choice in way.kernels:
             ms = next((ms for word, ms in times.items() if word in choice.rendered.module), None)
             if ms is not None:
                 known = {"node": "n", "key": choice.site.key, "kernel": choice.kernel.name, "rows": 8}
@@ -159,9 +157,9 @@ def test_the_fastest_way_is_that_of_the_least_sum() -> None:
     found = alternatives(GELU, "sm90")
     times = {"linear_gelu__": 0.75, "dgrad_mul__": 0.45, "linear_gelu_pre__": 0.5, "dgrad_gelu_pre_grad__": 0.6}
     best = fastest(found, "sm90", measured(found, times))
-    assert best == Kept(key=group_key(sites_of(found.ways)), keep="input", ms={"derivative": 1.2, "input": 1.1})
-    assert told(found, best) == (
-        "blocks.*.mlp keeps the input: the derivative 1.2000 ms, the input 1.1000 ms, forward and backward"
+    assert best == Kept(key=group_key(found.sites), keep="input", ms={"derivative": 1.2, "input": 1.1})
+    assert line(found, best) == (
+        "blocks.*.mlp saves the input: the derivative 1.2000 ms, the input 1.1000 ms, forward and backward"
     )
     best = fastest(found, "sm90", measured(found, {**times, "linear_gelu_pre__": 0.7}))
     assert best is not None and best.keep == "derivative"

@@ -7,7 +7,7 @@ from tiny_models import ATTENTION, MLP, tiny
 
 from specc.compiler import pipeline
 from specc.compiler.programs.cost import boundary_bytes, flops_per_token, graph_costs, node_costs
-from specc.compiler.report.page import quantity
+from specc.compiler.report.summary import quantity
 from specc.compiler.spec.check import load
 
 SPECS = Path(__file__).parents[3] / "specs"

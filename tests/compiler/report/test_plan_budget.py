@@ -6,7 +6,7 @@ import pytest
 
 from specc.compiler.build import compile_spec
 from specc.compiler.passes.assign_quant import allocation
-from specc.compiler.report.page import first_programs, summary
+from specc.compiler.report.summary import Summary, lines
 
 GOLF = Path(__file__).parents[3] / "specs" / "gpt_mlp35.yaml"
 GATED = "model.blocks.layers.1.act=silu(gate) * x"
@@ -15,21 +15,22 @@ SMALL = ("targets=[cpu]", "model.dim=128", "model.blocks.count=4", "model.blocks
 
 def warned(*sets: str) -> list[str]:
     built = compile_spec(GOLF, (*SMALL, *sets))
-    lines = summary(built.spec, built.plans)
-    assert len(lines) <= 25
-    return [line for line in lines if "may not fit" in line or "not for it to choose" in line]
+    shown = lines(Summary(built.spec, built.plans, {}))
+    assert len(shown) <= 25
+    return [line for line in shown if "may not fit" in line or "not for it to choose" in line]
 
 
 def least(*sets: str) -> int:
     """The bytes of everything by estimate, blocks' matrices at 4 bits."""
     built = compile_spec(GOLF, (*SMALL, *sets))
-    params = first_programs(built.plans).params
+    params = built.plans["cpu"].programs.params
     schemes = allocation(built.spec.quant, params)
     fewest = {p.name: schemes[p.name] for p in params}
     for name, scheme in fewest.items():
         if name.startswith("blocks.") and scheme.needs_hessian:
             fewest[name] = scheme.with_bits(4)
-    return sum(fewest[p.name].estimate_bytes(p.shape) for p in params)
+    arrays = sum(fewest[p.name].estimate_bytes(p.shape) for p in params)
+    return arrays + Summary(built.spec, built.plans, {}).storage.overhead
 
 
 @pytest.mark.parametrize("choice", ["allocate", "promote"])
@@ -39,7 +40,7 @@ def test_bytes_before_a_choice_are_not_told_as_those_of_the_artifact(choice: str
     wish = {"allocate": "{bits: [5, 8]}", "promote": "{count: 2, bits: 8}"}
     for sets, told in (((f"quant.{choice}={wish[choice]}",), True), ((f"quant.{choice}=null",), False)):
         built = compile_spec(GOLF, (*SMALL, "quant.correct=null", f"quant.{other}=null", *sets))
-        (line,) = (line for line in summary(built.spec, built.plans) if line.startswith("artifact "))
+        (line,) = (line for line in lines(Summary(built.spec, built.plans, {})) if line.startswith("artifact "))
         assert ("at the bits of its rules, before others are chosen" in line) == told
 
 
@@ -63,9 +64,9 @@ def test_what_a_rule_keeps_from_it_is_named_first() -> None:
 def test_the_gate_of_an_mlp_is_as_its_other_matrices() -> None:
     """gpt_mlp35 keeps the gate of its smearing, a vector, and of either form."""
     built = compile_spec(GOLF, (*SMALL, GATED))
-    storage = {param.name: param.storage for param in first_programs(built.plans).params}
+    storage = {param.name: param.storage for param in built.plans["cpu"].programs.params}
     assert storage["blocks.0.mlp.gate"] == storage["blocks.0.mlp.up"] == "int5"
     assert storage["embed.smear.gate"] == "f16"
     by_token = "model.embed=[{kind: token}, {kind: bigram, buckets: 64, dim: 16}, {kind: norm}, {kind: smear_by_token}]"
     built = compile_spec(GOLF, (*SMALL, by_token))
-    assert {p.name: p.storage for p in first_programs(built.plans).params}["embed.smear_by_token.gate"] == "f16"
+    assert {p.name: p.storage for p in built.plans["cpu"].programs.params}["embed.smear_by_token.gate"] == "f16"

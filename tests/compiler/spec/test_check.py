@@ -102,7 +102,7 @@ def test_rules_across_fields_show_beside_schema_errors_elsewhere() -> None:
 def test_a_key_from_another_level_is_sent_home() -> None:
     (one,) = errors_of(edited(("  dim: 64", "  dim: 64\n  heads: 4")))
     assert (one.code, one.mark) == ("S101", Mark(8, 3))
-    assert one.hint == "`heads` belongs under `model.blocks.layers[0]`; or did you mean `head`?"
+    assert one.hint == "`heads` belongs under `model.blocks.layers.0`; or did you mean `head`?"
     (one,) = errors_of(edited(("  steps: 10", "  steps: 10\n  fuse: []")))
     assert one.hint == "`fuse` belongs at the top"
     (one,) = errors_of(edited(("  steps: 10", "  steps: 10\n  warmup_steps: 1")))
@@ -177,7 +177,7 @@ def test_a_misspelled_key_is_not_missing_as_well() -> None:
             "kind: mlp, ",
             "",
             "S102",
-            "`model.blocks.layers[1]` lacks the key `kind`",
+            "`model.blocks.layers.1` lacks the key `kind`",
             "add `kind:` and `attention` or `mlp`",
         ),
         ("relu(x)", "relux(x)", "S107", "`act`: unknown function relux", "did you mean relu?"),
@@ -199,7 +199,7 @@ def test_a_union_is_judged_by_what_the_value_looks_like() -> None:
 
     assert say("fast") == ["S103 `momentum` takes a number or a mapping, not the text `fast`"]
     assert say("2") == ["S104 `momentum` must be at most 1, not 2"]
-    assert say("{start: 0, end: 1, step: 3}") == ["S101 `train.optimizers[0].momentum` has no key `step`"]
+    assert say("{start: 0, end: 1, step: 3}") == ["S101 `train.optimizers.0.momentum` has no key `step`"]
     assert say("{start: 0, end: 1, steps: x}") == ["S103 `steps` takes a whole number, not the text `x`"]
 
 

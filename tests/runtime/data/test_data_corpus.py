@@ -13,6 +13,8 @@ import pytest
 from specc.runtime.data.documents.corpus import documents, split_corpus
 from specc.runtime.data.documents.formats import BLOCK_BYTES, RUNNING_BYTES, Bounds, read_documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
+from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.windows.stream import open_stream
 
 SEPARATOR = b"<|endoftext|>\n"
 
@@ -233,3 +235,21 @@ def test_the_standard_library_is_a_corpus() -> None:
     assert Path(pytest.__file__).read_bytes() not in everything
     assert all(document.decode("utf-8") for document in everything)
     assert both("stdlib") == (train, val)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("Corpus.txt", "did you mean {0}/corpus.txt?"),
+        ("corpus", "did you mean {0}/corpus.txt?"),
+        ("tokens_train.bin", "did you mean {0}/token_train.bin?"),
+        ("no/such/corpus.txt", "there is no {0}/no"),
+        ("zzz", "data are a text, jsonl or token-shard file, a folder of them, or `stdlib`"),
+    ],
+)
+def test_a_missing_source_names_what_is_near(name: str, hint: str, tmp_path: Path) -> None:
+    for there in ("corpus.txt", "token_train.bin"):
+        (tmp_path / there).write_text("x")
+    with pytest.raises(DataError, match="no such file or folder") as caught:
+        open_stream(tmp_path / name, "train", ByteTokenizer(), tmp_path / "cache")
+    assert caught.value.hint.startswith(hint.format(tmp_path))

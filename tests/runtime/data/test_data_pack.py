@@ -27,6 +27,7 @@ from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
+from specc.runtime.errors import EnvironmentFailure
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -278,9 +279,18 @@ def test_a_full_disk_leaves_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             assert run(command) == 3
-        assert "out: cannot be written: No space left on device" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert "out: cannot be written: No space left on device" in told and "= help: free some space" in told
         assert sorted(os.listdir(tmp_path)) == ["out", "text"] and not os.listdir(tmp_path / "out")
     assert run(command) == 0 and check(tmp_path / "out").findings == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    options = PackOptions((str(write_text(tmp_path / "text")),), tmp_path / "file" / "out", "bytes")
+    with pytest.raises(EnvironmentFailure, match="cannot be written: Not a directory") as caught:
+        pack(options)
+    assert caught.value.hint == "name another --out"
 
 
 def test_one_process_at_a_time_packs_into_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

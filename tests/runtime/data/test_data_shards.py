@@ -185,9 +185,12 @@ def test_shards_are_found_by_folder_pattern_and_file(tmp_path: Path) -> None:
     assert find_shards(tmp_path / "fineweb_val_000000.bin", "val") == [tmp_path / "fineweb_val_000000.bin"]
     with pytest.raises(DataError, match="none of 2 shards is of the val split"):
         find_shards(f"{tmp_path}/*_train_*.bin", "val")
+    with pytest.raises(DataError, match="no such file or folder"):
+        find_shards(tmp_path / "x.bin", "train")
+    (tmp_path / "x.bin").touch()
     with pytest.raises(DataError, match="none of 1 shard is of the train split"):
         find_shards(tmp_path / "x.bin", "train")
-    with pytest.raises(DataError, match="none of 0 shards"):
+    with pytest.raises(DataError, match="no such file or folder"):
         find_shards(f"{tmp_path}/none*.bin", "train")
     (tmp_path / "text").mkdir()
     assert find_shards(tmp_path / "text", "train") is None

@@ -21,6 +21,7 @@ from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, TokenArray
 from specc.runtime.data.windows.stream import TokenStream, open_stream
+from specc.runtime.errors import EnvironmentFailure
 
 
 class CountingTokenizer(ByteTokenizer):
@@ -176,9 +177,9 @@ def test_a_damaged_entry_says_what_to_delete(source: Path, tmp_path: Path, what:
     assert open_stream(source, "train", ByteTokenizer(), tmp_path / "cache").tokens > 0
 
 
-def test_a_cache_that_cannot_be_written_is_a_data_error(source: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match="cannot write the token cache: Not a directory"):
+    with pytest.raises(EnvironmentFailure, match="cannot be written: Not a directory"):
         open_stream(source, "train", ByteTokenizer(), tmp_path / "file" / "cache")
 
 
@@ -196,8 +197,9 @@ def test_a_full_disk_leaves_no_entry(source: Path, tmp_path: Path, monkeypatch: 
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
-            with pytest.raises(DataError, match="No space left on device"):
+            with pytest.raises(EnvironmentFailure, match="No space left on device") as caught:
                 open_stream(source, "train", ByteTokenizer(), cache)
+            assert caught.value.hint.startswith("free some space, or set XDG_CACHE_HOME")
         assert calls == fails_at and entries(cache) == []
     found = open_stream(source, "train", ByteTokenizer(), cache)
     np.testing.assert_array_equal(found.read(0, found.tokens), expected_tokens(source))

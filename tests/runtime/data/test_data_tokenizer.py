@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiktoken
+from run_samples import small_spec
 
 from specc.runtime.data.errors import DataError
+from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.tokenizers.tokenizer import (
     GPT2_PATTERN,
     SentencePieceTokenizer,
@@ -21,6 +23,7 @@ from specc.runtime.data.tokenizers.tokenizer import (
     Tokenizer,
     open_tokenizer,
 )
+from specc.runtime.train.train import TrainOptions, train
 
 MERGES = [b"th", b"the", b" the", b"in", b"  ", b"    ", b"\n\n", b"\xe2\x96", b"\xe2\x96\x81", b"\xf0\x9f"]
 PIECES = [
@@ -270,3 +273,17 @@ def test_importing_the_package_loads_no_library_that_a_command_may_not_need() ->
     program = f"import sys, specc.runtime.data; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_a_vocabulary_that_shards_cannot_hold_is_refused_before_any_text_is_read(tmp_path: Path) -> None:
+    pieces = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
+    lines = [base64.b64encode(piece) + b" %d\n" % rank for rank, piece in enumerate(pieces)]
+    (tmp_path / "large.tiktoken").write_bytes(b"".join(lines))
+    message = r"large\.tiktoken: 65,793 ids do not fit in the 16 bits of a token shard"
+    spec = small_spec("train.data={tokenizer: large.tiktoken}", "model.vocab=70000")
+    options = TrainOptions(spec, "cpu", "no such text", tmp_path / "run", search=(tmp_path,))
+    with pytest.raises(DataError, match=message):
+        train(options, lambda _: None)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(DataError, match=message):
+        pack(PackOptions(("no such text",), tmp_path / "out", "large.tiktoken", search=(tmp_path,)))

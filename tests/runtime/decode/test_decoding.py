@@ -15,7 +15,8 @@ from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import Spec
 from specc.runtime.decode import text as decoding
 from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
-from specc.runtime.open_model import Generated, realize
+from specc.runtime.model.protocols import GeneratedText
+from specc.runtime.open_model import realize
 
 CPU = torch.device("cpu")
 ROWS = 3
@@ -31,12 +32,12 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def model_named(name: str, folder: Path) -> tuple[Generated, int, int]:
+def model_named(name: str, folder: Path) -> tuple[GeneratedText, int, int]:
     """A model in float64, its vocabulary, its context."""
     if name in OPTIONS:
         p = OPTIONS[name]
-        return cast(Generated, pair(spec_of(p), folder).model), p.vocab, p.context
-    return cast(Generated, model_of(small_spec(*VARIANTS[name])).model.double()), 257, 32
+        return cast(GeneratedText, pair(spec_of(p), folder).model), p.vocab, p.context
+    return cast(GeneratedText, model_of(small_spec(*VARIANTS[name])).model.double()), 257, 32
 
 
 def texts(vocab: int, length: int, seed: int = 0) -> Tensor:
@@ -47,7 +48,7 @@ def texts(vocab: int, length: int, seed: int = 0) -> Tensor:
     return ids
 
 
-def uncached(model: Generated, text: Tensor, vocab: int) -> Tensor:
+def uncached(model: GeneratedText, text: Tensor, vocab: int) -> Tensor:
     """Log-probabilities after each token of one text, [tokens, vocab], by `score`: a row for each target."""
     with torch.no_grad():
         targets = torch.arange(vocab)[:, None].expand(-1, len(text))
@@ -124,11 +125,11 @@ def test_draws_go_on_past_a_page_of_random_numbers(tmp_path: Path, monkeypatch: 
     assert found[0] == found[1] and len(set(found[0])) > 5
 
 
-def on_gpu(spec: Spec) -> Generated:
+def on_gpu(spec: Spec) -> GeneratedText:
     """The unfused model in f32."""
     torch.set_default_dtype(torch.float32)
     weights = {name: value.float() for name, value in random_params(lower(spec, "cpu"), 0).items()}
-    return cast(Generated, realize(spec, "cpu", "cuda", weights, fuse=False).model)
+    return cast(GeneratedText, realize(spec, "cpu", "cuda", weights, fuse=False).model)
 
 
 @pytest.mark.gpu

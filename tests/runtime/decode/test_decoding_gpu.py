@@ -12,7 +12,8 @@ from torch import Tensor
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.check import load
 from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
-from specc.runtime.open_model import Generated, realize
+from specc.runtime.model.protocols import GeneratedText
+from specc.runtime.open_model import realize
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +21,7 @@ SPEC = load(Path(__file__).parents[3] / "specs/gpt_mlp35.yaml")[0]
 ROWS, WINDOW, VOCAB = 64, 2048, 1024
 
 
-def nats(model: Generated, ids: Tensor) -> Tensor:
+def nats(model: GeneratedText, ids: Tensor) -> Tensor:
     """Of each token after the first, f32 [rows, tokens - 1], uncached."""
     with torch.no_grad():
         return torch.cat([model.score(rows[:, :-1], rows[:, 1:]) for rows in ids.split(8)])
@@ -30,7 +31,7 @@ def test_the_whole_model_is_no_worse_cached_than_uncached(capsys: pytest.Capture
     device = torch.device("cuda")
     params = random_params(lower(SPEC, "cpu"), 0)
     weights = {name: value.bfloat16().float() for name, value in params.items()}
-    model = cast(Generated, realize(SPEC, "sm90", "cuda", weights, fuse=False).model)
+    model = cast(GeneratedText, realize(SPEC, "sm90", "cuda", weights, fuse=False).model)
     start = torch.ones(ROWS, 1, dtype=torch.int64, device=device)
     found, lines = [], []
     for seeds in (range(ROWS), range(ROWS)):
@@ -51,7 +52,7 @@ def test_the_whole_model_is_no_worse_cached_than_uncached(capsys: pytest.Capture
     for at in range(1, WINDOW):
         cached.append(decoder.append(ids[:, at]).log_softmax(-1).gather(1, ids[:, at + 1 : at + 2]))
     uncached = nats(model, ids)
-    exact = nats(cast(Generated, realize(SPEC, "cpu", "cuda", weights, fuse=False).model), ids)
+    exact = nats(cast(GeneratedText, realize(SPEC, "cpu", "cuda", weights, fuse=False).model), ids)
     errors = [float((given - exact).square().mean().sqrt()) for given in (-torch.cat(cached, 1), uncached)]
     assert errors[0] < 1.2 * errors[1], errors
     assert errors[1] < 0.5 * float(exact.std())  # else the model is noise, and nothing is compared

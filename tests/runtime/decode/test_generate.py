@@ -14,12 +14,14 @@ import torch
 from run_samples import VARIANTS, make_run, model_of, one_thread, small_spec, write_text
 from torch import Tensor, nn
 
+from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
 from specc.runtime.decode.text import Decoder, Sampling, SamplingError
 from specc.runtime.errors import RunFailure
 from specc.runtime.generate import Detokenizer, generate, generate_several
 from specc.runtime.model.load import Loaded
-from specc.runtime.open_model import Cache, Generated, OpenedModel, open_model
+from specc.runtime.model.protocols import Cache, GeneratedText
+from specc.runtime.open_model import OpenedModel, open_model
 
 CPU = torch.device("cpu")
 CONTEXT = 32
@@ -31,7 +33,7 @@ def single() -> Iterator[None]:
         yield
 
 
-def uncached(model: Generated, tokens: list[int]) -> Tensor:
+def uncached(model: GeneratedText, tokens: list[int]) -> Tensor:
     """Log-probabilities after each of `tokens`, [tokens, 257], by `score`: a row for each possible target."""
     ids = torch.tensor([tokens]).repeat(257, 1)
     targets = torch.arange(257)[:, None].repeat(1, len(tokens))
@@ -51,7 +53,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_logits_are_the_uncached_ones(variant: str) -> None:
-    model = cast(Generated, model_of(small_spec(*VARIANTS[variant])).model)
+    model = cast(GeneratedText, model_of(small_spec(*VARIANTS[variant])).model)
     tokens = tokens_of(1, CONTEXT)
     expected = uncached(model, tokens)
     for prompt in (1, 7, CONTEXT):
@@ -63,7 +65,7 @@ def test_cached_logits_are_the_uncached_ones(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["grouped, rope over all dims", "window"])
 def test_when_the_cache_is_full_the_last_half_begins_a_new_one(variant: str) -> None:
-    model = cast(Generated, model_of(small_spec(*VARIANTS[variant])).model)
+    model = cast(GeneratedText, model_of(small_spec(*VARIANTS[variant])).model)
     tokens = tokens_of(2, 3 * CONTEXT)
     rows = decoded(Decoder(model, CONTEXT, CPU), tokens, 20)
     start = 0
@@ -79,7 +81,7 @@ def test_when_the_cache_is_full_the_last_half_begins_a_new_one(variant: str) -> 
 @pytest.mark.parametrize("context", [1, 2, 3])
 def test_the_shortest_contexts_slide_too(context: int) -> None:
     model = cast(
-        Generated, model_of(small_spec(f"model.context={context}", f"train.tokens_per_step={4 * context}")).model
+        GeneratedText, model_of(small_spec(f"model.context={context}", f"train.tokens_per_step={4 * context}")).model
     )
     rows = decoded(Decoder(model, context, CPU), [5, 6, 7, 8, 9, 10], 1)
     assert all(bool(row.isfinite().all()) for row in rows)
@@ -299,7 +301,7 @@ def test_greedy_text_is_the_most_probable_token_each_time(tmp_path: Path) -> Non
     opened = open_model(run.directory)
     tokens = [256, *b"the "]
     for _ in range(CONTEXT - len(tokens)):
-        tokens.append(int(uncached(opened.generated, tokens)[-1].argmax()))
+        tokens.append(int(uncached(opened.text_model, tokens)[-1].argmax()))
     expected = bytes(token for token in tokens[5:] if token != 256)
     assert 256 not in tokens[5:]
     assert generate(opened, b"the ", CONTEXT - 5, Sampling(0.0)) == expected
@@ -351,3 +353,22 @@ def test_each_of_several_texts_ends_by_itself() -> None:
     several = OpenedModel(opened.spec, loaded, "artifact", opened.path, CPU, True, None, ())
     assert generate_several(several, b"", 50, Sampling(0.0), (1, 2, 3)) == [b"ab", b"wxyz", b""]
     assert model.calls == 5
+
+
+def test_a_prompt_of_any_bytes_is_read_and_half_a_surrogate_is_refused() -> None:
+    """The command line spells bytes that are not UTF-8 as surrogate escapes."""
+    for prompt in ("\udcff\udc80x", b"\xff\x80x"):
+        opened, model = scripted([*b"ab", 256])
+        assert generate(opened, prompt, 5, Sampling(0.0)) == b"ab"
+        assert model.calls[0] == (0, [256, 0xFF, 0x80, ord("x")])
+    opened, _ = scripted([*b"ab", 256])
+    with pytest.raises(DataError, match="half a surrogate pair at character 1"):
+        generate(opened, "a\ud83d", 5, Sampling(0.0))
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**30])
+def test_a_seed_of_more_than_64_bits_is_refused(seed: int) -> None:
+    opened, _ = scripted([*b"ab", 256])
+    with pytest.raises(SamplingError, match=f"the seed {seed} has more than 64 bits"):
+        generate(opened, b"", 5, Sampling(0.0), seed)
+    assert generate(opened, b"", 5, Sampling(0.0), 2**64 - 1) == b"ab"

@@ -214,7 +214,9 @@ def test_an_environment_that_is_not_whole_says_so(
         ([(0, launch.PEER_LOST), (1, launch.PEER_LOST)], [], 4, ""),
         ([(1, launch.PEER_LOST), (0, -9)], [], 4, "rank 0 of 2 was ended by signal 9 (Killed)"),
         ([(0, -11)], [15], 4, "rank 0 of 2 was ended by signal 11 (Segmentation fault)"),  # rank 1 hung
-        ([(1, -15), (0, -15)], [15], 143, ""),  # before training
+        ([(1, -15), (0, -15)], [15], 75, ""),  # before Python ran
+        ([(1, -1), (0, -1)], [1], 75, ""),
+        ([(1, -2), (0, -2)], [2], 130, ""),
     ],
 )
 def test_the_exit_code_is_that_of_the_cause(

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.shard_file import ShardWriter
 from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from specc.runtime.data.windows.evaluation import Windows
+from specc.runtime.data.windows.evaluation import WindowPlan, Windows
 from specc.runtime.data.windows.stream import TokenStream, open_stream
-from specc.runtime.metrics.bits_per_byte import BitsPerByte, evaluate_bits
+from specc.runtime.metrics.bits_per_byte import BitsPerByte, ScoredText, evaluate_bits
+from specc.runtime.metrics.share import WHOLE, Share
 
+Score = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 WORDS = [
     "the",
     " the",
@@ -40,6 +43,21 @@ WORDS = [
     "don't",
     "\x00",
 ]
+
+
+def bits(
+    score: Score,
+    stream: TokenStream,
+    tokenizer: Tokenizer,
+    length: int,
+    batch: int,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    share: Share = WHOLE,
+    progress: Callable[[int, int], None] | None = None,
+) -> BitsPerByte:
+    text, plan = ScoredText(stream, tokenizer, max_tokens), WindowPlan(length, batch, stride)
+    return evaluate_bits(score, text, plan, "cpu", share, progress)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +159,7 @@ def test_both_metrics_agree_with_a_second_implementation(
 ) -> None:
     tokenizer = open_tokenizer(name, [folder])
     stream = open_stream(folder / "val.jsonl", "val", tokenizer, folder / "cache")
-    found = evaluate_bits(score, stream, tokenizer, length, batch, stride=stride)
+    found = bits(score, stream, tokenizer, length, batch, stride=stride)
     bpb, bpb_pieces, size = second_implementation(name, folder, None)
     assert found.bpb == pytest.approx(bpb, rel=1e-9, abs=0)
     assert found.bpb_pieces == pytest.approx(bpb_pieces, rel=1e-9, abs=0)
@@ -158,14 +176,14 @@ def test_a_part_of_the_stream_has_the_bytes_of_that_part(folder: Path, name: str
     for _ in range(10):
         last = generator.randrange(5, stream.tokens - 1)
         stride = generator.randrange(1, 33)
-        found = evaluate_bits(score, stream, tokenizer, 32, 4, stride=stride, max_tokens=last)
+        found = bits(score, stream, tokenizer, 32, 4, stride=stride, max_tokens=last)
         bpb, bpb_pieces, size = second_implementation(name, folder, last)
         assert (found.tokens, found.piece_bytes, found.document_bytes) == (last, size, None)
         assert found.bpb_pieces == pytest.approx(bpb_pieces, rel=1e-9, abs=0)
         assert found.bpb == (pytest.approx(bpb, rel=1e-9, abs=0) if tokenizer.lossless else None)
         assert "document bytes unknown" in found.audit()
-    whole = evaluate_bits(score, stream, tokenizer, 32, 4, max_tokens=stream.tokens + 5)
-    assert whole == evaluate_bits(score, stream, tokenizer, 32, 4)
+    whole = bits(score, stream, tokenizer, 32, 4, max_tokens=stream.tokens + 5)
+    assert whole == bits(score, stream, tokenizer, 32, 4)
 
 
 def test_windows_meet_every_target_once_and_keep_their_context() -> None:
@@ -232,7 +250,7 @@ def test_what_is_not_scored_does_not_touch_the_sum(
 
     stream = counting_stream(tmp_path, tokens)
     calls: list[tuple[int, int]] = []
-    found = evaluate_bits(
+    found = bits(
         poisoned,
         stream,
         Wide(),
@@ -253,13 +271,13 @@ def test_small_terms_survive_beside_large_ones(tmp_path: Path) -> None:
     def uneven(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.where(targets == 1, 2.0**24, 0.1).float()
 
-    found = evaluate_bits(uneven, stream, Wide(), 100, 100)
+    found = bits(uneven, stream, Wide(), 100, 100)
     assert found.nats == pytest.approx(2**24 + 59_999 * float(np.float32(0.1)), rel=1e-15, abs=0)
 
 
 def test_a_loss_that_is_not_a_number_is_not_hidden(tmp_path: Path) -> None:
     stream = counting_stream(tmp_path, 1000)
-    found = evaluate_bits(lambda i, t: torch.where(t == 500, math.nan, 1.0), stream, Wide(), 64, 4)
+    found = bits(lambda i, t: torch.where(t == 500, math.nan, 1.0), stream, Wide(), 64, 4)
     assert math.isnan(found.nats) and math.isnan(found.bpb_pieces)
 
 
@@ -267,24 +285,20 @@ def test_a_loss_that_is_not_a_number_is_not_hidden(tmp_path: Path) -> None:
 def test_ranks_share_the_windows(folder: Path, world: int) -> None:
     tokenizer = open_tokenizer("small.tiktoken", [folder])
     stream = open_stream(folder / "val.jsonl", "val", tokenizer, folder / "cache")
-    alone = evaluate_bits(score, stream, tokenizer, 32, 4, stride=20)
+    alone = bits(score, stream, tokenizer, 32, 4, stride=20)
     parts: list[np.ndarray] = []
     for rank in range(world):
         with pytest.raises(ZeroDivisionError):  # stop after the rank's own part is known
-            evaluate_bits(
-                score, stream, tokenizer, 32, 4, stride=20, rank=rank, world=world,
-                reduce=lambda own: parts.append(own) or 1 // 0,  # type: ignore[func-returns-value]
-            )  # fmt: skip
+            stop = Share(rank, world, lambda own: parts.append(own) or 1 // 0)  # type: ignore[func-returns-value]
+            bits(score, stream, tokenizer, 32, 4, stride=20, share=stop)
     total = np.sum(parts, axis=0)
-    found = evaluate_bits(
-        score, stream, tokenizer, 32, 4, stride=20, rank=world - 1, world=world, reduce=lambda own: total
-    )
+    found = bits(score, stream, tokenizer, 32, 4, stride=20, share=Share(world - 1, world, lambda own: total))
     assert found == alone  # to the last bit
     if world > 1:
         with pytest.raises(ValueError, match="needs `reduce`"):
-            evaluate_bits(score, stream, tokenizer, 32, 4, rank=0, world=world)
+            bits(score, stream, tokenizer, 32, 4, share=Share(0, world))
         with pytest.raises(RuntimeError, match="scored"):
-            evaluate_bits(score, stream, tokenizer, 32, 4, rank=0, world=world, reduce=lambda own: own)
+            bits(score, stream, tokenizer, 32, 4, share=Share(0, world, lambda own: own))
 
 
 def test_a_lossless_tokenizer_whose_bytes_do_not_add_up_is_refused(folder: Path) -> None:
@@ -293,19 +307,19 @@ def test_a_lossless_tokenizer_whose_bytes_do_not_add_up_is_refused(folder: Path)
     assert stream.document_bytes is not None
     wrong = dataclasses.replace(stream, document_bytes=stream.document_bytes + 1)
     with pytest.raises(DataIntegrityError, match="bytes is lossless, but the tokens stand for"):
-        evaluate_bits(score, wrong, tokenizer, 64, 4)
+        bits(score, wrong, tokenizer, 64, 4)
 
 
 def test_a_stream_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
     stream = open_stream(folder / "val.jsonl", "val", ByteTokenizer(), folder / "cache")
     other: Tokenizer = open_tokenizer("small.tiktoken", [folder])
     with pytest.raises(DataError, match=r"not made with the tokenizer small\.tiktoken"):
-        evaluate_bits(score, stream, other, 64, 4)
+        bits(score, stream, other, 64, 4)
     with ShardWriter(tmp_path / "train.bin") as writer:
         writer.write(np.array([65, 256, 66]))
     shards = open_stream(tmp_path, "train", ByteTokenizer(), tmp_path)
     with pytest.raises(DataError, match="starts with token 65, not with the separator 256 of bytes"):
-        evaluate_bits(score, shards, ByteTokenizer(), 64, 4)
+        bits(score, shards, ByteTokenizer(), 64, 4)
 
 
 def test_shards_know_their_bytes_only_through_a_lossless_tokenizer(folder: Path, tmp_path: Path) -> None:
@@ -316,32 +330,34 @@ def test_shards_know_their_bytes_only_through_a_lossless_tokenizer(folder: Path,
         with ShardWriter(tmp_path / name / "val.bin") as writer:
             writer.write(text.read(0, text.tokens))
         shards = open_stream(tmp_path / name, "val", tokenizer, tmp_path / "cache")
-        found = evaluate_bits(score, shards, tokenizer, 64, 4)
-        wanted = evaluate_bits(score, text, tokenizer, 64, 4)
+        found = bits(score, shards, tokenizer, 64, 4)
+        wanted = bits(score, text, tokenizer, 64, 4)
         assert found == dataclasses.replace(wanted, document_bytes=None, bpb=wanted.bpb if tokenizer.lossless else None)
 
 
 def test_nothing_to_score(tmp_path: Path) -> None:
     stream = counting_stream(tmp_path, 100)
     with pytest.raises(DataError, match="the stream has 100 tokens, max_tokens is 0"):
-        evaluate_bits(score, stream, Wide(), 64, 4, max_tokens=0)
+        bits(score, stream, Wide(), 64, 4, max_tokens=0)
     (tmp_path / "one").mkdir()
     with pytest.raises(DataError, match="the stream has 1 tokens"):
-        evaluate_bits(score, counting_stream(tmp_path / "one", 1), Wide(), 64, 4)
+        bits(score, counting_stream(tmp_path / "one", 1), Wide(), 64, 4)
     with ShardWriter(tmp_path / "one" / "val_0.bin") as writer:
         writer.write(np.zeros(9, np.int64))
     separators = open_stream(tmp_path / "one", "val", Wide(), tmp_path)
     with pytest.raises(DataError, match="stand for no bytes"):
-        evaluate_bits(score, separators, Wide(), 64, 4)
+        bits(score, separators, Wide(), 64, 4)
 
 
-@pytest.mark.parametrize("bad", [{"length": 0}, {"batch": 0}, {"stride": 0}, {"stride": 65}, {"rank": 1}])
+@pytest.mark.parametrize("bad", [{"length": 0}, {"batch": 0}, {"stride": 0}, {"stride": 65}])
 def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, bad: dict[str, int]) -> None:
     stream = counting_stream(tmp_path, 100)
     with pytest.raises(ValueError, match="must be positive"):
-        evaluate_bits(score, stream, Wide(), **({"length": 64, "batch": 4} | bad))  # type: ignore[arg-type]
+        bits(score, stream, Wide(), **({"length": 64, "batch": 4} | bad))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be positive"):
+        Share(rank=1)
     with pytest.raises(ValueError, match=r"score gave shape \(4,\) for targets of shape \(4, 64\)"):
-        evaluate_bits(lambda ids, targets: torch.zeros(4), stream, Wide(), 64, 4)
+        bits(lambda ids, targets: torch.zeros(4), stream, Wide(), 64, 4)
 
 
 def test_the_audit_line_says_how_the_counts_compare() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specc.compiler.spec.train import ExactMatchSpec
 from specc.runtime.data.lines.pairs import Pairs
-from specc.runtime.metrics.bits_per_byte import Sums
 from specc.runtime.metrics.exact_match import ExactMatch, PairValidation, exact_match
+from specc.runtime.metrics.share import Share, Sums
 from specc.runtime.metrics.validation import Scorer
 
 
@@ -111,7 +111,7 @@ def test_ranks_share_the_lines(world: int, monkeypatch: pytest.MonkeyPatch) -> N
         return np.sum(sums, axis=0)  # what the last rank sees
 
     for rank in range(world):
-        scorer = Scorer(torch.nn.Identity(), nats, WIDTH, CPU, None, rank, world, reduce, False)
+        scorer = Scorer(torch.nn.Identity(), nats, WIDTH, CPU, Share(rank, world, reduce), None, False)
         found = PairValidation(some, TOKENS, spec).measure(scorer)
     alone = exact_match(nats, answers, some, TOKENS, 10, CPU)
     assert isinstance(found, ExactMatch)

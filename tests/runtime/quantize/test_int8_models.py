@@ -288,7 +288,7 @@ def test_an_artifact_is_the_model(name: str, bits: int, tmp_path: Path) -> None:
     opened = open_model(path, "cpu", "cpu")
     source, target = lines(4)
     with torch.no_grad():
-        assert torch.equal(opened.generated.score(source, target), one.whole.score(source, target))  # type: ignore[operator]
+        assert torch.equal(opened.line_model.score(source, target), one.whole.score(source, target))  # type: ignore[operator]
     tokenizer = CharTokenizer(CHARS)
     texts = ["(7-z)", "x*2"]
     answers = [

@@ -59,7 +59,7 @@ def test_a_stage_named_like_a_loop_is_no_loop(tmp_path: Path, inputs: bool) -> N
     stored = read_verified(result.artifact).stored
     whole = [name for name, scheme in stored.schemes.items() if scheme.integer]
     assert {"encoder.lstm.back_hidden", "encoder.lstm_forward.up", "encoder.lstm_back.hidden"} < {*whole}
-    deployed: Any = open_model(result.artifact, "cpu", "cpu").generated
+    deployed: Any = open_model(result.artifact, "cpu", "cpu").line_model
     floats: Any = open_model(run.run).model
     source, target = lines(5, 32)
     with torch.no_grad():

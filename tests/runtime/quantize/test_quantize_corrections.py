@@ -18,7 +18,7 @@ from specc.compiler.quant.gptq_solver import factorize, solve
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.rows import PerRow
 from specc.compiler.quant.scheme import SchemeError
-from specc.compiler.report.page import promotion
+from specc.compiler.report.storage import choice_of_bits
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.errors import QuantizeError
 from specc.runtime.open_model import read_verified
@@ -212,8 +212,8 @@ def test_a_spec_that_uses_none_of_this_reads_as_before() -> None:
 def test_the_plan_says_what_will_be_chosen() -> None:
     wish = "quant.allocate={match: blocks.*, bits: [6, 4]}"
     spec = small_spec("quant.promote=null", wish, "quant.budget_bytes=40000")
-    assert promotion(spec) == "then each of `blocks.*` at 4, 6 bits, chosen together within 40,000 bytes"
-    assert promotion(small_spec("quant.promote=null")) == ""
+    assert choice_of_bits(spec.quant) == "each of `blocks.*` at 4, 6 bits, chosen together within 40,000 bytes"
+    assert choice_of_bits(small_spec("quant.promote=null").quant) == ""
 
 
 # The pipeline

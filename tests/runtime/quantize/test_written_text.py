@@ -58,7 +58,7 @@ def test_its_length_temperature_and_begin_are_those_asked_for() -> None:
     assert cold.shape == (6, 8) and len({tuple(row) for row in cold.tolist()}) == 1  # the most probable each time
     ids = cold[:1, :-1].expand(257, -1)
     with torch.no_grad():
-        nats = opened.generated.score(ids, torch.arange(257)[:, None].expand(-1, 7))
+        nats = opened.text_model.score(ids, torch.arange(257)[:, None].expand(-1, 7))
     assert torch.equal(nats.argmin(0), cold[0, 1:])
     even = write_own(opened, wanted(sequences=400, length=1, begin="uniform"), 32, 0).tokens[:, 0]
     assert int(even.min()) >= 0 and int(even.max()) < 257 and len(even.unique()) > 150
@@ -69,7 +69,7 @@ def test_draws_follow_the_model() -> None:
     opened, rows = opened_of(small_spec()), 4000
     tokens = write_own(opened, wanted(sequences=rows, length=1, temperature=1.0), 32, 5).tokens[:, 1]
     with torch.no_grad():
-        nats = opened.generated.score(torch.full((257, 1), 256), torch.arange(257)[:, None])[:, 0]
+        nats = opened.text_model.score(torch.full((257, 1), 256), torch.arange(257)[:, None])[:, 0]
     expected, counts = rows * (-nats).exp().double(), torch.bincount(tokens, minlength=257).double()
     common = expected > 5
     assert int(common.sum()) > 20

@@ -168,4 +168,4 @@ def test_a_run_is_scored_with_the_model_that_it_trained(tmp_path: Path) -> None:
     assert evaluate(quantized.artifact, replace(scored, data=data), search=[folder]).nats == quantized.after.nats  # type: ignore[union-attr]
     trained(folder, spec, data, 4, resume=True)
     looping = open_model(folder, say=said.append)
-    assert looping.spec == Run.open(folder).spec and len(looping.generated.new_cache(2, 32)) == 8
+    assert looping.spec == Run.open(folder).spec and len(looping.text_model.new_cache(2, 32)) == 8

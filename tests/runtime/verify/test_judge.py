@@ -60,6 +60,19 @@ def test_a_sound_kernel_passes(site: Site, judge: Judge) -> None:
     assert refusal(judge, kernel(site, lambda y: y)) is None
 
 
+def test_a_sum_over_all_rows_is_judged_on_all_rows(plan: Plan) -> None:
+    """`specc bench` compares a sample of rows; the gradient of q's gain is no sum over the sample."""
+    site = next(c.site for c in plan.choices if c.rendered.module.startswith("norm_rotary_gain_grad"))
+    sampled = Judge.of(site, inputs_of(site, {"B": 16, "T": 24}, "cpu"), sample=True)
+    assert all(error.ok for error in sampled.errors(sampled.call(kernel(site, lambda dx: dx))))
+
+    def partial(*inputs: Tensor) -> tuple[Tensor, ...]:
+        few = [value[:3] if i < 2 else value for i, value in enumerate(inputs)]
+        return kernel(site, lambda dx: dx)(*inputs)[0], kernel(site, lambda dx: dx)(*few)[1]
+
+    assert [error.ok for error in sampled.errors(sampled.call(partial))] == [True, False]
+
+
 @pytest.mark.parametrize(
     "change",
     [

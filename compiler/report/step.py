@@ -1,0 +1,344 @@
+"""A training step as rows: what runs in it, how often, what it costs at least, and what it took where it was measured.
+
+Floors are those of operations and bytes at the target's stated ceilings. The step is that of one GPU.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from specc.compiler.ir.graph import Graph, Node, Op, Tape, TensorType
+from specc.compiler.kernels.kernel import Site
+from specc.compiler.ops.region import Fused, Scan
+from specc.compiler.passes.select_kernels import group_pattern, together
+from specc.compiler.plan.lock import Machine, StepTiming
+from specc.compiler.plan.plan import Choice, Plan
+from specc.compiler.programs.cost import graph_costs
+from specc.compiler.programs.programs import Programs, flatten
+from specc.compiler.spec.spec import Spec
+
+LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
+TORCH = "torch"
+# Bytes a parameter: the optimizer reads master, gradient and two moments, and writes master, moments and the view.
+OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
+STATE_BYTES = 4 * 4 + 2  # held: master, gradient, two moments and the view
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Nodes of a step that are alike. `flops`, `moved` (bytes), `floor_ms` and `ms` are of one call, `calls` of a step;
+    `ms` is None where it was not measured, and `floor_ms` where the target states no ceilings.
+
+    `site` is None for what is no node of a graph, `choice` for what the plan chooses no kernel for.
+    """
+
+    node: str
+    work: str
+    what: str
+    kernel: str
+    calls: int
+    flops: int
+    moved: int
+    floor_ms: float | None
+    ms: float | None
+    site: Site | None = None
+    choice: Choice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A class of work of a step: its milliseconds, None unless all of it was measured, and its floor."""
+
+    name: str
+    ms: float | None
+    floor_ms: float
+    flops: int
+    rows: tuple[StepRow, ...]
+
+    @property
+    def expected_ms(self) -> float:
+        """The time as measured, else the floor."""
+        return self.floor_ms if self.ms is None else self.ms
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step on one target. `saved` are the bytes that fused groups save in a micro-batch, by place; `memory`
+    what parameters, their optimizer's state and saved values take at least; `key` states all that runs."""
+
+    target: str
+    tokens: int
+    micro_batches: int
+    rows: tuple[StepRow, ...]
+    saved: Mapping[str, int]
+    memory: int
+    key: str
+    machine: Machine | None = None
+    timing: StepTiming | None = None
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """The classes of work, the costliest first and the rest of the step last."""
+        works = [
+            _work(name, [r for r in self.rows if r.work == name]) for name in dict.fromkeys(r.work for r in self.rows)
+        ]
+        return tuple(sorted(works, key=lambda work: (work.name == REST, -work.expected_ms, -work.flops)))
+
+    @property
+    def floor_ms(self) -> float:
+        return sum(work.floor_ms for work in self.works)
+
+    @property
+    def expected_ms(self) -> float:
+        """The time of the whole step where it was measured, else of what was measured and the floors of the rest."""
+        return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
+
+    def share(self, work: Work) -> float:
+        """The part of the step that a class takes: of operations where the target states no ceilings."""
+        if self.expected_ms:
+            return work.expected_ms / self.expected_ms
+        return work.flops / max(1, sum(other.flops for other in self.works))
+
+
+def _work(name: str, rows: Sequence[StepRow]) -> Work:
+    known = [row.ms * row.calls for row in rows if row.ms is not None]
+    return Work(
+        name,
+        sum(known) if len(known) == len(rows) else None,
+        sum((row.floor_ms or 0.0) * row.calls for row in rows),
+        sum(row.flops * row.calls for row in rows),
+        tuple(rows),
+    )
+
+
+def step_of(spec: Spec, plan: Plan) -> Step:
+    """The training step of a plan: a row for each attention, product and kernel, forward and backward, and one for each
+    class of the work between them."""
+    train, window, programs = spec.train, spec.model.window, plan.programs
+    sizes = {"B": train.at_once(), "T": window, "S": window}
+    tokens, micro_batches = train.rows(window) * window, max(1, -(-train.rows(window) // train.at_once()))
+    graph = flatten(programs, programs.program("train"), groups=False)
+    key = _key(plan, graph, tokens, sizes)
+    locked = plan.locked
+    timing = locked.step if locked is not None and locked.step is not None and locked.step.key == key else None
+    rows: list[StepRow] = []
+    saved: Counter[str] = Counter()
+    for node in graph.nodes:
+        rows += (replace(row, calls=micro_batches) for row in _rows_of(plan, graph, node, sizes))
+        if isinstance(node.op, Fused):
+            group = programs.group(node.op.group)
+            own = [type for name, type in group.backward.inputs if name in set(group.saved) - _names(group.forward)]
+            saved[group_pattern(programs, group, group.scope)] += sum(type.bytes(sizes) for type in own)
+    count = sum(param.count for param in programs.params)
+    moved = 3 * _pointwise_bytes(graph, sizes)  # the backward reads and writes a gradient for each value
+    for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
+        ms = timing.classes.get(name) if timing is not None else None
+        floor = plan.target.floor_ms(0, bytes)
+        kernel = "Torch's compiler" if name == POINTWISE else ""
+        rows.append(StepRow(name, name, "", kernel, calls, 0, bytes, floor, None if ms is None else ms / calls))
+    return Step(
+        plan.target.name,
+        tokens,
+        micro_batches,
+        tuple(_joined(rows)),
+        saved,
+        STATE_BYTES * count + _kept_bytes(graph, sizes) + sum(saved.values()),
+        key,
+        locked.machine if locked is not None else None,
+        timing,
+    )
+
+
+def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
+    """Twelve hex digits of a step: its programs, kernels and tiles, and how many rows."""
+    groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
+    words = (str(graph), *groups, *(choice.key for choice in plan.choices), str(tokens), str(sizes))
+    return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
+
+
+def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> Iterator[StepRow]:
+    """The rows that one node of the flattened training program stands for, of one call each."""
+    programs = plan.programs
+    if isinstance(node.op, Fused):
+        group = programs.group(node.op.group)
+        for inner in (group.forward, group.backward):
+            for member in inner.nodes:
+                if member.op.matrix or member.op.planned:
+                    choice = plan.choice(inner, member)
+                    inputs = tuple(inner.types[ref] for ref in member.inputs)
+                    site = _site(plan, member, inputs, group_pattern(programs, group, member.name))
+                    yield _row(plan, choice.site if choice is not None else site, choice, sizes)
+    elif isinstance(node.op, Scan):
+        step = flatten(programs, programs.function(node.op.callee), at=node.op.at)
+        steps = node.types[-1].shape[1]
+        times = sizes[steps] if isinstance(steps, str) else steps
+        costs = list(graph_costs(step, {**sizes}))
+        flops, moved = (times * sum(values) for values in zip(*((c.flops, c.bytes) for c in costs), strict=True))
+        path, what = _pattern(node.name), f"a loop of {times:,} steps"
+        for name, factor in ((path, 1), (f"{path}.grad", 2)):
+            yield _plain_row(plan, name, "recurrence", what, factor * flops, factor * moved)
+    elif node.op.matrix:
+        inputs = tuple(graph.types[ref] for ref in node.inputs)
+        yield _row(plan, _site(plan, node, inputs, _pattern(node.name)), None, sizes)
+        backward = _Rule(node, graph)
+        if node.op.derivative(backward) is None:
+            flops = node.op.flops(inputs, node.types, sizes)
+            moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
+            name = f"{_pattern(node.name)}.grad"
+            yield _plain_row(plan, name, node.op.work, f"gradient of {node.op.words}", 2 * flops, 2 * moved)
+        for suffix, op, types in backward.added:
+            gradient = Node(f"{node.name}.{suffix}", op, (), op.infer(types))
+            if op.matrix:
+                yield _row(plan, _site(plan, gradient, types, _pattern(gradient.name)), None, sizes)
+
+
+class _Rule(Tape):
+    """Records the nodes that a derivative rule adds: suffix, op and types of the inputs."""
+
+    def __init__(self, node: Node, graph: Graph) -> None:
+        self._node = node
+        self._types = dict(graph.types) | {f"d{i}": type for i, type in enumerate(node.types)}
+        self.added: list[tuple[str, Op, tuple[TensorType, ...]]] = []
+
+    def type(self, index: int) -> TensorType:
+        return self._types[self._node.inputs[index]]
+
+    def input(self, index: int) -> str:
+        return self._node.inputs[index]
+
+    def output(self, index: int) -> str:
+        return self._node.outputs[index]
+
+    def grad(self, index: int = 0) -> str:
+        return f"d{index}"
+
+    def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
+        types = tuple(self._types[ref] for ref in inputs)
+        self.added.append((suffix, op, types))
+        name = f"added{len(self.added)}"
+        self._types |= {name if i == 0 else f"{name}:{i}": type for i, type in enumerate(op.infer(types))}
+        return name
+
+
+def _site(plan: Plan, node: Node, inputs: tuple[TensorType, ...], path: str) -> Site:
+    return Site(node, inputs, plan.target, path, plan.name, plan.programs.context)
+
+
+def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]) -> StepRow:
+    """The row of one call of a node."""
+    op, own = site.node.op, choice is not None and bool(choice.rendered.function)
+    flops = op.flops(site.inputs[: op.arity] if site.node.epilogue else site.inputs, site.node.types, sizes)
+    between = choice.kernel.between(site) if choice is not None else ()
+    moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types, *between))
+    work = op.work if op.work != "products" else FUSED if own else LIBRARY
+    kernel = choice.kernel.made_of if choice is not None and own else TORCH
+    return StepRow(
+        choice.site.label if choice is not None else site.label,
+        work,
+        words_of(site),
+        kernel,
+        1,
+        flops,
+        moved,
+        plan.target.floor_ms(flops, moved),
+        _measured(plan, site, choice, sizes["B"] * sizes["T"]),
+        site,
+        choice,
+    )
+
+
+def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: int) -> StepRow:
+    return StepRow(node, work, what, TORCH, 1, flops, moved, plan.target.floor_ms(flops, moved), None)
+
+
+def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float | None:
+    """The time of a call over so many rows, as the lock has it for this node."""
+    timing = choice.measured if choice is not None else None
+    timed = timing or (plan.locked.timings.get(site.key) if plan.locked is not None else None)
+    return timed.ms * rows / timed.rows if timed is not None else None
+
+
+def words_of(site: Site) -> str:
+    """What a node computes, as people read it: its op, the formula of its epilogue, and its further outputs."""
+    tail = site.epilogue
+    words = site.node.op.words + (f", `{tail.outputs[0]}`" if tail is not None else "")
+    saved = ", ".join((tail or site.node.op).output_labels[1:])
+    return f"{words}, also {saved}" if saved else words
+
+
+def _joined(rows: Iterable[StepRow]) -> Iterator[StepRow]:
+    """Rows of nodes that are alike but for one word of their path, as one."""
+    alike: dict[object, list[StepRow]] = {}
+    for row in rows:
+        key = (row.site.key, row.choice.rendered.module if row.choice else "") if row.site is not None else row.node
+        alike.setdefault(key, []).append(row)
+    for group in alike.values():
+        labels = list(dict.fromkeys(row.node for row in group))
+        yield replace(group[0], node=together(labels), calls=sum(row.calls for row in group))
+
+
+def _pattern(name: str) -> str:
+    """A node's path with stars for the numbers of blocks, and without those of repeated runs."""
+    return ".".join("*" if word.isdigit() else re.sub(r"_run\d+$", "", word) for word in name.split("."))
+
+
+def _names(graph: Graph) -> set[str]:
+    return {name for name, _ in graph.inputs}
+
+
+def _aliases(graph: Graph, sizes: Mapping[str, int]) -> Mapping[str, str]:
+    """The value that each value is a view of: it computes nothing and has as many elements."""
+    views: dict[str, str] = {}
+    for node in graph.nodes:
+        inputs = [ref for ref in node.inputs if ref[0] not in "@$"]
+        if len(inputs) == len(node.types) == 1 and not _barrier(node):
+            given, type = graph.types[inputs[0]], node.types[0]
+            same = given.dtype == type.dtype and given.count(sizes) == type.count(sizes)
+            if same and node.op.flops([graph.types[ref] for ref in node.inputs], node.types, sizes) == 0:
+                views[node.outputs[0]] = views.get(inputs[0], inputs[0])
+    return views
+
+
+def _barrier(node: Node) -> bool:
+    """Whether Torch's compiler cannot fuse across a node."""
+    return isinstance(node.op, Fused | Scan) or node.op.matrix
+
+
+def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
+    """Bytes that the work between products, attention and groups moves at least in a forward pass: what runs between
+    the same of these is one kernel, which reads what it needs once and writes what others need once."""
+    views = _aliases(graph, sizes)
+    made: dict[str, tuple[int, bool]] = {}  # value -> stage, and whether such a kernel writes it
+    read: set[tuple[int, str]] = set()
+    written: set[str] = set()
+    for node in graph.nodes:
+        inputs = [views.get(ref, ref) for ref in node.inputs if ref[0] != "$"]
+        stage = max((made.get(ref, (0, False))[0] for ref in inputs), default=0)
+        between = not _barrier(node) and node.outputs[0] not in views
+        for ref in inputs:
+            before, ours = made.get(ref, (0, False))
+            if between and not (ours and before == stage):
+                read.add((stage, ref))
+            if ours and (not between or before < stage) and node.outputs[0] not in views:
+                written.add(ref)
+        for ref in node.outputs:
+            made[ref] = (stage + _barrier(node), between)
+    types = graph.types
+    return sum(types[ref].bytes(sizes) for _, ref in read) + sum(types[ref].bytes(sizes) for ref in written)
+
+
+def _kept_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
+    """Bytes of a micro-batch that products, attention and groups have read and their backward reads again."""
+    views = _aliases(graph, sizes)
+    refs = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs if ref[0] not in "@$"}
+    return sum(graph.types[ref].bytes(sizes) for ref in refs if graph.types[ref].floating)
+
+
+def step_programs(programs: Programs) -> frozenset[str]:
+    """The names of the graphs that run in a training step."""
+    graph = flatten(programs, programs.program("train"), groups=False)
+    groups = [programs.group(node.op.group) for node in graph.nodes if isinstance(node.op, Fused)]
+    return frozenset(inner.name for group in groups for inner in (group.forward, group.backward))

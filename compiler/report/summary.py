@@ -1,0 +1,235 @@
+"""The summary of a plan: what `specc plan` prints, PLAN.md begins with and `specc diff` compares."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from specc.compiler.pipeline import lower
+from specc.compiler.plan.plan import Choice, Plan, SaveChoices
+from specc.compiler.programs.cost import flops_per_token
+from specc.compiler.report.int8_products import product_lines, products
+from specc.compiler.report.step import Step, Work, step_of
+from specc.compiler.report.storage import Storage, storage_of
+from specc.compiler.spec.spec import Spec
+
+LINES, WIDTH = 25, 120
+
+
+def quantity(value: float) -> str:
+    """A count in the unit that fits, e.g. `29.4 M`."""
+    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= size:
+            return f"{value / size:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def milliseconds(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a reviewer asks first. `deployed` are the plans of what runs from an artifact, where these are others."""
+
+    spec: Spec
+    plans: Mapping[str, Plan]
+    deployed: Mapping[str, Plan]
+
+    @cached_property
+    def main(self) -> Plan:
+        """The plan that the summary speaks of: of a target that was measured, else of one with stated ceilings."""
+        return max(self.plans.values(), key=lambda plan: (plan.locked is not None, bool(plan.target.flops)))
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(param.count for param in self.main.programs.params)
+
+    @cached_property
+    def forward_flops(self) -> int:
+        """Operations of a forward pass for one token: the model's own, without what a fusion pads."""
+        return flops_per_token(lower(self.spec, next(iter(self.plans))), self.spec.model.window)
+
+    @cached_property
+    def storage(self) -> Storage:
+        return storage_of(self.spec, next(iter(self.plans.values())).programs, next(iter(self.plans)))
+
+    @cached_property
+    def step(self) -> Step:
+        return step_of(self.spec, self.main)
+
+    @property
+    def head(self) -> str:
+        """What the model is."""
+        flops = f"{quantity(3 * self.forward_flops)}FLOP a token forward and backward"
+        return f"{self.spec.model.title}: {self.parameters:,} parameters, {flops}"
+
+    @property
+    def whole(self) -> str:
+        """The time of a step in words: measured, or what it takes at least."""
+        step = self.step
+        if step.timing is not None:
+            return f"{milliseconds(step.timing.ms)} ms, floor {milliseconds(step.floor_ms)}"
+        return f"at least {milliseconds(step.expected_ms)} ms" if step.expected_ms else "no times"
+
+    @property
+    def memory(self) -> str:
+        """The memory of a step in words."""
+        if self.step.timing is not None:
+            return f"{self.step.timing.memory / 1e9:.1f} GB at most"
+        return f"at least {self.step.memory / 1e9:.1f} GB"
+
+    @property
+    def gap(self) -> str:
+        """Where most time is lost, among what was measured; empty where nothing was."""
+        gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
+        largest = max(gaps, default=None)
+        return f"{largest[1]}, {milliseconds(largest[0])} ms above its floor" if largest is not None else ""
+
+    @property
+    def unmeasured(self) -> tuple[Work, ...]:
+        return tuple(work for work in self.step.works if work.ms is None)
+
+    @property
+    def missing(self) -> str:
+        """What was not measured, with its share of the step by the floor model; empty where all was."""
+        return ", ".join(f"{work.name} {percent(self.step.share(work))}" for work in self.unmeasured)
+
+    @property
+    def stored(self) -> str:
+        """The bytes of an artifact, and who decides on the bits."""
+        storage = self.storage
+        against = f" of {storage.budget:,} ({100 * storage.bytes / storage.budget:.1f} %)" if storage.budget else ""
+        rules = " at the bits of its rules, before others are chosen" if storage.chosen else ""
+        return f"at most about {storage.bytes:,} bytes{against}{rules}"
+
+    @property
+    def choice(self) -> str:
+        """What quantization chooses, and that it and not the default decides; empty where the rules do."""
+        if not self.storage.chosen:
+            return ""
+        quant = self.spec.quant
+        decides = "; the default's bits do not decide" if quant is not None and quant.allocate is not None else ""
+        return f"then {self.storage.chosen}{decides}"
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """What each group saves for its backward, with its bytes in a micro-batch."""
+        return tuple(self._saved(choices) for choices in self.main.save_choices)
+
+    def _saved(self, choices: SaveChoices) -> str:
+        size = self.step.saved.get(choices.label, 0)
+        amount = f", {size / 1e6:,.0f} MB a micro-batch" if size else ""
+        how = "measured" if choices.measured is not None else "by rule"
+        return f"{choices.label} saves {', '.join(choices.chosen.saved)}{amount}, {how}"
+
+
+def lines(summary: Summary) -> tuple[str, ...]:
+    """The lines of `specc plan`: at most 25 of at most 120 columns."""
+    step = summary.step
+    rows = [f"{summary.spec.name}: {summary.spec.model.title}"]
+    forward = summary.forward_flops
+    tensors = len(summary.main.programs.params)
+    rows.append(f"parameters   {summary.parameters:,} in {tensors} tensors")
+    rows.append(f"FLOP a token {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward")
+    rows.append(f"artifact     {summary.stored}")
+    storage = summary.storage
+    if storage.budget and storage.bytes > storage.budget and not storage.chosen:
+        rows.append("  may not fit: `quant.allocate` chooses among widths, fewer bits too, so that it does")
+    rows += (f"  {warning}" for warning in storage.warnings)
+    rows += [
+        f"  {r.label:<22} {r.tensors:>4} tensors {r.parameters:>12,} parameters {r.bytes:>12,} bytes"
+        for r in storage.rows[:4]
+    ]
+    rows += [f"  {summary.choice}"] if summary.choice else []
+    rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.whole}; memory {summary.memory}")
+    if summary.deployed:  # whose products have lines of their own
+        rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
+    else:
+        rows += (_work_line(summary, work) for work in step.works)
+    if summary.unmeasured:
+        share = percent(sum(map(step.share, summary.unmeasured)))
+        rows.append(f"not measured {share} of the step, by floors: specc tune {summary.main.source}")
+    rows += [f"largest gap  {summary.gap}"] if summary.gap else []
+    rows += (f"backward     {text}" for text in summary.saved[:2])
+    named = {name: _kernels(plan) for name, plan in summary.plans.items()}
+    rows += [f"{name:<12} {kernels}" for name, kernels in named.items() if kernels][:4]
+    rows += product_lines(summary.deployed)
+    if len(rows) > LINES:
+        rows[LINES - 1 :] = [f"  and {len(rows) - LINES + 1} more lines, which PLAN.md has"]
+    return tuple(row if len(row) <= WIDTH else f"{row[: WIDTH - 3]}..." for row in rows)
+
+
+def _work_line(summary: Summary, work: Work) -> str:
+    ms = f"{milliseconds(work.ms)} ms" if work.ms is not None else "not measured"
+    floor = f"floor {milliseconds(work.floor_ms)}" if work.floor_ms else ""
+    share = percent(summary.step.share(work))
+    return f"  {work.name:<24} {ms:>12}  {floor:<12} {share:>5}  {by(work)}".rstrip()
+
+
+def by(work: Work) -> str:
+    """Whose kernels do a class of work, and whether by rule."""
+    kernels = ", ".join(dict.fromkeys(row.kernel for row in work.rows if row.kernel))
+    ruled = any(row.choice is not None and row.choice.rendered.function and row.ms is None for row in work.rows)
+    return f"{kernels}, by rule" if ruled else kernels
+
+
+def _kernels(plan: Plan) -> str:
+    own = [choice for choice in plan.choices if choice.rendered.files]
+    if own and all(choice.kernel.language == "torch" for choice in own):
+        return "all by Torch"
+    return ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own))
+
+
+def data(summary: Summary) -> dict[str, Any]:
+    """What the lines say, as JSON has it."""
+    step, storage = summary.step, summary.storage
+    return {
+        "name": summary.spec.name,
+        "title": summary.spec.model.title,
+        "parameters": summary.parameters,
+        "tensors": len(summary.main.programs.params),
+        "flops_per_token": {"forward": summary.forward_flops, "forward_and_backward": 3 * summary.forward_flops},
+        "estimated_bytes": storage.bytes,
+        "budget_bytes": storage.budget,
+        "stored": [
+            {
+                "stored_as": row.label,
+                "tensors": row.tensors,
+                "parameters": row.parameters,
+                "estimated_bytes": row.bytes,
+                "rule": row.rule,
+            }
+            for row in storage.rows
+        ],
+        "promotion": storage.chosen,
+        "step": {
+            "target": step.target,
+            "tokens": step.tokens,
+            "ms": step.timing.ms if step.timing is not None else None,
+            "floor_ms": step.floor_ms,
+            "memory": step.timing.memory if step.timing is not None else None,
+            "least_memory": step.memory,
+            "work": [
+                {"name": work.name, "ms": work.ms, "floor_ms": work.floor_ms, "share": step.share(work)}
+                for work in step.works
+            ],
+        },
+        "kernels": {name: [_kernel_data(choice) for choice in plan.choices] for name, plan in summary.plans.items()},
+        "deployed": {name: [row.data() for row in products(plan)] for name, plan in summary.deployed.items()},
+    }
+
+
+def _kernel_data(choice: Choice) -> dict[str, Any]:
+    return {
+        "node": choice.site.label,
+        "kernel": choice.kernel.name,
+        "language": choice.kernel.language,
+        "files": sorted(choice.rendered.files),
+        "tile": choice.rendered.tile,
+    }

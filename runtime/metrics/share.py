@@ -1,0 +1,41 @@
+"""The part of one process in a measurement that several processes share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Sums = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of `size` processes that measure together.
+
+    Attributes:
+        rank: this process, 0 to size - 1.
+        size: number of processes.
+        reduce: sums a float64 array [N] over all processes; None for one process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    reduce: Callable[[Sums], Sums] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"{self.size=} must be positive, and {self.rank=} below it")
+        if self.size > 1 and self.reduce is None:
+            raise ValueError("sharing the work among processes needs `reduce`")
+
+    def of(self, count: int) -> range:
+        """The indices, of `count` items in a row, that fall to this process."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def total(self, sums: Sums) -> Sums:
+        """The sums over all processes."""
+        return sums if self.reduce is None else self.reduce(sums)
+
+
+WHOLE = Share()

@@ -1,0 +1,106 @@
+"""Times of what has no tile to choose: the products that a library computes, and a whole training step."""
+
+import tempfile
+from collections.abc import Callable
+from operator import methodcaller
+from pathlib import Path
+
+import torch
+
+from specc.compiler.build import plan_loaded
+from specc.compiler.plan.lock import Lock, Machine, StepTiming, Timing
+from specc.compiler.plan.plan import Plan
+from specc.compiler.report.step import POINTWISE, REST, Step, StepRow, step_of
+from specc.compiler.spec.spec import Spec
+from specc.runtime.bench import step as bench_step
+from specc.runtime.bench.plain import bare_product, plain_site
+from specc.runtime.bench.profile import Profile, generated_names
+from specc.runtime.bench.timing import alternate
+from specc.runtime.errors import RunFailure
+from specc.runtime.model.load import instantiate
+from specc.runtime.tune.merge import merged
+from specc.runtime.verify.judge import inputs_of
+from specc.runtime.verify.random_inputs import sizes_of
+
+STEPS = 20
+REST_KERNELS = ("optimizer", "communication", "copy", "other")  # classes of a profile
+Say = Callable[[str], None]
+
+
+def measure_rest(
+    spec: Spec, target: str, path: Path, machine: Machine, only: str, device: torch.device, say: Say
+) -> None:
+    """Writes the times of library products, and where `only` is empty of a whole step, into the lock at `path`.
+
+    Args:
+        spec: the spec, for its sizes.
+        target: the name of the target that the device is.
+        path: the lock, with the tiles that are measured.
+        machine: where this runs, as locks state it.
+        only: nodes whose path contains it.
+        device: where to measure.
+        say: reports a line of progress.
+
+    Raises:
+        RunFailure: where memory is too small, or the step's loss is not finite.
+    """
+    lock = merged(path, lambda lock: lock)
+    plan = plan_loaded(spec, None, (target,), lock).plans[target]
+    step = step_of(spec, plan)
+    try:
+        for row in library_rows(step, only):
+            timing = time_row(row, spec, device)
+            say(f"{row.node}: {timing.ms:.4f} ms by the library")
+            assert row.site is not None
+            lock = merged(path, methodcaller("with_timing", target, row.site.key, timing, machine))
+        if not only:
+            timed = time_step(spec, plan, step, lock, device, say)
+            say(f"step: {timed.ms:.1f} ms, {timed.memory / 1e9:.1f} GB")
+            merged(path, methodcaller("with_step", target, timed, machine))
+    except torch.OutOfMemoryError as error:
+        hint = "free it of other programs, or lower train.micro_batch in the spec"
+        raise RunFailure("out of GPU memory", hint) from error
+
+
+def library_rows(step: Step, only: str = "") -> tuple[StepRow, ...]:
+    """The products of a step that a library computes, once for each shape."""
+    rows = (row for row in step.rows if row.site is not None and row.site.node.op.work == "products")
+    without = [row for row in rows if row.choice is None or not row.choice.rendered.function]
+    return tuple(row for row in without if only in row.node)
+
+
+def time_row(row: StepRow, spec: Spec, device: torch.device) -> Timing:
+    """The time of one call on random inputs of the spec's own sizes."""
+    assert row.site is not None
+    sizes = sizes_of(spec)
+    inputs = inputs_of(row.site, sizes, device)
+    library = bare_product(row.site) or plain_site(row.site)
+    with torch.no_grad():
+        measured = alternate({"library": lambda: library(*inputs)}, device, row.moved)["library"]
+    return Timing(node=row.node, rows=sizes["B"] * sizes["T"], ms=float(f"{measured.ms:.4g}"))
+
+
+def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.device, say: Say) -> StepTiming:
+    """The time and the memory of training steps with the tiles of `lock`, and of the work between the nodes."""
+    with tempfile.TemporaryDirectory(prefix="specc-tune-step-") as name:
+        folder = Path(name)
+        names = generated_names(plan, instantiate(spec, plan.target.name, folder / "names", lock=lock).directory)
+        builds = bench_step.measure(spec, plan.target.name, lock, device, STEPS, names, folder, say, unfused=False)
+        (build,) = builds.values()
+    if build.memory is None or build.profile is None:
+        raise RunFailure("a step is measured on a GPU alone", "tune a GPU target")
+    return StepTiming(
+        key=step.key,
+        tokens=step.tokens,
+        ms=float(f"{build.step.ms:.4g}"),
+        memory=build.memory,
+        classes=classes_of(build.profile),
+    )
+
+
+def classes_of(profile: Profile) -> dict[str, float]:
+    """Milliseconds of the work between the nodes of a plan, and of the rest of a step with what is idle."""
+    known = profile.classes
+    rest = profile.idle + sum(known.get(kind, 0.0) for kind in REST_KERNELS)
+    times = {POINTWISE: known.get("pointwise", 0.0), REST: rest}
+    return {name: float(f"{ms:.4g}") for name, ms in times.items() if ms > 0}

@@ -1,0 +1,164 @@
+"""`specc diff`: first what matters, old -> new, then the specs, model.py and the kernels paired by node."""
+
+import shutil
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from specc.cli.app import run
+from specc.compiler.diff import Comparison
+from specc.compiler.errors import SpecError
+
+SPEC = Path(__file__).parents[2] / "specs/gpt_mlp35.yaml"
+TEXT = SPEC.read_text()
+FUSED = next(line for line in TEXT.splitlines(keepends=True) if line.startswith("  - blocks.*.mlp:"))
+CHANGES = {
+    "act": ("act: leaky_relu(x, 0.5) ** 2", "act: relu(x) ** 2"),
+    "ratio": ("ratio: 3.5", "ratio: 3.0"),
+    "heads": ("heads: 8", "heads: 4"),
+    "bits": ("default: {scheme: gptq, bits: 5}", "default: {scheme: gptq, bits: 6}"),
+    "fuse": (FUSED, ""),
+    "rate": ("lr: 0.035", "lr: 0.034"),
+    "gate": ("act: leaky_relu(x, 0.5) ** 2", "act: silu(gate) * x"),
+}
+LONGEST = {"act": 260, "ratio": 120, "heads": 400, "bits": 30, "fuse": 160, "rate": 30}  # lines of the whole output
+
+
+@cache
+def compared(change: str) -> Comparison:
+    """gpt_mlp35 beside itself with one line changed."""
+    before, after = CHANGES[change]
+    assert before in TEXT
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "gpt_mlp35.yaml"
+        path.write_text(TEXT.replace(before, after, 1))
+        shutil.copy(SPEC.with_name("gpt_mlp35.lock.json"), folder)
+        comparison = Comparison.of(SPEC, path)
+        assert comparison.details  # which reads the spec while it is there
+        return comparison
+
+
+def first(change: str) -> str:
+    """The first 25 lines."""
+    summary = compared(change).summary
+    assert len(summary) <= 25 and all(len(line) <= 120 for line in summary)
+    return "\n".join(summary)
+
+
+@pytest.mark.parametrize("change", LONGEST)
+def test_the_whole_output_is_short(change: str) -> None:
+    assert len(compared(change).text().splitlines()) <= LONGEST[change]
+
+
+def test_another_activation() -> None:
+    shown = first("act")
+    for words in (
+        "parameters   29,951,068, as before",
+        "fused products           55 ms -> at least 45.7 ms",
+        "memory       at least 17.0 GB -> at least 13.1 GB",
+        "backward     saves 9,094 -> 5,219 MB a micro-batch; blocks.*.mlp: act, slope -> no choice",
+        "tiles lost   2: linear_leaky_relu2__n1792_k512, dgrad_mul__n1792_k512",
+        "sm90/dgrad_mul__n1792_k512.cu -> dgrad_mul_sqrt__n1792_k512.cu",
+    ):
+        assert words in shown
+
+
+def test_a_narrower_mlp() -> None:
+    shown = first("ratio")
+    for words in (
+        "parameters   29,951,068 -> 27,067,484 (-2,883,584)",
+        "FLOP a token 245.9 MFLOP -> 228.6 MFLOP",
+        " of 16,000,000 -> ",
+        "step         at least 402 ms -> at least 373 ms",
+        "memory       at least 17.0 GB -> at least 15.8 GB",
+        "backward     saves 9,094 -> 7,987 MB a micro-batch",
+        "tiles lost   2: ",
+        "shapes       blocks.*.mlp.up [1792, 512] -> [1536, 512]",
+        "blocks.*.mlp.down [512, 1792] -> [512, 1536]",
+    ):
+        assert words in shown
+
+
+def test_fewer_heads() -> None:
+    shown = first("heads")
+    for words in (
+        "parameters   29,951,068 -> 32,867,376 (+2,916,308)",
+        "norm and rotary          18.4 ms -> at least",
+        "tiles lost   4: norm_rotary_gain__h8_c64_r8",
+        "blocks.*.attention.k [256, 512] -> [512, 512]",
+        "sm90/causal_attention__h8_g4_c64.py -> causal_attention__h4_g4_c128.py",
+    ):
+        assert words in shown
+
+
+def test_more_bits_do_not_decide_where_bits_are_chosen() -> None:
+    shown = first("bits")
+    for words in ("the default's bits do not decide", "66 tensors int5 -> int6", "(+3,763,", "changed      nothing"):
+        assert words in shown
+    assert "tiles lost" not in shown
+
+
+def test_a_fusion_that_is_gone() -> None:
+    shown = first("fuse")
+    for words in (
+        "step         at least 402 ms -> at least 436 ms",
+        "fused products           55 ms -> none",
+        "tiles lost   2: ",
+        "removed      sm90/dgrad_mul__n1792_k512.cu",
+    ):
+        assert words in shown
+    assert "removed: sm90/linear_leaky_relu2__n1792_k512.cu" in compared("fuse").details
+    assert not any("cpu/" in line for line in compared("fuse").details), "the CPU's files are one line"
+
+
+def heads(change: str) -> list[tuple[str, str]]:
+    """What is compared with what, in order."""
+    details = compared(change).details
+    return [(a[4:], b[4:]) for a, b in pairwise(details) if a.startswith("--- ") and b.startswith("+++ ")][1:]
+
+
+def test_kernels_are_paired_by_node() -> None:
+    assert heads("act") == [
+        ("a/sm90/model.py", "b/sm90/model.py"),
+        ("a/sm90/dgrad_mul__n1792_k512.cu", "b/sm90/dgrad_mul_sqrt__n1792_k512.cu"),
+        ("a/sm90/dgrad_mul__n1792_k512.py", "b/sm90/dgrad_mul_sqrt__n1792_k512.py"),
+        ("a/sm90/linear_leaky_relu2__n1792_k512.cu", "b/sm90/linear_relu2__n1792_k512.cu"),
+        ("a/sm90/linear_leaky_relu2__n1792_k512.py", "b/sm90/linear_relu2__n1792_k512.py"),
+    ]
+    details = compared("act").details
+    assert "-      dx[i] = p[i] * slope[i];" in details and "+      dx[i] = 2.0f * p[i] * sqrtf(y[i]);" in details
+    assert not any("dgrad_mul_sqrt_workspace" in line for line in details), "a name alone is no difference"
+    assert sum(line.startswith("cpu: ") for line in details) == 1
+
+
+def test_a_gate_adds_kernels() -> None:
+    assert "added: sm90/dgrad_add__n512_k1792.cu" in compared("gate").details
+    assert "added        sm90/dgrad_add__n512_k1792.cu" in first("gate")
+
+
+def test_a_learning_rate_is_in_the_spec_diff_alone() -> None:
+    assert heads("rate") == []
+    assert compared("rate").summary[-1] == "changed      nothing"
+
+
+def test_equal_specs_have_no_diff() -> None:
+    assert run(["diff", str(SPEC), str(SPEC)]) == 0
+
+
+def test_a_comment_for_a_pull_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    after = tmp_path / "gpt_mlp35.yaml"
+    after.write_text(TEXT.replace(*CHANGES["bits"]))
+    assert run(["diff", str(SPEC), str(after), "--format", "markdown"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith(f"### specc diff `{SPEC}` -> `{after}`\n\n```\n") and text.count("```") == 4
+    assert "<details><summary>" in text and "\n```diff\n--- " in text and text.endswith("</details>\n")
+
+
+def test_a_spec_that_does_not_build(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("spec_version: 1\n")
+    with pytest.raises(SpecError):
+        Comparison.of(SPEC, broken)
