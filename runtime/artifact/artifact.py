@@ -157,7 +157,7 @@ def write_artifact(
 def measured_bytes(contents: ArtifactContents, quality: int = 11, codec: Codec = Codec.BROTLI) -> int:
     """The exact size in bytes of the file that `write_artifact` would write, without writing it.
 
-    `specc.runtime.artifact.tensors.entropy_bytes` is the quick estimate.
+    `specc.runtime.artifact.quantized_model.entropy_bytes` is the quick estimate.
     """
     return _assemble(contents, quality, codec)[0].total
 

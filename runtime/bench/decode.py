@@ -19,11 +19,11 @@ from specc.compiler.pipeline import lower
 from specc.compiler.plan.lock import Lock
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import ExactMatchSpec
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.rerun import Rerun, rerun_model
 from specc.runtime.bench.timing import Measured
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.decode.lines import Translator, translator
 from specc.runtime.decode.step_graphs import Steps

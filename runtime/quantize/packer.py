@@ -9,8 +9,8 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.artifact import ArtifactContents, ArtifactSize, measured_bytes, write_artifact
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
+from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.artifact.table import described
-from specc.runtime.artifact.tensors import QuantizedModel
 from specc.runtime.quantize.schemes import resolved
 from specc.runtime.storage.data_digests import DataDigests
 

@@ -20,11 +20,10 @@ from specc.compiler.int8.products import Source, integer_products
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import QuantSpec, Spec
 from specc.runtime.artifact.artifact import ArtifactSize
-from specc.runtime.artifact.tensors import dequantized
+from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.calibration.hessian import traces
-from specc.runtime.calibration.input_ranges import trained_scales
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.calibration.input_ranges import input_ranges, trained_scales
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.errors import QuantizeError, cannot_write

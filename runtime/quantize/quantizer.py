@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specc.compiler.int8.products import Source
 from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
-from specc.runtime.artifact.tensors import QuantizedModel, entropy_bytes, quantize_tensors
+from specc.runtime.artifact.quantized_model import QuantizedModel, entropy_bytes, quantize_tensors
 from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.quantize.bit_allocation import added_nats
 

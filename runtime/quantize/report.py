@@ -10,7 +10,7 @@ from torch import Tensor
 from specc.compiler.int8.products import Source
 from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.quant.scheme import Range, Scheme, Solution
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized, entropy_bytes
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, entropy_bytes
 from specc.runtime.quantize.bit_allocation import added_nats
 from specc.runtime.quantize.quantizer import Statistics
 

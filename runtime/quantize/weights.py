@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.spec import QuantSpec
-from specc.runtime.artifact.tensors import QuantizedModel
+from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.calibration.calibrate import capture_gradients, capture_hessians
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import Say

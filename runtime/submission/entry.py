@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.codecs import compress
-from specc.runtime.artifact.tensors import dequantized
+from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.data.windows.loader import Loader

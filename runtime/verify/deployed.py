@@ -17,8 +17,8 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.programs import reference
 from specc.compiler.spec.spec import Spec
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.model.load import Loaded, device_of, instantiate
 from specc.runtime.open_model import realize_stored
 from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer, Statistics

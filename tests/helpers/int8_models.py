@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from specc.compiler import pipeline
 from specc.compiler.int8.products import Source, integer_products
 from specc.compiler.spec.spec import Spec
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.open_model import realize, realize_stored
 from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer
 from specc.runtime.quantize.schemes import base_schemes, resolved

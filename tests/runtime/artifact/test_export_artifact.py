@@ -37,7 +37,7 @@ from specc.runtime.artifact.artifact import (
     read_artifact,
     write_artifact,
 )
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized, quantize_tensors
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, quantize_tensors
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.storage.data_digests import DataDigests
 

@@ -14,7 +14,7 @@ from tiny_models import spec_of
 from torch import Tensor
 
 from specc.compiler import pipeline
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.quantize.report import InputRow, clipped_line, input_report
 

@@ -22,10 +22,10 @@ from specc.compiler.programs.programs import LoweringError
 from specc.compiler.quant.int8 import Int8
 from specc.compiler.quant.scheme import Range, Seen
 from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes, write_artifact
-from specc.runtime.artifact.constants import constants
 from specc.runtime.artifact.deployment import Deployment
+from specc.runtime.artifact.int8_products import constants
 from specc.runtime.artifact.table import described
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.decode.lines import translator
 from specc.runtime.errors import IntegrityError, QuantizeError

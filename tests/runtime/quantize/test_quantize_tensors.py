@@ -11,7 +11,7 @@ from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
 from specc.runtime.calibration.hessian import CHUNK_ROWS, Hessians, traces
 from specc.runtime.errors import IntegrityError, QuantizeError, RunFailure, RuntimeFailure
 from specc.runtime.quantize.quantizer import Statistics

@@ -10,7 +10,7 @@ from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme
 from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes
-from specc.runtime.artifact.tensors import entropy_bytes, quantize_tensors
+from specc.runtime.artifact.quantized_model import entropy_bytes, quantize_tensors
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.promotion import promote
 
