@@ -57,8 +57,8 @@ def is_submission(path: Path) -> bool:
 
 
 def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
-    """The bytes of the submission in the folder `path` and its `budget`; where unset, that is the `quant.budget_bytes` of
-    the spec in its weights, or else of the challenge's 16,000,000.
+    """The bytes of the submission in the folder `path` against a budget: `budget`, else the `quant.budget_bytes` of the
+    spec in its weights, else the challenge's 16,000,000.
 
     Raises IntegrityError where one of its files is missing or not a regular file, or the weights are none.
     """
