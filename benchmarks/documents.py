@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specc.compiler.render.jinja import render
+from specc.compiler.render.jinja import exists, render
+from specc.compiler.render.model import OpContext
 
 B, T, HEADS, GROUPS, CHANNELS = 48, 2048, 8, 4, 64  # gpt_mlp35's
 NUMBERS = count()
@@ -17,8 +18,12 @@ NUMBERS = count()
 
 def function(name: str, blocks: bool = True) -> Callable[..., Tensor]:
     """A function of the generated code; without `blocks`, in the form that masks all scores."""
-    text = render(f"torch/{name}.py.jinja", None, "", "")
-    scope: dict[str, object] = {"torch": torch, "Tensor": Tensor, "F": F, "NAMESPACE": f"documents_{next(NUMBERS)}"}
+    template = f"torch/ops/{name}.py.jinja"
+    if exists(template):
+        text = render(template, OpContext(f"documents_{next(NUMBERS)}"), "", "")
+    else:
+        text = render(f"torch/{name}.py.jinja", None, "", "")
+    scope: dict[str, object] = {"torch": torch, "Tensor": Tensor, "F": F}
     exec(text if blocks else text.replace("torch.compiler.is_compiling()", "False"), scope)
     return scope[name]  # type: ignore[return-value]
 

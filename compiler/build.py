@@ -139,7 +139,7 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
     """The text of one target's files: model.py and its kernels. Raises TemplateFault, which names the line of `source`,
     where a template renders no code."""
     from specc.compiler.render.jinja import render
-    from specc.compiler.render.model import model_context
+    from specc.compiler.render.model import OpContext, model_context
 
     files: dict[str, str] = {}
     for choice in plan.choices:
@@ -147,9 +147,12 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
             with _rendering(plan, choice.site.label, source):
                 files |= kernel_files(choice.rendered, choice.key, plan.source)
     context = model_context(plan)
+    for name in context.ops:
+        template, package = f"torch/ops/{name}.py.jinja", OpContext(f"specc_{plan.name}")
+        key = hashlib.sha256(f"{template}\n{package!r}".encode()).hexdigest()[:12]
+        files[f"{name}.py"] = render(template, package, plan.source, key)
     supports = tuple(render(f"torch/{name}.py.jinja", None, plan.source, "").rstrip() for name in context.supports)
-    namespace = f"specc_{plan.name}" if any("{NAMESPACE}" in text for text in supports) else ""
-    context = replace(context, supports=supports, namespace=namespace)
+    context = replace(context, supports=supports)
     with _rendering(plan, "", source):
         files["model.py"] = render(context.TEMPLATE, context, plan.source, "")
     return files

@@ -1,4 +1,4 @@
-"""What can go wrong, where, and what to do about it; how it is shown; the exit codes of the command line."""
+"""Diagnostics, their place and hint; how they are shown; the exit codes of the command line."""
 
 import errno
 import json
@@ -65,8 +65,8 @@ class SpecError(SpeccError):
     """Everything that is wrong with a spec. `texts` holds the text of each file that a diagnostic names."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
-        found = set(diagnostics)
-        self.diagnostics = tuple(sorted(found, key=lambda d: (d.file, d.mark, d.code, d.message)))
+        distinct = set(diagnostics)
+        self.diagnostics = tuple(sorted(distinct, key=lambda d: (d.file, d.mark, d.code, d.message)))
         self.texts = dict(texts)
         first = self.diagnostics[0]
         super().__init__(

@@ -149,12 +149,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong across this model's own fields; paths are relative to it."""
+        """The problems across this model's own fields; paths are relative to it."""
         yield from ()
 
 
 def tag_of(model: type[BaseModel], field: str) -> str | None:
-    """The single word of a `Literal` field, by which a union tells its members apart; None where there is none."""
+    """The single word of a `Literal` field, by which a union selects a member; None where there is none."""
     info = model.model_fields.get(field)
     values: tuple[Any, ...] = get_args(info.annotation) if info is not None else ()
     return values[0] if len(values) == 1 and isinstance(values[0], str) else None

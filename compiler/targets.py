@@ -1,4 +1,4 @@
-"""What each target can do. A target is a row of data; nothing else in the compiler knows its name."""
+"""The targets and their features. A target is a row of data; nothing else in the compiler knows its name."""
 
 from dataclasses import dataclass
 

@@ -12,7 +12,7 @@ from specc.compiler.architectures.stack import Blocks, Stack, one_of
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.norm import Rms
-from specc.compiler.blocks.roles import Embed, Norm, Shape, Site, Surroundings, Tokens, formula_problems
+from specc.compiler.blocks.roles import Embed, Norm, Shape, Site, SizeNames, Surroundings, Tokens, formula_problems
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
@@ -156,7 +156,9 @@ class _Lowering:
         self.model, self.name = model, name
         count = model.blocks.count
         out = model.output_init or model.init
-        self.shape = Shape(model.dim, count, model.context, model.vocab, dtype, model.init, out)
+        names = SizeNames()
+        vocab, dim = names.size("V", model.vocab, "tokens", "V"), names.size("D", model.dim, "features", "D")
+        self.shape = Shape(dim, count, model.context, vocab, dtype, model.init, out, names=names)
         self.functions = Functions(count)
         embed_titles = [(f"embed.{step.title}", i) for i, step in enumerate(model.embed)]
         self.places: dict[str, Path] = {title: ("model", "embed", i) for title, i in embed_titles}
@@ -186,7 +188,11 @@ class _Lowering:
         params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
         before = tuple(name for phase in phases for name in (phase.train, phase.score))
         whole = (*WHOLE, *(HALVES if halves else ()), *before)
-        made = Programs(self.name, params, functions, programs, places, whole, context=self.model.context)
+        constants = tuple((name, *constant) for name, constant in self.functions.constants.items())
+        context = self.model.context
+        made = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
+        sizes = tuple((name, *size) for name, size in self.shape.names.values.items())
+        made = replace(made, sizes=sizes)
         return replace(made, phases=tuple(replace(phase, rests=_unread(made, phase)) for phase in phases))
 
     def scored(self, name: str, reduction: Literal["mean", "none"], order: tuple[int, ...] | None = None) -> Graph:

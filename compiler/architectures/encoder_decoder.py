@@ -16,7 +16,7 @@ from specc.compiler.architectures.stage_names import collisions
 from specc.compiler.architectures.time_loop import spans, step_name
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
-from specc.compiler.blocks.roles import Bridge, Layer, Part, Shape, Stage, Surroundings
+from specc.compiler.blocks.roles import Bridge, Layer, Part, Shape, SizeNames, Stage, Surroundings
 from specc.compiler.catalog import models
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
@@ -161,7 +161,9 @@ class _Lowering:
         layers = max(1, sum(stage.count for stage in stages if isinstance(stage, BlocksStage)))
         kind = model.dtype or dtype
         out = model.output_init or model.init
-        shape = Shape(0, layers, model.context, model.vocabulary, kind, model.init, out, kept=model.context)
+        names = SizeNames()
+        vocab = names.size("V", model.vocabulary, "tokens", "V")
+        shape = Shape(0, layers, model.context, vocab, kind, model.init, out, kept=model.context, names=names)
         self.functions = Functions(layers)
         self.places = dict(_places(model))
         self.encoder = Side("encoder", model.encoder, shape, self.functions, self.places)
@@ -177,7 +179,10 @@ class _Lowering:
         params, functions = tuple(self.functions.params.values()), tuple(self.functions.graphs.values())
         places = tuple(self.places.items())
         whole = ("train", "score")
-        return Programs(self.name, params, functions, programs, places, whole, context=self.model.context)
+        constants = tuple((name, *constant) for name, constant in self.functions.constants.items())
+        context = self.model.context
+        made = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
+        return replace(made, sizes=tuple((name, *size) for name, size in self.decoder.shape.names.values.items()))
 
     def scored(self, name: Literal["train", "score"]) -> Graph:
         """source i64[B, S], target i64[B, T] -> cross-entropy in nats, f32, over the targets that are no pads.

@@ -12,13 +12,14 @@ from specc.compiler.programs.programs import Parameter
 class Functions:
     """Functions and parameters in the order in which they were found. `refused` are starts that a parameter cannot
     have, each with the first such parameter and the reason; `owners` are the classes of functions, by the place where
-    they run."""
+    they run; `constants` are numbers that formulas give, by a name for code."""
 
     layers: int
     graphs: dict[str, Graph] = field(default_factory=dict)
     params: dict[str, Parameter] = field(default_factory=dict)
     refused: dict[Init, str] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def keep(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
         """The built function under the first free one of `names`, or the equal one that exists; its parameters are
@@ -33,6 +34,7 @@ class Functions:
             raise AssertionError(f"what runs at {at} is none of {', '.join(names)}")
         for path, type in graph.params:
             self._add(f"{at}.{path}", type, b.inits[path])
+        self._define(b)
         return graph
 
     def program(self, b: Builder, outputs: Mapping[str, str]) -> Graph:
@@ -40,7 +42,15 @@ class Functions:
         graph = _read(b.build(outputs))
         for path, type in graph.params:
             self._add(path, type, b.inits[path])
+        self._define(b)
         return graph
+
+    def _define(self, b: Builder) -> None:
+        """Takes the constants of a graph; two of a name and different values are told apart by a number."""
+        for name, constant in b.constants.items():
+            options = (name, *(f"{name}_{i}" for i in range(2, len(self.constants) + 3)))
+            free = next(option for option in options if self.constants.get(option, constant) == constant)
+            self.constants[free] = constant
 
     def _add(self, path: str, type: TensorType, init: object) -> None:
         assert isinstance(init, Init)

@@ -130,6 +130,14 @@ class Blocks(StrictModel):
             found |= layer.scalars(i, self.count)
         return found
 
+    @property
+    def formulas(self) -> Mapping[str, str]:
+        """The formulas of these numbers."""
+        found = dict(self.norm.formulas)
+        for layer in self.layers:
+            found |= layer.formulas
+        return found
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -166,7 +174,9 @@ class Stack:
             args = (x, *given.values(), *kept, *some.values(), *skip.values())
             wide = b.types[x].with_shape(*b.types[x].shape[:-1], body.types[body.outputs[0][1]].width)
             returns = returned([wide, *(caches[key] for key in changed)])
-            call = Call(body.name, f"{self.site.at}.{i}", returns, tuple(blocks.scalars(i).items()))
+            scalars = blocks.scalars(i)
+            formulas = tuple((name, text) for name, text in blocks.formulas.items() if name in scalars)
+            call = Call(body.name, f"{self.site.at}.{i}", returns, tuple(scalars.items()), formulas=formulas)
             again = order[:run].count(i)
             x = b.add(f"{i}.again{again}" if again else str(i), call, args)
             state |= {f"{run}.{key}": f"{x}:{j}" for j, key in enumerate(changed, 1)}

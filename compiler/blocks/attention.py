@@ -46,15 +46,25 @@ class RopeSpec(StrictModel):
             return RopeAngles(dims, self.base)
         return RopeAngles(dims, self.base * (context / self.trained) ** (dims / (dims - 2)))
 
+    def formula(self, size: int, context: int) -> str | None:
+        """How the base of these angles comes about; None where it is the spec's own."""
+        dims = self.dims or size
+        if self.trained is None or context <= self.trained:
+            return None
+        return f"{self.base:g} * ({context} / {self.trained}) ** ({dims} / {dims - 2})"
+
 
 @dataclass(frozen=True, slots=True)
 class RopeTable(Shared):
     """Cosine and sine of the rotary angles at each position."""
 
     angles: RopeAngles | None = None
+    formula: str | None = None
 
     def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
         assert self.angles is not None
+        if self.formula is not None:
+            b.constant("rope_base", self.angles.base, self.formula)
         return output_refs(b.add(self.name, self.angles, (tokens.positions,)), 2)
 
 
@@ -142,6 +152,20 @@ class Attention(Layer):
         """Channels of a head."""
         return self.head_dim or dim // self.heads
 
+    def _channels(self, shape: Shape) -> int:
+        return shape.size("C", int(self.size(shape.dim)), "channels of a head", self.title)
+
+    def _queries(self, shape: Shape) -> int:
+        """Query heads."""
+        return shape.size("H", self.heads, "heads", self.title)
+
+    def _groups(self, shape: Shape) -> int:
+        """Key and value heads."""
+        if self.kv_heads in (None, self.heads):
+            return self._queries(shape)
+        assert self.kv_heads is not None
+        return shape.size("G", self.kv_heads, "heads of keys and values", self.title)
+
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
         if self.head_dim is None and dim % self.heads:
             hint = f"choose a divisor of {dim}, or set head_dim"
@@ -178,12 +202,13 @@ class Attention(Layer):
         angles = self.rope.angles(self.size(shape.dim), shape.context)
         # the name tells all there is of the angles: two layers that rotate alike share them, and no others
         name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")
-        return RopeTable(name, angles.output_labels, positional=True, angles=angles)
+        formula = self.rope.formula(self.size(shape.dim), shape.context)
+        return RopeTable(name, angles.output_labels, positional=True, angles=angles, formula=formula)
 
     def _values(self, shape: Shape) -> ValueTable | None:
         if self.values is None:
             return None
-        return self.values.table(self.title, (self.kv_heads or self.heads) * self.size(shape.dim), shape)
+        return self.values.table(self.title, self._groups(shape) * self._channels(shape), shape)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
         found = (self._rope(shape), self._values(shape), self._documents)
@@ -195,7 +220,7 @@ class Attention(Layer):
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         kept = "S" if self.reads_source else shape.kept
-        rows = shape.activation("B", kept, self.kv_heads or self.heads, self.size(shape.dim))
+        rows = shape.activation("B", kept, self._groups(shape), self._channels(shape))
         return {"k": rows, "v": rows}
 
     def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
@@ -207,7 +232,7 @@ class Attention(Layer):
         return {name: b.add(f"{name}.cache", empty, (around.memory,)) for name in ("k", "v")}
 
     def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        q = self._heads(b, x, "q", self.heads, shape)
+        q = self._heads(b, x, "q", self._queries(shape), shape)
         if self.reads_source:
             kept = around.cache or self._keys(b, around.memory, shape, around)
             q = self._gained(b, self._positioned(b, q, "q", around, shape), shape)
@@ -231,7 +256,7 @@ class Attention(Layer):
 
     def _keys(self, b: Builder, x: str, shape: Shape, around: Surroundings, q: str = "") -> dict[str, str]:
         """k and v of x; q, where it is given, gets its positions along with k."""
-        groups = self.kv_heads or self.heads
+        groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
         v = self._heads(b, x, "v", groups, shape, around)
         found = {"q": self._positioned(b, q, "q", around, shape)} if q else {}
@@ -240,19 +265,19 @@ class Attention(Layer):
     def _gained(self, b: Builder, q: str, shape: Shape) -> str:
         if self.qk_norm is None or self.qk_norm.gain is None:
             return q
-        gain = b.param("q_gain", shape.activation(self.heads, 1), constant(self.qk_norm.gain))
+        gain = b.param("q_gain", shape.activation(self._queries(shape), 1), constant(self.qk_norm.gain))
         return b.add("q.gain", Pointwise(("q * gain",), ("q", "gain")), (q, gain))
 
     def _out(self, b: Builder, attended: str, shape: Shape) -> str:
         merged = b.add("y.merged", MergeHeads(), (attended,))
-        size = (shape.dim, self.heads * self.size(shape.dim))
+        size = (shape.dim, self._queries(shape) * self._channels(shape))
         return affine(b, merged, "out", size, shape, shape.output_init, self.bias)
 
     def _heads(
         self, b: Builder, x: str, name: str, heads: int, shape: Shape, around: Surroundings | None = None
     ) -> str:
         features = b.types[x].width if self.reads_source and name != "q" else shape.dim
-        size = (heads * self.size(shape.dim), features)
+        size = (heads * self._channels(shape), features)
         made = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
         values = self._values(shape)
         if around is not None and values is not None and values.read_in(around.layer):
@@ -279,8 +304,8 @@ class Attention(Layer):
             return y
         features = self.gate.features or shape.dim
         read = b.add("gate.read", FirstFeatures(features), (x,)) if features < shape.dim else x
-        weight = b.param("head_gate", shape.activation(self.heads, features), self.gate.init)
+        weight = b.param("head_gate", shape.activation(self._queries(shape), features), self.gate.init)
         gate = b.add("gate", Linear(), (read, weight))
         opened = b.add("gate.act", Pointwise((self.gate.act,), ("x",)), (gate,))
-        heads = b.add("gate.heads", SplitHeads(self.heads), (opened,))
+        heads = b.add("gate.heads", SplitHeads(self._queries(shape)), (opened,))
         return b.add("y.gated", Pointwise(("y * gate",), ("y", "gate")), (y, heads))

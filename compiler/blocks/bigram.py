@@ -36,10 +36,12 @@ class Bigram(Embed):
     def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
         assert x is not None
         before, state = previous(b, tokens.ids, "bigram", tokens, self.bos, fill=-1)
-        bucket = b.add("bigram.bucket", BigramHash(self.buckets), (tokens.ids, before))
-        table = b.param("bigram.table", shape.activation(self.buckets, self.dim), self.init)
+        buckets = shape.size("BUCKETS", self.buckets, "pairs of tokens")
+        dim = shape.size("BIGRAM", self.dim, "features of a pair")
+        bucket = b.add("bigram.bucket", BigramHash(buckets), (tokens.ids, before))
+        table = b.param("bigram.table", shape.activation(buckets, dim), self.init)
         rows = b.add("bigram.rows", Embedding(), (bucket, table))
-        weight = b.param("bigram.project", shape.activation(b.types[x].width, self.dim), shape.matrix_init)
+        weight = b.param("bigram.project", shape.activation(b.types[x].width, dim), shape.matrix_init)
         pair = b.add("bigram.project", Linear(), (rows, weight))
         scale = b.param("bigram.scale", shape.activation(1), constant(self.scale))
         added = Pointwise(("x + scale * bigram",), ("x", "bigram", "scale"))

@@ -30,11 +30,11 @@ class EmbedStage(Stage):
         return self.positions is not None
 
     def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        init = self.init or shape.matrix_init
-        table = b.param("token", shape.activation(shape.vocab, self.dim), init)
+        init, dim = self.init or shape.matrix_init, shape.size("D", self.dim, "features", b.scope.replace(".", "_"))
+        table = b.param("token", shape.activation(shape.vocab, dim), init)
         y = b.add("token", Embedding(), (around.ids, table))
         if self.positions == "learned":
-            rows = b.param("positions", shape.activation(shape.context, self.dim), init)
+            rows = b.param("positions", shape.activation(shape.context, dim), init)
             place = b.add("place", Embedding(), (around.positions, rows))
         elif self.positions == "sinusoidal":
             place = b.add("place", Sinusoid(self.dim, shape.dtype), (around.positions,))

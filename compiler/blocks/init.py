@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from specc.compiler.expr import ExprError, number, parse
+from specc.compiler.expr.values import Const, substitute
 from specc.compiler.strict import Problem, StrictModel
 
 
@@ -24,6 +25,13 @@ def formula(*variables: str) -> AfterValidator:
 def value_of(value: float | str, **variables: float) -> float:
     """The number that a formula stands for."""
     return number(parse(value, tuple(variables)), **variables) if isinstance(value, str) else float(value)
+
+
+def stated(value: float | str, **variables: float) -> float | str:
+    """A formula with some variables filled in, as text; a number as it is."""
+    if not isinstance(value, str):
+        return value
+    return str(substitute(parse(value), {name: Const(number) for name, number in variables.items()}))
 
 
 LARGEST = 3.4028234e38  # of f32

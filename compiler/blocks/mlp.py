@@ -61,7 +61,7 @@ class Mlp(Layer):
             )
 
     def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        width = self.width(shape.dim)
+        width = shape.size("E", int(self.width(shape.dim)), "features inside the MLP", self.title)
         read = variables(parse(self.expression))
         operands = tuple(operand for operand in OPERANDS if operand in read)
         sources = {"x": "up", "gate": "gate"}

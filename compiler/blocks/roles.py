@@ -6,18 +6,33 @@ from typing import Annotated, ClassVar, Literal, Protocol, Self
 
 from pydantic import Field
 
-from specc.compiler.blocks.init import Init, constant, formula, value_of
+from specc.compiler.blocks.init import Init, constant, formula, stated, value_of
 from specc.compiler.expr import ExprError, parse, variables
-from specc.compiler.ir.graph import Builder, Dim, Graph, TensorType, output_refs
+from specc.compiler.ir.graph import Builder, Dim, Graph, Size, TensorType, output_refs
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import PartName, Path, Problem, StrictModel
 
 
+@dataclass
+class SizeNames:
+    """The names that code has for sizes, each with what it is: `D` is a number of features."""
+
+    values: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def size(self, name: str, value: int, words: str, title: str) -> int:
+        """`value` under `name`, or behind the `title` of its part where another size is called so; without a name where
+        both are taken."""
+        for option in (name, f"{title}_{name}".upper()):
+            if self.values.setdefault(option, (value, words))[0] == value:
+                return Size(value, option)
+        return value
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a block may know of the model around it: features, layers, tokens of context, vocabulary, compute dtype, how
-    many positions are kept between tokens, and the features of an encoder."""
+    many positions are kept between tokens, and the features of an encoder. `names` are those of sizes in code."""
 
     dim: int
     layers: int
@@ -28,6 +43,11 @@ class Shape:
     output_init: Init
     kept: Dim = "S"
     source: Dim = 0
+    names: SizeNames = field(default_factory=SizeNames, compare=False, repr=False)
+
+    def size(self, name: str, value: int, words: str, title: str = "") -> int:
+        """`value` with a name for code; `words` say what it is."""
+        return self.names.size(name, value, words, title or name)
 
     def of_width(self, width: Dim) -> "Shape":
         """The same around a value of `width` features."""
@@ -170,7 +190,8 @@ class Norm(StrictModel):
         if _by_layer(self.scale):
             factor = b.scalar("norm_scale")
             return b.add(f"{name}.scaled", Pointwise(("x * scale",), ("x", "scale")), (normed, factor))
-        value = value_of(self.scale, layers=float(shape.layers))
+        layers = float(shape.layers)
+        value = b.constant("norm_scale", value_of(self.scale, layers=layers), stated(self.scale, layers=layers))
         return b.add(f"{name}.scaled", Pointwise((f"x * {value!r}",), ("x",)), (normed,))
 
     @property
@@ -184,6 +205,11 @@ class Norm(StrictModel):
     def scalars(self, layer: int, layers: int) -> Mapping[str, float]:
         """The numbers that this norm wants bound in layer `layer`."""
         return bound("norm_scale", self.scale, layer, layers)
+
+    @property
+    def formulas(self) -> Mapping[str, str]:
+        """The formulas of these numbers."""
+        return {"norm_scale": self.scale} if isinstance(self.scale, str) else {}
 
 
 def _by_layer(value: float | str | None) -> bool:
@@ -337,7 +363,7 @@ class Layer(Part):
             return y
         if _by_layer(self.residual):
             return b.add("branch", Pointwise(*operands), (y, b.scalar(f"{self.title}_residual")))
-        factor = value_of(self.residual, layers=float(shape.layers))
+        factor = self._factor(b, shape)
         return b.add("branch", Pointwise((f"{factor!r} * branch",), ("branch",)), (y,))
 
     def join(self, b: Builder, x: str, y: str, shape: Shape) -> str:
@@ -350,13 +376,25 @@ class Layer(Part):
         if _by_layer(self.residual):
             scale = b.scalar(f"{self.title}_residual")
             return b.add("x", Pointwise(("x + scale * branch",), ("x", "branch", "scale")), (x, y, scale))
-        factor = value_of(self.residual, layers=float(shape.layers))
+        factor = self._factor(b, shape)
         return b.add("x", Pointwise((f"x + {factor!r} * branch",), ("x", "branch")), (x, y))
 
     def scalars(self, layer: int, layers: int) -> Mapping[str, float]:
         """The numbers that this layer wants bound in layer `layer`."""
         factor = None if self.residual == "learned" else self.residual
         return bound(f"{self.title}_residual", factor, layer, layers)
+
+    @property
+    def formulas(self) -> Mapping[str, str]:
+        """The formulas of these numbers."""
+        return {f"{self.title}_residual": self.residual} if isinstance(self.residual, str) else {}
+
+    def _factor(self, b: Builder, shape: Shape) -> float:
+        """The factor of the branch, where it is the same in every layer."""
+        assert self.residual is not None and self.residual != "learned"
+        layers = float(shape.layers)
+        value = value_of(self.residual, layers=layers)
+        return b.constant(f"{self.title}_residual", value, stated(self.residual, layers=layers))
 
 
 class Skips(StrictModel):

@@ -20,7 +20,8 @@ class Token(Embed):
     init: Init | None = None
 
     def lower(self, b: Builder, x: str | None, tokens: Tokens, shape: Shape) -> Lowered:
-        table = TensorType((shape.vocab, self.dim or shape.dim), shape.dtype)
+        dim = shape.dim if self.dim is None else shape.size("EMBED", self.dim, "features of the token table")
+        table = TensorType((shape.vocab, dim), shape.dtype)
         rows = (tokens.ids, b.param("token", table, self.init or shape.matrix_init))
         return Lowered(b.add("token", Embedding(), rows))
 

@@ -38,9 +38,10 @@ class ValueTable(Shared):
     def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
         spec, shape = self.spec, self.shape
         assert spec is not None and shape is not None
-        table = b.param(f"{self.name}.table", shape.activation(shape.vocab, spec.dim), spec.init)
+        dim = shape.size("VALUES", spec.dim, "features of a value embedding", self.name)
+        table = b.param(f"{self.name}.table", shape.activation(shape.vocab, dim), spec.init)
         rows = b.add(f"{self.name}.rows", Embedding(), (tokens.ids, table))
-        weight = b.param(f"{self.name}.project", shape.activation(self.features, spec.dim), shape.matrix_init)
+        weight = b.param(f"{self.name}.project", shape.activation(self.features, dim), shape.matrix_init)
         projected = b.add(f"{self.name}.project", Linear(), (rows, weight))
         scale = b.param(f"{self.name}.scale", shape.activation(1), constant(spec.scale))
         return (b.add(self.name, Pointwise(("scale * x",), ("x", "scale")), (projected, scale)),)

@@ -14,26 +14,90 @@ def operand(text: str) -> str:
 
 
 def fitted(line: str, width: int) -> tuple[str, ...]:
-    """The statement on as many lines as it takes; where even an item alone is too long, that line stays long."""
+    """The statement on as many lines as it takes, broken at its outermost brackets and operators."""
     indent = line[: len(line) - len(line.lstrip())]
     statement = line.strip()
     if len(line) <= width or statement.endswith(":"):
         return (line,)
     head, value = _value(statement)
+    room = width - len(indent)
+    broken = _broken(value, room, len(head))
+    if broken is None:
+        inside = _tuple(value, room - 4) if isinstance(_parsed(value), ast.Tuple) else _operators(value, room - 4)
+        broken = ["(", *(f"    {text}" for text in inside), ")"]
+    return tuple(indent + text for text in (f"{head}{broken[0]}", *broken[1:]))
+
+
+def _parsed(value: str) -> ast.expr:
+    return ast.parse(value, mode="eval").body
+
+
+def _tuple(value: str, room: int) -> list[str]:
+    """The items of a tuple without brackets, on one line where they fit."""
+    return [value] if len(value) <= room else [text for item in _items(value) for text in _item(item, room)]
+
+
+def _broken(value: str, room: int, before: int) -> list[str] | None:
+    """A value that is too long, opened at its last brackets or, where these stand too far right, its longest; None for
+    one that is no call, dict or list. `before` columns are taken by what stands ahead of it."""
     pairs = list(_pairs(value))
-    if isinstance(ast.parse(value, mode="eval").body, ast.Call | ast.Dict) and pairs:
-        start, end = pairs[-1]
-        if len(indent) + len(head) + start >= width:
-            start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
+    node = _parsed(value)
+    opened = ast.Call | ast.Dict | ast.List | ast.Subscript | ast.Attribute | ast.Tuple
+    if not isinstance(node, opened) or not pairs or (isinstance(node, ast.Tuple) and pairs != [(0, len(value) - 1)]):
+        return None
+    start, end = pairs[-1]
+    if before + start >= room or end - start < 3:
+        start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
+    inside = value[start + 1 : end]
+    if (
+        value[start] == "("
+        and not isinstance(node, ast.Tuple)
+        and (start == 0 or not (value[start - 1].isalnum() or value[start - 1] in "_)]"))
+    ):
+        grouped = [inside] if len(inside) <= room - 4 else _operators(inside, room - 4)
+        return [value[: start + 1], *(f"    {text}" for text in grouped), value[end:]]
+    lines = [inside] if len(inside) <= room - 4 else [t for item in _items(inside) for t in _item(item, room - 4)]
+    return [value[: start + 1], *(f"    {text}" for text in lines), value[end:]]
+
+
+def _item(item: str, room: int) -> list[str]:
+    """One item of several, with its comma."""
+    if len(item) < room:
+        return [f"{item},"]
+    name, equals, value = item.partition("=") if item.partition("=")[0].isidentifier() else ("", "", item)
+    if value.startswith("*") or ":" in value.partition("(")[0]:
+        return [f"{item},"]
+    broken = _broken(value, room, len(name) + 1) or _operators(value, room)
+    return [f"{name}{equals}{broken[0]}", *broken[1:-1], f"{broken[-1]},"] if len(broken) > 1 else [f"{item},"]
+
+
+def _operators(value: str, room: int) -> list[str]:
+    """A sum, product or choice with an operand a line, each behind its operator."""
+    node = _parsed(value)
+    if isinstance(node, ast.IfExp):
+        cuts = [(node.body.end_col_offset or 0), (node.test.end_col_offset or 0)]
+    elif isinstance(node, ast.BinOp):
+        cuts, level = [], type(node.op) in (ast.Add, ast.Sub)
+        part: ast.expr = node
+        while isinstance(part, ast.BinOp) and (type(part.op) in (ast.Add, ast.Sub)) == level:
+            end = part.left.end_col_offset or 0
+            cuts.insert(0, end + value[end:].index(" ") if value[end] == ")" else end)
+            part = part.left
     else:
-        value, start, end = f"({value})", 0, len(value) + 1
-    inside = _items(value[start + 1 : end], width - len(indent) - 4)
-    lines = (f"{head}{value[: start + 1]}", *(f"    {item}" for item in inside), value[end:])
-    return tuple(indent + text for text in lines)
+        return [value]
+    texts = [value[i:j].strip() for i, j in zip((0, *cuts), (*cuts, len(value)), strict=True)]
+    lines: list[str] = []
+    for text in texts:
+        operator, _, operand = text.partition(" ") if lines else ("", "", text)
+        inner = (
+            [operand] if len(text) <= room else _broken(operand, room, len(operator) + 1) or _operators(operand, room)
+        )
+        lines += [f"{operator} {inner[0]}".strip(), *inner[1:]]
+    return lines
 
 
 def _value(statement: str) -> tuple[str, str]:
-    """What a statement gives or returns, and the text before it."""
+    """The value that a statement assigns or returns, and the text before it."""
     node = ast.parse(f"def f():\n {statement}").body[0].body[0]  # type: ignore[attr-defined]
     start = node.value.col_offset - 1
     if isinstance(node.value, ast.Tuple):  # a tuple without parentheses starts where its first item does
@@ -53,15 +117,12 @@ def _pairs(text: str) -> Iterator[tuple[int, int]]:
                 yield opened, i
 
 
-def _items(text: str, width: int) -> tuple[str, ...]:
-    """The inside of brackets: on one line, or where that is too long an item a line."""
-    if len(text) <= width:
-        return (text,)
+def _items(text: str) -> list[str]:
+    """What commas outside of brackets part."""
     depth, items, last = 0, [], 0
     for i, char in enumerate(text):
         depth += (char in BRACKETS) - (char in BRACKETS.values())
         if char == "," and depth == 0:
             items.append(text[last:i].strip())
             last = i + 1
-    items.append(text[last:].strip())
-    return tuple(f"{item}," for item in items) if len(items) > 1 else (text,)
+    return [item for item in (*items, text[last:].strip()) if item]

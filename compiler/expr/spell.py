@@ -80,8 +80,8 @@ def is_primary(text: str) -> bool:
 
 
 class _Target(Printer):
-    """What the three target languages share: floats look like floats, and what has no variables is one
-    number."""
+    """The common part of the three target languages: floats look like floats, and an expression without variables is
+    one number."""
 
     functions: ClassVar[Mapping[str, str]] = {}
     definitions: ClassVar[Mapping[str, Expr]] = {}  # what the language lacks, in terms of what it has

@@ -21,8 +21,7 @@ FUNCTIONS: Mapping[str, int] = {
 
 
 class ExprError(ValueError):
-    """What is wrong with an expression (`message`), where (0-based `column` of its text), and what to do
-    (`hint`)."""
+    """A fault of an expression (`message`), its place (0-based `column` of the text), and what to do (`hint`)."""
 
     def __init__(self, message: str, column: int = 0, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)

@@ -1,4 +1,4 @@
-"""What an op becomes where its weights are int8: the base of each form, and what a form may ask of the pass."""
+"""The int8 form of an op whose weights are int8: the base of each form, and the services of the pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class Int8Form:
         """Replaces a node whose weights are all int8."""
         raise TypeError(f"{type(self).__name__} does not say what a node becomes")
 
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces such a node in a program that trains, by floats that round where `rewrite` rounds: `edit.codes`
         gives there the one value that its codes stand for."""
         raise TypeError(f"{type(self).__name__} does not say how a node is trained for int8")
@@ -104,22 +104,24 @@ def sums_of(edit: Editing, weight: str, bias: str) -> tuple[str, str, str]:
 def weighed(
     edit: Editing, name: str, codes: Sequence[str], weight: str, held: Sequence[str], at: Node
 ) -> tuple[Expr, dict[str, str]]:
-    """What the sums p of the first of `codes` are worth, all codes counted, as the beginning of an epilogue; and what
+    """The value of the sums p of the first of `codes`, all codes counted, as the beginning of an epilogue; and what
     it reads beside p and `scale`. Second codes are multiplied ahead, by a product of their own: f32 [..., N]. `held`
     are the constants of the product."""
     first, *second = codes
     if not second:
         return reread("p * scale"), {}
-    kept, offset, scale = held
+    codes_ref, offset, scale = held
     zeros = edit.constant(weight, "zeros", edit.type(offset))
     rows = edit.type(first).shape[:-1]
-    made = TensorType((*rows, edit.type(offset).width), "f32")
-    node = Node(f"{name}.second", Int8Linear(), (*second, kept, zeros, scale), (made,), SCALED, (f"{name}.second",))
+    type = TensorType((*rows, edit.type(offset).width), "f32")
+    node = Node(
+        f"{name}.second", Int8Linear(), (*second, codes_ref, zeros, scale), (type,), SCALED, (f"{name}.second",)
+    )
     return reread(f"p * scale + second / {FINE}"), {edit.add(node, at): "second"}
 
 
 def title_of(expr: Expr, type: TensorType) -> str:
-    """What a kernel is called behind `int8_linear`: whether it adds what second codes are worth, the functions behind
+    """The name of a kernel after `int8_linear`: whether it adds what second codes are worth, the functions behind
     the scale, and what it writes."""
     words = name_of(substitute(expr, {"scale": reread("1"), "second": reread("0")}))
     wide = "i16" if "second" in variables(expr) else ""

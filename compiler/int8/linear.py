@@ -39,15 +39,15 @@ class Int8LinearForm(Int8Form):
         rows = edit.type(codes).shape[0]
         given = edit.codes(node.inputs[0], factor.weight, node)
         expr, operands = weighed(edit, node.name, given, factor.weight, (codes, offset, scale), node)
-        while (tail := _tail(edit, last, operands)) is not None and (rows == width or not _given(tail, last)):
-            grown = _joined(expr, tail, last, operands)
+        while (epilogue := _tail(edit, last, operands)) is not None and (rows == width or not _given(epilogue, last)):
+            grown = _joined(expr, epilogue, last, operands)
             if grown is None:
                 break
             edit.replace(last)
             expr, operands = grown
-            last, members = tail, [*members, tail.name]
+            last, members = epilogue, [*members, epilogue.name]
         type = last.type
-        made = Node(
+        node_out = Node(
             node.name if rows == width else f"{node.name}.padded",
             Int8Linear(),
             (given[0], codes, offset, scale, *operands),
@@ -55,13 +55,13 @@ class Int8LinearForm(Int8Form):
             Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, type)),
             tuple(members),
         )
-        ref = edit.add(made, last)
+        ref = edit.add(node_out, last)
         if rows != width:
             assert isinstance(width, int)
             ref = edit.add_op(node.name, CropColumns(width), (ref,), last)
         edit.replace(last, ref)
 
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
         (factor,) = factors
         x, *weights = node.inputs
         edit.add(replace(node, inputs=(*edit.codes(x, factor.weight, node), *weights)), node)
@@ -92,28 +92,28 @@ def _tail(edit: Editing, last: Node, operands: Mapping[str, str]) -> Node | None
     readers = graph.consumers[last.name]
     if graph.uses(last.name) != 1 or not readers or not isinstance(readers[0].op, Pointwise):
         return None
-    (tail,) = readers
-    if edit.taken(tail):  # it reads two products, and the other has it
+    (epilogue,) = readers
+    if edit.taken(epilogue):  # it reads two products, and the other has it
         return None
-    if len(tail.types) != 1 or tail.type.shape != last.type.shape or tail.epilogue is not None:
+    if len(epilogue.types) != 1 or epilogue.type.shape != last.type.shape or epilogue.epilogue is not None:
         return None
     shapes = (last.type.shape, (last.type.width,))
-    types = [edit.type(ref) for ref in _given(tail, last)]
+    types = [edit.type(ref) for ref in _given(epilogue, last)]
     whole = all(type.shape in shapes and type.dtype in ("f32", "bf16", "f16") for type in types)
-    return tail if whole and not any(edit.integer(ref) for ref in tail.inputs) else None
+    return epilogue if whole and not any(edit.integer(ref) for ref in epilogue.inputs) else None
 
 
-def _given(tail: Node, last: Node) -> list[str]:
-    """What a tail reads beside the product."""
-    return [ref for ref in tail.inputs if ref != last.name]
+def _given(epilogue: Node, last: Node) -> list[str]:
+    """The operands of an epilogue beside the product."""
+    return [ref for ref in epilogue.inputs if ref != last.name]
 
 
-def _joined(expr: Expr, tail: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
-    """The epilogue with a tail behind it, and its operands by value; None where no kernel could print it."""
-    assert isinstance(tail.op, Pointwise)
+def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
+    """The epilogue with a epilogue behind it, and its operands by value; None where no kernel could print it."""
+    assert isinstance(epilogue.op, Pointwise)
     named = dict(operands)
     swap: dict[str, Expr] = {}
-    for variable, ref in zip(tail.op.variables, tail.inputs, strict=True):
+    for variable, ref in zip(epilogue.op.variables, epilogue.inputs, strict=True):
         if ref == last.name:
             swap[variable] = expr
             continue
@@ -121,9 +121,9 @@ def _joined(expr: Expr, tail: Node, last: Node, operands: Mapping[str, str]) -> 
         while name in WORDS or any(name == taken and other != ref for other, taken in named.items()):
             name += "_"
         swap[variable] = Var(named.setdefault(ref, name))
-    grown = substitute(reread(tail.op.outputs[0]), swap)
+    grown = substitute(reread(epilogue.op.outputs[0]), swap)
     try:
-        cuda_text(grown), title_of(grown, tail.type)
+        cuda_text(grown), title_of(grown, epilogue.type)
     except ExprError:
         return None
     return grown, named

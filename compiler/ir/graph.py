@@ -18,6 +18,36 @@ Dim = int | str
 Sizes = Mapping[str, int]
 
 
+class Size(int):
+    """A dim with a name for code, such as `D` or `H * C`; in all else the number that it is."""
+
+    text: str
+
+    def __new__(cls, value: int, text: str) -> "Size":
+        made = super().__new__(cls, value)
+        made.text = text
+        return made
+
+    def __mul__(self, other: Any) -> Any:
+        product = int(self) * other
+        return Size(product, f"{self.text} * {other.text}") if isinstance(other, Size) else product
+
+    def __rmul__(self, other: Any) -> Any:
+        return Size(other * int(self), f"{other} * {self.text}") if isinstance(other, int) else other * int(self)
+
+    def __floordiv__(self, other: int) -> int:
+        words = self.text.split(" * ")
+        if isinstance(other, Size) and other.text in words[:-1]:
+            words.remove(other.text)
+            return Size(int(self) // int(other), " * ".join(words))
+        return int(self) // int(other)
+
+
+def spelled(dim: Dim) -> str:
+    """A dim as code has it."""
+    return dim.text if isinstance(dim, Size) else str(dim)
+
+
 class TypeRuleError(ValueError):
     """An op was given inputs that it cannot take. `inputs` are the positions of those at fault."""
 
@@ -118,17 +148,17 @@ class Op:
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """What code calls the outputs, where there are several or the node's name tells less."""
+        """Names of the outputs in generated code, where there are several or the node's name is too general."""
         return ()
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        """What code of a group calls the inputs, where their own names would not tell which is which."""
+        """Names of the inputs in the code of a group, where their own names would be ambiguous."""
         return ()
 
     @property
     def words(self) -> str:
-        """What a plan page says that it computes."""
+        """A short description for a plan page."""
         return self.name
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
@@ -140,7 +170,7 @@ class Op:
         raise TypeRuleError(f"{self.name} has no type rule")
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
-        """What the whole numbers among its inputs are below: at least 0, they index something."""
+        """The exclusive upper bound of its integer inputs, which are indices of at least 0."""
         raise TypeRuleError(f"{self.name} has no whole numbers to index with")
 
     def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
@@ -152,8 +182,8 @@ class Op:
         return outputs[0].count(sizes)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        """The function that the Torch spelling calls: its text is templates/torch/<support>.py.jinja. Empty for
-        none."""
+        """The name of the function that the Torch spelling calls, with the text of templates/torch/<support>.py.jinja;
+        empty where it calls none."""
         return ""
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
@@ -161,7 +191,8 @@ class Op:
         raise TypeRuleError(f"{self.name} has no Torch spelling")
 
     def traced(self, inputs: Sequence[TensorType]) -> "Traced":
-        """What torch.fx must find where the Torch spelling ran: the witness holds generated code to it."""
+        """The nodes that torch.fx must find where the Torch spelling ran; the witness compares generated code with
+        them."""
         return Traced(self.support(inputs), tuple(map(Input, range(len(inputs)))))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
@@ -210,8 +241,8 @@ Gradients = tuple[str | Scaled | None, ...]
 
 
 class Tape(Protocol):
-    """What a derivative rule may read, and where it adds its nodes. A value of the forward is kept for the backward
-    only if a rule asks for it."""
+    """The interface of a derivative rule: the values that it may read, and where it adds nodes. A value of the forward
+    is saved for the backward only if a rule asks for it."""
 
     def type(self, index: int) -> TensorType:
         """The type of an input of the op."""
@@ -231,7 +262,7 @@ class Tape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. `epilogue` is a pointwise tail that joined it, over its accumulators and the inputs after
+    """One operation. `epilogue` is a pointwise node that joined it, over its accumulators and the inputs after
     `op.arity`; `members` are the spec paths of the nodes that it replaced, where these were several."""
 
     name: str
@@ -250,10 +281,12 @@ class Node:
         return output_refs(self.name, len(self.types))
 
     def __str__(self) -> str:
-        tail = f" |> {self.epilogue.name}{self.epilogue.settings()}" if self.epilogue else ""
+        epilogue = f" |> {self.epilogue.name}{self.epilogue.settings()}" if self.epilogue else ""
         members = f" of ({', '.join(self.members)})" if self.members else ""
         types = ", ".join(map(str, self.types))
-        return f"{self.name} = {self.op.name}({', '.join(self.inputs)}){self.op.settings()}{tail}{members} : {types}"
+        return (
+            f"{self.name} = {self.op.name}({', '.join(self.inputs)}){self.op.settings()}{epilogue}{members} : {types}"
+        )
 
 
 Named = tuple[str, TensorType]
@@ -274,12 +307,12 @@ class Graph:
     @cached_property
     def types(self) -> Mapping[str, TensorType]:
         """The type of every value that a node may name."""
-        found = dict(self.inputs)
-        found |= {f"@{name}": type for name, type in self.params}
-        found |= {f"${name}": TensorType((), "f32") for name in self.scalars}
+        types = dict(self.inputs)
+        types |= {f"@{name}": type for name, type in self.params}
+        types |= {f"${name}": TensorType((), "f32") for name in self.scalars}
         for node in self.nodes:
-            found |= zip(node.outputs, node.types, strict=True)
-        return found
+            types |= zip(node.outputs, node.types, strict=True)
+        return types
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:
@@ -288,11 +321,11 @@ class Graph:
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Node, ...]]:
         """For each value, the nodes that read it, in order; a node that reads it twice stands twice."""
-        found: dict[str, list[Node]] = {ref: [] for ref in self.types}
+        readers: dict[str, list[Node]] = {ref: [] for ref in self.types}
         for node in self.nodes:
             for ref in node.inputs:
-                found[ref].append(node)
-        return {ref: tuple(nodes) for ref, nodes in found.items()}
+                readers[ref].append(node)
+        return {ref: tuple(nodes) for ref, nodes in readers.items()}
 
     def uses(self, ref: str) -> int:
         """How often a value is read, by nodes or as an output of the graph."""
@@ -325,7 +358,8 @@ def node_of(ref: str) -> str:
 
 @dataclass
 class Builder:
-    """Collects the nodes of one graph. `scope` is put before every name that is added."""
+    """Collects the nodes of one graph. `scope` is put before every name that is added; `constants` are numbers that a
+    formula of the spec gives, by a name for code."""
 
     name: str
     scope: str = ""
@@ -336,6 +370,7 @@ class Builder:
     types: dict[str, TensorType] = field(default_factory=dict)
     inits: dict[str, object] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def input(self, name: str, type: TensorType) -> str:
         """Declares an input of the graph."""
@@ -359,6 +394,12 @@ class Builder:
         self.types[f"@{path}"] = type
         return f"@{path}"
 
+    def constant(self, name: str, value: float, formula: float | str) -> float:
+        """Declares that `value` is what a formula gives, where it is one, and returns it."""
+        if isinstance(formula, str):
+            self.constants[name.upper()] = value, formula
+        return value
+
     def path(self, name: str) -> str:
         return f"{self.scope}.{name}" if self.scope else name
 
@@ -380,8 +421,8 @@ class Builder:
 
     def origin(self, ref: str) -> str:
         """The node that gave a value its features: back through norms, residuals and the call into this function."""
-        made = {node.name: node for node in self.nodes}
-        while (node := made.get(node_of(ref))) is not None and node.op.keeps_features:
+        by_name = {node.name: node for node in self.nodes}
+        while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:
             ref = node.inputs[0]
         return self.origins.get(ref, node_of(ref))
 

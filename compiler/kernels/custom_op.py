@@ -1,9 +1,9 @@
-"""The Python side of a kernel, alike in every language: a custom op that checks, allocates and launches."""
+"""The Python side of a kernel, the same in every language: a custom op that checks, allocates and launches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from specc.compiler.kernels.epilogue import Tail, Value
+from specc.compiler.kernels.epilogue import Epilogue, Value
 from specc.compiler.kernels.kernel import Site, symbol
 from specc.compiler.kernels.lines import flowed, listed, unbroken
 from specc.compiler.ops.linear import Product
@@ -13,10 +13,10 @@ DTYPES = {"bf16": "torch.bfloat16", "f16": "torch.float16", "f32": "torch.float3
 
 @dataclass(frozen=True, slots=True)
 class CustomOp:
-    """What templates may know of the op around a kernel. Fields of code hold whole lines, indented.
+    """The op around a kernel, as templates write it. Fields of code hold whole lines, indented.
 
     `header` are comment lines; `formulas` what is computed, a line each; `x` the input whose rows and device
-    the others share; `wanted` the rows of the table of checks; `allocated` the lines that make the outputs.
+    the others share; `wanted` the rows of the table of checks; `allocated` the lines that allocate the outputs.
     """
 
     header: str
@@ -39,19 +39,19 @@ class CustomOp:
     result: str
 
 
-def custom_op(site: Site, tail: Tail) -> CustomOp:
+def custom_op(site: Site, epilogue: Epilogue) -> CustomOp:
     """The op of a site: x [..., K] with any leading dims, weights, operands -> outputs [..., N]."""
     op = site.node.op
     assert isinstance(op, Product)
     n, k = op.extent(site.inputs[1])
     function, file = symbol(site)
-    tensors = [value.name for value in (*tail.inputs, *tail.outputs)]
-    returned = ["Tensor"] * len(tail.outputs)
+    tensors = [value.name for value in (*epilogue.inputs, *epilogue.outputs)]
+    returned = ["Tensor"] * len(epilogue.outputs)
     annotation = returned[0] if len(returned) == 1 else f"tuple[{', '.join(returned)}]"
     return CustomOp(
-        header=header(site, tail, "# "),
-        summary=_summary(site, tail),
-        formulas=tuple(flowed(line, "    ", "    ") for line in tail.formulas(op.layout)),
+        header=header(site, epilogue, "# "),
+        summary=_summary(site, epilogue),
+        formulas=tuple(flowed(line, "    ", "    ") for line in epilogue.formulas(op.layout)),
         target=site.target.name,
         namespace=f"specc_{site.module}",
         node=site.label,
@@ -59,47 +59,49 @@ def custom_op(site: Site, tail: Tail) -> CustomOp:
         symbol=file,
         n=n,
         k=k,
-        x=tail.x.name,
-        signature=listed(f"def {function}(", [f"{value.name}: Tensor" for value in tail.inputs], f") -> {annotation}:"),
-        promise=_promise(tail, op, n, k),
-        wanted=tuple(_wanted(value, _shape(value, tail, op, "*rows", "N", "K")) for value in tail.inputs),
-        allocated=tuple(_allocated(value, tail.x) for value in tail.outputs),
+        x=epilogue.x.name,
+        signature=listed(
+            f"def {function}(", [f"{value.name}: Tensor" for value in epilogue.inputs], f") -> {annotation}:"
+        ),
+        promise=_promise(epilogue, op, n, k),
+        wanted=tuple(_wanted(value, _shape(value, epilogue, op, "*rows", "N", "K")) for value in epilogue.inputs),
+        allocated=tuple(_allocated(value, epilogue.x) for value in epilogue.outputs),
         launch=listed("launch(", tensors, ")", indent=12),
         launch_signature=listed("def launch(", [f"{name}: Tensor" for name in tensors], ") -> None:"),
-        result=", ".join(value.name for value in tail.outputs),
+        result=", ".join(value.name for value in epilogue.outputs),
     )
 
 
-def header(site: Site, tail: Tail, mark: str) -> str:
+def header(site: Site, epilogue: Epilogue, mark: str) -> str:
     """Label and types as comment lines that leave room for the plan key behind the last."""
     label = unbroken(f"{site.label}    ")
-    return flowed(f"{label}{_joined(tail.inputs)} -> {_joined(tail.outputs)}", mark, "    ", 88)
+    return flowed(f"{label}{_joined(epilogue.inputs)} -> {_joined(epilogue.outputs)}", mark, "    ", 88)
 
 
 def _joined(values: Iterable[object]) -> str:
     return ", ".join(unbroken(str(value)) for value in values)
 
 
-def _summary(site: Site, tail: Tail) -> str:
+def _summary(site: Site, epilogue: Epilogue) -> str:
     """The first line of the module's docstring; it stands behind three quotes."""
-    products = "product" if len(tail.weights) == 1 else f"{len(tail.weights)} products of one input"
-    outputs = "" if len(tail.outputs) == 1 else f" of {len(tail.outputs)} outputs"
+    products = "product" if len(epilogue.weights) == 1 else f"{len(epilogue.weights)} products of one input"
+    outputs = "" if len(epilogue.outputs) == 1 else f" of {len(epilogue.outputs)} outputs"
     return flowed(f'"""{site.label}: {products} and epilogue{outputs} in one kernel.')
 
 
-def _promise(tail: Tail, op: Product, n: int, k: int) -> str:
+def _promise(epilogue: Epilogue, op: Product, n: int, k: int) -> str:
     """The docstring of the op."""
-    shapes = {value.name: _shape(value, tail, op, "...", str(n), str(k)) for value in tail.inputs}
-    inputs = [f"{v.name} [{', '.join(shapes[v.name])}] {v.type.dtype}" for v in tail.inputs]
-    outputs = [f"{value.name} [..., {n}] {value.type.dtype}" for value in tail.outputs]
+    shapes = {value.name: _shape(value, epilogue, op, "...", str(n), str(k)) for value in epilogue.inputs}
+    inputs = [f"{v.name} [{', '.join(shapes[v.name])}] {v.type.dtype}" for v in epilogue.inputs]
+    outputs = [f"{value.name} [..., {n}] {value.type.dtype}" for value in epilogue.outputs]
     return flowed(f'"""{_joined(inputs)} -> {_joined(outputs)}.', "    ")
 
 
-def _shape(value: Value, tail: Tail, op: Product, rows: str, n: str, k: str) -> tuple[str, ...]:
+def _shape(value: Value, epilogue: Epilogue, op: Product, rows: str, n: str, k: str) -> tuple[str, ...]:
     """The dims of an input as text, with the words given for rows, N and K."""
-    if value is tail.x:
+    if value is epilogue.x:
         return rows, k
-    if value in tail.weights:
+    if value in epilogue.weights:
         return (n, k) if op.layout == "nk" else (k, n)
     return (n,) if value.column else (rows, n)
 

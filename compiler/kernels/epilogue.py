@@ -58,7 +58,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class Epilogue:
     """Everything a kernel is given and gives: `x` [rows, K], one weight an accumulator, operands, results.
 
     `results` stand in the order of the node's outputs; `steps` in the order of computing them, as the first
@@ -84,15 +84,15 @@ class Tail:
         return tuple(result.value for result in self.results)
 
     def formulas(self, layout: str) -> tuple[str, ...]:
-        """What is computed, a line an accumulator and a result, e.g. `p = x w^T`."""
+        """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
         product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout]
-        made = zip(self.accumulators, self.weights, strict=True)
-        lines = [f"{p} = {product.format(x=self.x.name, w=w.name)}" for p, w in made]
+        products = zip(self.accumulators, self.weights, strict=True)
+        lines = [f"{p} = {product.format(x=self.x.name, w=w.name)}" for p, w in products]
         return (*lines, *(f"{step.value.name} = {step.expr}" for step in self.steps))
 
 
-def tail_of(site: Site) -> Tail:
-    """The tail of a site that `refusal` has nothing against."""
+def epilogue_of(site: Site) -> Epilogue:
+    """The epilogue of a site that `refusal` has nothing against."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Product) and epilogue is not None
     count = op.arity - 1
@@ -122,7 +122,7 @@ def tail_of(site: Site) -> Tail:
         Result(Value(name, type), substitute(reread(text), renamed))
         for name, type, text in zip(outputs, site.node.types, epilogue.outputs, strict=True)
     )
-    return Tail(
+    return Epilogue(
         Value(x, site.inputs[0]),
         tuple(map(Value, weights, site.inputs[1 : op.arity])),
         accumulators,
@@ -132,7 +132,7 @@ def tail_of(site: Site) -> Tail:
 
 
 def refusal(site: Site) -> str | None:
-    """Why no kernel of a product and its tail takes this node: its op, dtypes, shapes or expressions."""
+    """Why no kernel of a product and its epilogue takes this node: its op, dtypes, shapes or expressions."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
         return f"takes a product of rows and weights; {site.node.op.name} is none"
@@ -150,8 +150,8 @@ def refusal(site: Site) -> str | None:
             step = VECTOR // BYTES[x.dtype]
             down = extent // step * step
             near = f"{down} or {down + step}" if down else f"{step}"
-            found = f"{dim} = {extent} {x.dtype} is {size} bytes, {near} would do"
-            return f"wants rows of a multiple of {VECTOR} bytes; {found}"
+            size_text = f"{dim} = {extent} {x.dtype} is {size} bytes, {near} would do"
+            return f"wants rows of a multiple of {VECTOR} bytes; {size_text}"
     return _operands_refusal(site, n) or _results_refusal(site)
 
 
@@ -170,12 +170,12 @@ def _results_refusal(site: Site) -> str | None:
     for i, type in enumerate(site.node.types):
         if type.dtype not in FLOATS:
             return f"writes {', '.join(FLOATS)}; output {i} is {type.dtype}"
-    tail = tail_of(site)
-    read = {name for result in tail.results for name in variables(result.expr)}
-    if idle := [value.name for value in tail.operands if value.name not in read]:
+    epilogue = epilogue_of(site)
+    read = {name for result in epilogue.results for name in variables(result.expr)}
+    if idle := [value.name for value in epilogue.operands if value.name not in read]:
         return f"reads only what its outputs need; no output reads {idle[0]}"
-    full = {*tail.accumulators, *(value.name for value in tail.operands if not value.column)}
-    for step in tail.steps:
+    full = {*epilogue.accumulators, *(value.name for value in epilogue.operands if not value.column)}
+    for step in epilogue.steps:
         if not _meets(step.expr, full):
             return f"writes tiles of [rows, {site.node.type.width}]; {step.value.name} is alike in every row"
         full.add(step.value.name)

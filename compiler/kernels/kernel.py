@@ -1,4 +1,4 @@
-"""What a kernel is asked: whether it takes a node, how well it suits, and the files that compute it."""
+"""The interface of a kernel: whether it takes a node, its rank, and the files that compute it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,15 +35,15 @@ class Site:
         It is written as graphs are, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d, slope) ->
         d * slope : bf16[B,T,1792]`, and names no class, so that renaming one in the compiler loses no measurement.
         """
-        tail = f" |> {self.epilogue.formula}" if self.epilogue is not None else ""
+        epilogue = f" |> {self.epilogue.formula}" if self.epilogue is not None else ""
         op, types = self.node.op, ", ".join(map(str, self.node.types))
-        return f"{op.name}{op.settings()}({', '.join(map(str, self.inputs))}){tail} : {types}"
+        return f"{op.name}{op.settings()}({', '.join(map(str, self.inputs))}){epilogue} : {types}"
 
     @property
     def epilogue(self) -> Pointwise | None:
-        """The tail over the accumulators (its first variables, one a product) and further inputs of the node."""
-        tail = self.node.epilogue
-        return tail if isinstance(tail, Pointwise) else None
+        """The epilogue over the accumulators (its first variables, one a product) and further inputs of the node."""
+        epilogue = self.node.epilogue
+        return epilogue if isinstance(epilogue, Pointwise) else None
 
     @property
     def operands(self) -> tuple[tuple[str, TensorType], ...]:
@@ -96,7 +96,7 @@ class Kernel:
 
     @property
     def made_of(self) -> str:
-        """What a plan page says of it: its language, or whose kernel it calls."""
+        """The description on a plan page: its language, or the library whose kernel it calls."""
         return self.language
 
     @property
@@ -113,17 +113,17 @@ class Kernel:
         return 1.0
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
-        """What it writes or reads beside the node's inputs and outputs, once each: a value that is written and read
-        again stands twice."""
+        """The bytes that it writes or reads beside the node's inputs and outputs, once each: a value that is written
+        and read again stands twice."""
         return ()
 
     def render(self, site: Site) -> Rendered:
-        """The files to write. Only asked where `rejects` gave None."""
+        """The files to write. Only called where `rejects` returns None."""
         raise TypeError(f"{type(self).__name__} does not say what to write")
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:
-    """What the target lacks for this kernel, as a reason; None where it has all."""
+    """The features that the target lacks for this kernel, as a reason; None where it has all."""
     if kernel.language not in target.languages:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)
@@ -132,10 +132,10 @@ def missing(kernel: Kernel, target: Target) -> str | None:
 
 def symbol(site: Site) -> tuple[str, str]:
     """Function and file name: `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
-    tail = site.epilogue
+    epilogue = site.epilogue
     word, size = site.node.op.symbol(site.inputs)
     words = [word]
-    if tail is not None:
-        words += [tail.title] if tail.title else [name_of(reread(output)) for output in tail.outputs]
+    if epilogue is not None:
+        words += [epilogue.title] if epilogue.title else [name_of(reread(output)) for output in epilogue.outputs]
     function = "_".join(word for word in words if word)
     return function, f"{function}__{size}"

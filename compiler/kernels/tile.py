@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from specc.compiler.ir.graph import BYTES
-from specc.compiler.kernels.epilogue import Tail
+from specc.compiler.kernels.epilogue import Epilogue
 from specc.compiler.targets import Target
 
 ROWS = 128
@@ -27,7 +27,7 @@ def counted(count: int, word: str) -> str:
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
-    """Raises ValueError, which tells `name`, where a number of a tile is out of its bounds."""
+    """Raises ValueError, which names `name`, where a number of a tile is out of its bounds."""
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}, and not from {least} to {most}")
 
@@ -62,7 +62,7 @@ class Tile:
         return f"{shape}, {self.resident} a multiprocessor" if self.resident > 1 else shape
 
 
-def tile_of(target: Target, tail: Tail, n: int, k: int) -> Tile:
+def tile_of(target: Target, epilogue: Epilogue, n: int, k: int) -> Tile:
     """The widest tile that pads N by at most an eighth and leaves room for three stages.
 
     A stage holds a block of x and one of each weight. With TMA the loads of the next tile run during the
@@ -70,8 +70,8 @@ def tile_of(target: Target, tail: Tail, n: int, k: int) -> Tile:
     where it reads tiles, half of the widest of these. Where even the narrowest tile has no room, two stages
     must do.
     """
-    count = len(tail.accumulators)
-    size = BYTES[tail.x.type.dtype]
+    count = len(epilogue.accumulators)
+    size = BYTES[epilogue.x.type.dtype]
     beside = _staged if "tma" in target.features else _nothing
     depths = [depth for depth in DEPTHS if depth <= k] or [SHALLOWEST]
     most = max(WIDTHS) if "wgmma" in target.features else WIDEST_IN_REGISTERS
@@ -79,7 +79,7 @@ def tile_of(target: Target, tail: Tail, n: int, k: int) -> Tile:
     for wide in [width for width in widths if _padded(n, width) * 8 <= n * 9] or [NARROWEST]:
         for deep in depths:
             stage = (ROWS + wide * count) * deep * size
-            stages = (target.shared_memory - BARRIERS - beside(tail, wide)) // stage
+            stages = (target.shared_memory - BARRIERS - beside(epilogue, wide)) // stage
             if stages >= FEWEST_STAGES:
                 return Tile(ROWS, wide, deep, _warps(wide * count), min(stages, MOST_STAGES))
     return Tile(ROWS, NARROWEST, depths[-1], _warps(NARROWEST * count), FEWEST_STAGES - 1)
@@ -98,30 +98,30 @@ BY_POINTER = (
 )  # fmt: skip
 
 
-def candidates(target: Target, tail: Tail, k: int) -> tuple[Tile, ...]:
+def candidates(target: Target, epilogue: Epilogue, k: int) -> tuple[Tile, ...]:
     """The tiles that are worth measuring and that fit the target's shared memory."""
     tma = "tma" in target.features
     beside = _staged if tma else _nothing
-    found = []
+    tiles = []
     for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
-        tile = Tile(m, columns // len(tail.accumulators), deep, warps, stages, resident)
-        needed = loaded_bytes(tail, tile) + beside(tail, tile.n) * m // ROWS + BARRIERS
+        tile = Tile(m, columns // len(epilogue.accumulators), deep, warps, stages, resident)
+        needed = loaded_bytes(epilogue, tile) + beside(epilogue, tile.n) * m // ROWS + BARRIERS
         if tile.n >= NARROWEST and deep <= k and needed * resident <= target.shared_memory:
-            found.append(tile)
-    return tuple(found)
+            tiles.append(tile)
+    return tuple(tiles)
 
 
-def loaded_bytes(tail: Tail, tile: Tile) -> int:
+def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
     """Bytes of shared memory that the loads in flight of one program take."""
-    return (tile.m + tile.n * len(tail.accumulators)) * tile.k * BYTES[tail.x.type.dtype] * tile.stages
+    return (tile.m + tile.n * len(epilogue.accumulators)) * tile.k * BYTES[epilogue.x.type.dtype] * tile.stages
 
 
 def whole_tiles(extent: int, side: int) -> float:
-    """What tiles of `side` cover, as a multiple of `extent`."""
+    """The extent that tiles of `side` cover, as a multiple of `extent`."""
     return _padded(extent, side) / extent
 
 
-def _nothing(tail: Tail, width: int) -> int:
+def _nothing(epilogue: Epilogue, width: int) -> int:
     return 0
 
 
@@ -129,10 +129,10 @@ def _padded(n: int, width: int) -> int:
     return -(-n // width) * width
 
 
-def _staged(tail: Tail, width: int) -> int:
+def _staged(epilogue: Epilogue, width: int) -> int:
     half = ROWS * width // 2
-    written = _widest({value.type.dtype for value in tail.outputs})
-    return half * (written + _widest({value.type.dtype for value in tail.operands if not value.column}))
+    written = _widest({value.type.dtype for value in epilogue.outputs})
+    return half * (written + _widest({value.type.dtype for value in epilogue.operands if not value.column}))
 
 
 def _widest(dtypes: Collection[str]) -> int:

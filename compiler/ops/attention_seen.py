@@ -15,7 +15,7 @@ SCORES = 1 << 24  # of sequences that a reference takes at a time
 
 @dataclass(frozen=True, slots=True)
 class SeenOp(Op):
-    """What forward and gradient share: both read `seen`, bool[B, S]."""
+    """Base of forward and gradient: both read `seen`, bool[B, S]."""
 
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "attention"
@@ -45,7 +45,7 @@ def _by_sequences(values: "Sequence[Tensor]", q: "Tensor", k: "Tensor") -> "Iter
 
 @dataclass(frozen=True, slots=True)
 class SeenAttention(SeenOp):
-    """What SdpaSeen gives, y [B, T, H, C], and what its gradient reads beside it: lse f32[B, H, T], the natural
+    """SdpaSeen with the log-sum-exp that its gradient reads: y [B, T, H, C] and lse f32[B, H, T], the natural
     logarithm of the sum of exp(q k^T / sqrt(C)) over the keys that are seen. Where none is, y and lse are 0 and no
     gradient comes of it. Every kernel keeps to that, so the forward of one serves the gradient of another."""
 
@@ -83,13 +83,13 @@ class SeenAttention(SeenOp):
         """Some sequences at a time. lse from scores in the precision of q."""
         import torch
 
-        found = []
+        outputs = []
         for q, k, v, seen in _by_sequences(inputs, inputs[0], inputs[1]):
             wide = torch.promote_types(q.dtype, torch.float32)
             lse = scores_of(q, k, seen[:, None, None]).to(wide).logsumexp(-1)
             lse = lse.masked_fill(~seen.any(-1)[:, None, None], 0.0)
-            found.append((SdpaSeen().reference(q, k, v, seen), lse))
-        ys, lses = zip(*found, strict=True)
+            outputs.append((SdpaSeen().reference(q, k, v, seen), lse))
+        ys, lses = zip(*outputs, strict=True)
         return torch.cat(ys), torch.cat(lses)
 
     def derivative(self, tape: Tape) -> Gradients | None:
@@ -144,10 +144,10 @@ class SeenAttentionGrad(SeenOp):
         """By autograd, through the reference of SdpaSeen, some sequences at a time; y and lse are not read."""
         import torch
 
-        found = []
+        outputs = []
         for dy, *leaves, seen in _by_sequences((*inputs[:4], inputs[6]), inputs[1], inputs[2]):
             free = [leaf.detach().requires_grad_() for leaf in leaves]
             with torch.enable_grad():
                 y = SdpaSeen().reference(*free, seen)
-            found.append(torch.autograd.grad(y, free, dy))
-        return tuple(map(torch.cat, zip(*found, strict=True)))
+            outputs.append(torch.autograd.grad(y, free, dy))
+        return tuple(map(torch.cat, zip(*outputs, strict=True)))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError, spelled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ class BigramHash(Op):
         return 0
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"bigram_hash({', '.join(args)}, {self.buckets})"
+        return f"bigram_hash({', '.join(args)}, {spelled(self.buckets)})"
 
     def support(self, inputs: Sequence[TensorType]) -> str:
         return "bigram_hash"
@@ -50,8 +50,8 @@ class BigramHash(Op):
 
         ids, previous = inputs
         pairs = zip(ids.flatten().tolist(), previous.flatten().tolist(), strict=True)
-        found = [self.bucket(token, before) for token, before in pairs]
-        return torch.tensor(found, dtype=torch.int32, device=ids.device).reshape(ids.shape)
+        buckets = [self.bucket(token, before) for token, before in pairs]
+        return torch.tensor(buckets, dtype=torch.int32, device=ids.device).reshape(ids.shape)
 
     def bucket(self, token: int, before: int) -> int:
         """The bucket of one pair."""

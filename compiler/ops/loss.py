@@ -1,4 +1,4 @@
-"""What a program is scored by."""
+"""Cross-entropy, alone and fused with the softmax of its logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,8 +133,8 @@ class SoftmaxLoss(Op):
         import torch
 
         wide = logits[..., : self.vocab].to(torch.promote_types(logits.dtype, torch.float32))
-        kept = torch_value(reread(self.f), {"z": wide})
-        return kept.logsumexp(-1) - kept.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        bounded = torch_value(reread(self.f), {"z": wide})
+        return bounded.logsumexp(-1) - bounded.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
     def derivative(self, tape: Tape) -> Gradients | None:
         if self.reduction == "none":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError, spelled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class RmsNorm(Op):
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         weight = f", {args[1]}" if self.affine else ""
-        return f"F.rms_norm({args[0]}, ({inputs[0].width},){weight}, eps={self.eps})"
+        return f"F.rms_norm({args[0]}, ({spelled(inputs[0].width)},){weight}, eps={self.eps})"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
         weight = (("weight", Input(1)),) if self.affine else ()  # fx records it by keyword
@@ -70,7 +70,7 @@ class LayerNorm(Op):
         return 7 * outputs[0].count(sizes)
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"F.layer_norm({args[0]}, ({inputs[0].width},), {args[1]}, {args[2]}, eps={self.eps})"
+        return f"F.layer_norm({args[0]}, ({spelled(inputs[0].width)},), {args[1]}, {args[2]}, eps={self.eps})"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
         learned = (("weight", Input(1)), ("bias", Input(2)))  # fx records them by keyword

@@ -14,7 +14,7 @@ USUAL_EPS = 1e-6  # neither names nor plans tell it
 
 @dataclass(frozen=True, slots=True)
 class HeadRotation(Op):
-    """What the op and its gradient share. Without `eps` nothing is normalized; with `gain` each head has a number."""
+    """Base of the op and its gradient. Without `eps` nothing is normalized; with `gain` each head has a number."""
 
     planned: ClassVar[bool] = True
     work: ClassVar[str] = "norm and rotary"
@@ -23,13 +23,13 @@ class HeadRotation(Op):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is done to a head, in order, each by one word."""
+        """The operations on a head, in order, each as one word."""
         norm = f"norm{'' if self.eps == USUAL_EPS else _letters(self.eps)}" if self.eps is not None else ""
         return tuple(filter(None, (norm, "rotary", "gain" if self.gain else "")))
 
     @property
-    def told(self) -> str:
-        """What is done to a head, for people."""
+    def description(self) -> str:
+        """The operations on a head, for people."""
         norm = "rms_norm" if self.eps is not None else ""
         norm += f" of eps {self.eps}" if self.eps not in (None, USUAL_EPS) else ""
         return ", ".join(filter(None, (norm, "rope", "gain" if self.gain else "")))
@@ -52,7 +52,7 @@ class NormRope(HeadRotation):
 
     @property
     def words(self) -> str:
-        return self.told
+        return self.description
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         return "_".join(self.parts), _size(inputs[0], inputs[1])
@@ -114,7 +114,7 @@ class NormRopeGrad(HeadRotation):
 
     @property
     def words(self) -> str:
-        return f"gradient of {self.told}"
+        return f"gradient of {self.description}"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         return "_".join((*self.parts, "grad")), _size(inputs[0], inputs[1 + self.reads_x])

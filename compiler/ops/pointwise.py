@@ -50,7 +50,7 @@ class Pointwise(Op):
 
     @property
     def formula(self) -> str:
-        """What it computes as text, whatever kernels call it: `(d, slope) -> d * slope`."""
+        """The expressions as text, without the title: `(d, slope) -> d * slope`."""
         labels = self.labels or ("",) * len(self.outputs)
         values = (f"{label} = {text}" if label else text for label, text in zip(labels, self.outputs, strict=True))
         return f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")

@@ -44,7 +44,7 @@ def step_of(bits: int) -> float:
 
 
 def wide(bits: int) -> str:
-    """What names end in where an input has more than 8 bits."""
+    """The suffix of names where an input has more than 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
 
 
@@ -95,7 +95,8 @@ class QuantizeRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class Int8Product(Op):
-    """What multiplies by stored codes w i8 [N, K], which are its input `stored`. A kernel of its own computes it."""
+    """Base of the ops that multiply by stored codes w i8 [N, K], their input `stored`. A kernel of its own computes
+    it."""
 
     matrix: ClassVar[bool] = True
     planned: ClassVar[bool] = True
@@ -135,9 +136,9 @@ class Int8Linear(Int8Product):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, weight, offset = inputs
-        found = f"{x.dtype}, {weight.dtype} and {offset.dtype}"
+        dtypes = f"{x.dtype}, {weight.dtype} and {offset.dtype}"
         if (x.dtype, weight.dtype, offset.dtype) != ("i8", "i8", "i32"):
-            raise TypeRuleError(f"multiplies i8 by i8 and adds i32, not {found}", (0, 1, 2))
+            raise TypeRuleError(f"multiplies i8 by i8 and adds i32, not {dtypes}", (0, 1, 2))
         if len(weight.shape) != 2:
             raise TypeRuleError(f"takes a matrix [N, K], not {weight}", (1,))
         n, k = self.extent(weight)

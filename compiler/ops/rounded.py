@@ -1,4 +1,5 @@
-"""What training computes in place of int8 products: inputs rounded as these will be, through which gradients pass."""
+"""Fake quantization: training in place of int8 products, with inputs rounded as these round them. Gradients pass
+unchanged."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What models of pairs do to sequences: marks, masks, states, steps of time."""
+"""Operations on sequences of encoder-decoder models: start and stop marks, masks, states, time steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

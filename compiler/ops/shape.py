@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError, spelled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ class SplitHeads(Op):
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         width = inputs[0].width
         assert isinstance(width, int)
-        return f"{operand(args[0])}.unflatten(-1, ({self.heads}, {width // self.heads}))"
+        return f"{operand(args[0])}.unflatten(-1, ({spelled(self.heads)}, {spelled(width // self.heads)}))"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
         width = inputs[0].width

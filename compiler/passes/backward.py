@@ -27,8 +27,8 @@ def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """What kernels call a pointwise member that reads products, with the further outputs that it is given: `gelu`, and
-    `gelu_pre` where it keeps the products although there are derivatives to keep."""
+    """The name that kernels give a pointwise member that reads products: `gelu`, and `gelu_pre` where the forward saves
+    the products instead of their derivatives."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
     return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
@@ -97,7 +97,7 @@ class Derivation:
         return self.b.add(f"{name}.scaled", Pointwise(("d * grad",), ("grad", "d")), (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """What a rule gave, times the number that its own gradient waits for."""
+        """The result of a rule, times the number that its gradient waits for."""
         if isinstance(value, str):
             return Scaled(value, by)
         both = self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)) if by else value.by
@@ -123,16 +123,16 @@ class Derivation:
         title, texts = original.title, []
         if products:
             plan = plan_backward(expression, products, self.keep)
-            kept = {v: Var(f"pre_{v}") for v in products}
-            texts.append({v: str(substitute(grad, kept)) for v, grad in plan.grads})
+            saved = {v: Var(f"pre_{v}") for v in products}
+            texts.append({v: str(substitute(grad, saved)) for v, grad in plan.grads})
             title = titled(original, products, self.keep) if plan.strategy == "recomputed" else title
         texts += [{v: str(simplify(reread(f"d * ({derive(expression, v)})")))} for v in operands if v not in products]
-        found: list[tuple[str, str | Scaled]] = []
+        gradients: list[tuple[str, str | Scaled]] = []
         for group in texts:
             suffix = "grad" if set(group) & set(products) else f"grad_{next(iter(group))}"
             name = f"{title}_{suffix}" if title else ""
-            found += self.emitted(f"{node.name}.{suffix}", name, group, operands, readable, grads[0])
-        return found
+            gradients += self.emitted(f"{node.name}.{suffix}", name, group, operands, readable, grads[0])
+        return gradients
 
     def emitted(
         self,

@@ -1,16 +1,17 @@
 """The first witness: torch.fx traces a generated module, and what it finds must be the plan, node for node."""
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from specc.compiler.expr import Binary, Call, Compare, Expr, Neg, Var, decided, number, reread, variables
-from specc.compiler.ir.graph import Graph, Input, Node, TensorType, Traced, node_of
+from specc.compiler.ir.graph import Graph, Input, Node, Op, TensorType, Traced, node_of
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.region import Scan
-from specc.compiler.programs.programs import Programs, flatten, scalar_values
+from specc.compiler.ops.region import Fused, Scan
+from specc.compiler.programs.programs import Programs, class_name, flatten, group_functions, scalar_values
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -50,22 +51,64 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
     own = [value for name, value in vars(source).items() if isinstance(value, types.FunctionType) and name != "weights"]
     tracer = Tracer(autowrap_functions=(*own, arange))
     tracer.traced_func_name = method
-    return tracer.trace(module)
+    with _whole_groups(source):
+        return tracer.trace(module)
+
+
+@contextmanager
+def _whole_groups(source: ModuleType) -> Iterator[None]:
+    """Lets fx record what the autograd functions of model.py are applied to, and not what they do."""
+    from torch import autograd
+
+    groups = [v for v in vars(source).values() if isinstance(v, type) and issubclass(v, autograd.Function)]
+    try:
+        for group in groups:
+            setattr(group, "apply", staticmethod(_recorded(group)))  # noqa: B010  (for mypy it is a method)
+        yield
+    finally:
+        for group in groups:
+            del group.apply
+
+
+def _recorded(group: Any) -> Callable[..., Any]:
+    """`group.apply`, which under fx is one call of a function named as the group."""
+    apply = group.apply
+
+    def run(*args: Any) -> Any:
+        return apply(*args)
+
+    def recorded(*args: Any) -> Any:
+        from torch import fx
+
+        proxy = next((arg for arg in args if isinstance(arg, fx.Proxy)), None)
+        return apply(*args) if proxy is None else proxy.tracer.create_proxy("call_function", run, args, {})
+
+    run.__name__ = group.__name__
+    return recorded
 
 
 def round_trip(programs: Programs, program: str, traced: "fx.Graph") -> int:
     """Holds a traced program to the plan: ops, settings, paths, wiring. Returns how many nodes agreed; raises
     Mismatch."""
     graph = flatten(programs, programs.program(program), groups=False)
-    seen = compare(graph, scalar_values(programs.program(program)), traced)
+    seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
     if unmatched := [node.name for node in graph.nodes if node.name not in seen]:
         raise Mismatch(f"the plan has {unmatched[0]}, which the module does not compute")
     return len(seen)
 
 
-def compare(graph: Graph, scalars: Mapping[str, float], traced: "fx.Graph") -> Mapping[str, "fx.Node"]:
-    """Holds a trace to a graph of one output: which traced node computes each of the graph's. Raises Mismatch."""
-    return _Comparison(graph, scalars).run(traced)
+def compare(
+    graph: Graph, scalars: Mapping[str, float], traced: "fx.Graph", groups: Mapping[str, str] | None = None
+) -> Mapping[str, "fx.Node"]:
+    """Holds a trace to a graph of one output: which traced node computes each of the graph's. Raises Mismatch.
+
+    Args:
+        graph: the plan's, flat.
+        scalars: the numbers that calls bind, by place and name.
+        traced: what fx found.
+        groups: the function that runs each fused group.
+    """
+    return _Comparison(graph, scalars, groups or {}).run(traced)
 
 
 def check_types(
@@ -78,7 +121,7 @@ def check_types(
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     graph = flatten(programs, programs.program(program), groups=False)
-    seen = compare(graph, scalar_values(programs.program(program)), traced)
+    seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
     sizes = {"B": rows, "T": tokens, "S": tokens}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = [
@@ -111,6 +154,7 @@ class _Comparison:
 
     graph: Graph
     scalars: Mapping[str, float]
+    groups: Mapping[str, str]
     seen: dict[str, "fx.Node"] = field(default_factory=dict)
     waiting: list[tuple[Node, int, Any]] = field(default_factory=list)
 
@@ -155,17 +199,44 @@ class _Comparison:
             values = dict(zip(node.op.variables, node.inputs, strict=True))
             self.expression(node, decided(reread(node.op.outputs[0])), values, found)
             return
-        if node.op.everywhere:
-            self.kernel(node, found)
-            return
         types = [self.graph.types[ref] for ref in node.inputs]
-        self.call(node, node.op.traced(types), found)
+        if node.op.everywhere or (node.op.planned and type(node.op).torch is Op.torch):
+            self.kernel(node, found, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
+            return
+        wanted = node.op.traced(types)
+        if isinstance(node.op, Fused):
+            self.group(node, wanted, found)
+        else:
+            self.call(node, wanted, found)
 
-    def kernel(self, node: Node, found: Any) -> None:
-        """A call of the function of a kernel, which is named after the op and its epilogue, if it has one; its file may
-        have added the shape."""
+    def group(self, node: Node, wanted: Traced, found: Any) -> None:
+        """A fused group: a function, or the application of one that is learned through, which may take its rows as one
+        dim and give them back as several."""
+        assert isinstance(node.op, Fused)
+        function = self.groups[node.op.group]
+        if self.called(found) == function:
+            self.call(node, replace(wanted, function=function), found)
+            return
+        shape = None
+        if self.called(found) == "unflatten":
+            found, zero, leading = found.args
+            whole = leading.args[0]
+            ends = self.called(leading) == "getitem" and leading.args[1] == slice(None, -1)
+            self.expect(zero == 0 and ends and self.called(whole) == "getattr", node.name, "has its rows", leading)
+            shape = whole.args[0]
+        self.expect(self.called(found) == class_name(function), node.name, f"is a call of {function}", found)
+        self.expect(len(found.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", found)
+        given = [have.args[0] if self.called(have) == "flatten" else have for have in found.args]
+        self.expect(shape is None or shape in given, node.name, "has the rows of an input", found)
+        for ref, have, passed in zip(node.inputs, given, found.args, strict=True):
+            self.expect(have is passed or passed.args[1:] in ((), (0, -2)), node.name, "is given rows", passed)
+            self.value(ref, have)
+
+    def kernel(self, node: Node, found: Any, function: str) -> None:
+        """A call of the function of a kernel, whose name an epilogue ends, if it has one; its file may have added the
+        shape."""
         tail = f"_{node.epilogue.title}" if isinstance(node.epilogue, Pointwise) else ""
-        name, wanted = self.called(found).partition(".")[0].partition("__")[0], f"{node.op.name}{tail}"
+        name, wanted = self.called(found).partition(".")[0].partition("__")[0], f"{function}{tail}"
         self.expect(name == wanted, node.name, f"is a call of {wanted}", found)
         self.expect(len(found.args) == len(node.inputs), node.name, f"takes {len(node.inputs)} arguments", found)
         for ref, have in zip(node.inputs, found.args, strict=True):
@@ -173,6 +244,7 @@ class _Comparison:
 
     def call(self, node: Node, wanted: Traced, found: Any) -> None:
         name = self.called(found)
+        name = name.removesuffix(".default")  # of an op
         self.expect(name == wanted.function, node.name, f"is a call of {wanted.function}", found)
         args = found.args
         self.expect(len(args) == len(wanted.args), node.name, f"takes {len(wanted.args)} arguments", found)

@@ -55,6 +55,12 @@ class Group:
     keep: Keep = KEEPS[0]
     others: tuple["Group", ...] = ()
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it takes rows as one dim, however many they are in: products do, and what mixes tokens does not."""
+        nodes = (*self.forward.nodes, *self.backward.nodes)
+        return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:
@@ -78,7 +84,9 @@ class Programs:
     `places` leads from the start of a node's name to the part of the spec that made it; `whole` names the programs that
     see whole sequences at once; `phases`, in order, are those of a run, which goes on with `train` and `score` where
     the last of them ends. No sequence has more than `context` tokens, where that is known. `buffers` are what programs
-    read besides parameters and no optimizer owns: the inverse scales of inputs that are rounded.
+    read besides parameters and no optimizer owns: the inverse scales of inputs that are rounded. `constants` are the
+    numbers that formulas of the spec give: a name for code, the number, the formula; `sizes` the names of dims: the
+    number, and what it is.
     """
 
     name: str
@@ -91,6 +99,8 @@ class Programs:
     phases: tuple[Phase, ...] = ()
     context: int | None = None
     buffers: tuple[Named, ...] = ()
+    constants: tuple[tuple[str, float, str], ...] = ()
+    sizes: tuple[tuple[str, int, str], ...] = ()
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -112,9 +122,9 @@ class Programs:
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "") -> Graph:
-    """`graph`, running at `at`, with every call, and with `groups` every fused group, replaced by the nodes that they
-    run, under full names; a loop over time stays. Numbers that calls bind are named `$place.name`; `scalar_values` has
-    them."""
+    """`graph`, running at `at`, with every call, and with `groups` every fused group, else those that nothing is
+    learned through, replaced by the nodes that they run, under full names; a loop over time stays. Numbers that calls
+    bind are named `$place.name`; `scalar_values` has them."""
     nodes: list[Node] = []
     renamed = _inline(programs, graph, at, at, {name: name for name, _ in graph.inputs}, nodes, groups)
     outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
@@ -156,7 +166,7 @@ def _inline(
             ran.add(node.op.at)
             inner = _inline(programs, callee, f"{own}{node.op.at}", f"{prefix}{begins}", given, nodes, groups)
             results = [inner[ref] for _, ref in callee.outputs]
-        elif groups and isinstance(node.op, Fused):
+        elif isinstance(node.op, Fused) and (groups or not programs.group(node.op.group).backward.outputs):
             forward = programs.group(node.op.group).forward
             given = {name: ref for (name, _), ref in zip(forward.inputs, inputs, strict=True)}
             inner = _inline(programs, forward, at, run, given, nodes, groups)
@@ -167,6 +177,60 @@ def _inline(
             results = list(nodes[-1].outputs)
         here |= zip(node.outputs, results, strict=False)
     return here
+
+
+def class_name(name: str) -> str:
+    """The name of a class of generated code: `FusedMlp` for `fused_mlp`."""
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def group_functions(programs: Programs) -> Mapping[str, str]:
+    """The function that runs each group, by the group's name. Groups that compute the same, such as the rotation of q
+    and that of k, share one: it is called after what they do."""
+    shared: dict[object, list[Group]] = {}
+    for group in programs.groups:
+        shared.setdefault(_computation(group), []).append(group)
+    names: dict[str, str] = {}
+    for groups in shared.values():
+        name = groups[0].name
+        if len(groups) > 1:
+            work = "_".join(("fused", *(member.rpartition(".")[2] for member in groups[0].members)))
+            name = work if work not in {*names.values(), *(group.name for group in programs.groups)} else name
+        names |= {group.name: name for group in groups}
+    return names
+
+
+def _computation(group: Group) -> object:
+    """What a group computes, whatever its nodes and values are called."""
+    graphs: list[object] = []
+    known: dict[str, str] = {}
+    for graph in (group.forward, group.backward):
+        names = {name: f"{graph is group.forward}{i}" for i, (name, _) in enumerate(graph.inputs)}
+        for i, node in enumerate(graph.nodes):
+            names |= {ref: f"n{i}:{j}" for j, ref in enumerate(node.outputs)}
+        nodes = [(n.op, n.epilogue, tuple(names.get(r, r) for r in n.inputs), n.types) for n in graph.nodes]
+        outputs = [names.get(ref, ref) for _, ref in graph.outputs]
+        graphs.append((tuple(nodes), tuple(type for _, type in graph.inputs), tuple(outputs)))
+        known |= names
+    return tuple(graphs), group.saved
+
+
+def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
+    """The graph with each group that nothing is learned through replaced by its nodes: it needs no function."""
+    nodes: list[Node] = []
+    names: dict[str, str] = {}
+    for node in graph.nodes:
+        node = replace(node, inputs=tuple(names.get(ref, ref) for ref in node.inputs))
+        group = programs.group(node.op.group) if isinstance(node.op, Fused) else None
+        if group is None or group.backward.outputs:
+            nodes.append(node)
+            continue
+        given = dict(zip((name for name, _ in group.forward.inputs), node.inputs, strict=True))
+        for own in group.forward.nodes:
+            nodes.append(replace(own, inputs=tuple(given.get(ref, ref) for ref in own.inputs)))
+        names |= zip(node.outputs, (given.get(ref, ref) for _, ref in group.forward.outputs), strict=False)
+    outputs = tuple((label, names.get(ref, ref)) for label, ref in graph.outputs)
+    return replace(graph, nodes=tuple(nodes), outputs=outputs)
 
 
 def owner(ref: str) -> str:

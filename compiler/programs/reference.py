@@ -108,10 +108,12 @@ def epilogue_value(node: Node, operands: tuple["Tensor", ...]) -> tuple["Tensor"
     from specc.compiler.ops.pointwise import Pointwise
     from specc.compiler.ops.quantized import rounded
 
-    tail = node.epilogue
-    assert isinstance(tail, Pointwise)
-    values = dict(zip(tail.variables, operands, strict=True))
-    labels = tail.labels or ("y",)
-    saves = {label: torch_value(reread(text), values) for label, text in zip(labels[1:], tail.outputs[1:], strict=True)}
-    value = torch_value(reread(tail.outputs[0]), {**values, **saves})
+    epilogue = node.epilogue
+    assert isinstance(epilogue, Pointwise)
+    values = dict(zip(epilogue.variables, operands, strict=True))
+    labels = epilogue.labels or ("y",)
+    saves = {
+        label: torch_value(reread(text), values) for label, text in zip(labels[1:], epilogue.outputs[1:], strict=True)
+    }
+    value = torch_value(reread(epilogue.outputs[0]), {**values, **saves})
     return (rounded(value) if node.type.dtype == "i8" else value, *saves.values())

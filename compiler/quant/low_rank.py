@@ -1,4 +1,4 @@
-"""What a few ranks can mend of a quantized matrix: W ~ codes * scale + L R (LQER, Zhang et al. 2024, arXiv 2402.02446).
+"""A low-rank correction of a quantized matrix: W ~ codes * scale + L R (LQER, Zhang et al. 2024, arXiv 2402.02446).
 
 L [rows, rank] is kept in 2 bits, -2 to 1, with one scale a column; R [rank, columns] in 4 bits, -8 to 7, with one scale
 for each 64 columns of a row.

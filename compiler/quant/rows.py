@@ -157,7 +157,7 @@ def largest_rank(shape: tuple[int, ...]) -> int:
 
 
 def arrays_of(codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> dict[str, Array]:
-    """What is stored: int8 codes of `shape` and float16 scales."""
+    """The stored arrays: int8 codes of `shape` and float16 scales."""
     import torch
 
     return {"codes": codes.to(torch.int8).reshape(shape).cpu().numpy(), "scale": scale.cpu().numpy()}

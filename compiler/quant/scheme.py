@@ -1,4 +1,4 @@
-"""What every quantization scheme answers: the arrays it stores of a parameter, and the way there and back."""
+"""The interface of a quantization scheme: the arrays that it stores of a parameter, and both conversions."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What calibration saw of a product's input x [.., K], in f64: the `largest` magnitude of each feature [K], and the
-    mean of x^T x as `products` [K, K]. Where the input has a scale already, `beyond` [K] is the mean square of what its
-    codes cut off, and `clipped` the share of all numbers that lose more than half a scale so."""
+    """Calibration statistics of a product's input x [.., K], in f64: the `largest` magnitude of each feature [K], and
+    the mean of x^T x as `products` [K, K]. Where the input has a scale already, `beyond` [K] is the mean square of what
+    its codes cut off, and `clipped` the share of all numbers that lose more than half a scale so."""
 
     largest: Tensor
     products: Tensor
@@ -85,9 +85,9 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What calibration saw of the product that a parameter is the weight of: X^T X of its input as `hessian`; the scale
-    of its input, f32 [1] or [K], as its scheme chose it. Of a bias, `weight` are the stored arrays of the weight beside
-    it. `solved` is told how the Hessian was used, where it was."""
+    """Calibration statistics of the product that a parameter is the weight of: X^T X of its input as `hessian`; the
+    scale of its input, f32 [1] or [K], as its scheme chose it. Of a bias, `weight` are the stored arrays of the weight
+    beside it. `solved` is told how the Hessian was used, where it was."""
 
     hessian: Tensor | None = None
     input_scale: Tensor | None = None
@@ -155,15 +155,15 @@ class Scheme(StrictModel):
         """
 
     def on_grid(self, weights: Tensor) -> Tensor:
-        """What `dequantize` gives of `quantize` where neither sees data: f32 [P, ...], P parameters of one shape, each
+        """`dequantize` of `quantize` without calibration data: f32 [P, ...], P parameters of one shape, each
         rounded on its own, on their device, without waiting for it. Only schemes with `has_grid` have it; values out of
         range are clipped."""
         raise SchemeError(f"{self.label()} has no grid to round to")
 
     @abstractmethod
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the parameter in an artifact, after compression, at most about: told before there are weights, of
-        which trained ones take less."""
+        """Bytes of the parameter in an artifact, after compression, at most about, estimated before there are weights,
+        of which trained ones take less."""
 
     def with_bits(self, bits: int) -> Self:
         """This scheme at another width. Raises SchemeError where it has none or cannot take `bits`."""

@@ -1,178 +1,417 @@
-"""Spells a graph as the body of a Python function: short names, one line a thought, no value computed twice."""
+"""Spells merged graphs as the body of one Python function: short names, one line a thought, no value computed twice."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from specc.compiler.expr import Expr, Var, reread
 from specc.compiler.expr.values import children
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.region import Call, Fused, Scan
+from specc.compiler.passes.merge import NONE, Merged, Move, Operand, Slot, Where
+from specc.compiler.passes.outline import Section
+from specc.compiler.plan.plan import Plan
 
-LINE = 100  # columns that a line may take, before its indent
-Spell = Callable[[Node, Sequence[str]], str | None]
+BODY = 112  # columns of a line of a method's body
+THOUGHT = 5  # nodes and parameters on one line at most, of which one is a product, a fused group or a kernel
+STATE = ("cache", "state")  # arguments that hold what was kept of earlier tokens
+SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"})
+Spell = Callable[[Graph, Node, Sequence[str]], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What code can ask to tell variants apart: `text` holds in `where`, and `otherwise` elsewhere. `reads` is the
+    argument that it asks, which keeps its name."""
+
+    text: str
+    otherwise: str
+    where: Where
+    reads: str = ""
 
 
 @dataclass
 class Body:
     """The lines of one function under construction.
 
-    `names` maps graph inputs to Python names; `spell` gives the text of nodes that are no plain ops (calls of kernels,
-    groups, blocks), None for all others; `reserved` are names that locals must not take; `alive` are inputs that are
-    read once more when the body has ended; `scopes` are first words of paths that names can do without; `apart` are
-    values that must not be called x, as a loop over blocks calls its own so; `wanted` are names that some values have
-    elsewhere.
+    Attributes:
+        merged: what it computes.
+        names: the Python name of each input.
+        spell: the text of nodes that are no plain ops (calls of kernels, groups, blocks), None for all others.
+        facts: what tells the variants apart, the best first.
+        reserved: names that locals must not take.
+        alive: inputs that are read once more when the body has ended.
+        scopes: first words of paths that names can do without.
+        wanted: names that some values have elsewhere.
+        unpacks: names that a line gives values to, that line, and the variants that have it; it stands ahead of their
+            first reader.
+        constants: names of numbers, by their digits.
+        regions: adds the lines of a node that is more than an expression, and returns whether it did.
     """
 
-    graph: Graph
+    merged: Merged
     names: Mapping[str, str]
     spell: Spell
+    facts: Sequence[Fact] = ()
     reserved: frozenset[str] = frozenset()
     alive: frozenset[str] = frozenset()
     scopes: frozenset[str] = frozenset()
-    apart: frozenset[str] = frozenset()
     wanted: Mapping[str, str] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
+    unpacks: Sequence[tuple[frozenset[str], str, Where]] = ()
+    constants: Mapping[str, str] = field(default_factory=dict)
+    regions: "Callable[[Body, Slot], bool]" = lambda body, slot: False
+    guarded: list[tuple[Where, str]] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
-    held: dict[str, str] = field(default_factory=dict)
-    pending: dict[str, str] = field(default_factory=dict)
+    held: dict[str, list[str]] = field(default_factory=dict)
+    pending: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # text, nodes in it, whether one is heavy
+    asked: set[Fact] = field(default_factory=set)
     position: int = 0
     ahead: bool = False
+    guard: Where = frozenset()
 
     def __post_init__(self) -> None:
-        self.texts |= self.names
-        self.held |= {name: ref for ref, name in self.names.items()}
+        self.texts |= {**self.names, NONE: NONE}
+        for ref, name in self.names.items():
+            self.hold(name, ref)
+        self._slots = {ref: slot for slot in self.merged.slots for ref in slot.outputs}
+        self._at = {slot.name: i for i, slot in enumerate(self.merged.slots)}
+        self._reads: dict[str, list[tuple[int, Where]]] = {}
+        read = [(i, operand) for i, slot in enumerate(self.merged.slots) for operand in slot.inputs]
+        read += [(len(self.merged.slots) + 1, operand) for _, operand in self.merged.outputs]
+        for i, operand in read:
+            for ref, where in operand:
+                self._reads.setdefault(ref, []).append((i, where))
 
-    def run(self, nodes: Sequence[Node]) -> None:
-        """Spells `nodes`, which follow those spelled before."""
-        for node in nodes:
-            self.position = self.graph.nodes.index(node)
-            self.node(node)
+    # Lines.
 
-    def node(self, node: Node) -> None:
-        text = self.text_of(node)
-        if node.op.in_place and not self.graph.consumers[node.name]:
-            self.lines.append(text)  # what it changes is its result
-            self.texts[node.name] = self.text(node.inputs[0])
-            return
-        if len(node.types) == 1 and self.may_wait(node):
-            self.pending[node.name] = text
+    def run(self) -> None:
+        """Spells every node."""
+        for i, slot in enumerate(self.merged.slots):
+            self.position, self.guard = i, slot.where
+            self._unpack(slot.inputs)
+            if not self.regions(self, slot):
+                self._add(slot)
+
+        self._unpack([operand for _, operand in self.merged.outputs])
+
+    def _unpack(self, operands: Sequence[Operand]) -> None:
+        read = {ref for operand in operands for ref, _ in operand}
+        for names, text, where in [one for one in self.unpacks if read & one[0]]:
+            self.line(text, where)
+            self.unpacks = [one for one in self.unpacks if one[0] != names]
+
+    def line(self, text: str, where: Where | None = None) -> None:
+        """Adds a line for the variants `where`, those of the node at hand where unset."""
+        guard = self.guard if where is None else where
+        at = len(self.guarded)
+        if guard == self.merged.every:  # a common line goes ahead of guarded ones that have nothing to do with it
+            made = text.partition(" = ")[0].split(", ") if " = " in text else []
+            while at and self.guarded[at - 1][0] != guard and _apart(self.guarded[at - 1][1], text, made):
+                at -= 1
+            at = at if at == 0 or self.guarded[at - 1][0] == guard else len(self.guarded)
+        self.guarded.insert(at, (guard, text))
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines, those of some variants behind the condition that tells these."""
+        every = self.merged.every
+        made: list[str] = []
+        groups = _grouped(self.guarded, every)
+        while groups:
+            where, group = groups.pop(0)
+            if where == every:
+                made += group
+                continue
+            condition = self.condition(where)
+            other = groups.pop(0)[1] if groups and groups[0][0] == every - where else []
+            if (choice := _choice(condition, group, other)) is not None:
+                made.append(choice)
+                continue
+            if (more := _further(group, other)) is not None:
+                made += [group[0], f"if {self.condition(every - where)}:", f"    {more}"]
+                continue
+            made += [f"if {condition}:", *(f"    {text}" for text in group)]
+            made += ["else:", *(f"    {text}" for text in other)] if other else []
+        return tuple(made)
+
+    def condition(self, where: Where) -> str:
+        """Python that is true in the variants `where` and in no others. Raises LookupError where no facts tell."""
+        read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
+        asked = [
+            (fact, text, holds)
+            for fact in sorted(self.facts, key=lambda fact: fact.reads not in STATE and fact.reads not in read)
+            for text, holds in ((fact.text, fact.where), (fact.otherwise, self.merged.every - fact.where))
+        ]
+        for count in (1, 2, 3):
+            for some in combinations(asked, count):
+                if frozenset.intersection(*(holds for _, _, holds in some)) == where:
+                    self.asked |= {fact for fact, _, _ in some}
+                    return " and ".join(text for _, text, _ in some)
+                if count > 1 and frozenset.union(*(holds for _, _, holds in some)) == where:
+                    self.asked |= {fact for fact, _, _ in some}
+                    return " or ".join(text for _, text, _ in some)
+        raise LookupError(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
+
+    # Values.
+
+    def _add(self, slot: Slot) -> None:
+        text, size, heavy = self._text_of(slot)
+        if slot.node.op.in_place and not any(ref in self._reads for ref in slot.outputs):
+            self._release_state(slot)
+            self.line(text)  # what it changes is its result
+            self.texts[slot.name] = self.text(slot.inputs[0])
+        elif len(slot.node.types) == 1 and self._may_wait(slot):
+            self.pending[slot.name] = (text, size, heavy)
         else:
-            self.assign(node, text)
+            if slot.node.op.in_place:
+                self._release_state(slot)
+            self.assign(slot, text)
 
-    def text_of(self, node: Node) -> str:
-        """The node's expression; pending values are first written out where they would make it long or run twice."""
-        for ref in node.inputs:
-            if ref in self.pending and self.read_twice(node, ref):
-                self.write(ref)
-        named = ", ".join(self.candidates(node, i)[0] for i in range(len(node.types)))
-        room = LINE - len(f"{named} = ")
+    def _release_state(self, slot: Slot) -> None:
+        """Writes out what waits and reads the state that the node is about to change."""
+        self.release(self.text(slot.inputs[0]))
+
+    def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
+        """The node's expression, how many nodes it computes and whether one is heavy. Values that wait are written out
+        where it would repeat them or be more than a thought."""
+        for i, operand in enumerate(slot.inputs):
+            if self._waits(operand) and (self._repeats(slot, i) or len(self._reads[operand[0][0]]) > 1):
+                self.write(operand[0][0])
         while True:
-            args = [self.text(ref) for ref in node.inputs]
-            text = self.spell(node, args)
-            if text is None:
-                text = node.op.torch(args, [self.graph.types[ref] for ref in node.inputs])
-            waiting = [ref for ref in node.inputs if ref in self.pending]
-            if len(text) <= room or not waiting:
+            waiting = [operand[0][0] for operand in slot.inputs if self._waits(operand)]
+            size = _cost(slot.node) + sum(self.pending[ref][1] for ref in waiting)
+            heavy = [ref for ref in waiting if self.pending[ref][2]]
+            if len(heavy) > (0 if _heavy(slot.node) else 1):
+                self.write(heavy[0])
+            elif size > THOUGHT and waiting:
+                self.write(max(waiting, key=lambda ref: self.pending[ref][1]))
+            else:
                 break
-            self.write(max(waiting, key=lambda ref: len(self.pending[ref])))
-        for ref in node.inputs:
-            self.pending.pop(ref, None)
+        args = [self.text(operand) for operand in slot.inputs]
+        for ref in waiting:
+            self.pending.pop(ref)
+        return self.spelled(slot, args), size, bool(heavy) or _heavy(slot.node)
+
+    def spelled(self, slot: Slot, args: Sequence[str]) -> str:
+        """The text of a node over the texts of its inputs."""
+        graph, node = self.merged.variants[slot.first], slot.node
+        text = self.spell(graph, node, args)
+        if text is None:
+            types = [] if isinstance(node.op, Move) else [graph.types[ref] for ref in node.inputs]
+            text = node.op.torch(args, types)
+        for digits, name in self.constants.items():
+            text = re.sub(rf"(?<![\w.]){re.escape(digits)}(?![\w.])", name, text)
         return text
 
-    def read_twice(self, node: Node, ref: str) -> bool:
-        """Whether the node's own text would repeat the value."""
-        if not isinstance(node.op, Pointwise):
-            return False
-        variable = dict(zip(node.inputs, node.op.variables, strict=True))[ref]
-        return sum(_count(reread(text), variable) for text in node.op.outputs) > 1
+    def _waits(self, operand: Operand) -> bool:
+        return operand[0][0] in self.pending
 
-    def may_wait(self, node: Node) -> bool:
+    def _repeats(self, slot: Slot, index: int) -> bool:
+        """Whether the node's own text would repeat its input."""
+        op = slot.node.op
+        if not isinstance(op, Pointwise):
+            return False
+        return sum(_count(reread(text), op.variables[index]) for text in op.outputs) > 1
+
+    def _may_wait(self, slot: Slot) -> bool:
         """Whether the value can stand inside the line of its only reader, or of the return."""
-        if not node.op.inline or self.graph.uses(node.name) != 1:
+        reads = self._reads.get(slot.name, [])
+        if not slot.node.op.inline or slot.node.op.everywhere or slot.name in self.merged.variables:
             return False
-        readers = self.graph.consumers[node.name]
-        return not readers or readers[0].op.inline or readers[0].inputs[0] == node.name
+        if len(reads) != 1:  # it waits for its first reader where each variant has one, which writes it out
+            return len(reads) > 1 and sorted(v for _, where in reads for v in where) == sorted(slot.where)
+        if reads[0][0] > len(self.merged.slots):
+            return True
+        reader = self.merged.slots[reads[0][0]]
+        return reader.where == slot.where and (reader.node.op.inline or reader.inputs[0][0][0] == slot.name)
 
-    def text(self, ref: str) -> str:
+    def text(self, operand: Operand | str) -> str:
         """How to write a value here."""
+        ref = operand if isinstance(operand, str) else operand[0][0]
         if ref in self.pending:
-            return self.pending[ref]
-        if ref[0] == "@" or ref[0] == "$":
+            return self.pending[ref][0]
+        if ref[0] in "@$":
             return self.texts.get(ref, f"self.{ref[1:]}")
+        if not isinstance(operand, str) and len(operand) > 1:
+            ref = next(ref for ref, _ in operand if ref != NONE)
         return self.texts[ref]
 
     def write(self, ref: str) -> None:
-        """Gives a pending value a line of its own, ahead of the node at hand."""
-        node = self.graph.by_name[node_of(ref)]
-        before, self.ahead = self.ahead, True
-        self.assign(node, self.pending.pop(ref))
-        self.ahead = before
+        """Gives a value that waits a line of its own, ahead of the node at hand; those that have to be written out too
+        and were made before it go first."""
+        before, guard = self.ahead, self.guard
+        slot = self._slots[ref]
+        at = self._at[slot.name]
+        while earlier := next(
+            (one for one in self.pending if len(self._reads[one]) > 1 and self._at[self._slots[one].name] < at), None
+        ):
+            self.write(earlier)
+        self.ahead, self.guard = True, slot.where
+        self.assign(slot, self.pending.pop(ref)[0])
+        self.ahead, self.guard = before, guard
 
     def release(self, *names: str) -> None:
         """Writes out what waits and reads one of `names`, which are about to get other values."""
-        for waiting in [
-            ref for ref, other in self.pending.items() if any(self.mentions(other, name) for name in names)
-        ]:
+        while waiting := next(
+            (ref for ref, (text, _, _) in self.pending.items() if any(mentions(text, name) for name in names)), None
+        ):
             self.write(waiting)
 
-    def assign(self, node: Node, text: str) -> None:
-        names = [self.name_for(node, i) for i in range(len(node.types))]
+    def assign(self, slot: Slot, text: str) -> None:
+        """Adds the line that gives the node's values their names."""
+        names = [self.name_for(slot, i) for i in range(len(slot.node.types))]
         self.release(*names)
-        self.lines.append(f"{', '.join(names)} = {text}")
-        for ref, name in zip(node.outputs, names, strict=True):
-            self.texts[ref], self.held[name] = name, ref
+        if names != [text]:
+            self.line(f"{', '.join(names)} = {text}")
+        for ref, name in zip(slot.outputs, names, strict=True):
+            self.hold(name, ref)
 
-    @staticmethod
-    def mentions(text: str, name: str) -> bool:
-        words = "".join(c if c.isalnum() or c in "_." else " " for c in text).split()
-        return any(word.partition(".")[0] == name for word in words)
+    def hold(self, name: str, ref: str) -> None:
+        """Gives a value its name; where it shares a variable, all values of that."""
+        self.texts[ref] = name
+        self.held.setdefault(name, []).append(ref)
+        if (root := self.merged.variables.get(ref)) is not None:
+            self.texts[f"={root}"] = name
 
-    def name_for(self, node: Node, index: int) -> str:
+    # Names.
+
+    def name_for(self, slot: Slot, index: int) -> str:
         """A short name that no live value holds, else the longer path; `_` for one of several that nobody reads."""
-        if len(node.types) > 1 and not self.graph.uses(node.outputs[index]):
+        ref = slot.outputs[index]
+        if len(slot.node.types) > 1 and ref not in self._reads:
             return "_"
-        for name in self.candidates(node, index):
-            holder = self.held.get(name)
-            if name == "x" and node.outputs[index] in self.apart:
-                continue
-            if name not in self.reserved and (holder is None or not self.live(holder)):
+        root = self.merged.variables.get(ref)
+        if root is not None and (known := self.texts.get(f"={root}") or self.names.get(root)):
+            return known
+        for name in self.candidates(slot, index):
+            if name not in self.reserved and not any(map(self.live, self.held.get(name, ()))):
                 return name
-        raise AssertionError(f"no name for {node.name}")
+        return next(
+            name
+            for i in range(2, len(self.merged.slots) + 3)
+            if (name := f"{self.candidates(slot, index)[-1]}_{i}") not in self.reserved
+            and not any(map(self.live, self.held.get(name, ())))
+        )
 
-    def candidates(self, node: Node, index: int) -> tuple[str, ...]:
+    def candidates(self, slot: Slot, index: int) -> tuple[str, ...]:
         """The name it is wanted by, the label that the graph returns it by, its own label, the part of the spec that it
         belongs to, its whole path."""
-        ref = node.outputs[index]
+        ref, node = slot.outputs[index], slot.node
+        if isinstance(node.op, Move):
+            node = self._slots[node_of(self._stands_for(slot))].node
         returned = [self.wanted[ref]] if ref in self.wanted else []
-        returned += [label for label, output in self.graph.outputs if output == ref and label.isidentifier()]
+        returned += [self.text(slot.inputs[0])] if node.op.in_place else []  # the state itself
+        returned += [
+            label
+            for label, operand in self.merged.outputs
+            if label.isidentifier() and any(one == ref for one, _ in operand)
+        ]
         path = node.members[-1] if node.epilogue is not None and not node.op.gradient else node.name
         parts = path.split(".")
         parts = parts[1:] if parts[0] in self.scopes and len(parts) > 1 else parts
         labels = (node.epilogue or node.op).output_labels
         long = "_".join(parts)
+        more = (long, f"{long}_value", f"{long}_part", f"{long}_here")
         if labels and (index or node.epilogue is None):
             return *returned[:1], labels[index], f"{long}_{labels[index]}"
         if "." in path and (node.op.gradient or parts[-1].startswith("grad")):
-            return *returned[:1], "_".join(parts[1:]), long
-        return *returned[:1], parts[1] if len(parts) > 1 else parts[0], long, f"{long}_value"
+            return *returned[:1], "_".join(parts[1:]), *more
+        return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
+
+    def _stands_for(self, slot: Slot) -> str:
+        """Another value of the variable of a moved one."""
+        root = self.merged.variables[slot.name]
+        found = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
+        return next((ref for ref in found if self.merged.variables.get(ref) == root), found[0])
 
     def live(self, ref: str) -> bool:
-        """Whether a value is still read after the node at hand, or by it while lines go ahead of it."""
-        if ref in self.alive or any(ref == output for _, output in self.graph.outputs):
+        """Whether a value, or one that shares its variable, is still read after the node at hand, or by it while lines
+        go ahead of it."""
+        if ref in self.alive:
             return True
-        later = self.graph.nodes[self.position + (not self.ahead) :]
-        if any(ref in node.inputs for node in later):
+        root = self.merged.variables.get(ref)
+        refs = [ref] if root is None else [one for one, other in self.merged.variables.items() if other == root]
+        now = self.position + (not self.ahead)
+        if any(at >= now and where & self.guard for one in refs for at, where in self._reads.get(one, ())):
             return True
-        return any(self.mentions(text, self.texts.get(ref, "")) for text in self.pending.values())
+        name = self.texts.get(ref, "")
+        return any(
+            mentions(text, name) and self._slots[waiting].where & self.guard
+            for waiting, (text, _, _) in self.pending.items()
+        )
 
-    def returned(self, refs: Sequence[str]) -> str:
-        """What the function returns; values that would make the line long get lines of their own first."""
-        while len(text := ", ".join(self.text(ref) for ref in refs)) > LINE:
-            waiting = [ref for ref in refs if ref in self.pending]
-            if not waiting:
-                break
-            self.write(waiting[0])
-        return text
+    def returned(self) -> str:
+        """What the function returns, each output a thought of its own."""
+        self.position, self.guard = len(self.merged.slots), self.merged.every
+        return ", ".join(self.text(operand) for _, operand in self.merged.outputs)
+
+
+def _choice(condition: str, group: Sequence[str], other: Sequence[str]) -> str | None:
+    """One line for two that give one variable its value under opposite conditions, as ruff wants it where it fits."""
+    if len(group) != 1 or len(other) != 1:
+        return None
+    (name, equals, value), (same, _, otherwise) = group[0].partition(" = "), other[0].partition(" = ")
+    text = f"{name} = {value} if {condition} else {otherwise}"
+    return text if equals and name == same and name.isidentifier() and len(text) <= BODY else None
+
+
+def _further(group: Sequence[str], other: Sequence[str]) -> str | None:
+    """A second line for the variants that make more of the value that the others have."""
+    if len(group) != 1 or len(other) != 1:
+        return None
+    (name, _, value), (same, _, further) = group[0].partition(" = "), other[0].partition(" = ")
+    found = name == same and name.isidentifier() and further.endswith(f" + {value}") and not mentions(further, name)
+    return f"{name} = {further.removesuffix(value)}{name}" if found else None
+
+
+def constants_of(plan: Plan) -> Mapping[str, str]:
+    """The names of numbers that formulas of the spec give, by their digits."""
+    return {repr(value): name for name, value, _ in plan.programs.constants}
+
+
+def _grouped(lines: Sequence[tuple[Where, str]], every: Where) -> list[tuple[Where, list[str]]]:
+    """Lines of one guard together, as far as no common line is between them and all guards there exclude one another;
+    that of the first variant comes first."""
+    runs: list[dict[Where, list[str]]] = []
+    for where, text in lines:
+        last = runs[-1] if runs else {}
+        if not last or (where not in last and any(other & where for other in last)):
+            runs.append({})
+        runs[-1].setdefault(where, []).append(text)
+    return [entry for run in runs for entry in sorted(run.items(), key=lambda entry: min(entry[0]))]
+
+
+def _apart(guarded: str, text: str, made: Sequence[str]) -> bool:
+    """Whether a line that gives values to `made` may stand ahead of another."""
+    names, simple, _ = guarded.partition(" = ")
+    return (
+        bool(simple and made)
+        and not any(mentions(text, name) for name in names.split(", "))
+        and not any(mentions(guarded, name) for name in made)
+    )
+
+
+def mentions(text: str, name: str) -> bool:
+    """Whether Python text reads the variable `name`."""
+    words = "".join(c if c.isalnum() or c in "_." else " " for c in text).split()
+    return any(word.partition(".")[0] == name for word in words)
+
+
+def _heavy(node: Node) -> bool:
+    """Whether a line is about this node."""
+    return node.op.matrix or node.op.everywhere or isinstance(node.op, Fused | Call | Scan)
+
+
+def _cost(node: Node) -> int:
+    """How much there is to take in: the node, each parameter, a function in it; what changes a shape alone is free."""
+    if isinstance(node.op, Section):
+        return 2
+    if isinstance(node.op, Pointwise) and node.op.outputs[0] in node.op.variables:
+        return 0  # a cast
+    curved = isinstance(node.op, Pointwise) and any("(" in text for text in node.op.outputs)
+    return curved + (node.op.name not in SHAPES) + node.op.mixes_tokens + sum(ref[0] in "@$" for ref in node.inputs)
 
 
 def _count(expr: Expr, name: str) -> int:

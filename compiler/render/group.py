@@ -1,96 +1,105 @@
 """Turns fused groups into text: an autograd.Function where a group is learned through, else a plain function."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specc.compiler.ir.graph import TensorType
+from specc.compiler.ir.graph import Graph
+from specc.compiler.passes.merge import merge
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.plan.plan import Plan
-from specc.compiler.programs.programs import Group
+from specc.compiler.programs.programs import Group, class_name, group_functions
 from specc.compiler.render.body import Body
-from specc.compiler.render.function import LOCALS, Function, Speller, class_name, docstring
+from specc.compiler.render.function import LOCALS, Function, Speller, docstring
 
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """A fused group as an autograd.Function and the function that flattens rows around it."""
+    """A fused group as an autograd.Function: `saved` is what its forward keeps, `restored` the names that this has in
+    the backward, empty where the backward passes all of it on at once."""
 
     name: str
     doc: tuple[str, ...]
     forward: Function
     backward: Function
-    call: Function
     saved: str
     restored: str
 
 
-def group_context(plan: Plan, group: Group) -> GroupContext:
+def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
+    """The groups that are learned through, those that compute the same as one."""
+    names = group_functions(plan.programs)
+    learned = [group for group in plan.programs.groups if group.backward.outputs]
+    firsts = {names[group.name]: group for group in reversed(learned)}
+    called = dict.fromkeys(names[group.name] for group in learned)
+    return tuple(
+        _context(plan, firsts[name], name, [group for group in learned if names[group.name] == name]) for name in called
+    )
+
+
+def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
     """A group that is learned through: one with products takes rows of any leading shape as one dim."""
-    names = {name: name for name, _ in group.forward.inputs}
-    forward = Body(group.forward, names, Speller(plan, group.forward), LOCALS, alive=frozenset(group.saved))
-    forward.run(group.forward.nodes)
+    forward = _body(plan, group.forward, frozenset(group.saved))
     (_, result), *_ = group.forward.outputs
     results = dict(group.forward.outputs)
-    saved = [forward.text(results.get(name, name)) for name in group.saved]
-    backward_names = {name: name for name, _ in group.backward.inputs}
-    backward = Body(group.backward, backward_names, Speller(plan, group.backward), LOCALS | {"ctx"})
-    if any(c.graph == group.backward.name and c.kernel.language != "torch" for c in plan.choices):
-        backward.lines.append("d = d.contiguous()  # kernels read rows")
-    backward.run(group.backward.nodes)
+    saved = [forward.text(results.get(label, label)) for label in group.saved]
+    backward = _body(plan, group.backward, reserved=LOCALS | {"ctx"})
+    kernels = any(c.graph == group.backward.name and c.kernel.language != "torch" for c in plan.choices)
+    contiguous: tuple[str, ...] = ("d = d.contiguous()  # kernels read rows",) if kernels else ()
     gradients = dict(group.backward.outputs)
-    backward.returned(tuple(gradients.values()))  # which writes out what would make the line long
-    inputs = [name for name, _ in group.forward.inputs]
-    learned = [gradients.get(f"d_{name}") for name in inputs]
+    inputs = [label for label, _ in group.forward.inputs]
+    learned = [gradients.get(f"d_{label}") for label in inputs]
     many = "tuple[" + ", ".join("Tensor" if ref else "None" for ref in learned) + "]"
-    products = any(
-        node.op.matrix and not node.op.mixes_tokens for node in (*group.forward.nodes, *group.backward.nodes)
-    )
-    rows = {name: flat for name, type in group.forward.inputs if products and (flat := _flat(name, type))}
-    applied = ", ".join(rows.get(name, name) for name in inputs)
-    kept = ", ".join(name for name in group.saved if name not in inputs)
-    doc = f"{_group_doc(plan, group)} " + (f"Keeps {kept} for the backward." if kept else "Keeps only its inputs.")
-    arguments = tuple(f"{name}: Tensor" for name in inputs)
-    about = "The group over rows of any leading shape." if rows else "The group as a function."
-    call = f"{class_name(group.name)}.apply({applied})"
-    if rows and group.forward.types[result].shape:
-        first = next(name for name in inputs if name in rows)
-        call += f".unflatten(0, {first}.shape[:-1])"
+    kept = ", ".join(label for label in group.saved if label not in inputs)
+    places = "; ".join(dict.fromkeys(_group_doc(plan, one) for one in groups))
+    doc = f"Fused group {places}. " + (f"Keeps {kept} for the backward." if kept else "Keeps only its inputs.")
+    arguments = tuple(f"{label}: Tensor" for label in inputs)
+    restored = ", ".join(group.saved)
+    lines, returns = backward.lines, ", ".join(backward.text(ref) if ref else "None" for ref in learned)
+    if lines and lines[-1].partition(" = ")[0] == returns:
+        lines, returns = lines[:-1], lines[-1].partition(" = ")[2]
+    text = "\n".join((*lines, returns))
+    once = [label for label in group.saved if _times(text, label) == 1]
+    if restored and text.count(restored) == 1 and len(once) == len(group.saved):
+        lines, returns = _replaced(lines, returns, re.escape(restored), "*ctx.saved_tensors")
+        restored = ""
+    if kernels and _times(text, "d") == 1:
+        lines, returns = _replaced(lines, returns, r"\bd\b", "d.contiguous()")
+        contiguous = ()
     return GroupContext(
-        class_name(group.name),
+        class_name(name),
         tuple(docstring(doc)),
-        Function("forward", "", ("ctx", *arguments), tuple(forward.lines), forward.text(result), "Tensor"),
+        Function("forward", "", ("ctx", *arguments), forward.lines, forward.text(result), "Tensor"),
         Function(
             "backward",
             "",
             ("ctx", "d: Tensor"),
-            tuple(backward.lines),
-            ", ".join(backward.text(ref) if ref else "None" for ref in learned),
+            (*contiguous, *lines),
+            returns,
             many if len(inputs) > 1 else "Tensor",
         ),
-        Function(group.name, about, arguments, (), call, "Tensor"),
         ", ".join(saved),
-        ", ".join(group.saved),
+        restored,
     )
 
 
-def scoring_function(plan: Plan, group: Group) -> Function:
-    """A group that nothing is learned through: a plain function."""
-    body = Body(group.forward, {name: name for name, _ in group.forward.inputs}, Speller(plan, group.forward), LOCALS)
-    body.run(group.forward.nodes)
-    returns = body.returned([ref for _, ref in group.forward.outputs])
-    arguments = tuple(f"{name}: Tensor" for name, _ in group.forward.inputs)
-    doc = f"{_group_doc(plan, group)} Without a backward."
-    return Function(group.name, doc, arguments, tuple(body.lines), returns, "Tensor")
+def _body(plan: Plan, graph: Graph, alive: frozenset[str] = frozenset(), reserved: frozenset[str] = LOCALS) -> Body:
+    names = {name: name for name, _ in graph.inputs}
+    body = Body(merge([graph]), names, Speller(plan), reserved=reserved, alive=alive)
+    body.run()
+    return body
 
 
 def _group_doc(plan: Plan, group: Group) -> str:
     members = ", ".join(member.removeprefix(f"{group.scope}.") for member in group.members)
-    return f"Fused group {group_pattern(plan.programs, group, group.scope)}: {members}."
+    return f"{group_pattern(plan.programs, group, group.scope)}: {members}"
 
 
-def _flat(name: str, type: TensorType) -> str:
-    """An input with its rows as one dim; empty for one that has no rows, such as a weight."""
-    leading = sum(isinstance(dim, str) for dim in type.shape)
-    if leading < 2 or not isinstance(type.shape[0], str):
-        return ""
-    features = len(type.shape) - leading
-    return f"{name}.flatten(0, {-1 - features})" if features else f"{name}.flatten()"
+def _replaced(lines: Sequence[str], returns: str, pattern: str, text: str) -> tuple[tuple[str, ...], str]:
+    """Lines and what they return, with what matches a pattern replaced."""
+    return tuple(re.sub(pattern, text, line) for line in lines), re.sub(pattern, text, returns)
+
+
+def _times(text: str, name: str) -> int:
+    """How often Python text reads a variable."""
+    return len(re.findall(rf"(?<![\w.]){name}\b", text))

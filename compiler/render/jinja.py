@@ -2,6 +2,7 @@
 
 import ast
 import importlib.resources
+import json
 import re
 import traceback
 from functools import cache
@@ -17,8 +18,10 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _py(value: object) -> str:
-    """A Python literal."""
-    if isinstance(value, str | int | float | bool | tuple) or value is None:
+    """A Python literal, its strings in double quotes."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, int | float | bool) or value is None:
         return repr(value)
     raise TypeError(f"no Python literal for {type(value).__name__}")
 
@@ -51,6 +54,11 @@ class _Loader(jinja2.BaseLoader):
         if not file.is_file():
             raise jinja2.TemplateNotFound(template)
         return file.read_text(encoding="utf-8"), str(file), None
+
+
+def exists(template: str) -> bool:
+    """Whether there is such a template."""
+    return importlib.resources.files("specc.templates").joinpath(template).is_file()
 
 
 @cache

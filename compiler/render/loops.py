@@ -1,110 +1,230 @@
-"""Spells runs of calls, one a block, as loops over a module list, and a scan as a loop over time."""
+"""Spells a rolled loop over blocks, and a scan as a loop over time."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 
 from specc.compiler.ir.graph import Graph, Node
-from specc.compiler.ops.region import STEP, TRAIN_STEP, Call, Scan
-from specc.compiler.plan.plan import Plan
-from specc.compiler.render.body import LINE, Body
+from specc.compiler.ops.region import STEP, TRAIN_STEP, Scan
+from specc.compiler.passes.merge import NONE, Slot
+from specc.compiler.passes.roll import Begin, Loop
+from specc.compiler.render.blocks import BlockClass, Tables
+from specc.compiler.render.body import Body
 from specc.compiler.render.function import Function
 
-
-@dataclass(frozen=True, slots=True)
-class Some:
-    """An argument of some calls only: its text, which calls pass it, and the text of the table that tells these."""
-
-    variable: str
-    value: str
-    where: str
-    text: str
+CACHE = "cache"  # a list with a tuple for each block
+STATE = "state"  # a dict with a tuple for each place in the spec
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One node, or the calls of all blocks of a module list, `field`, and those of skips between them. They are
-    `chained` where each reads the one before it."""
-
-    nodes: tuple[Node, ...]
-    field: str = ""
-
-    @property
-    def calls(self) -> bool:
-        return bool(self.field)
-
-    @property
-    def chained(self) -> bool:
-        return not method_of(self.nodes[0]).startswith("begin")
-
-
-def callee_of(node: Node) -> str:
-    assert isinstance(node.op, Call | Scan)
-    return node.op.callee
+def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
+    """Adds the tables that loops over blocks read: their order, what only some of them are given, what joins them."""
+    for loop in loops:
+        for name, layers in loop.some:
+            table = tables.add(loop.at, name.upper(), _set(layers), f"blocks that are given {name}", layers)
+            tables.arguments[loop.at, name] = table
+        for name, pairs in loop.earlier:
+            comment = "block -> the earlier block whose output it also reads"
+            table = tables.add(loop.at, f"{name.upper()}S", repr(dict(pairs)), comment, [run for run, _ in pairs])
+            tables.arguments[loop.at, name] = table
+        if loop.repeats:
+            tables.add(loop.at, "ORDER", repr(loop.runs), "the blocks as they run, some more than once")
+        if loop.joins:
+            once = not loop.repeats and any(other.repeats for other in loops)
+            comment = "run -> the skip before it, and the earlier run whose output it joins"
+            tables.add(loop.at, f"{loop.joined.upper()}{'_ONCE' * once}", repr(dict(loop.joins)), comment)
+        for method, having in _flagged(loop).items():
+            tables.add(loop.joined, method.upper(), _set(having), f"blocks that read {method}, which a skip joins")
 
 
-def method_of(node: Node) -> str:
-    """The method of a block that a call runs."""
-    return callee_of(node).partition(".")[2]
+def _set(layers: Sequence[int]) -> str:
+    return "{" + ", ".join(map(str, sorted(layers))) + "}"
 
 
-def pieces(nodes: Sequence[Node]) -> Iterator[Piece]:
-    """The nodes in order, the calls of equal fields, or that read one another's value, together."""
-    run: list[Node] = []
-    for node in (*nodes, None):
-        field = field_of(node) if node is not None else ""
-        follows = node is not None and run and (field == field_of(run[0]) or node.inputs[:1] == (run[-1].name,))
-        if run and not (field and follows):
-            yield Piece(tuple(run), field_of(run[0]))
-            run = []
-        if node is not None and field:
-            run.append(node)
-        elif node is not None:
-            yield Piece((node,))
+def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
+    """The blocks ahead of which a join is no `forward`, by what it is."""
+    found: dict[str, list[int]] = {}
+    for layer, method in loop.join_methods:
+        found.setdefault(method, []).append(layer)
+    return found
 
 
-def field_of(node: Node) -> str:
-    """The module list that a call's block is in; empty for what is no such call."""
-    if not isinstance(node.op, Call):
-        return ""
-    field, _, number = node.op.at.rpartition(".")
-    return field if number.isdigit() else ""
+def _table(tables: Tables, text: str) -> str:
+    """The name of a table by its text."""
+    return next(name for name, value in tables.values.items() if value == text)
 
 
-def index_of(call: Node) -> int:
-    """Where in its module list a call's block is."""
-    assert isinstance(call.op, Call)
-    return int(call.op.at.rpartition(".")[2])
+def loop_lines(
+    body: Body,
+    slot: Slot,
+    block: BlockClass,
+    tables: Tables,
+    keeper: str,
+    first: int,
+    flags: Mapping[str, frozenset[int]],
+) -> None:
+    """Adds a loop over blocks.
+
+    Args:
+        body: the function that it is in.
+        slot: the loop.
+        block: the class of its blocks.
+        tables: the tables of the module.
+        keeper: what the function calls its state.
+        first: where in a cache the state of the first block is.
+        flags: the variants in which a flag of the blocks is true.
+    """
+    loop = slot.node.op
+    assert isinstance(loop, Loop)
+    start, *given = slot.inputs
+    for operand in given:
+        if operand[0][0] in body.pending:  # every block reads it, so it is computed once, before
+            body.write(operand[0][0])
+    text = body.text(start)
+    body.pending.pop(start[0][0], None)
+    name = body.name_for(slot, 0)
+    if text != name:
+        body.release(name)
+        body.line(f"{name} = {text}")
+    ahead, over, index = _order(body, slot, tables)
+    joins = _joins(body, slot, tables, name, index, ahead)
+    arguments, inner = _arguments(body, slot, block, tables, keeper, first, flags, index)
+    for line in ahead:
+        body.line(line)
+    reads = bool(loop.earlier or joins)
+    item = "layer" if index == "layer" else "block"
+    module = f"self.{loop.at}[layer]" if index == "layer" else "block"
+    if re.search(r"\bi\b", " ".join((*joins, *inner, *arguments))):
+        over, item = f"enumerate({over})", f"i, {item}"
+    if reads:
+        body.line("outputs: list[Tensor] = []")
+    body.line(f"for {item} in {over}:")
+    for line in (*joins, *inner, f"{name} = {module}({', '.join((name, *arguments))})"):
+        body.line(f"    {line}")
+    if reads:
+        body.line(f"    outputs.append({name})")
+    body.hold(name, slot.name)
 
 
-def inputs_of(plan: Plan, call: Node) -> Mapping[str, str]:
-    """What a call passes, by the name that its callee has for it, in order."""
-    names = (name for name, _ in plan.programs.function(callee_of(call)).inputs)
-    return dict(zip(names, call.inputs, strict=True))
+def _by_variant(body: Body, slot: Slot, texts: Mapping[int, str]) -> str:
+    """What differs from variant to variant as one expression."""
+    first, *others = dict.fromkeys(texts[variant] for variant in sorted(slot.nodes))
+    for other in others:
+        where = frozenset(variant for variant, text in texts.items() if text == other)
+        first = f"{other} if {body.condition(where)} else {first}"
+    return first
 
 
-def stacks(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-    """The calls of each module list."""
-    for piece in pieces(nodes):
-        for field in dict.fromkeys(field_of(node) for node in piece.nodes) if piece.calls else ():
-            yield tuple(node for node in piece.nodes if field_of(node) == field)
+def _order(body: Body, slot: Slot, tables: Tables) -> tuple[list[str], str, str]:
+    """Lines ahead of the loop, what it runs over, and what its blocks are counted by."""
+    loops = {variant: node.op for variant, node in slot.nodes.items() if isinstance(node.op, Loop)}
+    if not any(loop.repeats for loop in loops.values()):
+        return [], f"self.{loops[slot.first].at}", "i"
+    texts = {
+        variant: _table(tables, repr(loop.runs)) if loop.repeats else f"range({len(loop.runs)})"
+        for variant, loop in loops.items()
+    }
+    order = _by_variant(body, slot, texts)
+    return ([f"order = {order}"], "order", "layer") if " if " in order else ([], order, "layer")
 
 
-def read_beside(graph: Graph) -> frozenset[str]:
-    """The values from before a loop over blocks that the loop, but as its start, or something after it reads."""
-    found: set[str] = set()
-    done = 0
-    for piece in pieces(graph.nodes):
-        before = {ref for node in graph.nodes[:done] for ref in node.outputs}
-        done += len(piece.nodes)
-        if piece.calls:
-            start = piece.nodes[0].inputs[:1] if piece.chained else ()
-            read = [ref for node in graph.nodes[done - len(piece.nodes) :] for ref in node.inputs]
-            for ref in start:
-                read.remove(ref)
-            read += [ref for _, ref in graph.outputs]
-            found |= before.intersection(read)
-    return frozenset(found)
+def _keeps(slot: Slot) -> bool:
+    return any(isinstance(node.op, Loop) and node.op.keeps for node in slot.nodes.values())
+
+
+def _arguments(
+    body: Body,
+    slot: Slot,
+    block: BlockClass,
+    tables: Tables,
+    keeper: str,
+    first: int,
+    flags: Mapping[str, frozenset[int]],
+    index: str,
+) -> tuple[list[str], list[str]]:
+    """What a block is given behind the stream; and the lines ahead of the call."""
+    loop = slot.node.op
+    assert isinstance(loop, Loop)
+    some = dict(loop.some)
+    values: dict[str, str] = {}
+    inner: list[str] = []
+    for name, operand in zip(loop.names, slot.inputs[1:], strict=True):
+        value = body.text(operand)
+        if name in some:
+            table = tables.arguments[loop.at, name]
+            value = f"{value} if {index} in {table} else None"
+        if value != NONE:
+            values[name] = value
+    for name, _ in loop.earlier:
+        table = tables.arguments[loop.at, name]
+        values[name] = f"outputs[{table}[i]] if i in {table} else None"
+    conditional = {*some, *dict(loop.earlier)}
+    arguments = []
+    taken = set(body.held)
+    for name, value in values.items():
+        if name in conditional:
+            local = next(n for n in (name, name.rpartition("_")[2], f"own_{name}", f"some_{name}") if n not in taken)
+            taken.add(local)
+            inner.append(f"{local} = {value}")
+            value = local
+        arguments.append((name, f"{name}={value}" if name in block.optional else value))
+    ordered = [text for _, text in sorted(arguments, key=lambda entry: block.order.index(entry[0]))]
+    if block.keeps and (keeping := frozenset(v for v, node in slot.nodes.items() if _node_keeps(node))):
+        at = f"i + {first}" if first else "i"
+        kept = f"{CACHE}[{at}]" if keeper == CACHE else f'{STATE}[f"{loop.at}.{{i}}"]'
+        kept = kept if _keeps(slot) else "()"
+        if keeping != slot.where:
+            body.condition(keeping)  # which asks for the state
+            kept = f"{keeper} and {kept}"
+        ordered.append(f"cache={kept}")
+    for flag in block.flags:
+        where = flags.get(flag, frozenset()) & slot.where
+        if where == slot.where:
+            ordered.append(f"{flag}=True")
+        elif where:
+            body.condition(where)  # which asks for the flag
+            ordered.append(f"{flag}={flag}")
+    return ordered, inner
+
+
+def _node_keeps(node: Node) -> bool:
+    return isinstance(node.op, Loop) and (node.op.keeps or node.op.extends)
+
+
+def _joins(body: Body, slot: Slot, tables: Tables, name: str, index: str, ahead: list[str]) -> list[str]:
+    """The lines that join an earlier output to the stream ahead of a block; `ahead` learns those ahead of the loop."""
+    loops = {variant: node.op for variant, node in slot.nodes.items() if isinstance(node.op, Loop)}
+    loop = loops[slot.first]
+    if not any(one.joins for one in loops.values()):
+        return []
+    skips = _by_variant(
+        body, slot, {v: _table(tables, repr(dict(one.joins))) if one.joins else "{}" for v, one in loops.items()}
+    )
+    if " if " in skips:
+        ahead.append(f"skips = {skips}")
+        skips = "skips"
+    flags = "".join(
+        f", {method}={index} in {_table(tables, _set(layers))}" for method, layers in _flagged(loop).items()
+    )
+    return [
+        f"if i in {skips}:",
+        f"    skip, earlier = {skips}[i]",
+        f"    {name} = self.{loop.joined}[skip]({name}, outputs[earlier]{flags})",
+    ]
+
+
+def begin_lines(body: Body, slot: Slot) -> None:
+    """Adds a dict with what every block begins with. All blocks are given the same."""
+    begin = slot.node.op
+    assert isinstance(begin, Begin)
+    for operand in slot.inputs:
+        if operand[0][0] in body.pending:  # every block reads it, so it is computed once, before
+            body.write(operand[0][0])
+    given = ", ".join(body.text(operand) for operand in slot.inputs)
+    name = begin.at.rpartition(".")[2]
+    while name in body.reserved or name in body.held:  # blocks may be called as a value or a function is
+        name = f"{name}_begun"
+    key = f'f"{begin.at}.{{i}}"'
+    body.line(f"{name} = {{{key}: block.begin({given}) for i, block in enumerate(self.{begin.at})}}")
+    body.hold(name, slot.name)
 
 
 def scans(graphs: Sequence[Graph]) -> Iterator[tuple[Node, Scan]]:
@@ -113,8 +233,7 @@ def scans(graphs: Sequence[Graph]) -> Iterator[tuple[Node, Scan]]:
 
 
 def time_loop(step: Graph, scan: Node, drops: bool) -> Function:
-    """The method that runs `step` over all positions; where training `drops`, one that is told which of the two steps
-    to run."""
+    """The method that runs `step` over all positions; where training `drops`, one with a flag that chooses the step."""
     assert isinstance(scan.op, Scan)
     names = [name for name, _ in step.inputs]
     last = scan.op.carried + scan.op.stepped
@@ -142,159 +261,3 @@ def time_loop(step: Graph, scan: Node, drops: bool) -> Function:
     annotation = f"tuple[{', '.join('Tensor' for _ in scan.types)}]"
     compiled = "@torch.compiler.disable(recursive=False)  # a loop: only its step is compiled, once"
     return Function("forward", doc, arguments, lines, returns, annotation, compiled)
-
-
-def begin_lines(body: Body, calls: Sequence[Node]) -> str:
-    """Adds to `body` a dict with what every block begins with; returns its name. All blocks are given the same."""
-    op = calls[0].op
-    assert isinstance(op, Call) and len({call.inputs for call in calls}) == 1
-    field = op.at.rpartition(".")[0]
-    name = field.rpartition(".")[2]
-    while name in body.reserved or name in body.held:  # blocks may be called as a value or a function is
-        name = f"{name}_begun"
-    body.reserved |= {name}
-    given = ", ".join(body.text(ref) for ref in calls[0].inputs)
-    for ref in calls[0].inputs:
-        if ref in body.pending:  # every block reads it, so it is computed once, before
-            body.write(ref)
-            given = ", ".join(body.text(ref) for ref in calls[0].inputs)
-    begun = f"block.{method_of(calls[0])}({given})"
-    begun = begun if len(calls[0].types) > 1 else f"({begun},)"
-    body.lines.append(f'{name} = {{f"{field}.{{i}}": {begun} for i, block in enumerate(self.{field})}}')
-    return name
-
-
-def loop_lines(plan: Plan, body: Body, calls: Sequence[Node], tables: list[str], keeper: str) -> None:
-    """Adds the loop to `body`, and to `tables` which blocks take what only some of them do; `keeper` is the text of the
-    blocks' state: a list of it by run, or a dict by place.
-
-    Each block's first input is the output before it. The others are the same in every call, or a block's own state
-    (inputs of the program); or, only in some calls and behind these, the same in each of them, or the output of an
-    earlier block. Where blocks run more than once, calls of another list between them join an earlier output to the
-    first input.
-    """
-    field = field_of(calls[0])
-    blocks = [call for call in calls if field_of(call) == field]
-    runs = [index_of(call) for call in blocks]
-    looped = len(set(runs)) < len(runs)
-    listed = keeper.startswith("cache")
-    some, args = _arguments(plan, body, blocks, "*kept" if listed else f'*{keeper}[f"{field}.{{i}}"]')
-    placed = not listed and any(f"{keeper}[" in arg for arg in args)
-    if listed and "*kept" not in args:
-        args.append("*kept")
-    first = body.text(calls[0].inputs[0])
-    body.pending.pop(calls[0].inputs[0], None)
-    if first != "x":
-        body.release("x")
-        body.lines.append(f"x = {first}")
-    joins, lines = _joins(body.graph, calls, blocks, tables)
-    tables += [text for text in ([_order(runs)] if looped else []) + joins if text not in tables]
-    tables += [one.text for one in some if one.text not in tables]
-    method = method_of(calls[0])
-    run = f"self.{field}[layer]" if looped else "block"
-    run = run if method == "forward" else f"{run}.{method}"
-    steps = _steps(run, args, some)
-    reads = bool(joins) or any(one.variable == "read" for one in some)
-    over, item = ("ORDER", "layer") if looped else (f"self.{field}", "block")
-    if listed:
-        over, item = f"zip({over}, {keeper}, strict=True)", f"{item}, kept"
-    if reads or placed or (some and not looped):
-        over, item = f"enumerate({over})", f"i, ({item})" if listed else f"i, {item}"
-    new = "outputs: list[Tensor] = []"
-    body.lines += [
-        *(["outputs = []" if new in body.lines else new] if reads else []),
-        f"for {item} in {over}:",
-        *(f"    {line}" for line in (*lines, *steps, *(["outputs.append(x)"] if reads else []))),
-    ]
-    body.texts[calls[-1].name] = "x"
-    body.held["x"] = calls[-1].name
-
-
-def _order(runs: Sequence[int]) -> str:
-    return f"# the blocks in the order in which they run, some more than once\nORDER = {tuple(runs)!r}"
-
-
-def _joins(
-    graph: Graph, calls: Sequence[Node], blocks: Sequence[Node], tables: Sequence[str]
-) -> tuple[list[str], list[str]]:
-    """Tables of the calls between blocks, by the number of the run that they precede, and the lines that make them.
-    Where `tables` has that of a program that runs blocks more often, it is named after running each once."""
-    numbers = {call.name: i for i, call in enumerate(blocks)}
-    joined = [(call, following) for call, following in pairwise(calls) if call.name not in numbers]
-    if not joined:
-        return [], []
-    field = field_of(joined[0][0])
-    found = {numbers[after.name]: (index_of(call), numbers[call.inputs[1]]) for call, after in joined}
-    about, name = "# run -> the skip before it, and the earlier run whose output it joins", field.upper()
-    text = f"{about}\n{name} = {found!r}"
-    if any(other.startswith(f"{about}\n{name} = ") and other != text for other in tables):
-        name = f"{name}_ONCE"
-    made = [f"{about}\n{name} = {found!r}"]
-    steps = [f"x = self.{field}[skip](x, outputs[earlier])"]
-    if others := [call for call, _ in joined if not callee_of(call).endswith(".forward")]:
-        method = method_of(others[0])
-        width = graph.types[others[0].inputs[0]].width
-        wide = {index_of(block) for block in blocks if graph.types[block.inputs[0]].width == width}
-        index = "layer" if len({*map(index_of, blocks)}) < len(blocks) else "i"
-        made.append(f"# blocks that read {method}, of which a skip joins the first\n{method.upper()} = {wide!r}")
-        join = f"self.{field}[skip].{method} if {index} in {method.upper()} else self.{field}[skip]"
-        steps = [f"join = {join}", "x = join(x, outputs[earlier])"]
-    return made, [f"if i in {name}:", f"    skip, earlier = {name}[i]", *(f"    {step}" for step in steps)]
-
-
-def _arguments(plan: Plan, body: Body, calls: Sequence[Node], kept: str) -> tuple[list[Some], list[str]]:
-    """What only some calls pass; and what all do, behind `x`, with `kept` for a block's state."""
-    runs = [index_of(call) for call in calls]
-    index = "layer" if len(set(runs)) < len(runs) else "i"
-    field = field_of(calls[0])
-    prefix = "" if field == "blocks" else f"{field.upper().replace('.', '_')}_"
-    given = [inputs_of(plan, call) for call in calls]
-    state = {name for name, _ in body.graph.inputs} - body.names.keys()
-    positions = {call.name: i for i, call in enumerate(calls)}
-    args: list[str] = []
-    some: list[Some] = []
-    for name in _merged([list(one) for one in given])[1:]:
-        found = {i: one[name] for i, one in enumerate(given) if name in one}
-        refs = set(found.values())
-        if refs <= state:
-            args += [kept] if kept not in args else []
-        elif refs <= positions.keys():
-            table = f"{prefix}{name.upper()}S"
-            earlier = {i: positions[ref] for i, ref in found.items()}
-            text = f"# block -> the earlier block whose output it also reads\n{table} = {earlier!r}"
-            some.append(Some("read", f"outputs[{table}[i]]", f"i in {table}", text))
-        else:
-            assert len(refs) == 1, "calls may differ only in their state and their skip"
-            ref = refs.pop()
-            if ref in body.pending:  # every block reads it, so it is computed once, before
-                body.write(ref)
-            value = body.text(ref)
-            if len(found) == len(calls):
-                args.append(value)
-            else:
-                table = f"{prefix}{name.upper()}"
-                layers = ", ".join(map(str, sorted({index_of(calls[i]) for i in found})))
-                text = f"# blocks that also read {name}\n{table} = {{{layers}}}"
-                some.append(Some(f"more{len(some) + 1 if some else ''}", value, f"{index} in {table}", text))
-    return some, args
-
-
-def _merged(orders: Sequence[Sequence[str]]) -> list[str]:
-    """One order of all names that each of `orders` is a part of."""
-    merged: list[str] = []
-    while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
-        merged.append(next(left[0] for left in rest if all(left[0] not in other[1:] for other in rest)))
-    return merged
-
-
-def _steps(run: str, args: Sequence[str], some: Sequence[Some]) -> list[str]:
-    """The lines that run a block."""
-    plain = f"{run}({', '.join(('x', *args))})"
-    if not some:
-        return [f"x = {plain}"]
-    step = f"x = {run}({', '.join(('x', *args, some[0].value))}) if {some[0].where} else {plain}"
-    if len(some) == 1 and len(step) + 4 <= LINE:
-        return [step]
-    given = ("x", *args, *(f"*{one.variable}" for one in some))
-    steps = [f"{one.variable} = ({one.value},) if {one.where} else ()" for one in some]
-    return [*steps, f"x = {run}({', '.join(given)})"]

@@ -3,78 +3,113 @@
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Graph, Named, Node
+from specc.compiler.ir.graph import Graph, Named
 from specc.compiler.ops.region import Call
+from specc.compiler.passes.merge import merge
+from specc.compiler.passes.outline import outline
+from specc.compiler.passes.roll import Loop, aligned, field_of, roll
 from specc.compiler.plan.plan import Plan
-from specc.compiler.programs.programs import Programs, owner
-from specc.compiler.render.body import Body
-from specc.compiler.render.function import LOCALS, Function, Speller, class_name, docstring, types_doc
-from specc.compiler.render.group import GroupContext, group_context, scoring_function
-from specc.compiler.render.loops import field_of, scans, stacks, time_loop
-from specc.compiler.render.program import CACHE, keeper, new_cache, program_method
-
-# What deployed models keep apart from their parameters: the numbers of products in int8.
-STORED = {"i8": "torch.int8", "i32": "torch.int32", "f32": "torch.float32"}
+from specc.compiler.programs.programs import Programs, class_name, group_functions, owner, without_scoring_groups
+from specc.compiler.render.blocks import BlockClass, Tables, block_class, lists
+from specc.compiler.render.body import Body, constants_of
+from specc.compiler.render.formula import python_formula
+from specc.compiler.render.function import LOCALS, Function, Speller, docstring, types_doc
+from specc.compiler.render.group import GroupContext, group_contexts
+from specc.compiler.render.jinja import exists
+from specc.compiler.render.loops import CACHE, define_tables, scans, time_loop
+from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_tables, parameter_lines
+from specc.compiler.render.program import METHODS, Methods, flags_of, keeper_of, new_cache, own_state
 
 
 @dataclass(frozen=True, slots=True)
-class ClassContext:
-    """An nn.Module: its parameters, the numbers it is built with, its methods."""
+class OpContext:
+    """The file of an op: the package it belongs to, where it is imported by itself."""
 
-    name: str
-    doc: tuple[str, ...]
-    scalars: tuple[str, ...]
-    init: tuple[str, ...]
-    methods: tuple[Function, ...]
-    aliases: tuple[str, ...] = ()
-    constants: tuple[str, ...] = ()
+    package: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """The whole of model.py. `namespace` is that of the ops which `supports` define, empty where they define none."""
+    """The whole of model.py. `ops` are functions that stand in files of their own, as they register ops with Torch."""
 
     TEMPLATE: ClassVar[str] = "torch/model.py.jinja"
+    header: tuple[str, ...]
     doc: tuple[str, ...]
     imports: tuple[tuple[str, str], ...]
+    constants: tuple[str, ...]
     supports: tuple[str, ...]
-    namespace: str
+    ops: tuple[str, ...]
     groups: tuple[GroupContext, ...]
-    functions: tuple[Function, ...]
     blocks: tuple[ClassContext, ...]
-    tables: tuple[str, ...]
     model: ClassContext
     uses_functional: bool
+    uses_math: bool
+    uses_weights: bool
 
 
 def model_context(plan: Plan) -> ModelContext:
-    """The context of model.py for `plan`; `supports` still holds template names, which build.py replaces by their text
-    (and names `namespace` where one of them defines an op)."""
+    """The context of model.py for `plan`; `supports` still holds template names, which build.py replaces by their
+    text."""
     programs = plan.programs
-    groups = tuple(group_context(plan, group) for group in programs.groups if group.backward.outputs)
-    functions = tuple(scoring_function(plan, group) for group in programs.groups if not group.backward.outputs)
-    names = {group.name for group in programs.groups}
+    groups = group_contexts(plan)
     called = {c.rendered.module: plan.called(c) for c in plan.choices if c.rendered.module}
     own = {c.rendered.module: c.rendered.function for c in plan.choices}
     imports = [
         (module, own[module] if own[module] == name else f"{own[module]} as {name}") for module, name in called.items()
     ]
-    supports = tuple(dict.fromkeys(name for graph in _rendered_graphs(plan) for name in _supports(graph)))
-    reserved = LOCALS | names | set(called.values()) | frozenset(supports)
-    blocks = tuple(_block_class(plan, name, reserved) for name in _owners(plan))
-    tables: list[str] = []
-    model = _model_class(plan, reserved, tables)
-    code = [*_code(model), *(line for block in blocks for line in _code(block))]
-    inner = [*functions, *(f for group in groups for f in (group.forward, group.backward))]
+    called_ones = dict.fromkeys(name for graph in _rendered_graphs(plan) for name in _supports(graph))
+    ops = tuple(name for name in called_ones if exists(f"torch/ops/{name}.py.jinja"))
+    supports = tuple(name for name in called_ones if name not in ops)
+    imports += [(name, name) for name in ops]
+    names = {name for name, _, _ in programs.sizes} | {
+        *group_functions(programs).values(),
+        *called.values(),
+        *called_ones,
+    }
+    tables = Tables()
+    for name, value, formula in programs.constants:
+        text = python_formula(formula, layers=0)
+        tables.texts[name] = f"{name} = {text}" if text else f"{name} = {value!r}  # {formula}"
+    reserved = LOCALS | names
+    blocks, model = _classes(plan, reserved, tables)
+    inner = [function for group in groups for function in (group.forward, group.backward)]
+    code = [line for cls in (model, *blocks) for line in (*cls.init, *_code(cls))]
     code += [line for function in inner for line in (*function.lines, function.returns)]
     functional = any("F." in line for line in code)
-    title = textwrap.fill(f"{plan.name} for {plan.target.name}: {plan.title}.", 116)
-    doc = (title, *_legend(plan))
-    ordered = tuple(sorted(imports, key=_by_number))
-    return ModelContext(doc, ordered, supports, "", groups, functions, blocks, tuple(tables), model, functional)
+    doc = f"{plan.name} for {plan.target.name}: {plan.title}."
+    stored = [table for cls in (*blocks, model) for table in cls.tables]
+    stated = [*tables.texts.values(), *stored]
+    text = "\n".join((*code, *stated))
+    sizes = [size for size in programs.sizes if re.search(rf"\b{size[0]}\b", text)]
+    constants = (*_sizes(sizes), *stated)
+    doc += f" {', '.join((_legend(plan), *(f'{name} {words}' for name, _, words in sizes)))}."
+    header = (
+        f"# Generated by specc from {plan.source}. Do not edit: change the spec or templates/{ModelContext.TEMPLATE}."
+    )
+    return ModelContext(
+        tuple(textwrap.wrap(header, 120, subsequent_indent="# ", break_long_words=False)),
+        tuple(textwrap.wrap(f'"""{doc}"""', 120, break_long_words=False)),
+        tuple(sorted(imports, key=_by_number)),
+        constants,
+        supports,
+        ops,
+        groups,
+        blocks,
+        model,
+        functional,
+        any("math." in line for line in (*constants, *code)),
+        any("weights(" in line for line in code),
+    )
+
+
+def _sizes(sizes: Sequence[tuple[str, int, str]]) -> Iterator[str]:
+    """The lines that name sizes."""
+    for start in range(0, len(sizes), 8):
+        row = sizes[start : start + 8]
+        yield f"{', '.join(name for name, _, _ in row)} = {', '.join(str(int(value)) for _, value, _ in row)}"
 
 
 def _by_number(entry: tuple[str, str]) -> str:
@@ -87,10 +122,10 @@ def _code(context: ClassContext) -> Iterator[str]:
         yield from (*method.lines, method.returns)
 
 
-def _legend(plan: Plan) -> tuple[str, ...]:
+def _legend(plan: Plan) -> str:
     pairs = any("S" in type.shape for _, type in plan.programs.programs[0].inputs)
-    lengths = "S tokens of the source, T of the target" if pairs else "T tokens, S kept positions"
-    return (f"Shapes: B rows, {lengths}; parameters and activations are {plan.programs.params[0].dtype}.",)
+    lengths = "S tokens of the source, T of the target" if pairs else "T tokens, S cached positions"
+    return f"Parameters and activations are {plan.programs.params[0].dtype}. B rows, {lengths}"
 
 
 def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
@@ -105,104 +140,131 @@ def _supports(graph: Graph) -> Iterator[str]:
             yield support
 
 
-def _owners(plan: Plan) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(owner(graph.name) for graph in plan.programs.functions))
-
-
-def _params(params: Sequence[Named], modules: Sequence[str] = ()) -> tuple[str, ...]:
-    """The lines that create parameters under their dotted names, and what holds `modules`, which others create."""
-    holders: dict[str, list[str]] = {}
-    lines: list[str] = []
-    constants = [entry for entry in params if entry[1].storage]
-    for path, type in params:
-        if type.storage:
-            continue
-        holder, _, name = path.rpartition(".")
-        shape = ", ".join(map(str, type.shape)) + ("," if len(type.shape) == 1 else "")
-        if holder:
-            holders.setdefault(holder, []).append(f"{name}=({shape})")
-        else:
-            lines.append(f"self.{name} = nn.Parameter(torch.empty({shape.rstrip(',')}))")
-    owners = dict.fromkeys(path.rpartition(".")[0] for path, _ in constants)
-    bare = [holder for holder in owners if holder and holder not in holders]
-    parents = [parent for held in (*holders, *bare) if (parent := held.rpartition(".")[0])]
-    empty = dict.fromkeys((*parents, *bare, *(parent for at in modules if (parent := at.rpartition(".")[0]))))
-    lines += [f"self.{parent} = nn.Module()" for parent in empty if parent not in holders]
-    for holder, entries in holders.items():
-        line = f"self.{holder} = weights({', '.join(entries)})"
-        if len(line) <= 100:
-            lines.append(line)
-        else:
-            lines += [f"self.{holder} = weights(", *(f"    {entry}," for entry in entries), ")"]
-    for path, type in constants:
-        holder, _, name = path.rpartition(".")
-        sizes = ", ".join(map(str, type.shape))
-        owner = f"self.{holder}" if holder else "self"
-        lines.append(f'{owner}.register_buffer("{name}", torch.empty({sizes}, dtype={STORED[type.dtype]}))')
-    return tuple(lines)
-
-
-def _block_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContext:
-    functions = [graph for graph in plan.programs.functions if owner(graph.name) == name]
-    first = functions[0]
-    params = tuple(dict.fromkeys(entry for graph in functions for entry in graph.params))
-    init = (*_params(params), *(f"self.{scalar} = {scalar}" for scalar in first.scalars))
-    methods = tuple(_method(plan, graph, reserved) for graph in functions)
-    layers = ", ".join(dict.fromkeys(node.name.split(".")[0] for node in first.nodes if "." in node.name))
-    what = "One block"
-    loops = [(scan, op) for scan, op in scans(plan.programs.programs) if owner(op.callee) == name]
-    for scan, op in loops[:1]:
-        drops = any(other.drops for _, other in loops)
-        methods = (time_loop(plan.programs.function(op.callee), scan, drops), *methods)
-        what = "A loop over time"
-    doc = f"{what}: {layers}." if layers else f"One {name}."
-    return ClassContext(class_name(name), tuple(docstring(doc)), first.scalars, init, methods)
-
-
-def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
-    body = Body(graph, {name: name for name, _ in graph.inputs}, Speller(plan, graph), reserved)
-    body.run(graph.nodes)
-    state = {name for name, _ in graph.inputs}
-    outputs = [(label, ref) for label, ref in graph.outputs if label not in state or label == "x"]
-    doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in outputs])
-    if len(outputs) < len(graph.outputs):
-        doc += " Caches are updated in place."
-    arguments = ("self", *(f"{name}: Tensor" for name, _ in graph.inputs))
-    annotation = "Tensor" if len(outputs) == 1 else f"tuple[{', '.join('Tensor' for _ in outputs)}]"
-    name = graph.name.partition(".")[2]
-    returns = body.returned([ref for _, ref in outputs])
-    return Function(name, doc, arguments, tuple(body.lines), returns, annotation)
-
-
-def _model_class(plan: Plan, reserved: frozenset[str], tables: list[str]) -> ClassContext:
+def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:
+    """The classes of blocks and of loops over time, and the model's."""
     programs = plan.programs
+    keeper = keeper_of(programs)
+    speller = Speller(plan, flags_of(programs), {}, keeper)
+    rolled = aligned([roll(programs, graph) for graph in programs.programs])
+    distinct, aliases = _distinct(rolled, speller)
+    define_tables([n.op for g in rolled for n in g.nodes if isinstance(n.op, Loop)], tables)
+    taken: set[str] = set()
+    blocks = {uses.place: block_class(plan, uses, tables, reserved, taken) for uses in lists(plan)}
+    steps = tuple(_step_class(plan, name, reserved) for name in _steps(programs))
+    sides = _sides(programs)
+    outlined = outline(distinct, sides, _taken(programs), reserved, speller.kernel)
+    own = own_state(rolled)
+    methods = Methods(plan, speller, blocks, tables, reserved, sides, tuple(name for name, _ in own))
+    shared: list[Function] = []
+    asked: dict[str, tuple[str, ...]] = {}
+    for name, merged in outlined.methods.items():
+        function, asked[name] = methods.shared(name, merged)
+        shared.append(function)
+    methods = replace(methods, speller=replace(speller, sections=asked))
+    made = [methods.program(graph, programs.program(graph.name)) for graph in outlined.programs]
+    made += shared
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
-    lists = list(stacks(programs.programs[0].nodes))
-    loops = {op.at: class_name(owner(op.callee)) for _, op in scans(programs.programs)}
-    init = list(_params(params, (*(field_of(calls[0]) for calls in lists), *loops)))
-    for calls in lists:
-        init += _modules(calls, tables)
-    init += [f"self.{at} = {name}()" for at, name in loops.items()]
-    methods: dict[tuple[tuple[str, ...], ...], Function] = {}
-    aliases: list[str] = []
-    for graph in programs.programs:
-        method = program_method(plan, graph, reserved, tables)
-        known = methods.setdefault((method.lines, method.arguments, (method.returns,)), method)
-        if known is not method:
-            aliases.append(f"{method.name} = {known.name}")
-    found = list(methods.values())
-    cached = next((graph for graph in programs.programs if keeper(plan, graph) == CACHE), None)
-    if cached is not None and (calls := next(stacks(cached.nodes), [])):
-        found.append(new_cache(cached, params, calls))
-    return ClassContext(
+    cached = next(
+        (
+            graph
+            for graph in programs.programs
+            if any(n.startswith(f"{CACHE}.") for n, _ in graph.inputs)
+            or (keeper == CACHE and graph.name not in programs.whole)
+        ),
+        None,
+    )
+    if cached is not None and any(field_of(node) == "blocks" for node in cached.nodes):
+        made.append(new_cache(cached, own, params[0][0], tables))
+    model = ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),
         (),
-        tuple(init),
-        tuple(found),
-        tuple(aliases),
+        _init(programs, params, blocks),
+        tuple(made),
+        aliases,
         tuple(_constants(programs)),
+        buffer_tables(params),
     )
+    return (*(block.context for block in blocks.values()), *steps), model
+
+
+def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], tuple[str, ...]]:
+    """The programs without those that are another by their code, and these as aliases."""
+    known: dict[object, Graph] = {}
+    aliases: list[str] = []
+    for graph in rolled:
+        loops = [(n.op.runs, n.op.joins, n.op.keeps, n.op.methods) for n in graph.nodes if isinstance(n.op, Loop)]
+        nodes = [(n.name, n.op, n.inputs, n.epilogue, speller.kernel(graph, n)) for n in graph.nodes]
+        inputs = [(name, tuple("T" if dim == 1 else dim for dim in type.shape)) for name, type in graph.inputs]
+        first = known.setdefault((tuple(nodes), tuple(loops), tuple(inputs), graph.outputs), graph)
+        if first is not graph:
+            aliases.append(f"{METHODS.get(graph.name, graph.name)} = {METHODS.get(first.name, first.name)}")
+    return list(known.values()), tuple(aliases)
+
+
+def _taken(programs: Programs) -> frozenset[str]:
+    """The names that methods of the model have."""
+    return frozenset((*(METHODS.get(graph.name, graph.name) for graph in programs.programs), "new_cache"))
+
+
+def _sides(programs: Programs) -> frozenset[str]:
+    """The first words of paths that name a side of the model, such as `encoder`."""
+    paths = [path.split(".") for graph in programs.programs for path, _ in graph.params]
+    return frozenset(path[0] for path in paths if len(path) > 2) - {path[0] for path in paths if len(path) == 2}
+
+
+def _steps(programs: Programs) -> Sequence[str]:
+    """The classes of functions that no block of a list runs: those of loops over time."""
+    inside = {
+        node.op.callee
+        for graph in programs.programs
+        for node in graph.nodes
+        if isinstance(node.op, Call) and field_of(node)
+    }
+    return list(dict.fromkeys(owner(graph.name) for graph in programs.functions if graph.name not in inside))
+
+
+def _step_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContext:
+    """The class of a loop over time: its steps, and the loop."""
+    own = [graph for graph in plan.programs.functions if owner(graph.name) == name]
+    functions = [without_scoring_groups(plan.programs, graph) for graph in own]
+    params = tuple(dict.fromkeys(entry for graph in functions for entry in graph.params))
+    methods = [_method(plan, graph, reserved) for graph in functions]
+    layers = dict.fromkeys(node.name.split(".")[0] for node in functions[0].nodes if "." in node.name)
+    loops = [(scan, op) for scan, op in scans(plan.programs.programs) if owner(op.callee) == name]
+    for scan, op in loops[:1]:
+        drops = any(other.drops for _, other in loops)
+        methods.insert(0, time_loop(plan.programs.function(op.callee), scan, drops))
+    doc = f"A loop over time: {', '.join(layers)}." if loops else f"One step: {', '.join(layers)}."
+    table = f"{class_name(name).upper()}_{BUFFERS}"
+    init, stored = parameter_lines(params, table=table), buffer_tables(params, table)
+    return ClassContext(class_name(name), tuple(docstring(doc)), (), init, tuple(methods), tables=stored)
+
+
+def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
+    state = {name for name, _ in graph.inputs}
+    labels = [label for label, _ in graph.outputs if label not in state or label == "x"]
+    merged = merge([graph], labels)
+    body = Body(
+        merged, {name: name for name, _ in graph.inputs}, Speller(plan), reserved=reserved, constants=constants_of(plan)
+    )
+    body.run()
+    outputs = dict(graph.outputs)
+    doc = types_doc(graph.inputs, [graph.types[outputs[label]] for label in labels])
+    if len(labels) < len(graph.outputs):
+        doc += " Caches are updated in place."
+    arguments = ("self", *(f"{name}: Tensor" for name, _ in graph.inputs))
+    annotation = "Tensor" if len(labels) == 1 else f"tuple[{', '.join('Tensor' for _ in labels)}]"
+    return Function(graph.name.partition(".")[2], doc, arguments, body.lines, body.returned(), annotation)
+
+
+def _init(programs: Programs, params: Sequence[Named], blocks: dict[str, BlockClass]) -> tuple[str, ...]:
+    loops = {op.at: class_name(owner(op.callee)) for _, op in scans(programs.programs)}
+    lines = list(parameter_lines(params, modules=(*blocks, *loops)))
+    stored = next((i for i, line in enumerate(lines) if line.startswith("for name, (shape")), len(lines))
+    modules = [f"self.{field} = nn.ModuleList({block.make})" for field, block in blocks.items()]
+    modules += [f"self.{at} = {name}()" for at, name in loops.items()]
+    return (*lines[:stored], *modules, *lines[stored:])
 
 
 def _constants(programs: Programs) -> Iterator[str]:
@@ -210,22 +272,3 @@ def _constants(programs: Programs) -> Iterator[str]:
     nodes = (node for graph in programs.graphs for node in graph.nodes)
     if names := sorted({node.op.name for node in nodes if node.op.apart}):
         yield f"fullgraph = False  # Torch's compiler takes it in parts: each {' and '.join(names)} runs as it is"
-
-
-def _modules(calls: Sequence[Node], tables: list[str]) -> list[str]:
-    """The module list of what `calls` call, from a table where these differ."""
-    ops = list({call.op.at: call.op for call in calls if isinstance(call.op, Call)}.values())
-    names = [class_name(owner(op.callee)) for op in ops]
-    field = ops[0].at.rpartition(".")[0]
-    if len({(name, op.scalars) for name, op in zip(names, ops, strict=True)}) == 1:
-        numbers = ", ".join(repr(value) for _, value in ops[0].scalars)
-        return [f"self.{field} = nn.ModuleList({names[0]}({numbers}) for _ in range({len(ops)}))"]
-    words = ", ".join(name for name, _ in ops[0].scalars)
-    table = field.upper().replace(".", "_")
-    comment = f"# class{' and ' + words if words else ''} of each"
-    rows = [
-        f"    ({', '.join((name, *(repr(v) for _, v in op.scalars)))}{',' if not op.scalars else ''}),"
-        for name, op in zip(names, ops, strict=True)
-    ]
-    tables.append("\n".join((comment, f"{table} = (", *rows, ")")))
-    return [f"self.{field} = nn.ModuleList(make(*numbers) for make, *numbers in {table})"]

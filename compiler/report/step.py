@@ -145,7 +145,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
         micro_batches,
         tuple(_joined(rows)),
         saved,
-        STATE_BYTES * count + _kept_bytes(graph, sizes) + sum(saved.values()),
+        STATE_BYTES * count + _saved_bytes(graph, sizes) + sum(saved.values()),
         key,
         locked.machine if locked is not None else None,
         timing,
@@ -263,9 +263,9 @@ def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float
 
 def words_of(site: Site) -> str:
     """What a node computes, as people read it: its op, the formula of its epilogue, and its further outputs."""
-    tail = site.epilogue
-    words = site.node.op.words + (f", `{tail.outputs[0]}`" if tail is not None else "")
-    saved = ", ".join((tail or site.node.op).output_labels[1:])
+    epilogue = site.epilogue
+    words = site.node.op.words + (f", `{epilogue.outputs[0]}`" if epilogue is not None else "")
+    saved = ", ".join((epilogue or site.node.op).output_labels[1:])
     return f"{words}, also {saved}" if saved else words
 
 
@@ -330,7 +330,7 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     return sum(types[ref].bytes(sizes) for _, ref in read) + sum(types[ref].bytes(sizes) for ref in written)
 
 
-def _kept_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
+def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Bytes of a micro-batch that products, attention and groups have read and their backward reads again."""
     views = _aliases(graph, sizes)
     refs = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs if ref[0] not in "@$"}

@@ -116,6 +116,7 @@ class ForcingSpec(StrictModel):
     between: Literal["hold", "linear"] = "hold"
 
 
+OptimizerList = Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
 Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=8)]
 
 
@@ -141,7 +142,7 @@ class TrainSpec(StrictModel):
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
     teacher_forcing: tuple[tuple[NonNegative, Unit], ...] | ForcingSpec | None = None
-    optimizers: Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
+    optimizers: OptimizerList
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
     tf32: bool = later(False)

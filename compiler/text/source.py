@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a text says (`data`: dicts, tuples, scalars) and where it says so.
+    """The content of a text (`data`: dicts, tuples, scalars) and the place of each part.
 
     `keys` and `values` map a path in the data to where its key and where its value begins; `spans` has
     the characters of each string scalar as written. `overlays` are sources laid over this one, each at a path
@@ -108,7 +108,7 @@ class Source:
 
 
 def step(value: object, part: str | int) -> tuple[object] | None:
-    """What `part` leads to inside `value`, alone in a tuple; None where it leads nowhere."""
+    """The item `part` of `value`, alone in a tuple; None where there is none."""
     if isinstance(value, dict) and isinstance(part, str) and part in value:
         return (value[part],)
     if isinstance(value, tuple) and isinstance(part, int) and 0 <= part < len(value):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specc.compiler.expr import torch_text
 from specc.compiler.kernels.int8.gemm import DTYPES as SPELT
-from specc.compiler.kernels.int8.gemm import Int8Tail, int8_tail
+from specc.compiler.kernels.int8.gemm import Int8Epilogue, int8_epilogue
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.plan.plan import Choice, Plan
 from specc.runtime.bench.kernels import Ready
@@ -68,13 +68,13 @@ def product_rows(
 
 def _row(name: str, choice: Choice, own: Callable[..., Tensor], device: torch.device) -> ProductRow:
     site = choice.site
-    tail = int8_tail(site)
+    epilogue = int8_epilogue(site)
     torch.compiler.reset()
-    epilogue = as_trained(epilogue_of(tail), device)
+    finish = as_trained(epilogue_of(epilogue), device)
     times: dict[int, Mapping[str, Measured]] = {}
     refused: dict[int, str] = {}
     for m in ROWS:
-        x, w, offset, *rest = int8_operands(tail, m, device)
+        x, w, offset, *rest = int8_operands(epilogue, m, device)
         calls: dict[str, Call] = {OURS: _bound(own, x, w, offset, *rest)}
         found = own(x, w, offset, *rest)
         try:
@@ -83,22 +83,24 @@ def _row(name: str, choice: Choice, own: Callable[..., Tensor], device: torch.de
             refused[m] = str(error).splitlines()[0]
             sums = (x.double() @ w.double().t()).to(torch.int32)
         else:
-            calls[THEIRS] = _bound(lambda x, w, *more: epilogue(torch._int_mm(x, w.t()), *more), x, w, offset, *rest)
+            calls[THEIRS] = _bound(lambda x, w, *more: finish(torch._int_mm(x, w.t()), *more), x, w, offset, *rest)
             sums = torch._int_mm(x, w.t())
-        _require_right(f"{choice.rendered.module} of {m} rows", found, epilogue_of(tail)(sums, offset, *rest))
+        _require_right(f"{choice.rendered.module} of {m} rows", found, epilogue_of(epilogue)(sums, offset, *rest))
         times[m] = _times(calls, device)
     made = site.node.type.dtype
-    return ProductRow(name, choice.rendered.module, choice.kernel.language, tail.n, tail.k, made, times, refused)
+    return ProductRow(
+        name, choice.rendered.module, choice.kernel.language, epilogue.n, epilogue.k, made, times, refused
+    )
 
 
-def epilogue_of(tail: Int8Tail) -> Callable[..., Tensor]:
+def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
     """What follows the sums i32 [M, N], from them, the offset and the operands, in plain Torch."""
-    names = [value.name for value in tail.operands]
+    names = [value.name for value in epilogue.operands]
     lines = [f"def epilogue({', '.join(('sums', 'offset', *names))}):", "    p = (sums + offset).float()"]
-    lines += [f"    {value.name} = {value.name}.float()" for value in tail.operands if value.type.dtype != "f32"]
-    lines.append(f"    y = {torch_text(tail.expr)}")
-    rounded = f".round().clamp(-{LARGEST}, {LARGEST})" if tail.codes else ""
-    lines.append(f"    return y{rounded}.to({SPELT[tail.y.type.dtype]})")
+    lines += [f"    {value.name} = {value.name}.float()" for value in epilogue.operands if value.type.dtype != "f32"]
+    lines.append(f"    y = {torch_text(epilogue.expr)}")
+    rounded = f".round().clamp(-{LARGEST}, {LARGEST})" if epilogue.codes else ""
+    lines.append(f"    return y{rounded}.to({SPELT[epilogue.y.type.dtype]})")
     return executed("\n".join(lines), "epilogue", {"torch": torch, "F": torch.nn.functional})
 
 

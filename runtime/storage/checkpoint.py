@@ -102,9 +102,15 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
+def all_in(folder: Path) -> list[Path]:
+    """The checkpoint directories in `folder`, sound or not, oldest first."""
+    paths = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
+
+
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest sound checkpoint in `folder`; `warn` is told of each newer one that is damaged, and why."""
-    for path in reversed(_steps(folder)):
+    for path in reversed(all_in(folder)):
         reason = fault(path)
         if reason is None:
             return path
@@ -205,15 +211,9 @@ def _tensors(files: Committed, name: str) -> dict[str, Tensor]:
         raise IntegrityError(f"{files.path / name}: {error}", committed.HINT) from None
 
 
-def _steps(folder: Path) -> list[Path]:
-    """The checkpoint directories, oldest first."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
 def _outdated(folder: Path, keep: int) -> list[Path]:
     """Those older than the `keep` newest that look whole: a damaged one must not count as kept."""
-    steps = _steps(folder)
+    steps = all_in(folder)
     whole = [path for path in steps if _looks_whole(path)]
     return [path for path in steps if len(whole) >= keep and steps.index(path) < steps.index(whole[-keep])]
 

@@ -25,7 +25,7 @@ from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.model.load import initial_values, replace_fuse
-from specc.runtime.optim.optimizers import rule_of
+from specc.runtime.optim.rules import rule_of
 from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
@@ -37,7 +37,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
-    ("specc.runtime.optim.optimizers", "rule_of"): (_KNOWN, "rule_of"),
+    ("specc.runtime.optim.rules", "rule_of"): (_KNOWN, "rule_of"),
     ("specc.runtime.data.missing", "missing_source"): (_KNOWN, "missing_source"),
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
@@ -135,13 +135,13 @@ def _plan(
         "WINDOW": spec.model.window,
         "TRAIN": spec.train.model_copy(update={"validate_every": 0, "checkpoint_every": 0}),
         "EVAL": spec.eval,
-        "RULES": {spec.kind: rule_of(spec) for spec in spec.train.optimizers},
         "PHASES": first.phases,
         "QUANT": quant.model_copy(update={"rules": (), "default": None}),
         "PARAMS": params,
         "INITS": initial_values(first),
         "BASE": base,
         "SCHEMES": used,
+        "RULES": {optimizer.kind: rule_of(optimizer) for optimizer in spec.train.optimizers},
         "SPEC": canonical(whole),
         "SPEC_DIGEST": "",
         "CODE": Deployment.of(whole).code,

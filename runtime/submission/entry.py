@@ -32,7 +32,7 @@ from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.launch import is_launched
 from specc.runtime.distributed.world import World, joined
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
-from specc.runtime.log import Silence, Step
+from specc.runtime.log import Reporter, Silence, Step
 from specc.runtime.metrics.bits_per_byte import BitsPerByte, ScoredText, evaluate_bits
 from specc.runtime.metrics.share import Share
 from specc.runtime.metrics.validation import Validation
@@ -54,6 +54,8 @@ from specc.runtime.submission.model import (
 from specc.runtime.submission.names import WEIGHTS
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop
+from specc.runtime.train.sources.feed import TrainingData, Windows
+from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # the challenge's folder of shards of that vocabulary
@@ -199,24 +201,16 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
     model = initialized(target)
     order, rows = spec.data.order, spec.at_once(world.size)  # type: ignore[attr-defined]
     with Loader(streams[0], rows, window, order, spec.seed, world.rank, world.size) as loader:
-        trainer = Trainer(
-            model,
-            plan.PARAMS[target],
-            spec,
-            loader,
-            window,
-            world.device,
-            compiled,
-            plan.SPEC_DIGEST,
-            world,
-            grids=plan.BASE if spec.qat is not None else None,
-            phases=plan.PHASES,
-        )
+        quantization = FakeQuantization(plan.BASE) if spec.qat is not None else None
+        trainable = TrainableModel(model, plan.PARAMS[target], window, plan.SPEC_DIGEST, plan.PHASES, quantization)
+        data = TrainingData(loader, Windows(spec.rows(window) * window))
+        trainer = Trainer(trainable, spec, data, world, compiled)
         if compiled:
             compile_ahead(folder(target))
         validation = Validation(streams[1], TOKENIZER, plan.EVAL.batch, spec.validate_tokens)
-        progress, say = (Silence(), _ignore) if world.rank else (Steps(), _print)
-        Loop(trained, trained.save, trainer, validation, Silence(), progress, say, Limits(steps)).run()
+        silent = bool(world.rank)
+        reporter = Reporter(Silence(), Silence() if silent else Steps(), _ignore if silent else _print)
+        Loop(trained, trainer, validation, reporter, Limits(steps), trained.save).run()
 
 
 def _too_few(steps: int) -> RunFailure:

@@ -12,7 +12,7 @@ from torch import Tensor
 from specc.compiler import pipeline
 from specc.compiler.expr import torch_value
 from specc.compiler.int8.products import integer_products
-from specc.compiler.kernels.int8.gemm import int8_tail
+from specc.compiler.kernels.int8.gemm import int8_epilogue
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.programs import reference
@@ -131,17 +131,17 @@ def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
 def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
     """The largest error of a product, whose sums are exact, as a share of what rounding the output may cost; infinite
     for NaN or another shape."""
-    tail = int8_tail(site)
-    given = int8_operands(tail, rows, torch.device(device))
+    epilogue = int8_epilogue(site)
+    given = int8_operands(epilogue, rows, torch.device(device))
     found = function(*given).cpu()
     x, w, offset, *others = (tensor.cpu() for tensor in given)
     sums = torch.from_numpy(x.long().numpy() @ w.long().numpy().T) + offset.long()
-    values = {value.name: other.double() for value, other in zip(tail.operands, others, strict=True)}
-    want = torch_value(tail.expr, {**values, "p": sums.double()})
+    values = {value.name: other.double() for value, other in zip(epilogue.operands, others, strict=True)}
+    want = torch_value(epilogue.expr, {**values, "p": sums.double()})
     if found.shape != want.shape or bool(found.isnan().any()):
         return float("inf")
     room = {torch.int8: 0.501, torch.float32: 2e-5}.get(found.dtype, 1e-2)
-    if tail.codes:
+    if epilogue.codes:
         return float((found.double() - want.clamp(-LARGEST, LARGEST)).abs().max()) / room
     return float(((found.double() - want).abs() / want.abs().clamp_min(1.0)).max()) / room
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler.ir.graph import TensorType
-from specc.compiler.kernels.int8.gemm import Int8Tail
+from specc.compiler.kernels.int8.gemm import Int8Epilogue
 from specc.compiler.ops.quantized import LARGEST
 from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES as DTYPES
@@ -58,7 +58,7 @@ class Operands:
         return [made[ref] for ref in refs]
 
 
-def int8_operands(tail: Int8Tail, m: int, device: torch.device) -> list[Tensor]:
+def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[Tensor]:
     """Random x [M, K], w [N, K], offset [N] and the epilogue's operands; the first of those of [N], the scale, is such
     that sums come near 1, and the last, where y are codes, such that these use their range."""
     generator = torch.Generator(device).manual_seed(m)
@@ -66,14 +66,14 @@ def int8_operands(tail: Int8Tail, m: int, device: torch.device) -> list[Tensor]:
     def codes(*shape: int) -> Tensor:
         return torch.randint(-LARGEST, LARGEST + 1, shape, generator=generator, device=device, dtype=torch.int8)
 
-    offset = torch.randint(-99, 100, (tail.n,), generator=generator, device=device, dtype=torch.int32)
-    found = [codes(m, tail.k), codes(tail.n, tail.k), offset]
-    for value in tail.operands:
-        shape = (tail.n,) if value.column else (m, tail.n)
+    offset = torch.randint(-99, 100, (epilogue.n,), generator=generator, device=device, dtype=torch.int32)
+    found = [codes(m, epilogue.k), codes(epilogue.n, epilogue.k), offset]
+    for value in epilogue.operands:
+        shape = (epilogue.n,) if value.column else (m, epilogue.n)
         numbers = torch.randn(shape, generator=generator, device=device)
         found.append(numbers.to(DTYPES[value.type.dtype]))
-    columns = [i for i, value in enumerate(tail.operands, 3) if value.column]
-    found[columns[0]] = found[columns[0]] / (LARGEST**2 * tail.k**0.5)
-    if tail.codes and len(columns) > 1:
+    columns = [i for i, value in enumerate(epilogue.operands, 3) if value.column]
+    found[columns[0]] = found[columns[0]] / (LARGEST**2 * epilogue.k**0.5)
+    if epilogue.codes and len(columns) > 1:
         found[columns[-1]] = found[columns[-1]] * LARGEST
     return found

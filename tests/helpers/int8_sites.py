@@ -47,9 +47,9 @@ def int8_site(name: str, n: int, k: int, target: str = "cpu") -> Site:
         TensorType((*rows, n) if dtype.endswith("*") else (n,), dtype.rstrip("*")) for dtype in case.operands.values()
     ]
     inputs = (TensorType((*rows, k), "i8"), TensorType((n, k), "i8"), TensorType((n,), "i32"), *types)
-    tail = Pointwise((case.text,), ("p", *case.operands), title=case.title)
+    epilogue = Pointwise((case.text,), ("p", *case.operands), title=case.title)
     refs = ("x", "@w", "@b", *case.operands)
-    node = Node("part.up", Int8Linear(), refs, (TensorType((*rows, n), case.y),), tail, ("part.up", "part.act"))
+    node = Node("part.up", Int8Linear(), refs, (TensorType((*rows, n), case.y),), epilogue, ("part.up", "part.act"))
     return Site(node, inputs, TARGETS[target], "part.up + act", "tiny")
 
 
@@ -77,11 +77,11 @@ def exact(site: Site, given: list[Tensor]) -> Tensor:
     """What a site has to give: sums in whole numbers, by numpy; the epilogue in float64, not rounded."""
     x, w, offset, *others = (tensor.cpu() for tensor in given)
     sums = torch.from_numpy(x.long().numpy() @ w.long().numpy().T) + offset.long()
-    tail = site.epilogue
-    assert tail is not None
-    values = {tail.variables[0]: sums.double()}
+    epilogue = site.epilogue
+    assert epilogue is not None
+    values = {epilogue.variables[0]: sums.double()}
     values |= {name: other.double() for (name, _), other in zip(site.operands, others, strict=True)}
-    return torch_value(reread(tail.outputs[0]), values)
+    return torch_value(reread(epilogue.outputs[0]), values)
 
 
 def written(kernel: Kernel, site: Site, folder: Path) -> Path:

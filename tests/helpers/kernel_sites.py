@@ -80,8 +80,8 @@ def make_site(
     types = (TensorType((*rows, k), dtype), *[weight] * weights, *operands)
     path = "mlp.down.dgrad" if backward else "mlp.up"
     results = tuple(TensorType((*rows, n), out or dtype) for _ in outputs)
-    tail = Pointwise(outputs, variables, labels, title=name)
-    node = Node(path, op, tuple(f"v{i}" for i in range(len(types))), results, tail, (path, "mlp.act"))
+    epilogue = Pointwise(outputs, variables, labels, title=name)
+    node = Node(path, op, tuple(f"v{i}" for i in range(len(types))), results, epilogue, (path, "mlp.act"))
     return Site(node, types, TARGETS[target], f"blocks.*.{path} + act", "sample")
 
 
@@ -158,15 +158,15 @@ def eager(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _computed(site: Site, inputs: Sequence[Tensor]) -> list[Tensor]:
-    op, tail = site.node.op, site.epilogue
-    assert tail is not None
+    op, epilogue = site.node.op, site.epilogue
+    assert epilogue is not None
     products = op.reference(*inputs[: op.arity])
     accumulators = products if isinstance(products, tuple) else (products,)
-    values: dict[str, Tensor | float] = dict(zip(tail.variables, (*accumulators, *inputs[op.arity :]), strict=True))
-    further = [torch_value(parse(text), values) for text in tail.outputs[1:]]
-    saved = zip(tail.labels[1:], further, strict=True) if tail.labels else ()
+    values: dict[str, Tensor | float] = dict(zip(epilogue.variables, (*accumulators, *inputs[op.arity :]), strict=True))
+    further = [torch_value(parse(text), values) for text in epilogue.outputs[1:]]
+    saved = zip(epilogue.labels[1:], further, strict=True) if epilogue.labels else ()
     values = {**dict(saved), **values}
-    return [torch_value(parse(tail.outputs[0]), values), *further]
+    return [torch_value(parse(epilogue.outputs[0]), values), *further]
 
 
 def poisoned(site: Site, m: int, device: str = "cpu") -> list[Tensor]:

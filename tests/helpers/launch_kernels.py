@@ -25,7 +25,7 @@ from torch import Tensor
 
 from specc.compiler import pipeline
 from specc.compiler.build import kernel_files
-from specc.compiler.kernels.int8.gemm import int8_tail
+from specc.compiler.kernels.int8.gemm import int8_epilogue
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.quantized import Int8Linear
 from specc.compiler.plan.lock import Lock, lock_path, read_lock
@@ -73,7 +73,7 @@ def inputs(site: Site, device: str, tiles: int) -> Iterator[list[Tensor]]:
     large = many_sizes(site, device, tiles) if tiles else None
     for sizes in (*few, *([large] if large is not None else ())):
         if isinstance(site.node.op, Int8Linear):
-            given = int8_operands(int8_tail(site), sizes["B"] * sizes["T"], torch.device("cpu"))
+            given = int8_operands(int8_epilogue(site), sizes["B"] * sizes["T"], torch.device("cpu"))
         else:
             given = inputs_of(site, sizes, "cpu")
         yield [value.to(device) for value in given]

@@ -45,8 +45,8 @@ TILES = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (4, 1, 1), (4, 1, 2), (2, 2, 1), (1, 4
 
 @dataclass(frozen=True, slots=True)
 class ShortContext:
-    """What templates/triton/short_attention.py.jinja may know, and `body`, the template of the loop over the heads that
-    share a key. In the kernel, `queries` and `keys` tell which elements there are; `element` is what a result is
+    """The context of templates/triton/short_attention.py.jinja, and `body`, the template of the loop over the heads
+    that share a key. In the kernel, `queries` and `keys` tell which elements there are; `element` is what a result is
     rounded to; unless `causal`, what is seen is read."""
 
     TEMPLATE: ClassVar[str] = "triton/short_attention.py.jinja"
@@ -103,8 +103,8 @@ class ShortAttention(Kernel):
         grouped = q.shape[-2] != inputs["k"].shape[-2]  # whose keys stay for the next head
         held = 2 * ((4 + grouped) * rows * width + rows * rows)  # of the gradient, which needs more
         if backward and held > site.target.shared_memory:
-            told = f"{held:,} bytes of shared memory; {site.target.name} has {site.target.shared_memory:,}"
-            return f"needs for {rows} tokens of {width} channels {told}"
+            memory = f"{held:,} bytes of shared memory; {site.target.name} has {site.target.shared_memory:,}"
+            return f"needs for {rows} tokens of {width} channels {memory}"
         return None
 
     def rank(self, site: Site) -> int:
@@ -209,7 +209,7 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
         signature=listed(f"def {function}(", arguments, f") -> {annotation(site)}:"),
         promise=promise(site),
         wanted=tuple(_wanted(name, inputs[name].dtype, isinstance(site.node.op, SeenOp)) for name in inputs),
-        allocated=tuple(f"{name} = {made}" for name, made in zip(outputs, _split(backward), strict=True)),
+        allocated=tuple(f"{name} = {expression}" for name, expression in zip(outputs, _split(backward), strict=True)),
         tensors=", ".join(tensors),
         returns=", ".join(outputs),
         fake_signature=listed("def _(", arguments, f") -> {annotation(site)}:"),
@@ -218,7 +218,7 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
 
 
 def _split(backward: bool) -> tuple[str, ...]:
-    """What makes each output."""
+    """The expression of each output."""
     if backward:
         return tuple(f"{name}.new_empty({name}.shape)" for name in "qkv")
     return "q.new_empty(q.shape)", "q.new_empty(b, H, t, dtype=torch.float32)"

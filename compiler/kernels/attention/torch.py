@@ -16,8 +16,8 @@ ROWS = "hidden = hidden[:, None, None].expand(-1, q.shape[1], q.shape[2], -1)  #
 
 @dataclass(frozen=True, slots=True)
 class PlainContext:
-    """What templates/torch/attention_cpu_forward.py.jinja and its neighbour for the gradient may know. `mask` are lines
-    that make what the argument `masked` names."""
+    """The context of templates/torch/attention_cpu_forward.py.jinja and its neighbour for the gradient. `mask` are
+    lines that make what the argument `masked` names."""
 
     header: str
     summary: str

@@ -1,4 +1,4 @@
-"""A product and its pointwise tail as a CUTLASS 3.x GEMM: a generated functor an output in its epilogue tree."""
+"""A product and its pointwise epilogue as a CUTLASS 3.x GEMM: a generated functor an output in its epilogue tree."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from specc.compiler.expr import Var, cuda_functions, cuda_text, variables
 from specc.compiler.ir.graph import TensorType
 from specc.compiler.kernels.custom_op import CustomOp, custom_op, header
-from specc.compiler.kernels.epilogue import Result, Tail, Value, refusal, tail_of
+from specc.compiler.kernels.epilogue import Epilogue, Result, Value, epilogue_of, refusal
 from specc.compiler.kernels.gemm.split import GivenProduct, split
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
@@ -109,7 +109,7 @@ class Functor:
 
 @dataclass(frozen=True, slots=True)
 class GemmContext:
-    """What templates/cutlass/gemm_evt.cu.jinja may know.
+    """The context of templates/cutlass/gemm_evt.cu.jinja.
 
     `prelude` are functions that the expressions call, `functors` the expressions; `tree` says what they read and where
     their values go, and `tree_arguments` with which tensors; `pointers` and `entry` are signatures, `nulls` and
@@ -140,7 +140,7 @@ class GemmContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """What templates/cutlass/gemm_evt.py.jinja may know: the tensors that the compiled function takes and,
+    """The context of templates/cutlass/gemm_evt.py.jinja: the tensors that the compiled function takes and,
     with workspace and stream, how many pointers that makes; `library` are lines that compute products before it."""
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.py.jinja"
@@ -172,7 +172,7 @@ class GemmEvt(Kernel):
         if (needed := 4 * self.tile.k * (self.tile.m + self.tile.n)) > site.target.shared_memory:
             known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
             return f"has {known}; two stages of {self.tile} take {needed:,}"
-        for value in tail_of(site).operands:
+        for value in epilogue_of(site).operands:
             if not value.column and value.type.dtype != dtype:
                 return f"reads tiles of the dtype that it multiplies, {dtype}; it is given {value}"
         return None
@@ -192,19 +192,19 @@ class GemmEvt(Kernel):
         return (tiles + count - 1) / count  # the library's products count as they are
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
-        _, products = split(tail_of(site))
-        return tuple(type for one in products for type in [one.into.type] * (1 if one.kept else 2))
+        _, products = split(epilogue_of(site))
+        return tuple(type for product in products for type in [product.into.type] * (1 if product.kept else 2))
 
     def render(self, site: Site) -> Rendered:
-        whole, op = tail_of(site), site.node.op
+        whole, op = epilogue_of(site), site.node.op
         assert isinstance(op, Product)
-        tail, products = split(whole)
-        outside = _described(custom_op(site, whole), site, tail, products, op.layout)
+        epilogue, products = split(whole)
+        outside = _described(custom_op(site, whole), site, epilogue, products, op.layout)
         compiled = replace(self.tile, swizzle=1, raster=0)  # one source for every walk
-        source = _source(outside, tail, compiled, op.layout, header(site, whole, "// "))
-        pointers = [f"{value.name}.data_ptr()" for value in (*tail.inputs, *tail.outputs)]
+        source = _source(outside, epilogue, compiled, op.layout, header(site, whole, "// "))
+        pointers = [f"{value.name}.data_ptr()" for value in (*epilogue.inputs, *epilogue.outputs)]
         count = len(pointers) + len(ENVIRONMENT)
-        library = tuple(product.code(tail, op.layout) for product in products)
+        library = tuple(product.code(epilogue, op.layout) for product in products)
         launcher = LauncherContext(outside, self.tile, count, flowed(", ".join(pointers) + ",", " " * 8), library)
         files: dict[str, tuple[str, object]] = {
             f"{outside.symbol}.cu": (source.TEMPLATE, source),
@@ -218,34 +218,38 @@ class GemmEvt(Kernel):
 GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
 
 
-def _described(op: CustomOp, site: Site, tail: Tail, products: tuple[GivenProduct, ...], layout: str) -> CustomOp:
-    """The op with what it says of itself: which products are the library's."""
+def _described(
+    op: CustomOp, site: Site, epilogue: Epilogue, products: tuple[GivenProduct, ...], layout: str
+) -> CustomOp:
+    """The op with a docstring that names the products of the library."""
     if not products:
         return op
-    formulas = (*(product.formula(tail, layout) for product in products), *tail.formulas(layout))
-    words = f"{len(products) + 1} products of one input, the last and an epilogue of {len(tail.outputs)} outputs"
+    formulas = (*(product.formula(epilogue, layout) for product in products), *epilogue.formulas(layout))
+    words = f"{len(products) + 1} products of one input, the last and an epilogue of {len(epilogue.outputs)} outputs"
     summary = flowed(f'"""{site.label}: {words} in one kernel.')
     return replace(op, summary=summary, formulas=tuple(flowed(line, "    ", "    ") for line in formulas))
 
 
-def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) -> GemmContext:
-    result = tail.results[0].value
-    given = [f"void const* {value.name}" for value in tail.inputs] + [f"void* {value.name}" for value in tail.outputs]
-    names = [value.name for value in (*tail.inputs, *tail.outputs)]
+def _source(op: CustomOp, epilogue: Epilogue, tile: GemmTile, layout: str, head: str) -> GemmContext:
+    result = epilogue.results[0].value
+    given = [f"void const* {value.name}" for value in epilogue.inputs] + [
+        f"void* {value.name}" for value in epilogue.outputs
+    ]
+    names = [value.name for value in (*epilogue.inputs, *epilogue.outputs)]
     walk = ["int swizzle", "int raster"]
     nulls = ["m", "1", "0", *["nullptr"] * len(names)]
-    functors = tuple(_functor(step, tail) for step in tail.steps if not _passes(step, tail))
-    tree, arguments = _tree(tail) if len(tail.results) == 1 else _graph(tail)
+    functors = tuple(_functor(step, epilogue) for step in epilogue.steps if not _passes(step, epilogue))
+    tree, arguments = _tree(epilogue) if len(epilogue.results) == 1 else _graph(epilogue)
     return GemmContext(
         op=op,
         tile=tile,
         header=head,
         formulas=tuple("\n".join(f"// {line}" for line in text.split("\n")) for text in op.formulas),
-        element=ELEMENTS[tail.x.type.dtype],
+        element=ELEMENTS[epilogue.x.type.dtype],
         weight_layout=LAYOUTS[layout],
-        reads_tiles=any(not value.column for value in tail.operands),
-        reads_columns=any(value.column for value in tail.operands),
-        writes_tiles=len(tail.results) > 1,
+        reads_tiles=any(not value.column for value in epilogue.operands),
+        reads_columns=any(value.column for value in epilogue.operands),
+        writes_tiles=len(epilogue.results) > 1,
         prelude=cuda_functions(functor.value for functor in functors),
         functors=functors,
         result=result.name,
@@ -255,28 +259,28 @@ def _source(op: CustomOp, tail: Tail, tile: GemmTile, layout: str, head: str) ->
         nulls=listed("return Gemm::get_workspace_size(arguments(", nulls, "));", 2, ""),
         entry=listed(f'extern "C" int {op.function}(', ["int m", *walk, *given, *ENVIRONMENT], ") {", last=""),
         arguments=", ".join(["m", "swizzle", "raster", *names]),
-        weight=tail.weights[0].name,
+        weight=epilogue.weights[0].name,
     )
 
 
-def _passes(step: Result, tail: Tail) -> bool:
+def _passes(step: Result, epilogue: Epilogue) -> bool:
     """Whether a further output is a value that is there anyway, and needs no functor."""
-    return isinstance(step.expr, Var) and step is not tail.steps[-1]
+    return isinstance(step.expr, Var) and step is not epilogue.steps[-1]
 
 
 def _struct(step: Result) -> str:
     return "Compute" + "".join(word.capitalize() for word in step.value.name.split("_"))
 
 
-def _reads(step: Result, tail: Tail) -> tuple[str, ...]:
-    """What a functor is given, in the order accumulator, operands, results before it."""
+def _reads(step: Result, epilogue: Epilogue) -> tuple[str, ...]:
+    """The arguments of a functor: accumulator, operands, earlier results."""
     read = variables(step.expr)
-    known = (*tail.accumulators, *(value.name for value in (*tail.operands, *tail.outputs)))
+    known = (*epilogue.accumulators, *(value.name for value in (*epilogue.operands, *epilogue.outputs)))
     return tuple(name for name in known if name in read)
 
 
-def _functor(step: Result, tail: Tail) -> Functor:
-    fragments = _reads(step, tail)
+def _functor(step: Result, epilogue: Epilogue) -> Functor:
+    fragments = _reads(step, epilogue)
     parameters = [f"Fragment const& {name}" for name in fragments]
     result = f"{step.value.name}_" if step.value.name in fragments else step.value.name
     return Functor(
@@ -287,33 +291,33 @@ def _functor(step: Result, tail: Tail) -> Functor:
     )
 
 
-def _tree(tail: Tail) -> tuple[str, list[str]]:
+def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
     """One output: a functor over its loads, and their arguments."""
-    (step,) = tail.steps
-    read = _reads(step, tail)
-    loads = [value for value in tail.operands if value.name in read]
-    leaves = ["fusion::Sm90AccFetch"] if tail.accumulators[0] in read else []
+    (step,) = epilogue.steps
+    read = _reads(step, epilogue)
+    loads = [value for value in epilogue.operands if value.name in read]
+    leaves = ["fusion::Sm90AccFetch"] if epilogue.accumulators[0] in read else []
     nodes = [f"Compute<{_struct(step)}, Element>", *leaves, *map(_leaf, loads)]
     arguments = [*["{}"] * len(leaves), *map(_leaf_arguments, loads), "{}"]
     return listed("using Tree = fusion::Sm90EVT<", nodes, ">;", last=""), arguments
 
 
-def _graph(tail: Tail) -> tuple[str, list[str]]:
+def _graph(epilogue: Epilogue) -> tuple[str, list[str]]:
     """Several outputs: what each node reads, every node once, the first output last; and their arguments."""
-    nodes = ["fusion::Sm90AccFetch", *map(_leaf, tail.operands)]
+    nodes = ["fusion::Sm90AccFetch", *map(_leaf, epilogue.operands)]
     edges: list[tuple[int, ...]] = [()] * len(nodes)  # what each node reads
-    arguments = ["{}", *map(_leaf_arguments, tail.operands)]
-    places = {name: i for i, name in enumerate((*tail.accumulators, *(value.name for value in tail.operands)))}
-    for step in tail.steps:
-        last = step is tail.steps[-1]
-        made = [places[name] for name in _reads(step, tail)]
-        if not _passes(step, tail):
-            edges.append(tuple(made))
+    arguments = ["{}", *map(_leaf_arguments, epilogue.operands)]
+    places = {name: i for i, name in enumerate((*epilogue.accumulators, *(value.name for value in epilogue.operands)))}
+    for step in epilogue.steps:
+        last = step is epilogue.steps[-1]
+        children = [places[name] for name in _reads(step, epilogue)]
+        if not _passes(step, epilogue):
+            edges.append(tuple(children))
             nodes.append(f"Compute<{_struct(step)}, Element>" if last else f"Compute<{_struct(step)}>")
             arguments.append("{}")
-            made = [len(nodes) - 1]
+            children = [len(nodes) - 1]
         if not last:
-            edges.append(tuple(made))
+            edges.append(tuple(children))
             nodes.append("TileStore")
             arguments.append(f"{{static_cast<Element*>({step.value.name}), stride_y}}")
             places[step.value.name] = len(nodes) - 1

@@ -27,7 +27,7 @@ class LibraryProduct(Kernel):
 
 @dataclass(frozen=True, slots=True)
 class EpilogueContext:
-    """What templates/torch/product.py.jinja may know."""
+    """The context of templates/torch/product.py.jinja."""
 
     TEMPLATE: ClassVar[str] = "torch/product.py.jinja"
     header: str
@@ -55,13 +55,13 @@ class EpilogueProduct(Kernel):
 
     def render(self, site: Site) -> Rendered:
         function, module = symbol(site)
-        op, tail = site.node.op, site.epilogue
-        assert tail is not None and isinstance(op, Product)
-        rows = "x" if "x" not in tail.variables else "rows"
-        weights = tuple(f"w_{v}" if op.arity > 2 else "w" for v in tail.variables[: op.arity - 1])
-        products = zip(tail.variables, weights, strict=False)
-        labels = tail.output_labels or ("y",)
-        texts = [torch_text(reread(text)) for text in tail.outputs]
+        op, epilogue = site.node.op, site.epilogue
+        assert epilogue is not None and isinstance(op, Product)
+        rows = "x" if "x" not in epilogue.variables else "rows"
+        weights = tuple(f"w_{v}" if op.arity > 2 else "w" for v in epilogue.variables[: op.arity - 1])
+        products = zip(epilogue.variables, weights, strict=False)
+        labels = epilogue.output_labels or ("y",)
+        texts = [torch_text(reread(text)) for text in epilogue.outputs]
         lines = [f"{v} = {op.product_text(rows, w)}" for v, w in products]
         lines += [_body(label, text) for label, text in zip(labels[1:], texts[1:], strict=True)]
         returns = ", ".join((texts[0], *labels[1:]))

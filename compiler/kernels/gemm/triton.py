@@ -1,4 +1,4 @@
-"""A product and its pointwise tail as one Triton kernel: persistent with TMA where the target has it, else by
+"""A product and its pointwise epilogue as one Triton kernel: persistent with TMA where the target has it, else by
 pointers."""
 
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from specc.compiler.expr import triton_text
 from specc.compiler.kernels.custom_op import CustomOp, custom_op
-from specc.compiler.kernels.epilogue import Tail, Value, refusal, tail_of
+from specc.compiler.kernels.epilogue import Epilogue, Value, epilogue_of, refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import assigned, listed
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
@@ -19,7 +19,7 @@ DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 
 @dataclass(frozen=True, slots=True)
 class TmaContext:
-    """What templates/triton/linear_tma.py.jinja may know: signatures (`finish`, `kernel`) and body lines."""
+    """The context of templates/triton/linear_tma.py.jinja: signatures (`finish`, `kernel`) and body lines."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
     op: CustomOp
@@ -35,7 +35,7 @@ class TmaContext:
 
 @dataclass(frozen=True, slots=True)
 class PointerContext:
-    """What templates/triton/linear_pointer.py.jinja may know: `starts` go before the loop, `dots` into it."""
+    """The context of templates/triton/linear_pointer.py.jinja: `starts` go before the loop, `dots` into it."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
     op: CustomOp
@@ -68,7 +68,7 @@ class LinearTriton(Kernel):
         n, k = _extent(site)
         if n * k >= LARGEST_WEIGHT:
             return f"offsets weights by 32 bits; {n} x {k} elements need more"
-        needed = loaded_bytes(tail_of(site), self.tile) if self.tile is not None else 0
+        needed = loaded_bytes(epilogue_of(site), self.tile) if self.tile is not None else 0
         if needed > site.target.shared_memory:
             known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
             return f"has {known}; loads for {self.tile} take {needed:,}"
@@ -78,20 +78,20 @@ class LinearTriton(Kernel):
         return 1
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
-        return tuple(replace(self, tile=tile) for tile in candidates(site.target, tail_of(site), _extent(site)[1]))
+        return tuple(replace(self, tile=tile) for tile in candidates(site.target, epilogue_of(site), _extent(site)[1]))
 
     def padding(self, site: Site, rows: int) -> float:
         n, k = _extent(site)
-        tile = self.tile or tile_of(site.target, tail_of(site), n, k)
+        tile = self.tile or tile_of(site.target, epilogue_of(site), n, k)
         return whole_tiles(rows, tile.m) * whole_tiles(n, tile.n)
 
     def render(self, site: Site) -> Rendered:
-        tail, op = tail_of(site), site.node.op
+        epilogue, op = epilogue_of(site), site.node.op
         assert isinstance(op, Product)
-        tile = self.tile or tile_of(site.target, tail, *_extent(site))
-        outside = custom_op(site, tail)
+        tile = self.tile or tile_of(site.target, epilogue, *_extent(site))
+        outside = custom_op(site, epilogue)
         write = _tma if "tma" in site.target.features else _pointer
-        context = write(outside, tail, tile, op.layout)
+        context = write(outside, epilogue, tile, op.layout)
         files = {f"{outside.symbol}.py": (context.TEMPLATE, context)}
         return Rendered(outside.function, outside.symbol, files, str(tile))
 
@@ -104,38 +104,38 @@ def _extent(site: Site) -> tuple[int, int]:
     return site.node.op.extent(site.inputs[1])
 
 
-def _tma(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> TmaContext:
-    tensors = [_handle(value) for value in (*tail.inputs, *tail.outputs)]
-    columns = any(value.column for value in tail.operands)
+def _tma(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> TmaContext:
+    tensors = [_handle(value) for value in (*epilogue.inputs, *epilogue.outputs)]
+    columns = any(value.column for value in epilogue.operands)
     ragged = op.n % tile.n > 0
-    handles = [_handle(value) for value in (*tail.operands, *tail.outputs)]
+    handles = [_handle(value) for value in (*epilogue.operands, *epilogue.outputs)]
     width = ["N"] if columns and ragged else []
-    lefts, rights = ([p.replace("p", side, 1) for p in tail.accumulators] for side in ("left", "right"))
+    lefts, rights = ([p.replace("p", side, 1) for p in epilogue.accumulators] for side in ("left", "right"))
     halves = ([*lefts, "m", "n"], [*rights, "m", "n + BLOCK_N // 2"])
     sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PROGRAMS"))
     return TmaContext(
         op=op,
         tile=tile,
-        accumulators=tail.accumulators,
-        finish=listed("def finish(", [*tail.accumulators, "m", "n", *handles, *map(_constexpr, width)], "):"),
+        accumulators=epilogue.accumulators,
+        finish=listed("def finish(", [*epilogue.accumulators, "m", "n", *handles, *map(_constexpr, width)], "):"),
         epilogue=(
-            *([f"columns = n + tl.arange(0, {tail.accumulators[0]}.shape[1])"] if columns else []),
-            *(_tma_read(value, ragged) for value in tail.operands),
-            *_steps(tail, "{name}_desc.store([m, n], {name}.to({dtype}))"),
+            *([f"columns = n + tl.arange(0, {epilogue.accumulators[0]}.shape[1])"] if columns else []),
+            *(_tma_read(value, ragged) for value in epilogue.operands),
+            *_steps(epilogue, "{name}_desc.store([m, n], {name}.to({dtype}))"),
         ),
         kernel=listed(f"def {op.function}_kernel(", [*tensors, "M", *sizes], "):"),
         dots=(
-            f"{tail.x.name} = {tail.x.name}_desc.load([m, k])",
+            f"{epilogue.x.name} = {epilogue.x.name}_desc.load([m, k])",
             *(
-                f"{p} = tl.dot({tail.x.name}, {w.name}_desc.load({_WEIGHT_AT[layout]}, {p})"
-                for p, w in zip(tail.accumulators, tail.weights, strict=True)
+                f"{p} = tl.dot({epilogue.x.name}, {w.name}_desc.load({_WEIGHT_AT[layout]}, {p})"
+                for p, w in zip(epilogue.accumulators, epilogue.weights, strict=True)
             ),
         ),
         halves=(
-            *(f"{a}, {b} = halves({p})" for p, a, b in zip(tail.accumulators, lefts, rights, strict=True)),
+            *(f"{a}, {b} = halves({p})" for p, a, b in zip(epilogue.accumulators, lefts, rights, strict=True)),
             *(listed("finish(", [*given, *handles, *width], ")", 8).lstrip() for given in halves),
         ),
-        descriptors=tuple(_descriptor(value, tail, layout) for value in (*tail.inputs, *tail.outputs)),
+        descriptors=tuple(_descriptor(value, epilogue, layout) for value in (*epilogue.inputs, *epilogue.outputs)),
     )
 
 
@@ -162,11 +162,11 @@ def _tma_read(value: Value, ragged: bool) -> str:
     return _body(value.name, f"{load}.to(tl.float32)[None, :]")
 
 
-def _steps(tail: Tail, store: str) -> tuple[str, ...]:
+def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
     """Each output in fp32 and, at once, its store, which rounds."""
     return tuple(
         line
-        for step in tail.steps
+        for step in epilogue.steps
         for line in (
             _body(step.value.name, triton_text(step.expr)),
             store.format(name=step.value.name, dtype=DTYPES[step.value.type.dtype]),
@@ -174,25 +174,25 @@ def _steps(tail: Tail, store: str) -> tuple[str, ...]:
     )
 
 
-def _descriptor(value: Value, tail: Tail, layout: str) -> str:
+def _descriptor(value: Value, epilogue: Epilogue, layout: str) -> str:
     """The host's argument for a tensor: a column is passed by its pointer."""
     name = value.name
     if value.column:
         return f"{name},"
-    if value is tail.x:
+    if value is epilogue.x:
         shape, strides, block = "m, K", "K, 1", "BLOCK_M, BLOCK_K"
-    elif value in tail.weights and layout == "nk":
+    elif value in epilogue.weights and layout == "nk":
         shape, strides, block = "N, K", "K, 1", "BLOCK_N, BLOCK_K"
-    elif value in tail.weights:
+    elif value in epilogue.weights:
         shape, strides, block = "K, N", "N, 1", "BLOCK_K, BLOCK_N"
     else:
         shape, strides, block = "m, N", "N, 1", "BLOCK_M, BLOCK_N // 2"
     return f"TensorDescriptor({name}, [{shape}], [{strides}], [{block}]),"
 
 
-def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContext:
-    x = tail.x.name
-    tensors = [value.name for value in (*tail.inputs, *tail.outputs)]
+def _pointer(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> PointerContext:
+    x = epilogue.x.name
+    tensors = [value.name for value in (*epilogue.inputs, *epilogue.outputs)]
     sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     ragged_n, ragged_k = op.n % tile.n > 0, op.k % tile.k > 0
     weight = {"nk": "columns * K + ks[:, None]", "kn": "ks[:, None] * N + columns"}[layout]
@@ -203,17 +203,17 @@ def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContex
         op=op,
         tile=tile,
         group=GROUP,
-        accumulators=tail.accumulators,
+        accumulators=epilogue.accumulators,
         kernel=listed(f"def {op.function}_kernel(", [*(f"{name}_ptr" for name in tensors), "M", *sizes], "):"),
         starts=(
             f"{x}_tile = {x}_ptr + rows * K + ks[None, :]",
-            *(f"{w.name}_tile = {w.name}_ptr + {weight}" for w in tail.weights),
+            *(f"{w.name}_tile = {w.name}_ptr + {weight}" for w in epilogue.weights),
         ),
         dots=(
             _body(x, _masked(f"{x}_tile + k", ["rows < M", *(["ks[None, :] < K - k"] if ragged_k else [])]), 8),
             *(
                 line
-                for p, w in zip(tail.accumulators, tail.weights, strict=True)
+                for p, w in zip(epilogue.accumulators, epilogue.weights, strict=True)
                 for line in (
                     _body(w.name, _masked(f"{w.name}_tile + {step}", deep + across), 8),
                     f"{p} = tl.dot({x}, {w.name}, {p})",
@@ -222,8 +222,8 @@ def _pointer(op: CustomOp, tail: Tail, tile: Tile, layout: str) -> PointerContex
         ),
         inside=_all(["rows < M", *across]),
         epilogue=(
-            *(_pointer_read(value, across) for value in tail.operands),
-            *_steps(tail, "tl.store({name}_ptr + at, {name}.to({dtype}), mask=inside)"),
+            *(_pointer_read(value, across) for value in epilogue.operands),
+            *_steps(epilogue, "tl.store({name}_ptr + at, {name}.to({dtype}), mask=inside)"),
         ),
         tensors=listed("", tensors, ",", indent=8),
     )

@@ -1,4 +1,5 @@
-"""What the CUTLASS kernels of int8 products share: the functor of the epilogue, the tree around it, the C entry."""
+"""The common part of the CUTLASS kernels of int8 products: the functor of the epilogue, the tree around it, the C
+entry."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import ClassVar
 from specc.compiler.expr import cuda_functions, cuda_text, variables
 from specc.compiler.kernels.epilogue import Value
 from specc.compiler.kernels.gemm.evt import ELEMENTS, ENVIRONMENT, Functor
-from specc.compiler.kernels.int8.gemm import Int8Function, Int8Tail, int8_function, int8_tail
+from specc.compiler.kernels.int8.gemm import Int8Epilogue, Int8Function, int8_epilogue, int8_function
 from specc.compiler.kernels.kernel import Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.ops.quantized import LARGEST
@@ -17,7 +18,7 @@ OUTPUTS = {**ELEMENTS, "i8": "int8_t"}
 
 @dataclass(frozen=True, slots=True)
 class Int8Source:
-    """What the two templates of .cu files may know of an int8 product.
+    """The context of the two templates of .cu files for an int8 product.
 
     `tile` holds the numbers of the thread block; `tree` says what the functor reads, `tree_arguments` with which
     tensors; `pointers`, `entry` are signatures, `nulls` and `arguments` calls.
@@ -42,7 +43,7 @@ class Int8Source:
 
 @dataclass(frozen=True, slots=True)
 class Int8Launcher:
-    """What templates/cutlass/gemm_int8.py.jinja may know: the tensors that the compiled function takes and, with
+    """The context of templates/cutlass/gemm_int8.py.jinja: the tensors that the compiled function takes and, with
     workspace and stream, how many pointers that makes."""
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_int8.py.jinja"
@@ -57,10 +58,10 @@ class Int8Launcher:
 def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -> Rendered:
     """The .cu and .py files of an int8 product. `leaf` spells the argument of a loaded `tile` and `column`, over its
     pointer and element; `evt` names the tree."""
-    tail = int8_tail(site)
-    op = int8_function(site, tail)
-    source = _source(site, op, tail, tile, leaf)
-    names = (*tail.names, "y")
+    epilogue = int8_epilogue(site)
+    op = int8_function(site, epilogue)
+    source = _source(site, op, epilogue, tile, leaf)
+    names = (*epilogue.names, "y")
     pointers = ", ".join(f"{name}.data_ptr()" for name in names)
     launcher = Int8Launcher(
         op,
@@ -77,11 +78,11 @@ def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -
     return Rendered(op.function, op.symbol, files, str(tile))
 
 
-def _source(site: Site, op: Int8Function, tail: Int8Tail, tile: object, leaf: Mapping[str, str]) -> Int8Source:
-    read = [value for value in tail.operands if value.name in variables(tail.expr)]
-    functor = _functor(tail, read)
-    names = [*tail.names, "y"]
-    given = [*(f"void const* {name}" for name in tail.names), "void* y"]
+def _source(site: Site, op: Int8Function, epilogue: Int8Epilogue, tile: object, leaf: Mapping[str, str]) -> Int8Source:
+    read = [value for value in epilogue.operands if value.name in variables(epilogue.expr)]
+    functor = _functor(epilogue, read)
+    names = [*epilogue.names, "y"]
+    given = [*(f"void const* {name}" for name in epilogue.names), "void* y"]
     kinds = [
         f"TileLoad<{ELEMENTS[v.type.dtype]}>" if not v.column else f"ColumnLoad<{ELEMENTS[v.type.dtype]}>" for v in read
     ]
@@ -95,24 +96,24 @@ def _source(site: Site, op: Int8Function, tail: Int8Tail, tile: object, leaf: Ma
         tile=tile,
         header=op.header.replace("# ", "// ", 1).replace("\n# ", "\n// "),
         arch=site.target.nvcc,
-        formulas=tuple(flowed(line, "//     ", "    ") for line in tail.formulas),
-        element=OUTPUTS[tail.y.type.dtype],
+        formulas=tuple(flowed(line, "//     ", "    ") for line in epilogue.formulas),
+        element=OUTPUTS[epilogue.y.type.dtype],
         reads_tiles=any(not value.column for value in read),
         prelude=cuda_functions([functor.value]),
         functor=functor,
         tree=listed(f"using Tree = fusion::{leaf['evt']}<", nodes, ">;", last=""),
         tree_arguments=listed("Tree::Arguments const tree{", arguments, "};", 2, ""),
         pointers=listed("Gemm::Arguments arguments(", ["int m", *given], ") {", last=""),
-        nulls=listed("return Gemm::get_workspace_size(arguments(", ["1", *["nullptr"] * len(names)], "));", 2, ""),
+        nulls=listed("return Gemm::get_workspace_size(arguments(", ["m", *["nullptr"] * len(names)], "));", 2, ""),
         entry=listed(f'extern "C" int {op.function}(', ["int m", *given, *ENVIRONMENT], ") {", last=""),
         arguments=", ".join(["m", *names]),
     )
 
 
-def _functor(tail: Int8Tail, read: list[Value]) -> Functor:
+def _functor(epilogue: Int8Epilogue, read: list[Value]) -> Functor:
     fragments = ("p", *(value.name for value in read))
-    text = cuda_text(tail.expr, {name: f"{name}[i]" for name in fragments})
-    if tail.codes:
+    text = cuda_text(epilogue.expr, {name: f"{name}[i]" for name in fragments})
+    if epilogue.codes:
         text = f"rintf(fminf(fmaxf({text}, -{LARGEST}.0f), {LARGEST}.0f))"
     return Functor(
         "ComputeY",

@@ -16,7 +16,7 @@ LONGEST_LABEL = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Tail:
+class Int8Epilogue:
     """An int8 product as kernels see it: x [rows, K], w [N, K], offset [N], operands; `expr` gives y [rows, N] over the
     sums `p` and the operands."""
 
@@ -28,7 +28,7 @@ class Int8Tail:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the function is given, in order."""
+        """The names of the function's arguments, in order."""
         return ("x", "w", "offset", *(value.name for value in self.operands))
 
     @property
@@ -42,8 +42,8 @@ class Int8Tail:
         return "p = x w^T + offset, in int32", f"y = {rounded}"
 
 
-def int8_tail(site: Site) -> Int8Tail:
-    """The tail of a site that `int8_refusal` has nothing against."""
+def int8_epilogue(site: Site) -> Int8Epilogue:
+    """The epilogue of a site that `int8_refusal` has nothing against."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear) and epilogue is not None
     n, k = op.extent(site.inputs[1])
@@ -58,7 +58,7 @@ def int8_tail(site: Site) -> Int8Tail:
         named[variable] = Var(name)
         operands.append(Value(name, type))
     expr = substitute(reread(epilogue.outputs[0]), named)
-    return Int8Tail(n, k, tuple(operands), Value("y", site.node.type), expr)
+    return Int8Epilogue(n, k, tuple(operands), Value("y", site.node.type), expr)
 
 
 def int8_refusal(site: Site) -> str | None:
@@ -77,11 +77,11 @@ def int8_refusal(site: Site) -> str | None:
             return f"reads operands of [{', '.join(map(str, site.node.type.shape))}] or [{n}]; {variable} is {type}"
         if type.dtype not in ("bf16", "f16", "f32"):
             return f"reads operands in bf16, f16, f32; {variable} is {type.dtype}"
-    tail = int8_tail(site)
-    if "p" not in variables(tail.expr):
+    expr = int8_epilogue(site).expr
+    if "p" not in variables(expr):
         return "writes what follows from the sums; the epilogue does not read them"
     try:
-        cuda_text(tail.expr)
+        cuda_text(expr)
     except ExprError as error:
         return f"cannot print the epilogue: {error.message}"
     return None
@@ -109,15 +109,15 @@ class Int8Function:
     dtype: str
 
 
-def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
+def int8_function(site: Site, epilogue: Int8Epilogue) -> Int8Function:
     function, file = symbol(site)
-    label = told(site.label)
-    types = [f"x {site.inputs[0]}", f"w {site.inputs[1]}", *(str(value) for value in tail.operands)]
-    header = flowed(f"{unbroken(label)}    {', '.join(types)} -> {tail.y}", "# ", "    ", 88)
-    shapes = [f"x [..., {tail.k}] i8", f"w [{tail.n}, {tail.k}] i8", f"offset [{tail.n}] i32"]
-    shapes += [f"{v.name} [{'' if v.column else '..., '}{tail.n}] {v.type.dtype}" for v in tail.operands]
-    promise = flowed(f'"""{", ".join(map(unbroken, shapes))} -> y [..., {tail.n}] {tail.y.type.dtype}.', "    ")
-    columns, tiles = [v for v in tail.operands if v.column], [v for v in tail.operands if not v.column]
+    label = short_label(site.label)
+    types = [f"x {site.inputs[0]}", f"w {site.inputs[1]}", *(str(value) for value in epilogue.operands)]
+    header = flowed(f"{unbroken(label)}    {', '.join(types)} -> {epilogue.y}", "# ", "    ", 88)
+    shapes = [f"x [..., {epilogue.k}] i8", f"w [{epilogue.n}, {epilogue.k}] i8", f"offset [{epilogue.n}] i32"]
+    shapes += [f"{v.name} [{'' if v.column else '..., '}{epilogue.n}] {v.type.dtype}" for v in epilogue.operands]
+    promise = flowed(f'"""{", ".join(map(unbroken, shapes))} -> y [..., {epilogue.n}] {epilogue.y.type.dtype}.', "    ")
+    columns, tiles = [v for v in epilogue.operands if v.column], [v for v in epilogue.operands if not v.column]
     given = ["NODES", "x", "w", "offset", "(N, K)"]
     for word, values in (("columns", columns), ("tiles", tiles)):
         pairs = ", ".join(f'"{v.name}": ({v.name}, {DTYPES[v.type.dtype]})' for v in values)
@@ -129,23 +129,23 @@ def int8_function(site: Site, tail: Int8Tail) -> Int8Function:
         f"specc_{site.module}",
         function,
         file,
-        tail.n,
-        tail.k,
-        tail.formulas,
-        listed(f"def {function}(", [f"{name}: Tensor" for name in tail.names], ") -> Tensor:"),
+        epilogue.n,
+        epilogue.k,
+        epilogue.formulas,
+        listed(f"def {function}(", [f"{name}: Tensor" for name in epilogue.names], ") -> Tensor:"),
         promise,
         listed("check_operands(", given, ")", 4),
-        DTYPES[tail.y.type.dtype],
+        DTYPES[epilogue.y.type.dtype],
     )
 
 
 def nodes_of(label: str) -> str:
     """The tuple NODES of the paths in a label, without what joined each."""
-    paths = [f'"{one.partition(" ")[0]}"' for one in label.split(" and ")]
+    paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
-def told(label: str) -> str:
+def short_label(label: str) -> str:
     """The nodes of a file that many share, as its first one and how many more there are; the plan page lists them."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
@@ -153,7 +153,7 @@ def told(label: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TorchContext:
-    """What templates/torch/gemm_int8.py.jinja may know."""
+    """The context of templates/torch/gemm_int8.py.jinja."""
 
     TEMPLATE: ClassVar[str] = "torch/gemm_int8.py.jinja"
     op: Int8Function
@@ -178,13 +178,13 @@ class Int8Torch(Kernel):
         return 9
 
     def render(self, site: Site) -> Rendered:
-        tail = int8_tail(site)
-        text = torch_text(tail.expr)
-        wide = [value.name for value in tail.operands if value.type.dtype != "f32"]
-        y = "" if tail.y.type.dtype == "f32" else f".to({DTYPES[tail.y.type.dtype]})"
-        rounded = f".round().clamp(-{LARGEST}, {LARGEST})" if tail.codes else ""
+        epilogue = int8_epilogue(site)
+        text = torch_text(epilogue.expr)
+        wide = [value.name for value in epilogue.operands if value.type.dtype != "f32"]
+        y = "" if epilogue.y.type.dtype == "f32" else f".to({DTYPES[epilogue.y.type.dtype]})"
+        rounded = f".round().clamp(-{LARGEST}, {LARGEST})" if epilogue.codes else ""
         context = TorchContext(
-            int8_function(site, tail),
+            int8_function(site, epilogue),
             tuple(f"{name} = {name}.float()" for name in wide),
             assigned("y", text, 4).lstrip(),
             f"y{rounded}{y}",

@@ -20,7 +20,7 @@ TILES = ((32, 16, 4), (16, 16, 2), (16, 32, 4), (32, 32, 4), (64, 16, 4), (64, 3
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What templates/triton/int8_lstm_step.py.jinja may know."""
+    """The context of templates/triton/int8_lstm_step.py.jinja."""
 
     TEMPLATE: ClassVar[str] = "triton/int8_lstm_step.py.jinja"
     op: StepFunction
@@ -54,8 +54,8 @@ class Int8LstmTriton(Kernel):
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         _, k = extent(site)
-        found = (Tile(m, n, _depth(k), warps, _stages(k)) for m, n, warps in TILES)
-        return tuple(replace(self, tile=tile) for tile in found if _loaded_bytes(tile) <= site.target.shared_memory)
+        tiles = (Tile(m, n, _depth(k), warps, _stages(k)) for m, n, warps in TILES)
+        return tuple(replace(self, tile=tile) for tile in tiles if _loaded_bytes(tile) <= site.target.shared_memory)
 
     def padding(self, site: Site, rows: int) -> float:
         size, k = extent(site)

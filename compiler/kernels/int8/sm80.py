@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from specc.compiler.ir.graph import Op
 from specc.compiler.kernels.int8.cutlass import rendered
-from specc.compiler.kernels.int8.gemm import int8_refusal, int8_tail
+from specc.compiler.kernels.int8.gemm import int8_epilogue, int8_refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.quantized import Int8Linear
 
@@ -51,7 +51,9 @@ class GemmInt8Sm80(Kernel):
     def render(self, site: Site) -> Rendered:
         op = site.node.op
         assert isinstance(op, Int8Linear)
-        wide = int8_tail(site).y.type.dtype == "f32"  # a row of a narrow tile is too short for threads that store more
+        wide = (
+            int8_epilogue(site).y.type.dtype == "f32"
+        )  # a row of a narrow tile is too short for threads that store more
         tile = NARROW if wide and op.extent(site.inputs[1])[0] <= NARROW.n else SQUARE
         return rendered(site, "cutlass/gemm_int8_sm80.cu.jinja", tile, LEAF)
 

@@ -52,7 +52,7 @@ TILES = ((1024, 4, 4), (1024, 2, 4), (1024, 8, 4), (1024, 1, 4), (512, 4, 2), (2
 
 @dataclass(frozen=True, slots=True)
 class HeadContext:
-    """What templates/triton/norm_rope.py.jinja may know, and `body`, the template of the loop in its kernel.
+    """The context of templates/triton/norm_rope.py.jinja, and `body`, the template of the loop in its kernel.
 
     With `halves` a program holds the two halves of each head apart, so that every pair is loaded once; else it holds
     whole heads, and loads the other channel of each pair besides. In the kernel, `inside` tells which elements there

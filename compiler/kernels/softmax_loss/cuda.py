@@ -9,7 +9,7 @@ from specc.compiler.expr.values import rebuild
 from specc.compiler.ir.graph import BYTES, Op
 from specc.compiler.kernels.custom_op import DTYPES
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
-from specc.compiler.kernels.lines import flowed
+from specc.compiler.kernels.lines import flowed, unbroken
 from specc.compiler.kernels.softmax_loss.softmax_loss import (
     WHOLE,
     annotation_of,
@@ -68,8 +68,12 @@ CANDIDATES = (
 
 @dataclass(frozen=True, slots=True)
 class StagedContext:
-    """What templates/cuda/softmax_loss.cu.jinja may know: `copies`, the template of how a row comes, by `copiers`
-    threads besides; `functions`, name, comment and body of what a logit goes through; `prelude`, what these call."""
+    """The context of templates/cuda/softmax_loss.cu.jinja.
+
+    `functions` are name, comment and body of what is done to a logit, and `prelude` what these call. `parts` are the
+    templates of the device code, in order; a row is copied by `copiers` further threads. The fields from `passes` on
+    are pieces of code that depend on whether a gradient is wanted and whether a block has several rows.
+    """
 
     TEMPLATE: ClassVar[str] = "cuda/softmax_loss.cu.jinja"
     header: str
@@ -82,15 +86,24 @@ class StagedContext:
     learns: bool
     tile: StagedTile
     copiers: int
-    copies: str
     prelude: str
     functions: tuple[tuple[str, str, str], ...]
     function: str
+    parts: tuple[str, ...]
+    passes: str
+    row_parameters: str
+    row_arguments: str
+    waited: str
+    kernel_parameters: str
+    pointers: str
+    launched: str
+    blocks: str
+    aliasing: str
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """What templates/cuda/softmax_loss.py.jinja may know; the names are those of softmax_loss.LossContext."""
+    """The context of templates/cuda/softmax_loss.py.jinja; the names are those of softmax_loss.LossContext."""
 
     TEMPLATE: ClassVar[str] = "cuda/softmax_loss.py.jinja"
     header: str
@@ -106,6 +119,7 @@ class LauncherContext:
     dtype: str
     launch_signature: str
     pointers: str
+    pointer_count: int
     annotation: str
     promise: str
     allocated: tuple[str, ...]
@@ -157,8 +171,8 @@ class SoftmaxLossCuda(Kernel):
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         copies: tuple[Literal["bulk", "async"], ...] = ("bulk", "async")
         tiles = (StagedTile(t, v, r, copy, persistent) for t, v, r, persistent in CANDIDATES for copy in copies)
-        made = (replace(self, tile=tile) for tile in tiles)
-        return tuple(kernel for kernel in made if kernel.rejects(site) is None)
+        kernels = (replace(self, tile=tile) for tile in tiles)
+        return tuple(kernel for kernel in kernels if kernel.rejects(site) is None)
 
     def render(self, site: Site) -> Rendered:
         tile = self.tile or staged_tile(site)
@@ -210,8 +224,26 @@ def _branchless(expr: Expr) -> Expr:
 
 def _source(site: Site, tile: StagedTile) -> StagedContext:
     op = loss_of(site)
-    bodies = [cuda_text(_branchless(reread(text))) for text in (op.f, slope_of(op) or "1")]
-    functions = (("bounded", "What becomes of a logit before the softmax."), ("slope", "Its derivative."))
+    learns, persistent = op.reduction == "mean", tile.persistent
+    bodies = [cuda_text(_branchless(reread(text))) for text in (op.f, slope_of(op) or "1")][: 1 + learns]
+    functions = (("bounded", "The value of a logit in the softmax."), ("slope", "Its derivative."))[: 1 + learns]
+    kind = "persistent" if persistent else "once"
+    parts = (
+        f"elements_{site.inputs[0].dtype}",
+        f"copies_{tile.copy}_{kind}",
+        "terms",
+        *(["gradient"] if learns else []),
+    )
+    results = ("nats", "grad") if learns else ("nats",)
+    counted_rows = ["m"] if learns or persistent else []
+    types = {"logits": "Element const*", "targets": "int64_t const*", "nats": "float*", "grad": "Element*", "m": "int"}
+    row = ["Copies& copies", "uint4 const* row", "float2* parts", "int64_t at", "int64_t target"]
+    row += ["int turn", "Element const* next"] if persistent else []
+    row += [f"{types[name]} {name}" for name in ("logits", *results, *(["m"] if learns else []))]
+    given = ["copies", "row", "parts[turn]", "at", "current", "turn", "next"]
+    given = given if persistent else ["copies", "row", "parts", "blockIdx.x", "target"]
+    given += ["logits", *results, *(["m"] if learns else [])]
+    kernel = ["logits", "targets", *results, *counted_rows]
     return StagedContext(
         header=header_of(site).replace("# ", "// ", 1).replace("\n# ", "\n// "),
         formulas=tuple("\n".join(f"// {line}" for line in text.split("\n")) for text in formulas_of(op)),
@@ -220,16 +252,25 @@ def _source(site: Site, tile: StagedTile) -> StagedContext:
         element=ELEMENTS[site.inputs[0].dtype],
         vocab=op.vocab,
         width=width_of(site),
-        learns=op.reduction == "mean",
+        learns=learns,
         tile=tile,
         copiers=WARP if tile.copy == "bulk" else 0,
-        copies=f"cuda/softmax_copies_{tile.copy}.cu.jinja",
         prelude=cuda_functions(bodies),
         functions=tuple(
             (name, comment, flowed(f"return {body};", "  ", "    "))
             for (name, comment), body in zip(functions, bodies, strict=True)
         ),
         function=symbol(site)[0],
+        parts=tuple(f"cuda/softmax_{part}.cu.jinja" for part in (*parts, "loss_row", f"rows_{kind}")),
+        passes=", and then once more for the gradient" if learns else "",
+        row_parameters=flowed(", ".join(map(unbroken, row)), " " * 4),
+        row_arguments=", ".join(given),
+        waited="step, turn" if persistent else "step",
+        kernel_parameters=", ".join(f"{types[name]} {name}" for name in kernel),
+        pointers=", ".join(f"void{'' if name in results else ' const'}* {name}" for name in kernel if name != "m"),
+        launched=", ".join(f"&{name}" for name in kernel),
+        blocks="processors * kResident < m ? processors * kResident : m" if persistent else "m",
+        aliasing=" `grad` may be `logits`." if learns else "",
     )
 
 
@@ -239,7 +280,7 @@ def _launcher(site: Site, tile: StagedTile) -> LauncherContext:
     results = ("nats", "grad") if learns else ("nats",)
     tensors = ("logits", "targets", *results)
     nats = "logits.new_empty({rows}, dtype=torch.float32)"
-    given = [f"{name}.data_ptr()" for name in tensors] + ([] if learns else ["None"])
+    given = [f"{name}.data_ptr()" for name in tensors]
     return LauncherContext(
         header=header_of(site),
         summary=f'"""{site.label}: cross-entropy{" and its gradient" if learns else ""} in one kernel.',
@@ -254,6 +295,7 @@ def _launcher(site: Site, tile: StagedTile) -> LauncherContext:
         dtype=DTYPES[site.inputs[0].dtype],
         launch_signature=f"def launch({', '.join(f'{name}: Tensor' for name in tensors)}) -> None:",
         pointers=flowed(", ".join(given) + ",", " " * 8),
+        pointer_count=len(given) + 1,
         annotation=annotation_of(op),
         promise=promise_of(site),
         allocated=("grad = torch.empty_like(logits)",) if learns else (),

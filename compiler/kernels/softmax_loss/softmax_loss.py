@@ -56,10 +56,10 @@ SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024
 
 @dataclass(frozen=True, slots=True)
 class LossContext:
-    """What templates/triton/softmax_loss.py.jinja may know, and `body`, the template of the kernel in it.
+    """The context of templates/triton/softmax_loss.py.jinja, and `body`, the template of the kernel in it.
 
-    `functions` are name, docstring and return of what a logit goes through. In the kernel, `read` is what a loaded
-    logit is called, `wanted` what the target's becomes and `bound` the line from a logit to `f`; `tail` tells that a
+    `functions` are name, docstring and return value of the functions of a logit. In the kernel, `read` is the name of a
+    loaded logit, `wanted` the name of the target's and `bound` the line from a logit to `f`; `partial` tells that a
     tile is not all logits, `padded` that rows are not.
     """
 
@@ -84,7 +84,7 @@ class LossContext:
     wanted: str
     read: str
     bound: tuple[str, ...]
-    tail: bool
+    partial: bool
     padded: bool
     inside: str
     slope: str
@@ -143,7 +143,7 @@ SOFTMAX_LOSS_TRITON = SoftmaxLossTriton("softmax_loss_triton", "triton", frozens
 
 @dataclass(frozen=True, slots=True)
 class PlainContext:
-    """What templates/torch/softmax_loss.py.jinja may know."""
+    """The context of templates/torch/softmax_loss.py.jinja."""
 
     TEMPLATE: ClassVar[str] = "torch/softmax_loss.py.jinja"
     header: str
@@ -233,7 +233,7 @@ def header_of(site: Site) -> str:
 
 
 def formulas_of(op: SoftmaxLoss) -> tuple[str, ...]:
-    """What is computed, a line a value, as lines of a docstring."""
+    """The formulas, one line per value, as lines of a docstring."""
     f = "z" if op.f == "z" else "f"
     nats = f"log(sum(exp({f}))) - {f}[target]"
     lines = [f"nats = {nats}"]
@@ -293,7 +293,7 @@ def _context(site: Site, tile: RowTile) -> LossContext:
         wanted=target if identity else f"bounded({target})",
         read="f" if identity else "z",
         bound=() if identity else ("f = bounded(z)",),
-        tail=op.vocab % tile.columns > 0 or op.vocab < width,
+        partial=op.vocab % tile.columns > 0 or op.vocab < width,
         padded=op.vocab < width,
         inside=f"(rows < M)[:, None]{' & (at < WIDTH)' if width % tile.columns else ''}",
         slope=" * slope(z)" if slope else "",

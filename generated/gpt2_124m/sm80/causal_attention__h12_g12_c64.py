@@ -13,8 +13,8 @@ Called again, it gives the same bits.
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.y'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.y"
 H, G, C = 12, 12, 64  # heads of queries, heads of keys and values, channels of each
 
 

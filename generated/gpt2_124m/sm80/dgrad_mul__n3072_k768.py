@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.mlp.down.dgrad + act.grad'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.mlp.down.dgrad + act.grad"
 N, K = 3072, 768
 BLOCK_M, BLOCK_N, BLOCK_K, GROUP = 128, 128, 64, 8
 WARPS, STAGES = 8, 4

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.{q,k}.rope'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.{q,k}.rope"
 H, C, R = 12, 64, 32  # heads, the channels of one, the pairs of them that turn
 ROWS, BLOCK, SEQUENCES, WARPS = 32, 32, 4, 4
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'head.nats + logits.f32 + loss'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "head.nats + logits.f32 + loss"
 V, WIDTH = 50257, 50304
 BLOCK, WARPS = 4096, 16
 

@@ -16,8 +16,8 @@ Called again, it may give other bits: blocks of keys add to dq in the order in w
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.y.grad'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.y.grad"
 H, G, C = 12, 12, 64  # heads of queries, heads of keys and values, channels of each
 
 

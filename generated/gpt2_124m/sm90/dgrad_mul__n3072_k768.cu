@@ -81,8 +81,9 @@ Gemm::Arguments arguments(
   auto const stride_y = cutlass::make_cute_packed_stride(Kernel::StrideD{}, {m, N, 1});
   Tree::Arguments const tree{{}, {static_cast<cutlass::bfloat16_t const*>(slope), Element(0), stride_y}, {}};
   cutlass::KernelHardwareInfo hardware;
-  cudaGetDevice(&hardware.device_id);
-  hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
+  if (cudaGetDevice(&hardware.device_id) == cudaSuccess) {
+    hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
+  }
   return {gemm::GemmUniversalMode::kGemm,
           {m, N, K, 1},
           {static_cast<Element const*>(dy), stride_x, static_cast<Element const*>(w), stride_w},
@@ -112,7 +113,9 @@ extern "C" int dgrad_mul(
 ) {
   auto const given = arguments(m, swizzle, raster, dy, w, slope, dx);
   Gemm call;
-  auto status = call.can_implement(given);
+  auto status = cutlass::Status::kSuccess;
+  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // no device answers
+  if (status == cutlass::Status::kSuccess) status = call.can_implement(given);
   if (status == cutlass::Status::kSuccess) status = call.initialize(given, workspace, stream);
   if (status == cutlass::Status::kSuccess) status = call.run(stream);
   return static_cast<int>(status);

@@ -109,8 +109,9 @@ Gemm::Arguments arguments(
   auto const stride_y = cutlass::make_cute_packed_stride(Kernel::StrideD{}, {m, N, 1});
   Tree::Arguments const tree{{}, {}, {static_cast<Element*>(slope), stride_y}, {}};
   cutlass::KernelHardwareInfo hardware;
-  cudaGetDevice(&hardware.device_id);
-  hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
+  if (cudaGetDevice(&hardware.device_id) == cudaSuccess) {
+    hardware.sm_count = cutlass::KernelHardwareInfo::query_device_multiprocessor_count(hardware.device_id);
+  }
   return {gemm::GemmUniversalMode::kGemm,
           {m, N, K, 1},
           {static_cast<Element const*>(x), stride_x, static_cast<Element const*>(w), stride_w},
@@ -140,7 +141,9 @@ extern "C" int linear_gelu(
 ) {
   auto const given = arguments(m, swizzle, raster, x, w, y, slope);
   Gemm call;
-  auto status = call.can_implement(given);
+  auto status = cutlass::Status::kSuccess;
+  if (given.hw_info.sm_count < 1) status = cutlass::Status::kErrorInternal;  // no device answers
+  if (status == cutlass::Status::kSuccess) status = call.can_implement(given);
   if (status == cutlass::Status::kSuccess) status = call.initialize(given, workspace, stream);
   if (status == cutlass::Status::kSuccess) status = call.run(stream);
   return static_cast<int>(status);

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.mlp.up + act'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.mlp.up + act"
 N, K = 3072, 768
 SWIZZLE, RASTER = 2, 2  # how thread blocks walk the output
 

@@ -19,11 +19,9 @@ namespace {
 
 using Element = __nv_bfloat16;
 constexpr int V = 50257, WIDTH = 50304;
-constexpr bool kLearns = true;  // whether the gradient is wanted
 constexpr int kThreads = 512, kCopiers = 0;
 constexpr int kVectors = 1;  // of 16 bytes that a thread has in registers at a time
 constexpr int kResident = 2;  // blocks a multiprocessor
-constexpr bool kPersistent = false;
 
 constexpr int kPer = 16 / sizeof(Element);  // columns of a vector
 constexpr int kRow = WIDTH / kPer;  // vectors of a row
@@ -34,7 +32,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kLowest = -2.3e38f;  // times kLog2e it is no infinity yet, as infinities' difference is NaN
 
-// What becomes of a logit before the softmax.
+// The value of a logit in the softmax.
 __device__ inline float bounded(float z) {
   return z;
 }
@@ -44,38 +42,48 @@ __device__ inline float slope(float z) {
   return 1.0f;
 }
 
-// Copies a row to shared memory by cp.async. Each thread reads what it has copied itself, and so waits for no other.
+// volatile, so that the load stands where it is written
+__device__ inline float loaded(Element const* from) {
+  return __uint_as_float(*reinterpret_cast<unsigned short const volatile*>(from) << 16);
+}
+
+__device__ inline void unpack(uint4 const& x, float (&z)[kPer]) {
+  uint32_t const words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) z[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+}
+
+// Copies the row to shared memory by cp.async. Each thread reads what it has copied itself, and so waits for no other.
 struct Copies {
   uint4* row;
   uint64_t policy;
 
-  // Starts to copy the block's first row.
-  __device__ bool begin(uint4* buffer, Element const* logits, int) {
+  // Starts to copy the row.
+  __device__ bool begin(uint4* buffer, Element const* logits) {
     row = buffer;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    for (int step = 0; step < kSteps; ++step) release(step, logits + int64_t{blockIdx.x} * WIDTH);
+    for (int step = 0; step < kSteps; ++step) copy(step, logits + int64_t{blockIdx.x} * WIDTH);
     return true;
   }
 
   // Until a step of the row has come. Between its own group and this, kSteps - 1 others were committed.
-  __device__ void wait(int, int) { asm volatile("cp.async.wait_group %0;" ::"n"(kSteps - 1) : "memory"); }
+  __device__ void wait(int) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kSteps - 1) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");  // of no copies, to count by
+  }
 
-  // A group without copies, for a step that will be read again.
-  __device__ void keep() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-  // Starts to copy the next row's step over one that has been read for the last time.
-  __device__ void release(int step, Element const* next) {
+  __device__ void copy(int step, Element const* from) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       int const at = step * kStep + v * kThreads + threadIdx.x;
-      if (next != nullptr && at < kRow) {
+      if (at < kRow) {
         uint32_t const to = static_cast<uint32_t>(__cvta_generic_to_shared(row + at));
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
-                     "l"(reinterpret_cast<uint4 const*>(next) + at), "l"(policy)
+                     "l"(reinterpret_cast<uint4 const*>(from) + at), "l"(policy)
                      : "memory");
       }
     }
-    keep();
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 };
 
@@ -83,22 +91,6 @@ __device__ inline float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-__device__ inline void unpack(uint4 const& x, float (&z)[kPer]) {
-  uint32_t const words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    uint32_t const word = words[i * 4 / kPer];
-    z[i] = __uint_as_float(kPer == 4 || i % 2 ? word & (kPer == 4 ? 0xffffffffu : 0xffff0000u) : word << 16);
-  }
-}
-
-__device__ inline uint4 packed(float const (&g)[kPer]) {
-  alignas(16) Element made[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) made[i] = static_cast<Element>(g[i]);
-  return *reinterpret_cast<uint4 const*>(made);
 }
 
 // The highest value and the sum of exp(value - highest), with those of this thread's columns of a step. kLast tells
@@ -145,6 +137,13 @@ __device__ inline float2 of_warp(float2 mine) {
   return {most, total};
 }
 
+__device__ inline uint4 packed(float const (&g)[kPer]) {
+  alignas(16) Element elements[kPer];
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) elements[i] = static_cast<Element>(g[i]);
+  return *reinterpret_cast<uint4 const*>(elements);
+}
+
 // Writes the gradient of this thread's columns of a step, as if none were the target. `shift` takes the highest value,
 // the sum and the number of rows into the exponent.
 template <bool kLast>
@@ -164,60 +163,50 @@ __device__ inline void differentiate(uint4 const* row, int step, float shift, ui
   }
 }
 
-__device__ inline float loaded(Element const* from) {  // volatile, so that the load stands where it is written
-  if constexpr (kPer == 4) return *reinterpret_cast<float const volatile*>(from);
-  else return __uint_as_float(*reinterpret_cast<unsigned short const volatile*>(from) << 16);
+// One row, from shared memory as it comes: its loss, and then once more for the gradient.
+__device__ inline void softmax_row(
+    Copies& copies, uint4 const* row, float2* parts, int64_t at, int64_t target, Element const* logits,
+    float* nats, Element* grad, int m) {
+  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  bool const known = target >= 0 && target < V;
+  int const column = known ? static_cast<int>(target) : 0;
+  float const z = loaded(logits + at * WIDTH + column);  // ends while the row is read
+
+  float most = kLowest, total = 0.0f;
+  for (int step = 0; step < kSteps; ++step) {
+    copies.wait(step);
+    if (step < kEasy) gather<false>(row, step, most, total);
+    else gather<true>(row, step, most, total);
+  }
+  float2 const part = of_warp({most, total});
+  if (lane == 0) parts[warp] = part;
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  float2 const whole = of_warp(lane < kWarps ? parts[lane] : float2{kLowest, 0.0f});
+  float const sum = known && whole.y > 0.0f ? whole.y : NAN;
+  float const base = __fmul_rn(whole.x, kLog2e), f = bounded(z);
+  bool const owner = threadIdx.x == column / kPer % kThreads;  // of the target's column
+  if (owner) nats[at] = logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base) + (whole.x - f);
+
+  Element* const slopes = grad + at * WIDTH;  // every thread has read z and its part of the row
+  float const rows = static_cast<float>(m), shift = base + log2f(sum * rows);
+  for (int step = 0; step < kSteps; ++step) {
+    if (step < kEasy) differentiate<false>(row, step, shift, reinterpret_cast<uint4*>(slopes));
+    else differentiate<true>(row, step, shift, reinterpret_cast<uint4*>(slopes));
+  }
+  // Behind this thread's own store of the vector.
+  float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);
+  if (owner) slopes[column] = static_cast<Element>((p - 1.0f) / rows * slope(z));
 }
 
-// A block goes from row to row, as many rows apart as there are blocks, and reads each from shared memory twice.
+// A block computes one row.
 __global__ void __launch_bounds__(kThreads + kCopiers, kResident) softmax_rows(
     Element const* logits, int64_t const* targets, float* nats, Element* grad, int m) {
   extern __shared__ __align__(128) uint4 row[];
-  __shared__ float2 parts[2][kWarps];  // of a row and the next
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float const rows = static_cast<float>(m);
+  __shared__ float2 parts[kWarps];
   Copies copies;
-  if (!copies.begin(row, logits, m)) return;
-  int64_t target = *static_cast<int64_t const volatile*>(targets + blockIdx.x);
-  int turn = 0;
-  for (int64_t at = blockIdx.x; at < m; at += gridDim.x, turn ^= 1) {
-    int64_t const after = at + gridDim.x;
-    Element const* const next = after < m ? logits + after * WIDTH : nullptr;
-    bool const known = target >= 0 && target < V;
-    int const column = known ? static_cast<int>(target) : 0;
-    float const z = loaded(logits + at * WIDTH + column);  // both loads end while the row is read
-    if (next != nullptr) target = *static_cast<int64_t const volatile*>(targets + after);
-
-    float most = kLowest, total = 0.0f;
-    for (int step = 0; step < kSteps; ++step) {
-      copies.wait(step, turn);
-      if (step < kEasy) gather<false>(row, step, most, total);
-      else gather<true>(row, step, most, total);
-      if constexpr (kLearns) copies.keep();
-      else copies.release(step, next);
-    }
-    float2 const part = of_warp({most, total});
-    if (lane == 0) parts[turn][warp] = part;
-    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-    float2 const whole = of_warp(lane < kWarps ? parts[turn][lane] : float2{kLowest, 0.0f});
-    float const sum = known && whole.y > 0.0f ? whole.y : NAN;
-    float const base = __fmul_rn(whole.x, kLog2e), f = bounded(z);
-    bool const owner = threadIdx.x == column / kPer % kThreads;  // of the target's column
-    if (owner) nats[at] = logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base) + (whole.x - f);
-
-    if constexpr (kLearns) {
-      Element* const slopes = grad + at * WIDTH;
-      float const shift = base + log2f(sum * rows);
-      for (int step = 0; step < kSteps; ++step) {
-        if (step < kEasy) differentiate<false>(row, step, shift, reinterpret_cast<uint4*>(slopes));
-        else differentiate<true>(row, step, shift, reinterpret_cast<uint4*>(slopes));
-        copies.release(step, next);
-      }
-      // Behind this thread's own store of the vector.
-      float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);
-      if (owner) slopes[column] = static_cast<Element>((p - 1.0f) / rows * slope(z));
-    }
-  }
+  if (!copies.begin(row, logits)) return;
+  int64_t const target = *static_cast<int64_t const volatile*>(targets + blockIdx.x);
+  softmax_row(copies, row, parts, blockIdx.x, target, logits, nats, grad, m);
 }
 
 }  // namespace
@@ -228,24 +217,17 @@ extern "C" char const* softmax_loss_status(int status) {
 }
 
 // Returns a cudaError_t, 0 for success. Pointers are to device memory, those of rows 16-byte aligned; rows are
-// contiguous and at least one. `grad` is null where it is not wanted.
+// contiguous and at least one. `grad` may be `logits`.
 extern "C" int softmax_loss(
     int m, void const* logits, void const* targets, void* nats, void* grad, cudaStream_t stream) {
   constexpr int kBytes = kRow * 16;
-  int device = 0, processors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(softmax_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  }
+  cudaError_t status = cudaFuncSetAttribute(softmax_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(
         softmax_rows, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   }
   if (status != cudaSuccess) return status;
-  dim3 const blocks(kPersistent && processors * kResident < m ? processors * kResident : m);
   void* arguments[] = {&logits, &targets, &nats, &grad, &m};
+  dim3 const blocks(m);
   return cudaLaunchKernel(softmax_rows, blocks, dim3(kThreads + kCopiers), arguments, kBytes, stream);
 }

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'head.loss + logits.f32'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "head.loss + logits.f32"
 V, WIDTH = 50257, 50304
 
 

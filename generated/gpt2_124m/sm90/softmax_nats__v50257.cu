@@ -17,11 +17,9 @@ namespace {
 
 using Element = __nv_bfloat16;
 constexpr int V = 50257, WIDTH = 50304;
-constexpr bool kLearns = false;  // whether the gradient is wanted
 constexpr int kThreads = 256, kCopiers = 32;
 constexpr int kVectors = 4;  // of 16 bytes that a thread has in registers at a time
 constexpr int kResident = 2;  // blocks a multiprocessor
-constexpr bool kPersistent = false;
 
 constexpr int kPer = 16 / sizeof(Element);  // columns of a vector
 constexpr int kRow = WIDTH / kPer;  // vectors of a row
@@ -32,77 +30,64 @@ constexpr int kWarps = kThreads / 32;
 constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kLowest = -2.3e38f;  // times kLog2e it is no infinity yet, as infinities' difference is NaN
 
-// What becomes of a logit before the softmax.
+// The value of a logit in the softmax.
 __device__ inline float bounded(float z) {
   return z;
 }
 
-// Its derivative.
-__device__ inline float slope(float z) {
-  return 1.0f;
+// volatile, so that the load stands where it is written
+__device__ inline float loaded(Element const* from) {
+  return __uint_as_float(*reinterpret_cast<unsigned short const volatile*>(from) << 16);
 }
 
-// Copies a row to shared memory by TMA, a step at a time: one thread of a further warp starts each copy when all other
-// warps have read what it overwrites.
-struct Copies {
-  uint32_t full, empty;  // barriers in shared memory, one a step: its bytes have come; every warp has read them
+__device__ inline void unpack(uint4 const& x, float (&z)[kPer]) {
+  uint32_t const words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < kPer; ++i) z[i] = __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+}
 
-  // False in the warp that copies, when it has started all copies of the block.
-  __device__ bool begin(uint4* row, Element const* logits, int m) {
-    __shared__ uint64_t barriers[2][kSteps];
-    full = static_cast<uint32_t>(__cvta_generic_to_shared(barriers[0]));
-    empty = static_cast<uint32_t>(__cvta_generic_to_shared(barriers[1]));
+// Copies the row to shared memory by TMA, a step at a time: one thread of a further warp starts the copies.
+struct Copies {
+  uint32_t full;  // barriers in shared memory, one a step: its bytes have come
+
+  // False in the warp that copies, when it has started all copies.
+  __device__ bool begin(uint4* row, Element const* logits) {
+    __shared__ uint64_t barriers[kSteps];
+    full = static_cast<uint32_t>(__cvta_generic_to_shared(barriers));
     if (threadIdx.x == 0) {
       for (int step = 0; step < kSteps; ++step) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * step) : "memory");
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * step), "r"(kWarps) : "memory");
       }
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if (threadIdx.x == kThreads) copy(static_cast<uint32_t>(__cvta_generic_to_shared(row)), logits, m);
+    if (threadIdx.x == kThreads) copy(static_cast<uint32_t>(__cvta_generic_to_shared(row)), logits);
     return threadIdx.x < kThreads;
   }
 
-  __device__ void copy(uint32_t row, Element const* logits, int m) const {
+  __device__ void copy(uint32_t row, Element const* logits) const {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    uint32_t turn = 1;  // of a barrier that nobody has arrived at yet, this phase counts as over
-    for (int64_t at = blockIdx.x; at < m; at += gridDim.x, turn ^= 1) {
-      uint4 const* const from = reinterpret_cast<uint4 const*>(logits + at * WIDTH);
-      for (int step = 0; step < kSteps; ++step) {
-        uint32_t const bytes = (step + 1 < kSteps ? kStep : kRow - step * kStep) * 16;
-        until(empty + 8 * step, turn);
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * step), "r"(bytes)
-                     : "memory");
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-            ::"r"(row + step * kStep * 16), "l"(from + step * kStep), "r"(bytes), "r"(full + 8 * step), "l"(policy)
-            : "memory");
-      }
+    uint4 const* const from = reinterpret_cast<uint4 const*>(logits + int64_t{blockIdx.x} * WIDTH);
+    for (int step = 0; step < kSteps; ++step) {
+      uint32_t const bytes = (step + 1 < kSteps ? kStep : kRow - step * kStep) * 16;
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full + 8 * step), "r"(bytes)
+                   : "memory");
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+          ::"r"(row + step * kStep * 16), "l"(from + step * kStep), "r"(bytes), "r"(full + 8 * step), "l"(policy)
+          : "memory");
     }
   }
 
-  __device__ static void until(uint32_t barrier, uint32_t phase) {
+  // Until a step of the row has come.
+  __device__ void wait(int step) const {
     uint32_t over = 0;
     while (over == 0) {
       asm volatile(
           "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-          : "=r"(over) : "r"(barrier), "r"(phase) : "memory");
-    }
-  }
-
-  // Until a step of the row has come; `turn` changes between 0 and 1 with each row.
-  __device__ void wait(int step, int turn) const { until(full + 8 * step, turn); }
-
-  __device__ void keep() const {}
-
-  // This warp has read a step for the last time. As nobody writes there, the arrival, a release, is order enough.
-  __device__ void release(int step, Element const*) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(empty + 8 * step) : "memory");
+          : "=r"(over) : "r"(full + 8 * step), "r"(0) : "memory");
     }
   }
 };
@@ -111,22 +96,6 @@ __device__ inline float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-__device__ inline void unpack(uint4 const& x, float (&z)[kPer]) {
-  uint32_t const words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    uint32_t const word = words[i * 4 / kPer];
-    z[i] = __uint_as_float(kPer == 4 || i % 2 ? word & (kPer == 4 ? 0xffffffffu : 0xffff0000u) : word << 16);
-  }
-}
-
-__device__ inline uint4 packed(float const (&g)[kPer]) {
-  alignas(16) Element made[kPer];
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) made[i] = static_cast<Element>(g[i]);
-  return *reinterpret_cast<uint4 const*>(made);
 }
 
 // The highest value and the sum of exp(value - highest), with those of this thread's columns of a step. kLast tells
@@ -173,79 +142,40 @@ __device__ inline float2 of_warp(float2 mine) {
   return {most, total};
 }
 
-// Writes the gradient of this thread's columns of a step, as if none were the target. `shift` takes the highest value,
-// the sum and the number of rows into the exponent.
-template <bool kLast>
-__device__ inline void differentiate(uint4 const* row, int step, float shift, uint4* grad) {
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    int const at = step * kStep + v * kThreads + threadIdx.x;
-    if (kLast && at >= kRow) return;
-    float z[kPer];
-    unpack(row[at], z);
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) {
-      z[i] = power_of_two(fmaf(bounded(z[i]), kLog2e, -shift)) * slope(z[i]);
-      if (kLast && at * kPer + i >= V) z[i] = 0.0f;
-    }
-    __stcs(grad + at, packed(z));
-  }
-}
-
-__device__ inline float loaded(Element const* from) {  // volatile, so that the load stands where it is written
-  if constexpr (kPer == 4) return *reinterpret_cast<float const volatile*>(from);
-  else return __uint_as_float(*reinterpret_cast<unsigned short const volatile*>(from) << 16);
-}
-
-// A block goes from row to row, as many rows apart as there are blocks, and reads each from shared memory twice.
-__global__ void __launch_bounds__(kThreads + kCopiers, kResident) softmax_rows(
-    Element const* logits, int64_t const* targets, float* nats, Element* grad, int m) {
-  extern __shared__ __align__(128) uint4 row[];
-  __shared__ float2 parts[2][kWarps];  // of a row and the next
+// One row, from shared memory as it comes: its loss.
+__device__ inline void softmax_row(
+    Copies& copies, uint4 const* row, float2* parts, int64_t at, int64_t target, Element const* logits,
+    float* nats) {
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float const rows = static_cast<float>(m);
-  Copies copies;
-  if (!copies.begin(row, logits, m)) return;
-  int64_t target = *static_cast<int64_t const volatile*>(targets + blockIdx.x);
-  int turn = 0;
-  for (int64_t at = blockIdx.x; at < m; at += gridDim.x, turn ^= 1) {
-    int64_t const after = at + gridDim.x;
-    Element const* const next = after < m ? logits + after * WIDTH : nullptr;
-    bool const known = target >= 0 && target < V;
-    int const column = known ? static_cast<int>(target) : 0;
-    float const z = loaded(logits + at * WIDTH + column);  // both loads end while the row is read
-    if (next != nullptr) target = *static_cast<int64_t const volatile*>(targets + after);
+  bool const known = target >= 0 && target < V;
+  int const column = known ? static_cast<int>(target) : 0;
+  float const z = loaded(logits + at * WIDTH + column);  // ends while the row is read
 
-    float most = kLowest, total = 0.0f;
-    for (int step = 0; step < kSteps; ++step) {
-      copies.wait(step, turn);
-      if (step < kEasy) gather<false>(row, step, most, total);
-      else gather<true>(row, step, most, total);
-      if constexpr (kLearns) copies.keep();
-      else copies.release(step, next);
-    }
-    float2 const part = of_warp({most, total});
-    if (lane == 0) parts[turn][warp] = part;
-    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-    float2 const whole = of_warp(lane < kWarps ? parts[turn][lane] : float2{kLowest, 0.0f});
-    float const sum = known && whole.y > 0.0f ? whole.y : NAN;
-    float const base = __fmul_rn(whole.x, kLog2e), f = bounded(z);
-    bool const owner = threadIdx.x == column / kPer % kThreads;  // of the target's column
-    if (owner) nats[at] = logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base) + (whole.x - f);
-
-    if constexpr (kLearns) {
-      Element* const slopes = grad + at * WIDTH;
-      float const shift = base + log2f(sum * rows);
-      for (int step = 0; step < kSteps; ++step) {
-        if (step < kEasy) differentiate<false>(row, step, shift, reinterpret_cast<uint4*>(slopes));
-        else differentiate<true>(row, step, shift, reinterpret_cast<uint4*>(slopes));
-        copies.release(step, next);
-      }
-      // Behind this thread's own store of the vector.
-      float const p = __fdividef(power_of_two(fmaf(f, kLog2e, -base)), sum);
-      if (owner) slopes[column] = static_cast<Element>((p - 1.0f) / rows * slope(z));
-    }
+  float most = kLowest, total = 0.0f;
+  for (int step = 0; step < kSteps; ++step) {
+    copies.wait(step);
+    if (step < kEasy) gather<false>(row, step, most, total);
+    else gather<true>(row, step, most, total);
   }
+  float2 const part = of_warp({most, total});
+  if (lane == 0) parts[warp] = part;
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  float2 const whole = of_warp(lane < kWarps ? parts[lane] : float2{kLowest, 0.0f});
+  float const sum = known && whole.y > 0.0f ? whole.y : NAN;
+  float const base = __fmul_rn(whole.x, kLog2e), f = bounded(z);
+  bool const owner = threadIdx.x == column / kPer % kThreads;  // of the target's column
+  if (owner) nats[at] = logf(sum) + kLn2 * fmaf(-whole.x, kLog2e, base) + (whole.x - f);
+}
+
+// A block computes one row.
+__global__ void __launch_bounds__(kThreads + kCopiers, kResident) softmax_rows(
+    Element const* logits, int64_t const* targets, float* nats) {
+  extern __shared__ __align__(128) uint4 row[];
+  __shared__ float2 parts[kWarps];
+  Copies copies;
+  if (!copies.begin(row, logits)) return;
+  int64_t const target = *static_cast<int64_t const volatile*>(targets + blockIdx.x);
+  softmax_row(copies, row, parts, blockIdx.x, target, logits, nats);
 }
 
 }  // namespace
@@ -256,24 +186,17 @@ extern "C" char const* softmax_nats_status(int status) {
 }
 
 // Returns a cudaError_t, 0 for success. Pointers are to device memory, those of rows 16-byte aligned; rows are
-// contiguous and at least one. `grad` is null where it is not wanted.
+// contiguous and at least one.
 extern "C" int softmax_nats(
-    int m, void const* logits, void const* targets, void* nats, void* grad, cudaStream_t stream) {
+    int m, void const* logits, void const* targets, void* nats, cudaStream_t stream) {
   constexpr int kBytes = kRow * 16;
-  int device = 0, processors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(softmax_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  }
+  cudaError_t status = cudaFuncSetAttribute(softmax_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(
         softmax_rows, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   }
   if (status != cudaSuccess) return status;
-  dim3 const blocks(kPersistent && processors * kResident < m ? processors * kResident : m);
-  void* arguments[] = {&logits, &targets, &nats, &grad, &m};
+  void* arguments[] = {&logits, &targets, &nats};
+  dim3 const blocks(m);
   return cudaLaunchKernel(softmax_rows, blocks, dim3(kThreads + kCopiers), arguments, kBytes, stream);
 }

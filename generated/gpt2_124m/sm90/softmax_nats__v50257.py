@@ -22,8 +22,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or 'specc_gpt2_124m').replace(".", "_")  # each build is a package of its own
-NODE = 'head.nats + logits.f32 + loss'
+NAMESPACE = (__package__ or "specc_gpt2_124m").replace(".", "_")  # each build is a package of its own
+NODE = "head.nats + logits.f32 + loss"
 V, WIDTH = 50257, 50304
 
 
@@ -31,7 +31,7 @@ V, WIDTH = 50257, 50304
 def native() -> ctypes.CDLL:
     """The compiled kernel; nvcc takes seconds where no cached one has the same source."""
     code = library(Path(__file__).with_suffix(".cu"))
-    code.softmax_nats.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 5]
+    code.softmax_nats.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 4]
     code.softmax_nats_status.restype = ctypes.c_char_p
     return code
 
@@ -42,7 +42,7 @@ def launch(logits: Tensor, targets: Tensor, nats: Tensor) -> None:
     stream = torch.cuda.current_stream(logits.device).cuda_stream
     status = code.softmax_nats(
         m,
-        logits.data_ptr(), targets.data_ptr(), nats.data_ptr(), None,
+        logits.data_ptr(), targets.data_ptr(), nats.data_ptr(),
         stream,
     )
     if status:

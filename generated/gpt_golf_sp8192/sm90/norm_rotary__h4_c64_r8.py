@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_golf_sp8192').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.k.rope + norm'
+NAMESPACE = (__package__ or "specc_gpt_golf_sp8192").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.k.rope + norm"
 H, C, R = 4, 64, 8  # heads, the channels of one, the pairs of them that turn
 ROWS, BLOCK, SEQUENCES, WARPS = 16, 64, 4, 4
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mini').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.q.rope + norm + gain'
+NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.q.rope + norm + gain"
 H, C, R = 4, 32, 16  # heads, the channels of one, the pairs of them that turn
 ROWS, BLOCK, SEQUENCES, WARPS = 64, 16, 4, 4
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mini').replace(".", "_")  # each build is a package of its own
-NODE = 'head.loss + softcap'
+NAMESPACE = (__package__ or "specc_gpt_mini").replace(".", "_")  # each build is a package of its own
+NODE = "head.loss + softcap"
 V, WIDTH = 257, 320
 ROWS, BLOCK, WARPS = 8, 512, 4
 

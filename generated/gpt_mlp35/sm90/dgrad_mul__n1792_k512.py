@@ -19,8 +19,8 @@ from torch import Tensor
 
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or 'specc_gpt_mlp35').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.mlp.down.dgrad + act.grad'
+NAMESPACE = (__package__ or "specc_gpt_mlp35").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.mlp.down.dgrad + act.grad"
 N, K = 1792, 512
 SWIZZLE, RASTER = 1, 0  # how thread blocks walk the output
 

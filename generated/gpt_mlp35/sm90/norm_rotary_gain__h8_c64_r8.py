@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mlp35').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.q.rope + norm + gain'
+NAMESPACE = (__package__ or "specc_gpt_mlp35").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.q.rope + norm + gain"
 H, C, R = 8, 64, 8  # heads, the channels of one, the pairs of them that turn
 ROWS, BLOCK, SEQUENCES, WARPS = 8, 64, 4, 2
 

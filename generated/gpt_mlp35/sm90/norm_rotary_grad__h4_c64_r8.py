@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mlp35').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.k.rope.grad'
+NAMESPACE = (__package__ or "specc_gpt_mlp35").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.k.rope.grad"
 H, C, R = 4, 64, 8  # heads, the channels of one, the pairs of them that turn
 ROWS, BLOCK, SEQUENCES, WARPS = 16, 64, 1, 4
 

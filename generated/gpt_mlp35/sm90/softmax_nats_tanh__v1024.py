@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mlp35').replace(".", "_")  # each build is a package of its own
-NODE = 'head.nats + softcap + loss'
+NAMESPACE = (__package__ or "specc_gpt_mlp35").replace(".", "_")  # each build is a package of its own
+NODE = "head.nats + softcap + loss"
 V, WIDTH = 1024, 1024
 ROWS, BLOCK, WARPS = 1, 1024, 1
 

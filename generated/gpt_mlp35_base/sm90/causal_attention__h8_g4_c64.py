@@ -14,8 +14,8 @@ Called again, it gives the same bits.
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mlp35_base').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.y'
+NAMESPACE = (__package__ or "specc_gpt_mlp35_base").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.y"
 H, G, C = 8, 4, 64  # heads of queries, heads of keys and values, channels of each
 
 

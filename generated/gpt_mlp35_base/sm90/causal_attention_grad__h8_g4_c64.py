@@ -17,8 +17,8 @@ Called again, it may give other bits: blocks of keys add to dq in the order in w
 import torch
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mlp35_base').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.y.grad'
+NAMESPACE = (__package__ or "specc_gpt_mlp35_base").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.y.grad"
 H, G, C = 8, 4, 64  # heads of queries, heads of keys and values, channels of each
 
 

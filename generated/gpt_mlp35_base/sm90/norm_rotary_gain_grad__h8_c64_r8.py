@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_gpt_mlp35_base').replace(".", "_")  # each build is a package of its own
-NODE = 'blocks.*.attention.q.rope.grad'
+NAMESPACE = (__package__ or "specc_gpt_mlp35_base").replace(".", "_")  # each build is a package of its own
+NODE = "blocks.*.attention.q.rope.grad"
 H, C, R = 8, 64, 8  # heads, the channels of one, the pairs of them that turn
 ROWS, BLOCK, SEQUENCES, WARPS, HEADS = 16, 64, 4, 4, 8
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NAMESPACE = (__package__ or 'specc_poly_transformer').replace(".", "_")  # each build is a package of its own
-NODE = 'decoder.blocks.*.attention.y.grad'
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a package of its own
+NODE = "decoder.blocks.*.attention.y.grad"
 H, G, C = 8, 8, 32  # heads of queries, heads of keys and values, channels of each
 ROWS, KEYS, WIDTH, PAIRS, WARPS, STAGES = 32, 32, 32, 1, 1, 1
 SCALE = C**-0.5

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NAMESPACE = (__package__ or 'specc_poly_transformer').replace(".", "_")  # each build is a package of its own
-NODE = '*.blocks.*.mlp.up + act'
+NAMESPACE = (__package__ or "specc_poly_transformer").replace(".", "_")  # each build is a package of its own
+NODE = "*.blocks.*.mlp.up + act"
 N, K = 768, 256
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 32
 WARPS, STAGES, RESIDENT = 8, 4, 1

@@ -1,4 +1,4 @@
-"""What the runtime asks of a kind of training data."""
+"""The interface of a kind of training data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.train import sources
-from specc.runtime.train.sources.feed import Batches, Feed
+from specc.runtime.train.sources.feed import TrainingData
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What a trainer reads, and what it is scored on."""
+    """Data to train on and to score on."""
 
-    loader: Batches
-    feed: Feed
+    training: TrainingData
     validation: Validates
 
 
@@ -72,9 +71,6 @@ class Ready(Protocol):
         ...
 
 
-Drill = tuple[Batches, Feed]
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
     """How one form of data is read.
@@ -83,12 +79,12 @@ class Source:
         name: the form, as `DataKind.gives` states it.
         ready: finds all that is needed to be there and to fit the model, before a run writes anything: of a spec and
             folders to look for files in. It raises DataError.
-        drill: what one process reads where only the speed of its steps counts: at least so many batches, from no file.
+        drill: data for one process where only the speed of its steps counts: at least so many batches, from no file.
     """
 
     name: str
     ready: Callable[[Spec, Sequence[Path]], Ready]
-    drill: Callable[[Spec, Loaded, int, ExitStack], Drill]
+    drill: Callable[[Spec, Loaded, int, ExitStack], TrainingData]
 
 
 def source_of(spec: Spec) -> Source:

@@ -79,8 +79,8 @@ def test_only_a_spec_that_adapts_has_them_and_fx_finds_them(name: str, tmp_path:
     kept = {key: text for key, text in after.items() if key.startswith("cpu/") and key != "cpu/model.py"}
     assert kept == {key: text for key, text in before.items() if key.startswith("cpu/") and key != "cpu/model.py"}
     lines = after["cpu/model.py"].splitlines()
-    start = next(i for i, line in enumerate(lines) if "def features(" in line)
-    end = next(i for i, line in enumerate(lines) if "def new_cache(" in line)
+    start = next(i for i, line in enumerate(lines) if "def nats(" in line)
+    end = next(i for i, line in enumerate(lines) if "def features(" in line)
     assert "\n".join(lines[:start] + lines[end:]) + "\n" == before["cpu/model.py"]
     loaded = instantiate(asking, "cpu", tmp_path)
     source = sys.modules[type(loaded.model).__module__]

@@ -12,6 +12,9 @@ LONG = [
     "return aaaaaaaaaa @ b, (cccccccccc * ddddddddd).sum(8), eeeeeeeeeee.T @ fffffffff",
     "return aaaaaaaaaaaaaaaaaaaaa + bbbbbbbbbbb * ccccccccccccc(d)",
     "return Fused.apply(xxxxxxxxxx.flatten(0, -2), up, down, residual).unflatten(0, x.shape[:-1])",
+    "x = (aaaaaaaaaaaaaaaaaaaaaaaaa + bbbbbbbbbbbbbbbbb * (ccccccccccccccc * ddddd)).unflatten(-1, (H, C))",
+    "y = f(aaaaaaaaaaaaaaa, b=bbbbbbbbbbbbbbbbbbbbb + cccccccccccccccccc * ddddddddddddddddd.flatten(0, -2))",
+    "positions = aaaaaaaaaaaaaaaaaaaaaa if cache is None else bbbbbbbbbbbbbbbbbbbbbbbbbbbbb + ccccccccc",
     "    hidden = aaaaaaaaaa(b)[:, None] + cccccc(ddddd)[:, None, 0]",
 ]
 

@@ -18,7 +18,7 @@ from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import PadRows
 from specc.compiler.passes.group import Unfusable, build_group
-from specc.compiler.passes.tails import join_tails
+from specc.compiler.passes.join_epilogues import join_epilogues
 from specc.compiler.programs import reference
 from specc.compiler.programs.programs import Group
 
@@ -250,11 +250,11 @@ def test_a_tail_that_reads_one_number_stays_apart() -> None:
     x, w, d = (b.input(*entry) for entry in (("x", X), ("w", TensorType((6, 6), "f32")), ("d", TensorType((), "f32"))))
     y = b.add("y", Linear(), (x, w))
     graph = b.build({"y": b.add("scaled", Pointwise(("d * y",), ("y", "d")), (y, d))})
-    assert join_tails(graph) == graph
+    assert join_epilogues(graph) == graph
     column = b.input("c", TensorType((6,), "f32"))
     b.nodes.pop()
     del b.types["scaled"]
-    joined = join_tails(b.build({"y": b.add("scaled", Pointwise(("c * y",), ("y", "c")), (y, column))}))
+    joined = join_epilogues(b.build({"y": b.add("scaled", Pointwise(("c * y",), ("y", "c")), (y, column))}))
     assert [node.name for node in joined.nodes] == ["y"] and isinstance(joined.nodes[0], Node)
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from specc.compiler.ops.attention import Sdpa
 from specc.compiler.render.jinja import render
+from specc.compiler.render.model import OpContext
 from specc.runtime.model.load import initialize, instantiate
 
 pytestmark = pytest.mark.gpu
@@ -33,8 +34,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def attend() -> Callable[..., Tensor]:
-    names = {"torch": torch, "Tensor": Tensor, "F": F, "NAMESPACE": "attend_since_alone"}
-    exec(render("torch/attend_since.py.jinja", None, "", ""), names)
+    names = {"torch": torch, "Tensor": Tensor, "F": F}
+    exec(render("torch/ops/attend_since.py.jinja", OpContext("attend_since_alone"), "", ""), names)
     function: Callable[..., Tensor] = names["attend_since"]  # type: ignore[assignment]
     return function
 

@@ -13,7 +13,7 @@ import specc.compiler.kernels
 import specc.templates
 from specc.compiler.catalog import catalog
 from specc.compiler.ir.graph import BYTES, Node, TensorType
-from specc.compiler.kernels.epilogue import tail_of
+from specc.compiler.kernels.epilogue import epilogue_of
 from specc.compiler.kernels.gemm.evt import COOPERATIVE, GEMM_EVT, PINGPONG
 from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
 from specc.compiler.kernels.kernel import Kernel, Site, missing
@@ -26,11 +26,11 @@ KERNELS = {"triton": LINEAR_TRITON, "cutlass": GEMM_EVT}
 TEMPLATES = sorted(Path(specc.templates.__path__[0]).rglob("*.jinja"))
 
 
-def with_tail(site: Site, *outputs: str, variables: tuple[str, ...] = (), labels: tuple[str, ...] = ()) -> Site:
+def with_epilogue(site: Site, *outputs: str, variables: tuple[str, ...] = (), labels: tuple[str, ...] = ()) -> Site:
     """The site with another epilogue; its outputs have the type of the first."""
     assert site.epilogue is not None
-    tail = replace(site.epilogue, outputs=outputs, variables=variables or site.epilogue.variables, labels=labels)
-    return replace(site, node=replace(site.node, epilogue=tail, types=(site.node.type,) * len(outputs)))
+    epilogue = replace(site.epilogue, outputs=outputs, variables=variables or site.epilogue.variables, labels=labels)
+    return replace(site, node=replace(site.node, epilogue=epilogue, types=(site.node.type,) * len(outputs)))
 
 
 def with_inputs(site: Site, **types: TensorType) -> Site:
@@ -44,15 +44,15 @@ def typed(site: Site, dtype: str) -> Site:
 
 def wgrad_site() -> Site:
     types = (TensorType(("T", 512), "bf16"), TensorType(("T", 256), "bf16"))
-    tail = Pointwise(("2 * d",), ("d",))
-    node = Node("mlp.up.wgrad", Wgrad(), ("a", "b"), (TensorType((512, 256), "bf16"),), tail)
+    epilogue = Pointwise(("2 * d",), ("d",))
+    node = Node("mlp.up.wgrad", Wgrad(), ("a", "b"), (TensorType((512, 256), "bf16"),), epilogue)
     return Site(node, types, TARGETS["sm90"], "mlp.up.wgrad", "sample")
 
 
 def three_weights() -> Site:
     site = make_site("silu_gated")
-    tail = Pointwise(("a * b * c",), ("a", "b", "c"), title="three")
-    node = replace(site.node, op=Linear(3), epilogue=tail, types=site.node.types[:1])
+    epilogue = Pointwise(("a * b * c",), ("a", "b", "c"), title="three")
+    node = replace(site.node, op=Linear(3), epilogue=epilogue, types=site.node.types[:1])
     return replace(site, node=node, inputs=(*site.inputs, site.inputs[1]))
 
 
@@ -61,7 +61,7 @@ PLAIN = make_site("gelu")
 MUL = make_site("mul")
 BOTH_REFUSE = {
     "no product": (wgrad_site(), "takes a product of rows and weights; wgrad is none"),
-    "no tail": (
+    "no epilogue": (
         replace(PLAIN, node=replace(PLAIN.node, epilogue=None)),
         "has nothing to fuse into a plain product; cuBLAS is faster",
     ),
@@ -91,10 +91,10 @@ BOTH_REFUSE = {
         "reads operands in bf16, f16, f32; slope is i8",
     ),
     "output dtype": (typed(PLAIN, "i8"), "writes bf16, f16, f32; output 0 is i8"),
-    "idle operand": (with_tail(MUL, "2 * d"), "reads only what its outputs need; no output reads slope"),
-    "constant output": (with_tail(PLAIN, "0.5"), "writes tiles of [rows, 1792]; y is alike in every row"),
+    "idle operand": (with_epilogue(MUL, "2 * d"), "reads only what its outputs need; no output reads slope"),
+    "constant output": (with_epilogue(PLAIN, "0.5"), "writes tiles of [rows, 1792]; y is alike in every row"),
     "column output": (
-        with_tail(
+        with_epilogue(
             make_site("scaled_residual"),
             "residual + scale * y",
             "scale ** 2",
@@ -103,7 +103,7 @@ BOTH_REFUSE = {
         "writes tiles of [rows, 1792]; square is alike in every row",
     ),
     "huge constant": (
-        with_tail(PLAIN, "1e39 * x"),
+        with_epilogue(PLAIN, "1e39 * x"),
         "cannot print y: the constant 1e+39 does not fit a float",
     ),
 }
@@ -169,7 +169,7 @@ def test_the_catalogue_finds_the_kernels_and_ranks_them() -> None:
     ],
 )
 def test_tiles_follow_shape_and_target(name: str, target: str, n: int, k: int, tile: Tile) -> None:
-    assert tile_of(TARGETS[target], tail_of(make_site(name, n, k, target)), n, k) == tile
+    assert tile_of(TARGETS[target], epilogue_of(make_site(name, n, k, target)), n, k) == tile
 
 
 def random_site(generator: random.Random) -> Site:
@@ -189,15 +189,15 @@ def random_sites(count: int) -> list[Site]:
 
 def test_tiles_fit_the_shared_memory_of_their_target() -> None:
     for site in random_sites(500):
-        tail = tail_of(site)
+        epilogue = epilogue_of(site)
         n, k = site.node.op.extent(site.inputs[1])  # type: ignore[attr-defined]
-        tile = tile_of(site.target, tail, n, k)
-        stage = (tile.m + tile.n * len(tail.accumulators)) * tile.k * BYTES[tail.x.type.dtype]
-        half = tile.m * tile.n // 2 * max(BYTES[value.type.dtype] for value in tail.outputs)
+        tile = tile_of(site.target, epilogue, n, k)
+        stage = (tile.m + tile.n * len(epilogue.accumulators)) * tile.k * BYTES[epilogue.x.type.dtype]
+        half = tile.m * tile.n // 2 * max(BYTES[value.type.dtype] for value in epilogue.outputs)
         staged = half if "tma" in site.target.features else 0
         assert tile.stages * stage + staged <= site.target.shared_memory
         assert tile.m == ROWS and tile.stages in (2, 3, 4) and tile.n >= 32 and tile.k >= 16
-        assert tile.n * len(tail.accumulators) <= 256
+        assert tile.n * len(epilogue.accumulators) <= 256
 
 
 def test_random_sites_render_as_clean_python_and_cuda(tmp_path: Path) -> None:
@@ -291,12 +291,12 @@ def test_variants_are_distinct_and_fit_their_target(name: str, target: str) -> N
 
 def test_names_in_generated_code_are_all_different() -> None:
     for name in EPILOGUES:
-        tail = tail_of(make_site(name))
-        names = [value.name for value in (*tail.inputs, *tail.outputs)] + list(tail.accumulators)
+        epilogue = epilogue_of(make_site(name))
+        names = [value.name for value in (*epilogue.inputs, *epilogue.outputs)] + list(epilogue.accumulators)
         assert len(set(names)) == len(names)
-    tail = tail_of(make_site("clashes"))
-    assert [value.name for value in tail.operands] == ["x_", "tl_", "n_", "p_", "float_"]
-    assert [str(result.expr) for result in tail.results] == ["p + x_ * tl_ * n_ + w_", "p_ - float_"]
+    epilogue = epilogue_of(make_site("clashes"))
+    assert [value.name for value in epilogue.operands] == ["x_", "tl_", "n_", "p_", "float_"]
+    assert [str(result.expr) for result in epilogue.results] == ["p + x_ * tl_ * n_ + w_", "p_ - float_"]
 
 
 @pytest.mark.parametrize("name", FORWARD)

@@ -1,6 +1,7 @@
 """Generated Python: what is written on a line, what a value is called, and that it computes the graph."""
 
 import ast
+import math
 import random
 
 import pytest
@@ -13,18 +14,21 @@ from specc.compiler.ir.graph import Builder, Graph, TensorType, output_ref
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.region import Call
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
+from specc.compiler.passes.merge import merge
 from specc.compiler.programs import reference
-from specc.compiler.render.body import LINE, Body
+from specc.compiler.render.body import THOUGHT, Body
+from specc.compiler.render.formula import python_formula
 
 X = TensorType(("B", "T", 8), "f64")
 
 
 def spelled(graph: Graph, reserved: frozenset[str] = frozenset()) -> list[str]:
     """The body of the function that the graph becomes."""
-    body = Body(graph, {name: name for name, _ in graph.inputs}, lambda node, args: None, reserved)
-    body.run(graph.nodes)
-    return [*body.lines, f"return {body.returned([ref for _, ref in graph.outputs])}"]
+    body = Body(merge([graph]), {name: name for name, _ in graph.inputs}, lambda _, node, args: None, reserved=reserved)
+    body.run()
+    return [*body.lines, f"return {body.returned()}"]
 
 
 def double(name: str = "x") -> Pointwise:
@@ -100,15 +104,26 @@ def test_several_outputs_are_named_by_their_labels() -> None:
     assert spelled(b.build({"y": y})) == ["more, less = x + 1.0, x - 1.0", "return more * less"]
 
 
-def test_long_lines_are_given_up_at_their_longest_part() -> None:
+def test_a_line_is_one_thought_whatever_its_length() -> None:
+    """Not more nodes than a thought has, however short their text; and what is one thought stays one, however long."""
     b = Builder("g", scope="attention")
-    x = b.input("x", X)
-    value = x
+    value = b.input("x", X)
     for i in range(8):
         value = b.add(f"n{i}", RmsNorm(), (b.add(f"d{i}", double(), (value,)),))
     lines = spelled(b.build({"y": value}))
-    assert len(lines) > 1
-    assert max(map(len, lines)) <= LINE + len("return ")
+    assert len(lines) == 4
+    assert all(line.count("rms_norm") + line.count("2.0") <= THOUGHT for line in lines)
+    b = Builder("g")
+    x = b.input("an_input_with_a_very_long_name_" * 4, X)
+    assert len(spelled(b.build({"y": b.add("n", RmsNorm(), (b.add("d", double(), (x,)),))}))) == 1
+
+
+def test_two_products_are_two_lines() -> None:
+    b = Builder("g")
+    up = b.add("mlp.up", Linear(), (b.input("x", X), b.param("w", TensorType((8, 8), "f64"), None)))
+    act = b.add("mlp.act", double(), (up,))
+    down = b.add("mlp.down", Linear(), (act, b.param("v", TensorType((8, 8), "f64"), None)))
+    assert spelled(b.build({"y": down})) == ["act = 2.0 * F.linear(x, self.w)", "return F.linear(act, self.v)"]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -170,17 +185,48 @@ def assert_nothing_is_computed_twice(text: str, graph: Graph) -> None:
 
 
 def test_the_model_file_of_a_small_spec() -> None:
-    """Blocks that differ are a table; equal ones are counted; numbers that differ by layer are arguments."""
+    """One class of blocks; formulas stand as the spec has them; what only some blocks have is an optional argument."""
     equal = compile_loaded(tiny(count=3), None).files["cpu/model.py"]
     assert "self.blocks = nn.ModuleList(Block() for _ in range(3))" in equal
-    assert "BLOCKS" not in equal
     by_layer = {"norm": {"kind": "rms", "scale": "1/(layer + 1)"}}
     scaled = compile_loaded(tiny(blocks=by_layer), None).files["cpu/model.py"]
-    assert "# class and norm_scale of each\nBLOCKS = (\n    (Block, 1.0),\n    (Block, 0.5),\n)\n" in scaled
-    assert "def __init__(self, norm_scale: float) -> None:" in scaled
+    assert "self.norm_scale = 1 / (layer + 1)" in scaled and "Block(layer) for layer in range(2)" in scaled
+    without = {"norm": {"kind": "rms", "scale": "sigmoid(layer)"}}  # which Python's math does not have
+    assert "NORM_SCALES = (0.5, 0.731" in compile_loaded(tiny(blocks=without), None).files["cpu/model.py"]
+    named = {"layers": (ATTENTION, {**MLP, "residual": "1/sqrt(2 * layers)"})}
+    assert "\nMLP_RESIDUAL = 1 / math.sqrt(2 * 2)\n" in compile_loaded(tiny(**named), None).files["cpu/model.py"]
     skips = compile_loaded(tiny(blocks={"skips": {"kind": "unet"}}), None).files["cpu/model.py"]
-    assert "# class of each\nBLOCKS = (\n    (Block,),\n    (SkipBlock,),\n)\n" in skips
-    assert "# block -> the earlier block whose output it also reads\nSKIPS = {1: 0}\n" in skips
+    assert skips.count("(nn.Module):") == 2  # Block and Model
+    assert "SKIPS = {1: 0}  # block -> the earlier block whose output it also reads\n" in skips
+    assert "if skip is not None:\n            x = x + self.skip.scale * skip\n" in skips
+
+
+def test_formulas_are_the_numbers_that_the_plan_has() -> None:
+    formula = "1/sqrt(layer + 1) + max(0.25, layer ** 2 / 7)"
+    spec = tiny(count=4, blocks={"norm": {"kind": "rms", "scale": formula}})
+    text = python_formula(formula, layers=4)
+    for call in pipeline.run(spec, "cpu").program("train").nodes:
+        if isinstance(call.op, Call):
+            (value,) = dict(call.op.scalars).values()
+            assert eval(text, {"math": math}, {"layer": int(call.op.at.rpartition(".")[2])}) == value
+
+
+def test_moving_value_embeddings_changes_one_line() -> None:
+    at = {"layers": [1]}, {"layers": [0]}
+    first, second = (
+        compile_loaded(tiny(({**ATTENTION, "values": {"dim": 4, **where}}, MLP)), None).files["cpu/model.py"]
+        for where in at
+    )
+    changed = [pair for pair in zip(first.splitlines(), second.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert len(changed) == 1 and changed[0][0].startswith("ATTENTION_VALUES = {1}")
+
+
+def test_a_window_changes_no_line_of_the_mlp() -> None:
+    first, second = (
+        compile_loaded(tiny(({**ATTENTION, **more}, MLP)), None).files["cpu/model.py"] for more in ({}, {"window": 3})
+    )
+    lines = [[line for line in text.splitlines() if "mlp" in line or "act" in line] for text in (first, second)]
+    assert lines[0] == lines[1] and len(lines[0]) > 5
 
 
 def test_a_program_that_is_another_by_text_is_an_alias() -> None:
@@ -193,7 +239,7 @@ def test_a_parameter_is_where_its_name_says() -> None:
     layers = (ATTENTION, {**MLP, "residual": "learned"})
     programs = pipeline.run(tiny(layers), "cpu")
     text = compile_loaded(tiny(layers), None).files["cpu/model.py"]
-    assert "self.mlp = weights(up=(12, 8), down=(8, 12), residual=(8,))" in text
+    assert "self.mlp = weights(up=(E, D), down=(D, E), residual=(D,))" in text
     assert [p.name for p in programs.params if p.name.startswith("blocks.0.mlp")] == [
         f"blocks.0.mlp.{name}" for name in ("up", "down", "residual")
     ]

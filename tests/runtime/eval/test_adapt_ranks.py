@@ -109,7 +109,7 @@ def test_the_cpu_is_taken_unasked_where_nothing_else_is_the_models_own(
     both = small_spec("targets=[sm80, cpu]")
     assert launch.own_cpu(run.directory, run.spec) == "cpu"
     assert launch.own_cpu(make_run(tmp_path / "both", both, run.data).directory, both) == "cpu"
-    trained = Run.create(tmp_path / "gpu", both, "sm80", run.data)
+    trained = Run(tmp_path / "gpu", both, "sm80", run.data).create()
     assert launch.own_cpu(trained.directory, both) is None
     assert launch.own_cpu(tmp_path / "x.specc", run.spec) == "cpu"
     assert launch.own_cpu(tmp_path / "x.specc", both) is None

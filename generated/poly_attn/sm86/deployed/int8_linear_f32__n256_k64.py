@@ -20,7 +20,7 @@ from torch import Tensor
 from specc.runtime.support.int8_operands import check_operands, named
 from specc.runtime.support.native import library
 
-NAMESPACE = (__package__ or 'specc_poly_attn').replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a package of its own
 NODES = ("encoder.lstm.{forward_x,back_x}.second",)
 N, K = 256, 64
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specc.runtime.support.int8_operands import check_step
 
-NAMESPACE = (__package__ or 'specc_poly_attn').replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a package of its own
 NODES = ("encoder.lstm.*.recurrent.step",)
 H, K = 64, 64
 ROWS, UNITS, DEPTH = 32, 16, 64

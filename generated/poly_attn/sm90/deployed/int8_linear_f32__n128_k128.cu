@@ -86,7 +86,7 @@ Gemm::Arguments arguments(
 
 // Bytes of device memory that a call with m rows wants.
 extern "C" size_t int8_linear_f32_workspace(int m) {
-  return Gemm::get_workspace_size(arguments(1, nullptr, nullptr, nullptr, nullptr, nullptr));
+  return Gemm::get_workspace_size(arguments(m, nullptr, nullptr, nullptr, nullptr, nullptr));
 }
 
 // What a status means.

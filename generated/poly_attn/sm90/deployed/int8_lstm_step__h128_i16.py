@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specc.runtime.support.int8_operands import check_step
 
-NAMESPACE = (__package__ or 'specc_poly_attn').replace(".", "_")  # each build is a package of its own
+NAMESPACE = (__package__ or "specc_poly_attn").replace(".", "_")  # each build is a package of its own
 NODES = ("decoder.lstm.step", "decoder.lstm.steps.recurrent.step")
 H, K = 128, 128
 ROWS, UNITS, DEPTH = 32, 16, 128

@@ -1,0 +1,61 @@
+"""Joins a pointwise node into the matrix products that feed it: it becomes their epilogue, computed before the
+store."""
+
+from dataclasses import replace
+
+from specc.compiler.ir.graph import Graph, Node, node_of, rename
+from specc.compiler.ops.linear import Linear, Product
+from specc.compiler.ops.pointwise import Pointwise
+
+
+def join_epilogues(graph: Graph) -> Graph:
+    """Every pointwise node with a product that only it reads becomes that product's epilogue.
+
+    Several linear layers of one input that feed one pointwise node become one node with an accumulator each. One that
+    reads a single number, such as the gradient of a loss, stays: it scales what is small, and the library is left the
+    product.
+    """
+    for epilogue in graph.nodes:
+        scales = any(not graph.types[ref].shape for ref in epilogue.inputs)
+        if isinstance(epilogue.op, Pointwise) and not scales and (products := _products(graph, epilogue)):
+            return join_epilogues(_joined(graph, epilogue, products))
+    return graph
+
+
+def _products(graph: Graph, epilogue: Node) -> tuple[Node, ...]:
+    """The products whose only reader is `epilogue`, as far as one kernel can compute them together."""
+    products = [
+        node
+        for ref in epilogue.inputs
+        if (node := graph.by_name.get(node_of(ref))) is not None
+        and isinstance(node.op, Product)
+        and node.epilogue is None
+        and graph.uses(ref) == 1
+    ]
+    if len(products) > 1 and not (
+        all(node.op == Linear() for node in products) and len({n.inputs[0] for n in products}) == 1
+    ):
+        return tuple(products[:1])
+    return tuple(products)
+
+
+def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:
+    first = products[0]
+    op = replace(first.op, weights=len(products)) if isinstance(first.op, Linear) else first.op
+    assert isinstance(epilogue.op, Pointwise)
+    names = dict(zip(epilogue.inputs, epilogue.op.variables, strict=True))
+    accumulators = [product.name for product in products]
+    operands = [ref for ref in epilogue.inputs if ref not in accumulators]
+    variables = tuple(names[ref] for ref in (*accumulators, *operands))
+    weights = tuple(product.inputs[1] for product in products)
+    node = Node(
+        first.name,
+        op,
+        (first.inputs[0], *weights, *operands),
+        epilogue.types,
+        replace(epilogue.op, variables=variables, dtype=""),
+        (*accumulators, epilogue.name),
+    )
+    nodes = tuple(node if old is epilogue else old for old in graph.nodes if old not in products)
+    renamed = dict(zip(epilogue.outputs, node.outputs, strict=True))
+    return rename(replace(graph, nodes=nodes), renamed)

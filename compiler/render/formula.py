@@ -1,0 +1,27 @@
+"""Formulas of a spec as Python: `1/sqrt(layer + 1)` is `1 / math.sqrt(layer + 1)`."""
+
+from specc.compiler.expr import Expr, ExprError, parse
+from specc.compiler.expr.values import ATOM, CHOICE, Const, Printer, substitute
+
+MATH = frozenset({"sqrt", "exp", "log", "tanh", "sin", "cos", "erf"})
+BUILTIN = frozenset({"abs", "max", "min"})
+
+
+class _Python(Printer):
+    """Writes calls as Python does."""
+
+    def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
+        if function not in MATH | BUILTIN:
+            raise ExprError(f"{function} is no function of Python's math")
+        name = f"math.{function}" if function in MATH else function
+        return f"{name}({', '.join(self.text(arg, CHOICE) for arg in args)})", ATOM
+
+
+def python_formula(text: str, layers: int) -> str:
+    """Python that computes the formula, with `layers` filled in; empty for none, or one that Python's math has not."""
+    if not text:
+        return ""
+    try:
+        return _Python().text(substitute(parse(text), {"layers": Const(float(layers))}))
+    except ExprError:
+        return ""
