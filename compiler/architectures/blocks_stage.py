@@ -1,7 +1,6 @@
 """Blocks as one stage of an encoder or a decoder."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Literal
 
 from specc.compiler.architectures.stack import Blocks, Stack
@@ -37,4 +36,4 @@ class BlocksStage(Blocks, Stage):
         value, state = Stack(self, shape, around.site).run(b, x, around)
         side, _, title = b.scope.rpartition(".")
         b.scope = f"{side}.{norm_name(title)}"
-        return Lowered(self.norm.of_no_layer.lower(b, value, "y", replace(shape, layers=self.count)), state)
+        return Lowered(self.norm.of_no_layer.lower(b, value, "y", shape), state)

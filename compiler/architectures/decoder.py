@@ -192,7 +192,7 @@ class _Lowering:
         context = self.model.context
         made = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
         sizes = tuple((name, *size) for name, size in self.shape.names.values.items())
-        made = replace(made, sizes=sizes)
+        made = replace(made, sizes=sizes, layers=self.functions.layers)
         return replace(made, phases=tuple(replace(phase, rests=_unread(made, phase)) for phase in phases))
 
     def scored(self, name: str, reduction: Literal["mean", "none"], order: tuple[int, ...] | None = None) -> Graph:

@@ -182,7 +182,8 @@ class _Lowering:
         constants = tuple((name, *constant) for name, constant in self.functions.constants.items())
         context = self.model.context
         made = Programs(self.name, params, functions, programs, places, whole, context=context, constants=constants)
-        return replace(made, sizes=tuple((name, *size) for name, size in self.decoder.shape.names.values.items()))
+        sizes = tuple((name, *size) for name, size in self.decoder.shape.names.values.items())
+        return replace(made, sizes=sizes, layers=self.functions.layers)
 
     def scored(self, name: Literal["train", "score"]) -> Graph:
         """source i64[B, S], target i64[B, T] -> cross-entropy in nats, f32, over the targets that are no pads.

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from specc.compiler import blocks
 from specc.compiler.architectures.lanes import Lanes
+from specc.compiler.blocks.init import stated
 from specc.compiler.blocks.norm import Rms
 from specc.compiler.blocks.roles import (
     Layer,
@@ -123,11 +124,11 @@ class Blocks(StrictModel):
         """Whether a block in an encoder has to know which positions are tokens."""
         return any(layer.reads_seen for layer in self.layers)
 
-    def scalars(self, i: int) -> dict[str, float]:
-        """The numbers that block `i` binds."""
-        found = dict(self.norm.scalars(i, self.count))
+    def scalars(self, i: int, layers: int) -> dict[str, float]:
+        """The numbers that block `i` binds in a model of `layers` blocks."""
+        found = dict(self.norm.scalars(i, layers))
         for layer in self.layers:
-            found |= layer.scalars(i, self.count)
+            found |= layer.scalars(i, layers)
         return found
 
     @property
@@ -174,8 +175,10 @@ class Stack:
             args = (x, *given.values(), *kept, *some.values(), *skip.values())
             wide = b.types[x].with_shape(*b.types[x].shape[:-1], body.types[body.outputs[0][1]].width)
             returns = returned([wide, *(caches[key] for key in changed)])
-            scalars = blocks.scalars(i)
-            formulas = tuple((name, text) for name, text in blocks.formulas.items() if name in scalars)
+            layers = self.shape.layers
+            scalars = blocks.scalars(i, layers)
+            texts = {name: str(stated(text, layers=float(layers))) for name, text in blocks.formulas.items()}
+            formulas = tuple((name, text) for name, text in texts.items() if name in scalars)
             call = Call(body.name, f"{self.site.at}.{i}", returns, tuple(scalars.items()), formulas=formulas)
             again = order[:run].count(i)
             x = b.add(f"{i}.again{again}" if again else str(i), call, args)

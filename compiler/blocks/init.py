@@ -41,7 +41,8 @@ Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 class Init(StrictModel):
     """Exactly one of: normal with this deviation, uniform within +-bound, orthogonal with this gain, or one constant.
 
-    Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and `layers`.
+    Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and `layers`, the number of
+    blocks of the model, in a model of pairs those of both sides.
     """
 
     normal: Size | None = None

@@ -50,7 +50,10 @@ class Mlp(Layer):
         return self.hidden or round(dim * (self.ratio or 0))
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        if (self.ratio is None) == (self.hidden is None):
+        if self.ratio is not None and self.hidden is not None:
+            hint = "remove one of the two: each of them is the width"
+            yield Problem(("hidden",), "S214", "mlp has both ratio and hidden", hint, (("the ratio", ("ratio",)),))
+        elif self.ratio is None and self.hidden is None:
             yield Problem((), "S214", "mlp needs exactly one of ratio and hidden", "e.g. `ratio: 4`")
         elif self.ratio is not None and dim * self.ratio != round(dim * self.ratio):
             message = f"ratio {self.ratio:g} times dim {dim} is {dim * self.ratio:g}, which is no whole number"

@@ -103,5 +103,7 @@ def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str
     places = [call.at.split(".") for call in calls if call.callee in graphs]
     if not places:
         return node
+    if len(set(map(len, places))) > 1:  # a block of a stage and a loop over time are places of different depth
+        return f"*.{node}"
     words = [word if all(place[i] == word for place in places) else "*" for i, word in enumerate(places[0])]
     return ".".join((*words, node))

@@ -1,5 +1,6 @@
 """The first witness: torch.fx traces a generated module, and what it finds must be the plan, node for node."""
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -51,8 +52,10 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
     own = [value for name, value in vars(source).items() if isinstance(value, types.FunctionType) and name != "weights"]
     tracer = Tracer(autowrap_functions=(*own, arange))
     tracer.traced_func_name = method
+    arguments = inspect.signature(getattr(module, method)).parameters.values()
+    given = {entry.name: entry.default for entry in arguments if entry.default is not entry.empty}
     with _whole_groups(source):
-        return tracer.trace(module)
+        return tracer.trace(module, concrete_args=given or None)
 
 
 @contextmanager

@@ -86,7 +86,8 @@ class Programs:
     the last of them ends. No sequence has more than `context` tokens, where that is known. `buffers` are what programs
     read besides parameters and no optimizer owns: the inverse scales of inputs that are rounded. `constants` are the
     numbers that formulas of the spec give: a name for code, the number, the formula; `sizes` the names of dims: the
-    number, and what it is.
+    number, and what it is; `layers` what formulas call so: the blocks of the model, those of both sides where it has
+    two, 1 where it has none.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Programs:
     buffers: tuple[Named, ...] = ()
     constants: tuple[tuple[str, float, str], ...] = ()
     sizes: tuple[tuple[str, int, str], ...] = ()
+    layers: int = 1
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

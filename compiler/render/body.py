@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from specc.compiler.expr import Expr, Var, reread
-from specc.compiler.expr.values import children
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Call, Fused, Scan
@@ -210,10 +208,8 @@ class Body:
 
     def _repeats(self, slot: Slot, index: int) -> bool:
         """Whether the node's own text would repeat its input."""
-        op = slot.node.op
-        if not isinstance(op, Pointwise):
-            return False
-        return sum(_count(reread(text), op.variables[index]) for text in op.outputs) > 1
+        names = [f"argument_{i}" for i in range(len(slot.inputs))]
+        return len(re.findall(rf"\b{names[index]}\b", self.spelled(slot, names))) > 1
 
     def _may_wait(self, slot: Slot) -> bool:
         """Whether the value can stand inside the line of its only reader, or of the return."""
@@ -412,8 +408,3 @@ def _cost(node: Node) -> int:
         return 0  # a cast
     curved = isinstance(node.op, Pointwise) and any("(" in text for text in node.op.outputs)
     return curved + (node.op.name not in SHAPES) + node.op.mixes_tokens + sum(ref[0] in "@$" for ref in node.inputs)
-
-
-def _count(expr: Expr, name: str) -> int:
-    """How often an expression reads a variable."""
-    return int(expr == Var(name)) + sum(_count(part, name) for part in children(expr))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from specc.compiler.build import DEPLOYED, compile_loaded
 from specc.compiler.generated_folder import write
-from specc.compiler.ops.region import Call
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs.programs import Programs
 from specc.compiler.spec.spec import Spec
@@ -109,14 +108,7 @@ def initialize(loaded: Loaded, seed: int) -> None:
 
 def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
     """The distribution of each parameter before training and its number, by name."""
-    layers = layer_count(programs)
-    return {param.name: param.init.numbers(param.shape, layers) for param in programs.params}
-
-
-def layer_count(programs: Programs) -> int:
-    """How many repeated blocks the model has; 1 where it has none."""
-    places = [node.op.at for node in programs.programs[0].nodes if isinstance(node.op, Call)]
-    return max(1, len({at for at in places if at.partition(".")[0] == places[0].partition(".")[0]}))
+    return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
 
 
 class Targeted(Protocol):

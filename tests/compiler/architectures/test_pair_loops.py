@@ -12,7 +12,10 @@ from tiny_models import Pair, float64, pair
 from torch import Tensor
 from torch.nn import functional as F
 
+from specc.compiler import pipeline
 from specc.compiler.errors import SpecError
+from specc.compiler.ops.region import Call
+from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
 from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.verify import verify
@@ -272,3 +275,42 @@ def test_the_norm_behind_blocks_has_a_factor_where_it_hangs_on_no_layer(scale: s
     spec = pairs_spec([EMBED, BOTH], [EMBED, blocks(CROSS, norm=norm), LOW], head={"tied": False})
     names = {node.name for node in lower(spec, "cpu").program("score").nodes}
     assert "decoder.norm.y" in names and ("decoder.norm.y.scaled" in names) == behind
+
+
+def test_layers_in_a_formula_are_the_blocks_of_both_sides() -> None:
+    """One meaning: of a block's own numbers, of the norm behind the blocks, and of how parameters start."""
+    blocks = {"kind": "blocks", "norm": {"kind": "rms", "scale": "1/(layers + layer)"}, "layers": [MLP]}
+    behind = {**blocks, "norm": {"kind": "rms", "scale": "1/layers"}}
+    embed = {"kind": "embed", "dim": 8}
+    cross = {"kind": "attention", "of": "encoder", "heads": 2}
+    spec = pairs_spec(
+        encoder=[embed, {**blocks, "count": 2}],
+        decoder=[embed, {**behind, "count": 3, "layers": [cross, MLP]}],
+        output_init={"constant": 0.0},
+        init={"normal": "1/layers"},
+    )
+    programs = pipeline.lower(spec, "cpu")
+    calls = [node.op for node in programs.program("train").nodes if isinstance(node.op, Call)]
+    assert [dict(op.scalars)["norm_scale"] for op in calls if op.scalars] == [1 / 5, 1 / 6]
+    assert ("NORM_SCALE", 1 / 5, "1 / 5") in programs.constants
+    assert programs.layers == 5
+    start = next(param.init for param in programs.params if param.name == "decoder.blocks.0.mlp.up")
+    assert start.numbers((8, 8), programs.layers) == ("normal", 1 / 5)
+
+
+def test_a_block_and_a_loop_of_one_function_name_have_a_pattern() -> None:
+    """Places of different depth: a fusion point may take an encoder's block and a decoder's loop over time at once."""
+    mlp = {**MLP, "act": "gelu(x)"}
+    spec = pairs_spec(
+        encoder=[{"kind": "embed", "dim": 8}, {"kind": "blocks", "count": 2, "layers": [mlp]}],
+        decoder=[
+            {"kind": "embed", "dim": 8},
+            {"kind": "additive", "query": "lstm"},
+            mlp,
+            {"kind": "lstm", "hidden": 8},
+        ],
+        fuse=[{"*.mlp": ["up", "act", "down"]}],
+    )
+    plan = pipeline.plan(spec, "cpu", "specs/pairs.yaml")
+    (group, *_) = plan.programs.groups
+    assert group_pattern(plan.programs, group, group.scope).endswith("mlp")
