@@ -16,7 +16,7 @@ from specc.compiler.generated_folder import MANIFEST, digest, drift, write
 from specc.compiler.kernels.kernel import Rendered
 from specc.compiler.plan.lock import NO_LOCK, Lock, lock_path, read_lock
 from specc.compiler.plan.plan import Plan
-from specc.compiler.programs.programs import LoweringError, Programs
+from specc.compiler.programs.programs import LoweringError, Parameter
 from specc.compiler.report.lock_use import LockUse, lock_use
 from specc.compiler.spec.check import load, to_diagnostics
 from specc.compiler.spec.spec import Spec
@@ -122,9 +122,9 @@ def spec_of(text: str | bytes) -> Spec:
     return Spec.model_validate_json(text)
 
 
-def interface_digest(programs: Programs, storage: Mapping[str, str]) -> bytes:
+def interface_digest(parameters: Iterable[Parameter], storage: Mapping[str, str]) -> bytes:
     """SHA-256 of what binds an artifact to a model: parameter names, shapes and storage, in order."""
-    lines = [f"{param.name} {list(param.shape)} {storage[param.name]}" for param in programs.params]
+    lines = [f"{param.name} {list(param.shape)} {storage[param.name]}" for param in parameters]
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 

@@ -1,5 +1,6 @@
 """The errors of the runtime: a message, a hint, an exit code."""
 
+import errno
 from pathlib import Path
 
 from specc.compiler.errors import FULL
@@ -32,6 +33,12 @@ class RunFailure(RuntimeFailure):
     """Training, quantization, evaluation or export could not finish."""
 
     exit_code = 4
+
+
+def cannot_write(path: Path, error: OSError, hint: str = "free some space or name another path") -> RuntimeFailure:
+    """The failure to write `path`: of the machine where its disk is full, else of the run."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (EnvironmentFailure if full else RunFailure)(f"cannot write {path}: {error.strerror or error}", hint)
 
 
 class QuantizeError(RunFailure):

@@ -21,18 +21,18 @@ from specc.compiler.pipeline import lower
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.artifact import read_artifact
-from specc.runtime.artifact.constants import constants, fill
 from specc.runtime.artifact.deployment import Deployment, deployment_of
+from specc.runtime.artifact.int8_products import constants, fill, require_products
 from specc.runtime.artifact.layout import Layout
-from specc.runtime.artifact.stored import require_products
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.artifact.table import require_values, unpacked
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.data.tokenizers.from_spec import characters_of, tokenizer_of
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.model.load import Loaded, assign, choose_target, device_asked_for, instantiate
+from specc.runtime.model.load import Loaded, choose_target, device_asked_for, instantiate
+from specc.runtime.model.parameters import assign, place
 from specc.runtime.model.protocols import GeneratedLines, GeneratedText, line_model, text_model
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.data_digests import DataDigests
@@ -168,20 +168,16 @@ def realize(
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
     try:
         loaded = instantiate(spec.at_rest, target, directory, fuse, lock, constants is not None)
-        assign(loaded, weights)
+        assign(loaded.model, weights)
         fill(loaded, constants or {})
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
-            compile_ahead(loaded.directory)  # side by side: one after another they would take minutes
-        kinds = {p.name: DTYPES[p.dtype] for p in loaded.programs.params if p.dtype in DTYPES}
-        for name, parameter in loaded.model.named_parameters():
-            parameter.data = parameter.data.to(where, kinds[name])
-        for buffer in loaded.model.buffers():
-            buffer.data = buffer.data.to(where)
+            compile_ahead(loaded.directory)  # all of them run, and one after another they would take minutes
+        dtypes = {param.name: DTYPES[param.dtype] for param in loaded.programs.params if param.dtype in DTYPES}
+        place(loaded.model, dtypes, where)
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    loaded.model.eval()
     weakref.finalize(loaded.model, shutil.rmtree, directory, ignore_errors=True)
     return loaded
 

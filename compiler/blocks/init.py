@@ -2,16 +2,13 @@
 
 from collections.abc import Iterator
 from math import prod
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import AfterValidator
 
 from specc.compiler.expr import ExprError, number, parse
 from specc.compiler.expr.values import Const, substitute
 from specc.compiler.strict import Problem, StrictModel
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
 
 
 def formula(*variables: str) -> AfterValidator:
@@ -84,20 +81,6 @@ class Init(StrictModel):
         if way in ("normal", "uniform") and value < 0:
             return f"it starts {way} with {value:g}, which is below 0"
         return None
-
-    def fill(self, tensor: "Tensor", layers: int, generator: "Generator") -> None:
-        """Fills f32 `tensor` in place."""
-        from torch import nn
-
-        way, value = self.numbers(tuple(tensor.shape), layers)
-        if way == "normal":
-            nn.init.normal_(tensor, 0.0, value, generator=generator)
-        elif way == "uniform":
-            nn.init.uniform_(tensor, -value, value, generator=generator)
-        elif way == "orthogonal":
-            nn.init.orthogonal_(tensor, value, generator=generator)
-        else:
-            nn.init.constant_(tensor, value)
 
 
 def constant(value: float) -> Init:

@@ -199,10 +199,23 @@ class Op:
         """The same in plain Torch, in whatever precision the inputs have; written apart from `torch`."""
         raise TypeRuleError(f"{self.name} has no reference")
 
-    def sampled(self, some: "Sequence[Tensor]", every: "Sequence[Tensor]") -> "Tensor | tuple[Tensor, ...]":
-        """The reference of some rows, where the op is `rowwise`, or else of some sequences. What is taken over every
-        row is that of `every`, in the precision of `some`."""
-        return self.reference(*some)
+    def sampled(
+        self, some: "Sequence[Tensor]", every: "Sequence[Tensor]", sums: Sequence[int] = ()
+    ) -> "Tensor | tuple[Tensor, ...]":
+        """The reference of some rows, where the op is `rowwise`, or else of some sequences.
+
+        Args:
+            some: inputs of these rows.
+            every: inputs of all rows, in any precision.
+            sums: the outputs that have no rows, by position: they are taken over `every`, in the precision of `some`.
+        """
+        values = self.reference(*some)
+        if not sums:
+            return values
+        whole = self.reference(*(value.to(part.dtype) for value, part in zip(every, some, strict=True)))
+        if not isinstance(values, tuple) or not isinstance(whole, tuple):
+            return whole
+        return tuple(whole[i] if i in sums else value for i, value in enumerate(values))
 
     def derivative(self, tape: "Tape") -> "Gradients | None":
         """Adds the nodes that compute the gradient of each input, None for one that has none; it is linear in the

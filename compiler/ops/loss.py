@@ -113,7 +113,9 @@ class SoftmaxLoss(Op):
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return self.sampled(inputs, inputs)
 
-    def sampled(self, some: "Sequence[Tensor]", every: "Sequence[Tensor]") -> "Tensor | tuple[Tensor, ...]":
+    def sampled(
+        self, some: "Sequence[Tensor]", every: "Sequence[Tensor]", sums: Sequence[int] = ()
+    ) -> "Tensor | tuple[Tensor, ...]":
         """The mean is that of every row, of which a gigabyte or so is computed at a time."""
         import torch
 

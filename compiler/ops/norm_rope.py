@@ -147,13 +147,6 @@ class NormRopeGrad(HeadRotation):
         gradients = torch.autograd.grad(y, leaves, dy)
         return gradients if self.gain else gradients[0]
 
-    def sampled(self, some: "Sequence[Tensor]", every: "Sequence[Tensor]") -> "Tensor | tuple[Tensor, ...]":
-        """dx of some sequences; dgain is summed over all."""
-        if not self.gain:
-            return self.reference(*some)
-        whole = (value.to(few.dtype) for few, value in zip(some, every, strict=True))
-        return self.reference(*some)[0], self.reference(*whole)[1]
-
 
 def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[TensorType]) -> None:
     """Raises TypeRuleError where heads, angles and gain do not fit each other."""

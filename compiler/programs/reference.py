@@ -86,7 +86,8 @@ def _loop(
 
 
 def node_value(node: Node, inputs: list["Tensor"], every: Sequence["Tensor"] | None = None) -> tuple["Tensor", ...]:
-    """All outputs of one node, its epilogue included; `inputs` may be a sample of `every`."""
+    """All outputs of one node, its epilogue included. `inputs` may be a sample of the rows of `every`; an output
+    without rows, such as a sum over them, is that of `every`."""
     import torch
 
     def many(value: "Tensor | tuple[Tensor, ...]") -> tuple["Tensor", ...]:
@@ -94,7 +95,8 @@ def node_value(node: Node, inputs: list["Tensor"], every: Sequence["Tensor"] | N
 
     every = inputs if every is None else every
     if node.epilogue is None:
-        return many(node.op.sampled(inputs, every))
+        rowless = (i for i, type in enumerate(node.types) if not any(isinstance(dim, str) for dim in type.shape))
+        return many(node.op.sampled(inputs, every, () if every is inputs else tuple(rowless)))
     arity = node.op.arity
     products = many(node.op.sampled(inputs[:arity], every[:arity]))
     return epilogue_value(node, (*products, *inputs[arity:]))

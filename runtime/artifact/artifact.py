@@ -20,22 +20,20 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from specc.compiler.quant.artifact_sections import ITEM_BYTES, Kind, Stream, kind_of, streams
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact.codecs import Codec, compress
 from specc.runtime.artifact.sections import (
-    ITEM_BYTES,
     MAX_SECTIONS,
     MAX_SPEC_BYTES,
     Header,
-    Kind,
     Section,
-    kind_of,
     raw_sizes,
     read_header,
     read_section,
     read_verified_bytes,
 )
-from specc.runtime.artifact.streams import Stream, choose, pack, raw_size, streams, unpack
+from specc.runtime.artifact.streams import choose, pack, raw_size, unpack
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.data_digests import DataDigests
@@ -87,63 +85,81 @@ class Artifact:
     trained_on: DataDigests | None = None
 
 
-def write_artifact(
-    path: Path,
-    *,
-    spec: bytes,
-    interface: bytes,
-    code: bytes,
-    layout: Layout,
-    tensors: Tensors,
-    quality: int = 11,
-    codec: Codec = Codec.BROTLI,
-    table: bytes = b"",
-    trained_on: DataDigests | None = None,
-) -> ArtifactSize:
-    """Writes `path` atomically; it is read back and compared with `tensors` before it takes its place.
+@dataclass(frozen=True, slots=True)
+class ArtifactContents:
+    """The contents of an artifact before compression.
 
-    `spec` is the resolved spec as canonical JSON; `interface` and `code` are 32-byte digests. The bytes are a
-    function of the arguments and the release of the codec. `quality` below 11 is for tests; `table` and the digests of
-    the training data, `trained_on`, are sections of their own. Raises RunFailure when `tensors` is not what `layout`
-    says or the file cannot be written, IntegrityError when it does not read back.
+    Attributes:
+        spec: the resolved spec, as canonical JSON.
+        layout: the arrays, in file order.
+        tensors: their values, by parameter name and suffix.
+        interface: 32 bytes, the digest of parameter names, shapes and storage.
+        code: 32 bytes, the digest of the generated code.
+        table: the section of table.py; empty where no array is multiplied as it is stored.
+        trained_on: digests of the training data; None where they are not known.
     """
-    texts = _texts(spec, table, trained_on)
-    header, bodies = _assemble(texts, interface, code, layout, tensors, quality, codec)
+
+    spec: bytes
+    layout: Layout
+    tensors: Tensors
+    interface: bytes = bytes(32)
+    code: bytes = bytes(32)
+    table: bytes = b""
+    trained_on: DataDigests | None = None
+
+    @property
+    def texts(self) -> list[tuple[Kind, bytes]]:
+        """The sections in front of those of arrays, as (kind, raw bytes)."""
+        digests = b"" if self.trained_on is None else self.trained_on.packed()
+        optional = ((Kind.TABLE, self.table), (Kind.DATA_DIGESTS, digests))
+        return [(Kind.SPEC, self.spec), *((kind, raw) for kind, raw in optional if raw)]
+
+
+def write_artifact(
+    path: Path, contents: ArtifactContents, quality: int = 11, codec: Codec = Codec.BROTLI
+) -> ArtifactSize:
+    """Writes `path` atomically. The file is read back and compared with `contents` before it takes its place.
+
+    Args:
+        path: the file to write or to replace.
+        contents: everything that the file holds.
+        quality: of brotli, 0 to 11; below 11 is for tests.
+        codec: the compression of all sections.
+
+    Returns:
+        The bytes of the file, which are a function of `contents` and the release of the codec.
+
+    Raises:
+        RunFailure: `contents.tensors` differs from `contents.layout`, or the file cannot be written.
+        IntegrityError: the file does not read back.
+    """
+    header, bodies = _assemble(contents, quality, codec)
+    layout, tensors = contents.layout, contents.tensors
 
     def check(temporary: Path) -> None:
         unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
         try:
-            back = read_artifact(temporary, lambda _: (interface, layout), limit=2**62)
+            back = read_artifact(temporary, lambda _: (contents.interface, layout), limit=2**62)
         except IntegrityError as error:
             raise unreadable from error
         same = all(
             back.tensors[name][stored.suffix].tobytes() == tensors[name][stored.suffix].tobytes()
             for name, stored in layout
         )
-        stated = (back.spec, back.code, back.table, back.trained_on)
-        if stated != (spec, code, table, trained_on) or not same:
+        texts = (back.spec, back.code, back.table, back.trained_on)
+        if texts != (contents.spec, contents.code, contents.table, contents.trained_on) or not same:
             raise unreadable
 
     write_atomically(path, [header.pack(), *bodies], check)
     return _size(header)
 
 
-def measured_bytes(
-    *,
-    spec: bytes,
-    layout: Layout,
-    tensors: Tensors,
-    quality: int = 11,
-    codec: Codec = Codec.BROTLI,
-    table: bytes = b"",
-    trained_on: DataDigests | None = None,
-) -> int:
-    """The exact size of the file that `write_artifact` would write with this `quality`, without writing it.
+def measured_bytes(contents: ArtifactContents, quality: int = 11, codec: Codec = Codec.BROTLI) -> int:
+    """The exact size in bytes of the file that `write_artifact` would write, without writing it.
 
-    While bits are allocated, `specc.runtime.artifact.tensors.entropy_bytes` is the quick estimate.
+    `specc.runtime.artifact.quantized_model.entropy_bytes` is the quick estimate.
     """
-    texts = _texts(spec, table, trained_on)
-    return _assemble(texts, bytes(32), bytes(32), layout, tensors, quality, codec)[0].total
+    return _assemble(contents, quality, codec)[0].total
 
 
 def read_artifact(
@@ -232,28 +248,14 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise IntegrityError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _texts(spec: bytes, table: bytes, trained_on: DataDigests | None) -> list[tuple[Kind, bytes]]:
-    """The sections in front of those of arrays, as (kind, raw bytes)."""
-    if len(spec) > MAX_SPEC_BYTES:
-        raise RunFailure(f"the resolved spec has {len(spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
-    optional = ((Kind.TABLE, table), (Kind.DATA_DIGESTS, b"" if trained_on is None else trained_on.packed()))
-    return [(Kind.SPEC, spec), *((kind, raw) for kind, raw in optional if raw)]
-
-
-def _assemble(
-    texts: Sequence[tuple[Kind, bytes]],
-    interface: bytes,
-    code: bytes,
-    layout: Layout,
-    tensors: Tensors,
-    quality: int,
-    codec: Codec,
-) -> tuple[Header, list[bytes]]:
+def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[Header, list[bytes]]:
     """The header and the compressed sections of an artifact."""
-    if len(interface) != 32 or len(code) != 32:
+    if len(contents.interface) != 32 or len(contents.code) != 32:
         raise ValueError("the interface and code digests are 32 bytes each")
-    _check(layout, tensors)
-    parts: list[tuple[Stream | Kind, bytes]] = [*texts, *_parts(layout, tensors)]
+    if len(contents.spec) > MAX_SPEC_BYTES:
+        raise RunFailure(f"the resolved spec has {len(contents.spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
+    _check(contents.layout, contents.tensors)
+    parts: list[tuple[Stream | Kind, bytes]] = [*contents.texts, *_parts(contents.layout, contents.tensors)]
     if len(parts) > MAX_SECTIONS:
         raise RunFailure(f"the parameters need {len(parts):,} sections; an artifact holds {MAX_SECTIONS:,}")
 
@@ -266,7 +268,8 @@ def _assemble(
 
     with ThreadPoolExecutor(min(os.cpu_count() or 1, len(parts))) as pool:
         made = list(pool.map(section, parts))
-    return Header(interface, code, tuple(one for one, _ in made), codec), [body for _, body in made]
+    sections = tuple(section for section, _ in made)
+    return Header(contents.interface, contents.code, sections, codec), [body for _, body in made]
 
 
 def _section(stream: Stream, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:

@@ -37,7 +37,7 @@ class Deployment:
         return cls(
             allocation(spec.quant, programs.params),
             {param.name: param.shape for param in programs.params},
-            interface_digest(programs, {param.name: param.storage for param in programs.params}),
+            interface_digest(programs.params, {param.name: param.storage for param in programs.params}),
             code.digest(),
         )
 

@@ -28,9 +28,9 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import BinaryIO
 
+from specc.compiler.quant.artifact_sections import CHUNK_BYTES, DIGEST_BYTES, ITEM_BYTES, TEXTS, Kind, kind_of
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact.codecs import Codec, decompressed
 from specc.runtime.errors import IntegrityError
@@ -39,52 +39,13 @@ MAGIC = b"\x93SPECC\r\n"
 VERSION = 2
 MAX_SECTIONS = 2**16  # 32 GiB of raw data and a header of 2.9 MB
 MAX_SPEC_BYTES = 16 * 2**20
-CHUNK_BYTES = 512 * 2**10
 ORDER_BYTES = 2 * 2**16  # at most, in front of a section whose rows were ordered
 
 _PREFIX = struct.Struct("<8sHHI32s32s")
 _ENTRY = struct.Struct("<BBHII32s")  # of version 1 the kind takes the first four bytes
-_DIGEST_BYTES = 32
 
 
-class Kind(IntEnum):
-    """What a section holds. All arrays of one kind have one item size."""
-
-    SPEC = 0
-    CODES = 1
-    SCALES = 2
-    F16 = 3
-    BF16 = 4
-    F32 = 5
-    I32 = 6
-    TABLE = 7
-    DATA_DIGESTS = 8
-
-
-ITEM_BYTES = {
-    Kind.SPEC: 1,
-    Kind.CODES: 1,
-    Kind.SCALES: 2,
-    Kind.F16: 2,
-    Kind.BF16: 2,
-    Kind.F32: 4,
-    Kind.I32: 4,
-    Kind.TABLE: 1,
-    Kind.DATA_DIGESTS: 1,
-}
-TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)  # at most one section each, in front, in this order
 DATA_DIGEST_BYTES = 64
-
-
-def kind_of(stored: Stored) -> Kind:
-    """Where an array goes. Row scales keep to themselves: among other floats they compress worse."""
-    if stored.dtype == "i8":
-        return Kind.CODES
-    if stored.dtype == "i32":
-        return Kind.I32
-    if stored.dtype == "f16":
-        return Kind.SCALES if stored.suffix == "scale" else Kind.F16
-    return Kind.BF16 if stored.dtype == "bf16" else Kind.F32
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +87,7 @@ class Header:
     @property
     def size(self) -> int:
         """The header's own bytes."""
-        return _PREFIX.size + _ENTRY.size * len(self.sections) + _DIGEST_BYTES
+        return _PREFIX.size + _ENTRY.size * len(self.sections) + DIGEST_BYTES
 
     @property
     def total(self) -> int:
@@ -156,16 +117,16 @@ def read_header(file: BinaryIO, size: int) -> Header:
         raise IntegrityError(f"it has format version {version}, and this specc reads versions 1 and {VERSION}")
     if codec not in ((0,) if version == 1 else tuple(Codec)):
         raise IntegrityError(f"it sets the flags {codec}, which version {version} does not have")
-    rest = _ENTRY.size * count + _DIGEST_BYTES
+    rest = _ENTRY.size * count + DIGEST_BYTES
     # Before the read: a false count must not make us allocate.
     if not 1 <= count <= MAX_SECTIONS or len(prefix) + rest > size:
         raise IntegrityError(f"it declares {count:,} sections, which its {size:,} bytes cannot hold")
     table = file.read(rest)
-    body = prefix + table[:-_DIGEST_BYTES]
-    if len(table) != rest or hashlib.sha256(body).digest() != table[-_DIGEST_BYTES:]:
+    body = prefix + table[:-DIGEST_BYTES]
+    if len(table) != rest or hashlib.sha256(body).digest() != table[-DIGEST_BYTES:]:
         raise IntegrityError("its header is damaged")
     sections: list[Section] = []
-    for kind, transform, zero, compressed, raw, digest in _ENTRY.iter_unpack(table[:-_DIGEST_BYTES]):
+    for kind, transform, zero, compressed, raw, digest in _ENTRY.iter_unpack(table[:-DIGEST_BYTES]):
         if kind not in ITEM_BYTES:
             raise IntegrityError(f"section {len(sections)} is of the unknown kind {kind}")
         if zero or (transform and (version == 1 or kind in TEXTS)):

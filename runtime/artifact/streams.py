@@ -1,29 +1,23 @@
-"""How arrays become the raw bytes of sections: streams by role, cuts, and transforms that undo exactly.
+"""Transforms of the rows of a stream into the raw bytes of a section, and back.
 
-Arrays of one role, which have the same name but for numbers (`blocks.*.mlp.up`, codes), stand in one stream one below
-the other, as the rows of one matrix; roles of few bytes share one stream a kind. A stream is cut between rows. All of
-that follows from the layout, so that a file says only which transform each of its sections has.
+Streams and their cuts follow from the layout (`specc.compiler.quant.artifact_sections`), so that a file states only the
+transform of each section.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntFlag
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from specc.compiler.quant.scheme import Stored
+from specc.compiler.quant.artifact_sections import ITEM_BYTES, Kind, Stream
 from specc.runtime.artifact.codecs import Codec, compress
-from specc.runtime.artifact.sections import CHUNK_BYTES, ITEM_BYTES, Kind, kind_of
 from specc.runtime.errors import IntegrityError
 
 Matrix = npt.NDArray[Any]
 
-JOIN_BYTES = 16 * 2**10  # roles below it share a stream: each section costs 44 bytes, and brotli starts anew in it
 SAMPLE_BYTES = 128 * 2**10
 MEASURE_QUALITY = 10  # twice as quick as 11, which it ranks alike; 9 and below do not, having other block splits
 MAX_ORDERED = 2**16  # rows that 16 bits can number
@@ -47,56 +41,6 @@ T = Transform
 KNOWN = int(T.TRANSPOSED | T.SHUFFLED | T.ORDERED)
 _OF_CODES = (T.PLAIN, T.TRANSPOSED, T.SHUFFLED, T.ORDERED, T.ORDERED | T.TRANSPOSED)
 _OF_ITEMS = (T.SHUFFLED, T.SHUFFLED | T.TRANSPOSED, T.PLAIN)
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """`rows` of `columns` items each, of the arrays `members` (places in the layout), one after the other."""
-
-    kind: Kind
-    columns: int
-    rows: int
-    members: tuple[int, ...]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.columns * ITEM_BYTES[self.kind]
-
-    def cuts(self) -> Iterator[int]:
-        """How many rows each of its sections has: about as many each, and at most 512 KiB."""
-        count = -(-self.rows // (CHUNK_BYTES // self.row_bytes))
-        yield from (self.rows * (i + 1) // count - self.rows * i // count for i in range(count))
-
-
-def streams(layout: Sequence[tuple[str, Stored]]) -> list[Stream]:
-    """The streams of an artifact of this layout, in file order; arrays of no bytes are in none."""
-    found: dict[tuple[Kind, str, int], list[int]] = {}
-    for place, (name, stored) in enumerate(layout):
-        if stored.bytes:
-            role = f"{re.sub(r'[.][0-9]+(?=[.]|$)', '.*', name)} {stored.suffix}"
-            found.setdefault((kind_of(stored), role, _columns(stored)), []).append(place)
-    own: list[Stream] = []
-    joined: dict[Kind, list[int]] = {}
-    for (kind, _, columns), members in found.items():
-        size = sum(layout[place][1].bytes for place in members)
-        if size < JOIN_BYTES:
-            joined.setdefault(kind, []).extend(members)
-        else:
-            own.append(Stream(kind, columns, size // (columns * ITEM_BYTES[kind]), tuple(members)))
-    for kind, members in joined.items():
-        size = sum(layout[place][1].bytes for place in members)
-        own.append(Stream(kind, 1, size // ITEM_BYTES[kind], tuple(members)))
-    return sorted(own, key=lambda stream: stream.kind)
-
-
-def _columns(stored: Stored) -> int:
-    """Items of a row; a row too long for a section counts as many of one item."""
-    columns = stored.bytes // (stored.shape[0] * _item(stored)) if stored.shape else 1
-    return columns if columns * _item(stored) <= CHUNK_BYTES else 1
-
-
-def _item(stored: Stored) -> int:
-    return ITEM_BYTES[kind_of(stored)]
 
 
 def raw_size(stream: Stream, rows: int, transform: int) -> int:

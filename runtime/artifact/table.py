@@ -1,7 +1,7 @@
-"""What the arrays of an artifact are, as their writer had them: name, dtype, shape, order in memory and a checksum.
+"""The table of arrays of an artifact: the name, dtype, shape, memory order and checksum that the writer gave each.
 
-Shapes of an artifact follow from its spec. Arrays that are multiplied as they are stored would be read with these
-shapes whatever they are, so their file also says what they were: one more section, of one line an array.
+Shapes of an artifact follow from its spec. Arrays that are multiplied as they are stored would be read in these shapes
+whatever they are, so their file states them in one more section, of one line per array.
 """
 
 import json
@@ -17,8 +17,8 @@ from specc.compiler.quant.scheme import NUMPY_TYPES, Scheme, Stored
 from specc.runtime.errors import IntegrityError
 
 Array = npt.NDArray[Any]
-AGAIN = "quantize the run again"  # what to do about arrays that do not fit
-ROWS, COLUMNS = "rows", "columns"  # what lies together in memory: the last axis, or the first
+AGAIN = "quantize the run again"  # the hint where arrays do not fit
+ROWS, COLUMNS = "rows", "columns"  # the axis that is contiguous in memory: the last, or the first
 
 
 @dataclass(frozen=True, slots=True)

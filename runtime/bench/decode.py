@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from specc.compiler.int8.products import integer_products
-from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.pipeline import lower
 from specc.compiler.plan.lock import Lock
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import ExactMatchSpec
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.rerun import Rerun, rerun_model
 from specc.runtime.bench.timing import Measured
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.decode.lines import Translator, translator
 from specc.runtime.decode.step_graphs import Steps
 from specc.runtime.model.load import Loaded, initialize, instantiate
 from specc.runtime.open_model import final_weights, read_verified, realize, realize_stored
-from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
+from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer
+from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.storage.quantized_run import ARTIFACT, quantized_artifact
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.sources.source import OpenData, source_of
@@ -155,7 +155,7 @@ def _builds(
     for dtype, one in spec_in_dtypes(spec, target).items():
         yield dtype, lambda one=one: realize(one, target, str(device), weights.floats, lock=lock)  # type: ignore[misc]
     programs = lower(spec, target)
-    if integer_products(programs, allocation(spec.quant, programs.params)):
+    if integer_products(programs, base_schemes(spec.quant, programs.params)):
         stored, final = weights.stored, weights.spec
         if stored is None or not integer_products(programs, stored.schemes):
             stored, final = _quantized(spec, target, device, weights.floats, opened)
@@ -181,7 +181,7 @@ def _quantized(
     """The weights as `specc quantize` stores them, without its search of bits, and the resolved spec."""
     assert spec.quant is not None
     programs = lower(spec, target)
-    schemes = {name: plain(scheme) for name, scheme in allocation(spec.quant, programs.params).items()}
+    schemes = base_schemes(spec.quant, programs.params)
     sources, wanted = integer_products(programs, schemes), spec.quant.calibrate
     placed = {name: tensor.to(device) for name, tensor in floats.items()}
     batches = (
@@ -189,7 +189,7 @@ def _quantized(
         for batch in opened.calibration(wanted.sequences, wanted.batch)
     )
     ranges = input_ranges(programs, sources, batches, placed)
-    stored = Quantizer(spec, placed, {}, {}, lambda *_: None, sources, ranges).model(schemes)
+    stored = Quantizer(placed, inputs=IntegerInputs(sources, ranges)).model(schemes)
     return stored, resolved(spec, schemes)
 
 

@@ -16,9 +16,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from specc.compiler.spec.spec import Calibrate
-from specc.runtime.calibration.gradients import Gradients
+from specc.runtime.calibration.gradients import Gradients, Lookups
 from specc.runtime.calibration.hessian import Hessians
-from specc.runtime.calibration.lookups import Lookups
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.errors import QuantizeError

@@ -1,16 +1,92 @@
-"""The scales of the inputs of int8 products: measured while a run trains, and kept by its checkpoints."""
+"""The inputs of int8 products: their ranges, measured feature by feature, and the scales that fit these ranges."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from specc.compiler.int8.products import Source
+from specc.compiler.ir.graph import Node
+from specc.compiler.ops.quantized import LARGEST
 from specc.compiler.passes.assign_quant import Allocation
+from specc.compiler.programs import reference
 from specc.compiler.programs.programs import Programs
+from specc.compiler.quant.scheme import Range
 from specc.runtime.calibration.input_scales import SLOT
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.errors import QuantizeError
 
 Rows = Callable[[], Iterator[Mapping[str, Tensor]]]
+
+
+def input_ranges(
+    programs: Programs,
+    sources: Sequence[Source],
+    batches: Iterable[Mapping[str, Tensor]],
+    weights: Mapping[str, Tensor],
+    progress: Callable[[int], None] | None = None,
+    scales: Mapping[str, Tensor] | None = None,
+) -> dict[str, Range]:
+    """What each product of `sources` meets in the program `score`, by weight; those that share an input have it in
+    common. Where a node reads or makes features of several products side by side, as two directions do, each has its
+    part.
+
+    `programs` are those before any pass, `batches` the inputs of `score` by name, on the device of `weights` (by name,
+    f32 or f64), in whose precision everything is computed, from the ops' references. `scales`, f32 [1] or [K] by
+    leader, are those that inputs have already. After each batch `progress` is told the rows so far. Raises
+    QuantizeError for a product that no batch reached, and for an input of NaN or infinity.
+    """
+    by_weight = {f"@{source.weight}": source for source in sources}
+    met: dict[str, _Met] = {}
+
+    def observe(node: Node, given: list[Tensor], made: tuple[Tensor, ...]) -> None:
+        for source in [by_weight[ref] for ref in node.inputs if ref in by_weight]:
+            for value in [given[i] for i in source.read] + [made[i] for i in source.made]:
+                own = value.detach().chunk(source.parts, -1)[source.part]
+                rows = own.double().flatten(0, -2)
+                if not bool(rows.isfinite().all()):
+                    raise QuantizeError(
+                        f"{source.node}: its input holds NaN or infinity", "calibrate from an earlier checkpoint"
+                    )
+                if source.leader not in met:
+                    met[source.leader] = _Met(rows, (scales or {}).get(source.leader))
+                met[source.leader].take(rows)
+
+    done = 0
+    with torch.no_grad():
+        for batch in batches:
+            reference.run(programs, "score", batch, weights, observe)
+            done += len(next(iter(batch.values())))
+            if progress is not None:
+                progress(done)
+    if missing := [source.node for source in sources if source.leader not in met]:
+        raise QuantizeError(f"{missing[0]}: calibration gave its input no rows")
+    return {source.weight: met[source.leader].range for source in sources}
+
+
+class _Met:
+    """Rows of one input as they come, f64 [.., K], and what codes of its `scale` cut off, where it has one."""
+
+    def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
+        features = rows.shape[1]
+        self._largest = rows.new_zeros(features)
+        self._products, self._count = rows.new_zeros(features, features), 0
+        self._scale = None if scale is None else scale.to(rows)
+        self._beyond, self._clipped = rows.new_zeros(features), 0
+
+    def take(self, rows: Tensor) -> None:
+        self._largest = torch.maximum(self._largest, rows.abs().amax(0))
+        self._products += rows.T @ rows
+        self._count += len(rows)
+        if self._scale is not None:
+            lost = (rows.abs() - LARGEST * self._scale).clamp(min=0)
+            self._beyond += lost.square().sum(0)
+            self._clipped += int((lost > self._scale / 2).sum())
+
+    @property
+    def range(self) -> Range:
+        beyond = None if self._scale is None else self._beyond / self._count
+        share = self._clipped / (self._count * len(self._largest))
+        return Range(self._largest, self._products / self._count, beyond, share)
 
 
 def input_scales(

@@ -63,12 +63,8 @@ def evaluate_text(
 
 
 def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
-    """Whether the text is the split that training left out; None where neither split of the training data is this
-    text, or they are not known."""
-    known = opened.trained_on
-    if known is None or stream.digest not in (known.train, known.val):
-        return None
-    return stream.digest == known.val
+    """Whether the text is the split that training left out; None where that is not known."""
+    return None if opened.trained_on is None else opened.trained_on.held_out(stream.digest)
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:

@@ -1,4 +1,4 @@
-"""How many bytes ship, and where they go."""
+"""The bytes of an artifact, by section and by group of parameters."""
 
 import math
 import re
@@ -49,8 +49,8 @@ class SizeResult:
 
 
 def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> SizeResult:
-    """What an artifact, or that of a quantized run, takes. Without `budget` the spec's own holds. `say` is told
-    where the run has other weights since it was quantized.
+    """The bytes of an artifact, or of that of a quantized run. Without `budget` the spec's holds. `say` is told where
+    the run has other weights since it was quantized.
 
     Raises RunDirectoryError when there is neither at `path`, RunFailure for a run that was not quantized, and
     IntegrityError for a file that is not what its header and its spec say.

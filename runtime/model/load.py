@@ -5,11 +5,10 @@ import hashlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from specc.compiler.build import DEPLOYED, compile_loaded
 from specc.compiler.generated_folder import write
@@ -17,11 +16,11 @@ from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.programs.programs import Programs
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS, Target
-from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
 
 class TargetError(RuntimeFailure):
@@ -102,43 +101,27 @@ def import_file(directory: Path, name: str) -> ModuleType:
 
 def initialize(loaded: Loaded, seed: int) -> None:
     """Fills every parameter in f32 as its `init` says, from a generator of its own that depends on seed and name."""
-    import torch
+    from specc.runtime.model.parameters import fill
 
-    layers = loaded.programs.layers
-    parameters = dict(loaded.model.named_parameters())
-    with torch.no_grad():
-        for param in loaded.programs.params:
-            name = hashlib.sha256(f"{seed} {param.name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(name[:8], "little") >> 1)
-            values = torch.empty(param.shape)
-            param.init.fill(values, layers, generator)
-            parameters[param.name].copy_(values)
+    fill(loaded.model, initial_values(loaded.programs), seed)
 
 
-def assign(loaded: Loaded, tensors: Mapping[str, "Tensor"]) -> None:
-    """Copies named tensors into the module's parameters. Raises IntegrityError with the difference of names or
-    shapes."""
-    import torch
-
-    parameters = dict(loaded.model.named_parameters())
-    missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
-    if missing or extra:
-        raise IntegrityError(
-            f"parameters do not fit the model: {len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}",
-            "the file belongs to another spec",
-        )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.shape != tensors[name].shape:
-                found, wanted = list(tensors[name].shape), list(parameter.shape)
-                raise IntegrityError(
-                    f"{name} is {found} in the file but {wanted} in the model", "the file is of another spec"
-                )
-            parameter.copy_(tensors[name])
+def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
+    """The distribution of each parameter before training and its number, by name."""
+    return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
 
 
-def choose_target(spec: Spec, wanted: str | None) -> str:
-    """The target to run on: the one asked for, else the first of the spec's that this machine can run.
+class Targeted(Protocol):
+    """A spec, or what else has a name and targets."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def targets(self) -> tuple[str, ...]: ...
+
+
+def choose_target(spec: Targeted, wanted: str | None) -> str:
+    """The target to run on: `wanted`, else the best of the spec's that this machine can run.
 
     Raises TargetError for one that the spec does not list, RunFailure where none of its targets runs here.
     """

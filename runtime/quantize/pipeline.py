@@ -1,49 +1,52 @@
 """`specc quantize`: from a trained run to the artifact that ships.
 
-Calibrate, give the parameters that matter more bits, quantize each, write down what was done as a resolved
-spec, and hold the artifact to its budget by its exact bytes.
+Calibrate, choose the bits, quantize, write the resolved spec, and hold the artifact to its budget by its exact bytes.
 """
 
 import json
 import math
 import shlex
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from specc.compiler.build import canonical
 from specc.compiler.int8.products import Source, integer_products
-from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.pipeline import lower
-from specc.compiler.quant.scheme import Range
-from specc.compiler.spec.spec import Calibrate, Spec
-from specc.runtime.artifact.artifact import ArtifactSize, write_artifact
-from specc.runtime.artifact.deployment import Deployment
-from specc.runtime.artifact.table import described
-from specc.runtime.artifact.tensors import dequantized
-from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
-from specc.runtime.calibration.gradients import Gradients
+from specc.compiler.spec.spec import QuantSpec, Spec
+from specc.runtime.artifact.artifact import ArtifactSize
+from specc.runtime.artifact.quantized_model import dequantized
+from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.calibration.hessian import traces
-from specc.runtime.calibration.input_ranges import trained_scales
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.calibration.input_ranges import input_ranges, trained_scales
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.stream import open_stream
-from specc.runtime.errors import QuantizeError, RunFailure
+from specc.runtime.errors import QuantizeError, cannot_write
 from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
-from specc.runtime.model.load import assign
-from specc.runtime.open_model import OpenedModel, Say, as_trained, opened_run, realize, realize_stored, token_cache
-from specc.runtime.quantize.budget import Allocation, promoted
-from specc.runtime.quantize.own_text import OwnText, write_text
-from specc.runtime.quantize.quantizer import Progress, Quantizer, plain, resolved
-from specc.runtime.quantize.report import InputRow, Row, input_report, report, told_clipped
+from specc.runtime.model.parameters import assign
+from specc.runtime.model.protocols import GeneratedText
+from specc.runtime.open_model import (
+    OpenedModel,
+    Say,
+    as_trained,
+    opened_run,
+    realize,
+    realize_stored,
+    token_cache,
+)
+from specc.runtime.quantize.packer import SpecPacker
+from specc.runtime.quantize.promotion import promoted
+from specc.runtime.quantize.quantizer import IntegerInputs, Progress
+from specc.runtime.quantize.report import InputRow, Row, clipped_line, input_report, report
+from specc.runtime.quantize.schemes import Allocation, base_schemes, resolved
+from specc.runtime.quantize.weights import QuantizedWeights, Windows, quantize_weights
+from specc.runtime.quantize.written_text import WrittenText
 from specc.runtime.storage import checkpoint, committed
 from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
 from specc.runtime.storage.run_directory import SPEC, Run, locked, readable
@@ -54,19 +57,21 @@ HOPELESS = 4096  # lines of a set, none of them exact: a model that has hardly t
 
 @dataclass(frozen=True, slots=True)
 class QuantizeResult:
-    """What `quantize` made.
+    """The result of `quantize`.
 
     Attributes:
         artifact: the file that ships.
-        spec: the resolved spec in it, one rule a parameter.
+        spec: the resolved spec in it, one rule per parameter.
         step: of the checkpoint that was quantized.
-        size, budget: the bytes of the file, and how many it may have.
-        rows: a row a parameter.
-        inputs: a row for each input of int8 products.
-        promoted: the parameters that got more bits, by falling Hessian trace.
-        before, after: the validation loss with the weights as trained, and as an artifact gives them.
-        calibration: what was calibrated on, as report.json has it; None where nothing was.
-        seconds: what the calibration took, with the writing of its text; report.json is the same whatever it took.
+        size: the bytes of the file.
+        budget: the bytes that it may have; None without a budget.
+        rows: one per parameter.
+        inputs: one per input of int8 products.
+        promoted: the parameters that got more bits, by descending Hessian trace.
+        before: the validation loss with the weights as trained.
+        after: the validation loss with the weights of the artifact.
+        calibration: the source of the calibration, as report.json has it; None where nothing was calibrated.
+        seconds: the time of the calibration. It is not in report.json, which depends on the run alone.
     """
 
     artifact: Path
@@ -85,17 +90,18 @@ class QuantizeResult:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """What is None is taken from the run or the machine.
+    """How to quantize. The run or the machine decides what is None.
 
     Attributes:
-        data: a source as `specc.runtime.data.windows.stream.open_stream` takes it; its train split calibrates, unless
-            the model writes that text itself, its val split measures the loss.
+        data: a source as `specc.runtime.data.windows.stream.open_stream` takes it. Its train split calibrates, unless
+            the model writes that text itself; its val split measures the loss.
         max_tokens: measure the loss on so many tokens only.
-        target, device: where to compute.
+        target: one of the spec's, to compute with.
+        device: a torch device, to compute on.
         search: more folders to look for the tokenizer in.
-        cache: where tokenized text is kept.
-        overrides: `--set` texts about the spec's `quant`, for a run that was trained with another one.
-        reserved: bytes of the spec's budget that are left to what ships beside the artifact.
+        cache: the folder of tokenized text.
+        overrides: `--set` texts for the spec's `quant`.
+        reserved: bytes of the spec's budget for what ships beside the artifact.
     """
 
     data: str | None = None
@@ -108,239 +114,228 @@ class QuantizeOptions:
     reserved: int = 0
 
 
+@dataclass(frozen=True)
+class _RunModel:
+    """The trained model of a run."""
+
+    run: Run
+    step: int
+    opened: OpenedModel
+    options: QuantizeOptions
+    weights: Mapping[str, Tensor]
+    sources: Sequence[Source]
+    progress: Progress
+    stack: ExitStack
+    say: Say
+
+    @property
+    def text_model(self) -> GeneratedText:
+        return self.opened.text_model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.opened.tokenizer
+
+    @property
+    def device(self) -> Any:
+        return self.opened.device
+
+    @property
+    def seed(self) -> int:
+        return self.run.spec.train.seed
+
+    @property
+    def window(self) -> int:
+        return self.run.spec.model.window
+
+    @property
+    def quant(self) -> QuantSpec:
+        assert self.run.spec.quant is not None
+        return self.run.spec.quant
+
+    def unfused(self) -> nn.Module:
+        target = self.opened.loaded.target.name
+        return realize(self.run.spec, target, self.options.device, self.weights, fuse=False).model
+
+    def windows(self) -> Windows:
+        stream = open_stream(self._data, "train", self.tokenizer, self._cache)
+        self.stack.callback(stream.close)
+        return calibration_windows(stream, self.quant.calibrate, self.window, self.seed)
+
+    def integer_inputs(self, text: WrittenText | None) -> IntegerInputs:
+        calibrate, trained = self.quant.calibrate, self._trained_scales()
+        rows: Iterator[Mapping[str, Tensor]]
+        if text is not None:
+            rows = ({"ids": ids, "targets": targets} for ids, targets in text.windows(calibrate.batch))
+        else:
+            ready = source_of(self.run.spec).ready(self.run.spec, self.opened.search)
+            data = ready.open(self._data, self._cache, self.stack)
+            rows = data.calibration(calibrate.sequences, calibrate.batch)
+        batches = ({name: ids.to(self.device) for name, ids in batch.items()} for batch in rows)
+        programs = lower(self.run.spec, self.opened.loaded.target.name)
+
+        def count(done: int) -> None:
+            self.progress("calibrate", done, calibrate.sequences)
+
+        ranges = input_ranges(programs, self.sources, batches, self.weights, count, trained)
+        return IntegerInputs(self.sources, ranges, trained)
+
+    def _trained_scales(self) -> Mapping[str, Tensor]:
+        """The scales of inputs that the run trained with; empty where it has none, or trained for another `quant`."""
+        run = self.run
+        if run.spec.train.qat is None:
+            return {}
+        trained = trained_scales(
+            checkpoint.load(checkpoint.path_of(run.checkpoints, self.step)).optimizer, self.sources
+        )
+        if trained and run.spec.quant != Run.open(run.directory).spec.quant:
+            self.say("quant is not what the run trained with: its scales are calibrated anew")
+            return {}
+        if trained:
+            self.say("inputs keep the scales that the run trained with, and weights are rounded as it rounded them")
+        return trained
+
+    @property
+    def _data(self) -> str:
+        return self.options.data or self.run.data
+
+    @property
+    def _cache(self) -> Path:
+        return self.options.cache or token_cache()
+
+
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
-    """Quantizes the weights that a run ends with, as its spec's `quant` says, into the run's `quantized/`.
+    """Quantizes the final weights of a run into its `quantized/`, as its spec's `quant` says.
 
-    That folder holds the artifact, spec.json (resolved) and report.json, and is replaced as one. The same run
-    gives the same bytes, on one machine with one number of threads. `progress(stage, done, total)` follows
-    the stages `write`, `calibrate`, `quantize` and `evaluate`.
+    That folder holds the artifact, spec.json (resolved) and report.json, and is replaced as one. The same run gives the
+    same bytes, on one machine with one number of threads. The trained weights stay as they are.
 
-    Raises QuantizeError when the spec quantizes nothing, a parameter cannot be quantized as asked, or the
-    budget cannot be met (nothing is written then); RunDirectoryError, RunFailure, IntegrityError and
-    DataError for the run and the data; SpecError for overrides. What the run was trained to stays as it was.
+    Args:
+        path: the run directory.
+        options: data, device and overrides.
+        say: is told of each stage.
+        progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`
+            and `evaluate`.
+
+    Raises:
+        QuantizeError: the spec quantizes nothing, a parameter cannot be quantized as asked, or the budget cannot be
+            met; nothing is written then.
+        EnvironmentFailure: the disk is full.
+        RunDirectoryError, RunFailure, IntegrityError, DataError: of the run and the data.
+        SpecError: of the overrides.
     """
     try:
         run = Run.open(path).requantized(options.overrides)
         if run.spec.quant is None:
             raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
-        with locked(run.staged.parent):  # first: where nothing can be written, nothing is worked out
-            return _quantize(run, options, say, progress)
+        with locked(run.staged.parent), ExitStack() as stack:  # before any work: the folder may not be writable
+            return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
         again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
-        kept = f"the trained weights are kept; go on with: {again}"
-        raise QuantizeError(error.message, f"{error.hint}\n{kept}" if error.hint else kept) from error
+        resume = f"the trained weights are kept; go on with: {again}"
+        raise QuantizeError(error.message, f"{error.hint}\n{resume}" if error.hint else resume) from error
 
 
-def _quantize(run: Run, options: QuantizeOptions, say: Say, progress: Progress | None) -> QuantizeResult:
-    tell = progress or (lambda stage, done, total: None)
-    quant = run.spec.quant
-    assert quant is not None
+def _quantize(
+    run: Run, quant: QuantSpec, options: QuantizeOptions, say: Say, progress: Progress, stack: ExitStack
+) -> QuantizeResult:
     run, weights, step = as_trained(run, say)
     opened = opened_run(run, weights, options.target, options.device, options.search)
     scored = EvaluateOptions(options.data, max_tokens=options.max_tokens, cache=options.cache, hopeless=HOPELESS)
+    metric = METRICS[run.spec.eval.metric]
 
     def measure(model: OpenedModel) -> Scored:
-        metric = METRICS[run.spec.eval.metric]
-        return metric(model, scored, lambda done, total: tell("evaluate", done, total), None)
+        return metric(model, scored, partial(progress, "evaluate"), None)
 
     before = measure(opened)
     say(f"before: {before.report()[0]}")
-    base: Allocation = {name: plain(s) for name, s in allocation(quant, opened.loaded.programs.params).items()}
-    hessians: Mapping[str, Tensor] = {}
-    gradients: Mapping[str, Gradients] = {}
-    ranges: Mapping[str, Range] = {}
-    own: OwnText | None = None
-    chooses = quant.promote is not None or quant.allocate is not None
-    sees = chooses or any(scheme.needs_hessian for scheme in base.values())
-    on_device = {name: tensor.to(opened.device) for name, tensor in weights.items()}
+    base = base_schemes(quant, opened.loaded.programs.params)
     sources = integer_products(lower(run.spec, opened.loaded.target.name), base)
-    trained = _trained(run, step, sources, say)
-    began = time.monotonic()
-    if (sees or sources) and quant.calibrate.source == "self":
-        seed = run.spec.train.seed
-        own = write_text(opened, quant.calibrate, seed, lambda done, total: tell("write", done, total))
-        captured = f", {own.preparing:.1f} s of them to capture its steps" if own.preparing else ""
-        say(f"wrote {own.tokens[:, 1:].numel():,} tokens to calibrate on in {own.seconds:.1f} s{captured}")
-    if sees:
-        hessians, gradients = _calibrate(run, opened, options, weights, own, tell)
-    if sources:
-        ranges = _ranges(run, opened, options, on_device, sources, trained, own, tell)
-    calibration, seconds = (_facts(run, own) if sees or sources else None), time.monotonic() - began
-    if calibration is not None:
-        say(f"calibrated in {seconds:.1f} s")
-    quantizer = Quantizer(run.spec, on_device, hessians, gradients, tell, sources, ranges, trained, run.data_digests)
-    schemes = quantizer.chosen(base, say, options.reserved)
-    model = quantizer.model(schemes)
-    inputs = input_report(sources, ranges, model)
-    if line := told_clipped(inputs):
+    on_device = {name: tensor.to(opened.device) for name, tensor in weights.items()}
+    model = _RunModel(run, step, opened, options, on_device, sources, progress, stack, say)
+    quantized = quantize_weights(
+        model,
+        quant,
+        base,
+        SpecPacker(run.spec, run.data_digests),
+        say,
+        progress,
+        integer_inputs=model.integer_inputs if sources else None,
+        reserved=options.reserved,
+    )
+    inputs = input_report(sources, quantized.quantizer.inputs.ranges, quantized.stored)
+    if line := clipped_line(inputs):
         say(line)
-
+    spec, restored = resolved(run.spec, quantized.schemes), dequantized(quantized.stored)
     if sources:
-        loaded = realize_stored(
-            resolved(run.spec, schemes), opened.loaded.target.name, options.device, model, dequantized(model)
-        )
+        target = opened.loaded.target.name
+        loaded = realize_stored(spec, target, options.device, quantized.stored, restored)
         after = measure(replace(opened, loaded=loaded))
     else:
-        assign(opened.loaded, dequantized(model))
+        assign(opened.loaded.model, restored)
         after = measure(opened)
     say(f"after: {after.report()[0]}")
-    result = _write(run, options, step, quantizer, schemes, base, inputs, (before, after), calibration, seconds)
+    result = _write(model, quantized, base, inputs, before, after)
     say(f"{result.artifact}: {result.size.total:,} bytes")
     return result
 
 
-def _trained(run: Run, step: int, sources: Sequence[Source], say: Say) -> Mapping[str, Tensor]:
-    """The scales of inputs, by leader, that the run trained with and quantizes by; empty where it has none, or trained
-    for another `quant`."""
-    if not sources or run.spec.train.qat is None:
-        return {}
-    trained = trained_scales(checkpoint.load(checkpoint.path_of(run.checkpoints, step)).optimizer, sources)
-    if trained and run.spec.quant != Run.open(run.directory).spec.quant:
-        say("quant is not what the run trained with: its scales are calibrated anew")
-        return {}
-    if trained:
-        say("inputs keep the scales that the run trained with, and weights are rounded as it rounded them")
-    return trained
-
-
-def _facts(run: Run, own: OwnText | None) -> dict[str, Any]:
-    """Where the calibration came from, for the report."""
-    assert run.spec.quant is not None
-    wanted = run.spec.quant.calibrate
-    facts = {"source": wanted.source, "sequences": wanted.sequences, "seed": run.spec.train.seed}
-    if own is None:
+def _calibration_facts(model: _RunModel, text: WrittenText | None) -> dict[str, Any]:
+    """The source of the calibration, for the report."""
+    calibrate = model.quant.calibrate
+    facts = {"source": calibrate.source, "sequences": calibrate.sequences, "seed": model.seed}
+    if text is None:
         return facts
-    length = own.tokens.shape[1] - 1
-    how = {"length": length, "temperature": wanted.temperature, "begin": wanted.begin}
-    return {**facts, **how, "start_tokens": own.starts}
-
-
-def _calibrate(
-    run: Run,
-    opened: OpenedModel,
-    options: QuantizeOptions,
-    weights: Mapping[str, Tensor],
-    own: OwnText | None,
-    tell: Progress,
-) -> tuple[Mapping[str, Tensor], Mapping[str, Gradients]]:
-    """The Hessians of the run's spec, and where it allocates bits the gradients, from the unfused model on its own text
-    or the training split."""
-    quant = run.spec.quant
-    assert quant is not None
-    wanted = quant.calibrate
-    unfused = realize(run.spec, opened.loaded.target.name, options.device, weights, fuse=False)
-    with ExitStack() as stack:
-        windows: Callable[[], Iterator[tuple[Tensor, Tensor]]]
-        if own is not None:
-            windows = partial(own.windows, wanted.batch)
-        else:
-            stream = open_stream(options.data or run.data, "train", opened.tokenizer, options.cache or token_cache())
-            stack.callback(stream.close)
-            windows = partial(calibration_windows, stream, wanted, run.spec.model.window, run.spec.train.seed)
-
-        def telling(stage: str) -> Callable[[int], None]:
-            return lambda done: tell(stage, done, wanted.sequences)
-
-        try:
-            hessians = capture_hessians(unfused.model, windows(), opened.device, telling("calibrate"))
-            if quant.allocate is None:
-                return hessians, {}
-            return hessians, capture_gradients(unfused.model, windows(), opened.device, telling("gradients"))
-        except torch.OutOfMemoryError as error:
-            raise _too_large(run, wanted) from error
-
-
-def _too_large(run: Run, wanted: Calibrate) -> RunFailure:
-    fewer = f"specc quantize {shlex.quote(str(run.directory))} --set quant.calibrate.batch={max(wanted.batch // 2, 1)}"
-    return RunFailure("out of GPU memory while calibrating", f"the trained weights are kept; go on with: {fewer}")
-
-
-def _ranges(
-    run: Run,
-    opened: OpenedModel,
-    options: QuantizeOptions,
-    weights: Mapping[str, Tensor],
-    sources: Sequence[Source],
-    trained: Mapping[str, Tensor],
-    own: OwnText | None,
-    tell: Progress,
-) -> Mapping[str, Range]:
-    """What the inputs of int8 products hold, by weight, on the model's own text or the training data, and what the
-    scales that they were trained with cut off."""
-    assert run.spec.quant is not None
-    wanted = run.spec.quant.calibrate
-    programs = lower(run.spec, opened.loaded.target.name)
-    with ExitStack() as stack:
-        rows: Iterator[Mapping[str, Tensor]]
-        if own is not None:
-            rows = ({"ids": ids, "targets": targets} for ids, targets in own.windows(wanted.batch))
-        else:
-            ready = source_of(run.spec).ready(run.spec, opened.search)
-            data = ready.open(options.data or run.data, options.cache or token_cache(), stack)
-            rows = data.calibration(wanted.sequences, wanted.batch)
-        batches = ({name: ids.to(opened.device) for name, ids in batch.items()} for batch in rows)
-        try:
-
-            def telling(done: int) -> None:
-                tell("calibrate", done, wanted.sequences)
-
-            return input_ranges(programs, sources, batches, weights, telling, trained)
-        except torch.OutOfMemoryError as error:
-            raise _too_large(run, wanted) from error
+    length = text.tokens.shape[1] - 1
+    how = {"length": length, "temperature": calibrate.temperature, "begin": calibrate.begin}
+    return {**facts, **how, "start_tokens": text.separators}
 
 
 def _write(
-    run: Run,
-    options: QuantizeOptions,
-    step: int,
-    quantizer: Quantizer,
-    schemes: Allocation,
+    model: _RunModel,
+    quantized: QuantizedWeights,
     base: Allocation,
     inputs: tuple[InputRow, ...],
-    losses: tuple[Scored, Scored],
-    calibration: Mapping[str, Any] | None,
-    seconds: float,
+    before: Scored,
+    after: Scored,
 ) -> QuantizeResult:
-    """Puts the artifact, its spec and the report in place of what the run had; its staging folder is locked."""
-    spec = resolved(run.spec, schemes)
-    model, deployment = quantizer.model(schemes), Deployment.of(spec)
-    sensitivity = traces(quantizer.hessians)
-    rows = report(quantizer.weights, model, quantizer.hessians, quantizer.gradients, quantizer.solutions)
-    more = promoted(base, schemes, sensitivity)
-    assert spec.quant is not None
+    """Replaces the run's artifact, its spec and its report; the staging folder is locked."""
+    run, quantizer = model.run, quantized.quantizer
+    spec = resolved(run.spec, quantized.schemes)
+    hessians = traces(quantizer.statistics.hessians)
     staging = run.staged.parent
     try:
         committed.settle(run.quantized, run.staged)
         _clear(staging)
-        size = write_artifact(
-            staging / ARTIFACT,
-            spec=canonical(spec).encode(),
-            interface=deployment.interface,
-            code=deployment.code,
-            layout=deployment.layout,
-            tensors=model.tensors,
-            table=described(schemes, model.tensors),
-            trained_on=run.data_digests,
+        result = QuantizeResult(
+            artifact=run.quantized / ARTIFACT,
+            spec=spec,
+            step=model.step,
+            size=SpecPacker(run.spec, run.data_digests).write(staging / ARTIFACT, quantized.stored),
+            budget=model.quant.budget_bytes,
+            rows=report(quantizer.weights, quantized.stored, quantizer.statistics, quantizer.solutions),
+            inputs=inputs,
+            promoted=promoted(base, quantized.schemes, hessians),
+            before=before,
+            after=after,
+            calibration=None if quantized.seconds is None else _calibration_facts(model, quantized.text),
+            seconds=quantized.seconds or 0.0,
         )
-        artifact, budget = run.quantized / ARTIFACT, spec.quant.budget_bytes
-        facts = (spec, step, size, budget, rows, inputs, more, *losses)
-        result = QuantizeResult(artifact, *facts, calibration, seconds)
         files = (
             (SPEC, readable(spec).encode()),
-            (REPORT, report_json(result, sensitivity, options).encode()),
+            (REPORT, report_json(result, hessians, model.options).encode()),
             (ARTIFACT, (staging / ARTIFACT).read_bytes()),
         )
         committed.write(run.staged, files)
         committed.replace(run.quantized, run.staged)
         _clear(staging)
     except OSError as error:
-        hint = "free some space, then quantize again"
-        raise RunFailure(f"cannot write {run.quantized}: {error.strerror}", hint) from error
+        raise cannot_write(run.quantized, error, "free some space, then quantize again") from error
     return result
 
 
 def _clear(staging: Path) -> None:
-    """Removes what this, or a run that was killed, left in the staging folder; the lock in it stays."""
+    """Removes all but the lock from the staging folder, also what a killed process left there."""
     for entry in staging.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -348,16 +343,15 @@ def _clear(staging: Path) -> None:
             entry.unlink()
 
 
-def report_json(result: QuantizeResult, sensitivity: Mapping[str, float], options: QuantizeOptions) -> str:
-    """What report.json says: sizes, the loss before and after, a row a parameter, and one an input of int8 products.
+def report_json(result: QuantizeResult, traces: Mapping[str, float], options: QuantizeOptions) -> str:
+    """The text of report.json: sizes, the loss before and after, a row per parameter and per input of int8 products.
 
-    `output_error` is null where there was no Hessian or no output to compare with; `trace` is null without
-    a Hessian.
+    `output_error` is null without a Hessian, or where the output is zero; `trace` is null without a Hessian.
     """
     rows = []
     for row in result.rows:
         error = row.output_error if row.output_error is not None and math.isfinite(row.output_error) else None
-        promotion = {"trace": sensitivity.get(row.name), "promoted": row.name in result.promoted}
+        promotion = {"trace": traces.get(row.name), "promoted": row.name in result.promoted}
         rows.append({**asdict(row), "output_error": error, **promotion})
     content = {
         "step": result.step,

@@ -1,183 +1,150 @@
-"""Quantizes parameters as allocations are tried, and writes down what was chosen as a resolved spec."""
+"""Quantizes parameters while allocations of bits are tried."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 from torch import Tensor
 
-from specc.compiler.build import canonical
 from specc.compiler.int8.products import Source
-from specc.compiler.pattern import matches
-from specc.compiler.quant.rows import correctable, largest_rank
 from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
-from specc.compiler.spec.spec import RULES, SCHEMES, QuantSpec, Spec
-from specc.runtime.artifact.artifact import measured_bytes
-from specc.runtime.artifact.table import described
-from specc.runtime.artifact.tensors import QuantizedModel, entropy_bytes, quantize_tensors
+from specc.runtime.artifact.quantized_model import QuantizedModel, entropy_bytes, quantize_tensors
 from specc.runtime.calibration.gradients import Gradients
-from specc.runtime.calibration.hessian import traces
-from specc.runtime.errors import QuantizeError
-from specc.runtime.log import Say
-from specc.runtime.quantize.budget import Allocation, choose
-from specc.runtime.quantize.solve import added_nats, largest_errors, solve_bits
-from specc.runtime.storage.data_digests import DataDigests
+from specc.runtime.quantize.bit_allocation import added_nats
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
-def plain(scheme: Scheme) -> Scheme:
-    """The scheme of a rule, without what the rule matches."""
-    kind = next(kind for kind in SCHEMES if isinstance(scheme, kind))
-    settings = {name: getattr(scheme, name) for name in kind.model_fields}
-    return cast(Scheme, kind.model_validate(settings))
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Measurements of a calibration, by parameter name.
+
+    Attributes:
+        hessians: E[x x^T] a token of the inputs of each weight, f64 [columns, columns].
+        gradients: second moments of the loss's gradients.
+    """
+
+    hessians: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Gradients] = field(default_factory=dict)
 
 
-def resolved(spec: Spec, schemes: Allocation) -> Spec:
-    """`spec` with its quantization written out: one rule a parameter, and nothing left to choose."""
-    assert spec.quant is not None
-    rule_of = dict(zip(SCHEMES, RULES, strict=True))
-    rules = tuple(
-        rule_of[type(scheme)].model_validate({"match": name, **dict(scheme)}) for name, scheme in schemes.items()
-    )
-    decided = {"rules": rules, "promote": None, "allocate": None, "correct": None}
-    return spec.model_copy(update={"quant": spec.quant.model_copy(update=decided)})
+@dataclass(frozen=True, slots=True)
+class IntegerInputs:
+    """The inputs of int8 products.
+
+    Attributes:
+        sources: the products.
+        ranges: the measured range of each input, by weight.
+        trained: the scales f32 [1] or [K] that the run trained with, by the first weight that reads the input; empty
+            where calibration chooses them.
+    """
+
+    sources: Sequence[Source] = ()
+    ranges: Mapping[str, Range] = field(default_factory=dict)
+    trained: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Quantizer:
-    """Quantizes parameters as allocations are tried; each (parameter, scheme) once."""
+    """Quantizes parameters while allocations are tried: each (parameter, scheme) once.
+
+    Args:
+        weights: f32, by parameter name.
+        statistics: of the calibration; empty for schemes that need none.
+        inputs: of int8 products; empty where the model has none.
+        progress: called as `progress("quantize", done, total)` after each parameter.
+
+    Attributes:
+        solutions: how each (parameter, scheme) was solved for by its Hessian, where it was.
+    """
 
     def __init__(
         self,
-        spec: Spec,
         weights: Mapping[str, Tensor],
-        hessians: Mapping[str, Tensor],
-        gradients: Mapping[str, Gradients],
-        tell: Progress,
-        sources: Sequence[Source] = (),
-        ranges: Mapping[str, Range] | None = None,
-        trained: Mapping[str, Tensor] | None = None,
-        data_digests: DataDigests | None = None,
+        statistics: Statistics | None = None,
+        inputs: IntegerInputs | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        self.spec, self.weights, self.hessians, self.gradients = spec, weights, hessians, gradients
-        self._tell, self._data_digests = tell, data_digests
-        self.sources, self.ranges, self._trained = sources, ranges or {}, trained or {}
+        self.weights, self.statistics = weights, statistics or Statistics()
+        self.inputs, self._progress = inputs or IntegerInputs(), progress
         self._input_scales: dict[tuple[str, Scheme], Tensor | None] = {}
-        self._leader_of = {source.weight: source.leader for source in sources}
-        self._weight_of = {source.bias: source.weight for source in sources if source.bias}
+        self._leader_of = {source.weight: source.leader for source in self.inputs.sources}
+        self._weight_of = {source.bias: source.weight for source in self.inputs.sources if source.bias}
         self.solutions: dict[tuple[str, Scheme], Solution] = {}
-        self._made: dict[tuple[str, Scheme], QuantizedModel] = {}
+        self._stored: dict[tuple[str, Scheme], QuantizedModel] = {}
         self._sizes: dict[tuple[str, Scheme], int] = {}
 
-    def model(self, schemes: Allocation) -> QuantizedModel:
-        """Every parameter by its scheme. Raises QuantizeError naming one that cannot be."""
+    def model(self, schemes: Mapping[str, Scheme]) -> QuantizedModel:
+        """Every parameter by its scheme. Raises QuantizeError, naming the parameter, where a scheme refuses it."""
         for done, (name, scheme) in enumerate(schemes.items(), 1):
-            if (name, scheme) not in self._made:
-                self._one(name, schemes)
-                self._tell("quantize", done, len(schemes))
+            if (name, scheme) not in self._stored:
+                self._quantize(name, schemes)
+                if self._progress is not None:
+                    self._progress("quantize", done, len(schemes))
         shapes = {name: tuple(self.weights[name].shape) for name in schemes}
-        tensors = {name: self._made[name, scheme].tensors[name] for name, scheme in schemes.items()}
+        tensors = {name: self._stored[name, scheme].tensors[name] for name, scheme in schemes.items()}
         return QuantizedModel(dict(schemes), shapes, tensors)
 
-    def _one(self, name: str, schemes: Allocation) -> QuantizedModel:
-        """One parameter by its scheme; the weight that it is the bias of before it."""
+    def _quantize(self, name: str, schemes: Mapping[str, Scheme]) -> QuantizedModel:
+        """One parameter by its scheme; a bias after its weight."""
         scheme = schemes[name]
-        if (name, scheme) not in self._made:
+        if (name, scheme) not in self._stored:
             weight = self._weight_of.get(name)
-            beside = self._one(weight, schemes).tensors[weight] if weight is not None else None
-            hessian = self.hessians.get(name) if scheme.needs_hessian else None
-            if scheme.integer and name in self.ranges and self._trained_with(name, scheme) is None:
-                hessian = self.ranges[name].products
+            beside = self._quantize(weight, schemes).tensors[weight] if weight is not None else None
+            hessians, ranges = self.statistics.hessians, self.inputs.ranges
+            hessian = hessians.get(name) if scheme.needs_hessian else None
+            if scheme.integer and name in ranges and self._trained_scale(name, scheme) is None:
+                hessian = ranges[name].products
             solved = partial(self.solutions.__setitem__, (name, scheme))
             seen = Seen(hessian, self._input_scale(name, scheme), beside, solved)
-            one = quantize_tensors({name: self.weights[name]}, {name: scheme}, self.hessians, seen={name: seen})
-            self._made[name, scheme] = one
-            self._sizes[name, scheme] = entropy_bytes(one)
-        return self._made[name, scheme]
+            stored = quantize_tensors({name: self.weights[name]}, {name: scheme}, hessians, seen={name: seen})
+            self._stored[name, scheme] = stored
+            self._sizes[name, scheme] = entropy_bytes(stored)
+        return self._stored[name, scheme]
 
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
-        """The scale of the input that a weight shares with its leader and the others that it leads: the one that the
-        run trained with, else the one that suits what calibration saw."""
-        if name not in self.ranges:
+        """The scale of the input of a weight, which the weight shares with its leader: the one that the run trained
+        with, else the one that fits the measured range."""
+        if name not in self.inputs.ranges:
             return None
         leader = self._leader_of[name]
         if (leader, scheme) not in self._input_scales:
-            shared = [self.weights[weight] for weight, other in self._leader_of.items() if other == leader]
-            kept = self._trained_with(leader, scheme)
-            scale = scheme.input_scale(self.ranges[leader], shared) if kept is None else kept
+            sharing = [self.weights[weight] for weight, other in self._leader_of.items() if other == leader]
+            trained = self._trained_scale(leader, scheme)
+            scale = scheme.input_scale(self.inputs.ranges[leader], sharing) if trained is None else trained
             self._input_scales[leader, scheme] = scale
         return self._input_scales[leader, scheme]
 
-    def _trained_with(self, name: str, scheme: Scheme) -> Tensor | None:
-        """The scale by which the run rounded the input of a weight, which it rounded to nearest then; None where it did
-        not. A run has one a feature, all the same where the scheme keeps one number."""
-        kept = self._trained.get(self._leader_of[name]) if name in self._leader_of else None
-        if kept is None or not scheme.integer:
+    def _trained_scale(self, name: str, scheme: Scheme) -> Tensor | None:
+        """The scale by which the run rounded the input of a weight; None where it did not. A run has one scale per
+        feature, all equal where the scheme stores one number."""
+        trained = self.inputs.trained.get(self._leader_of[name]) if name in self._leader_of else None
+        if trained is None or not scheme.integer:
             return None
         (size,) = next(s.shape for s in scheme.stored(tuple(self.weights[name].shape)) if s.suffix == "input_scale")
-        return kept[:size]
-
-    def chosen(self, base: Allocation, say: Say, reserved: int = 0) -> Allocation:
-        """`base` with the bits and the corrections of low rank that the spec leaves to choose, within its budget less
-        the `reserved` bytes. Corrections are for the largest errors of those that have so many ranks, which are known
-        once bits are chosen; beside them bits are chosen anew. Raises QuantizeError as `solve_bits` and `choose` do."""
-        quant = self.spec.quant
-        assert quant is not None
-        schemes = self._widths(quant, base, say, reserved)
-        if (wish := quant.correct) is None:
-            return schemes
-        able = [
-            name
-            for name, scheme in base.items()
-            if correctable(scheme) and matches(wish.match, name)
-            if largest_rank(tuple(self.weights[name].shape)) >= wish.rank
-        ]
-        mended = largest_errors(able, lambda name: self.error(name, schemes[name]), wish.count)
-        say(f"correct: {', '.join(mended)}")
-        corrected = {
-            name: scheme.with_correction(wish.rank) if name in mended and correctable(scheme) else scheme
-            for name, scheme in base.items()
-        }
-        try:
-            return self._widths(quant, corrected, say, reserved)
-        except QuantizeError as error:  # without them it fits
-            message = f"with corrections of rank {wish.rank}, for {', '.join(mended)}: {error.message}"
-            raise QuantizeError(message, "lower quant.correct's rank or count; without them it fits") from error
-
-    def _widths(self, quant: QuantSpec, base: Allocation, say: Say, reserved: int) -> Allocation:
-        """`base` with the bits that `quant` leaves to choose."""
-        if quant.budget_bytes is not None:
-            quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
-        if quant.allocate is None or quant.budget_bytes is None:
-            return choose(quant, base, traces(self.hessians), self.estimate, self.exact, say, reserved)
-
-        def alone(name: str, scheme: Scheme) -> int:
-            return self.estimate({name: scheme})
-
-        return solve_bits(quant.allocate, quant.budget_bytes, base, self.cost, alone, self.exact, say, reserved)
+        return trained[:size]
 
     def error(self, name: str, scheme: Scheme) -> Tensor:
-        """What a parameter loses by a scheme, where the parameter is."""
-        made = self.model({name: scheme}).tensors[name]
+        """The error of a parameter by a scheme, in the parameter's shape and on its device."""
+        stored = self.model({name: scheme}).tensors[name]
         weight = self.weights[name]
-        return weight - scheme.dequantize(made, tuple(weight.shape)).to(weight.device)
+        return weight - scheme.dequantize(stored, tuple(weight.shape)).to(weight.device)
 
     def cost(self, name: str, scheme: Scheme) -> float | None:
-        """What that adds to the loss, by estimate, in nats a token; None where calibration does not tell."""
-        if name not in self.gradients:
+        """The estimated increase of the loss by that error, in nats a token; None without gradients."""
+        gradients = self.statistics.gradients.get(name)
+        if gradients is None:
             return None
-        return added_nats(self.error(name, scheme), self.hessians.get(name), self.gradients[name])
+        return added_nats(self.error(name, scheme), self.statistics.hessians.get(name), gradients)
 
-    def estimate(self, schemes: Allocation) -> int:
-        """About how many bytes the arrays take compressed."""
+    def estimate(self, schemes: Mapping[str, Scheme]) -> int:
+        """The estimated compressed bytes of the arrays."""
         self.model(schemes)
         return sum(self._sizes[item] for item in schemes.items())
 
-    def exact(self, schemes: Allocation) -> int:
-        """The bytes of the artifact."""
-        model = self.model(schemes)
-        text = canonical(resolved(self.spec, schemes)).encode()
-        table = described(schemes, model.tensors)
-        return measured_bytes(
-            spec=text, layout=model.layout(), tensors=model.tensors, table=table, trained_on=self._data_digests
-        )
+    def overdamped(self, schemes: Mapping[str, Scheme]) -> list[str]:
+        """A line for each parameter whose Hessian needed more damping than its scheme asks for."""
+        return [
+            f"{name}: Cholesky failed; its Hessian is damped by {solution.damping:g} mean diagonals"
+            for (name, scheme), solution in self.solutions.items()
+            if schemes[name] == scheme and solution.damping > solution.asked
+        ]

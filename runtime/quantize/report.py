@@ -10,9 +10,9 @@ from torch import Tensor
 from specc.compiler.int8.products import Source
 from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.quant.scheme import Range, Scheme, Solution
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized, entropy_bytes
-from specc.runtime.calibration.gradients import Gradients
-from specc.runtime.quantize.solve import added_nats
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, entropy_bytes
+from specc.runtime.quantize.bit_allocation import added_nats
+from specc.runtime.quantize.quantizer import Statistics
 
 COLUMNS = 100  # of a terminal that tables are made for
 MANY = 40  # rows of a table; more are told by role
@@ -95,7 +95,7 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
     return tuple(rows)
 
 
-def told_clipped(rows: Sequence[InputRow]) -> str:
+def clipped_line(rows: Sequence[InputRow]) -> str:
     """A line about the inputs that their scales do not reach to, the farthest first; empty where there are none."""
     found = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
     if not found:
@@ -120,13 +120,19 @@ def input_table(rows: Sequence[InputRow]) -> str:
 def report(
     params: Mapping[str, Tensor],
     model: QuantizedModel,
-    hessians: Mapping[str, Tensor],
-    gradients: Mapping[str, Gradients] | None = None,
+    statistics: Statistics,
     solutions: Mapping[tuple[str, Scheme], Solution] | None = None,
 ) -> tuple[Row, ...]:
-    """A row per parameter, in the model's order. `params` are the originals; `hessians`, `gradients` as
-    `capture_gradients` gives them, and `solutions` may lack names."""
-    gradients, solutions = gradients or {}, solutions or {}
+    """A row per parameter, in the model's order.
+
+    Args:
+        params: the originals, f32.
+        model: the quantized arrays.
+        statistics: of the calibration; names may be missing.
+        solutions: by (name, scheme), as `Quantizer.solutions`; keys may be missing.
+    """
+    solutions = solutions or {}
+    hessians, gradients = statistics.hessians, statistics.gradients
     restored = dequantized(model)
     rows: list[Row] = []
     for name, scheme in model.schemes.items():

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from specc.runtime.errors import RunFailure
+from specc.runtime.errors import cannot_write
 
 
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None]) -> None:
@@ -15,7 +15,7 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
 
     `check` gets the finished temporary file and raises to refuse it; then, as after any failure, `path` is as
     before and nothing is left beside it. Temporary files of writers that were killed are removed first.
-    Raises RunFailure when the operating system refuses (full disk, no folder, no permission).
+    Raises EnvironmentFailure when the disk is full, RunFailure when the operating system refuses for another reason.
     """
     try:
         _sweep(path)
@@ -31,8 +31,7 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
         finally:
             os.close(folder)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise RunFailure(f"cannot write {path}: {reason}", "free some space or name another path") from error
+        raise cannot_write(path, error) from error
 
 
 def _write_all(descriptor: int, part: bytes) -> None:

@@ -22,3 +22,7 @@ class DataDigests(StrictModel):
     @classmethod
     def unpacked(cls, data: bytes) -> "DataDigests":
         return cls(train=data[:32].hex(), val=data[32:].hex())
+
+    def held_out(self, digest: str) -> bool | None:
+        """Whether the text with this digest is the split that training left out; None where it is neither split."""
+        return digest == self.val if digest in (self.train, self.val) else None

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import json
 import lzma
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import specc.compiler
 import specc.runtime
 from specc.compiler.build import canonical, compile_loaded
-from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.plan.lock import Lock
 from specc.compiler.spec.spec import SCHEMES, Spec
 from specc.compiler.spec.train import BitsSpec
@@ -25,9 +24,9 @@ from specc.compiler.strict import StrictModel
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
-from specc.runtime.model.load import replace_fuse
+from specc.runtime.model.load import initial_values, replace_fuse
 from specc.runtime.optim.rules import rule_of
-from specc.runtime.quantize.quantizer import plain, resolved
+from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
 PACKAGE = "parts"
@@ -37,34 +36,23 @@ _KNOWN = "specc.runtime.submission.known"
 REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
-    ("specc.compiler.build", "canonical"): (_KNOWN, "canonical"),
-    ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
-    ("specc.runtime.artifact.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
-    ("specc.runtime.artifact.table", "described"): (_KNOWN, "described"),
+    ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
     ("specc.runtime.optim.rules", "rule_of"): (_KNOWN, "rule_of"),
+    ("specc.runtime.data.missing", "missing_source"): (_KNOWN, "missing_source"),
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
-# Methods of settings that check them, or tell sizes before there are weights: what is exported was checked.
-CHECKS: Mapping[Symbol, tuple[str, ...]] = {
-    ("specc.compiler.strict", "StrictModel"): ("problems", "problems_with"),
-    ("specc.compiler.spec.train", "ScheduleSpec"): ("lowest",),
-    ("specc.compiler.spec.train", "TrainSpec"): (
-        "problems_of_lengths",
-        "problems_of_a_step",
-        "_problems_of_beginning",
-    ),
-    ("specc.compiler.blocks.init", "Init"): ("refusal",),
-    ("specc.compiler.quant.scheme", "Scheme"): ("estimate_bytes",),
-    ("specc.compiler.quant.rows", "PerRow"): ("normal_clip",),
-}
-LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
+LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
+MATCHES = (48, 64, 96, 128, 273)  # lengths at which the encoder takes a match; which is best, nobody knows before
+# Strings and characters of C++, which stay, and comments.
+_CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
-import base64,json,lzma,os,shutil,sys,tempfile
+import base64,lzma,os,shutil,sys,tempfile
 if __name__=="__main__":
  d=tempfile.mkdtemp(prefix="train_gpt-");sys.path.insert(0,d)
  try:
-  for n,t in json.loads(lzma.decompress(base64.b85decode(b"{data}"))).items():
+  f=lzma.decompress(base64.b85decode(b"{data}")).decode().split("\\0")
+  for n,t in zip(f[::2],f[1::2]):
    p=os.path.join(d,"{package}",n);os.makedirs(os.path.dirname(p),exist_ok=True)
    with open(p,"w",encoding="utf-8") as f:f.write(t)
   from {package}.{entry} import main
@@ -77,7 +65,9 @@ if __name__=="__main__":
 def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> str:
     """The text of train_gpt.py. `spec` is that of the run, with its bits still to be chosen."""
     files = modules(spec, lock, targets, tokenizer, codec)
-    packed = lzma.compress(json.dumps(files, separators=(",", ":"), ensure_ascii=False).encode(), filters=LZMA)
+    data = "\0".join(part for file in files.items() for part in file).encode()
+    filters = [{**LZMA, "nice_len": length} for length in MATCHES]
+    packed = min((lzma.compress(data, lzma.FORMAT_ALONE, filters=[one]) for one in filters), key=len)
     entry = _flat(ENTRY)
     return STUB.format(data=base64.b85encode(packed).decode(), package=PACKAGE, entry=entry)
 
@@ -85,10 +75,26 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> dict[str, str]:
     """The files of the package that train_gpt.py unpacks, by path."""
     plan, generated = _plan(spec, lock, targets, tokenizer, codec)
-    shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE, CHECKS)
+    shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE)
     shaker.reach(ENTRY, "main")
-    files = {name: shaker.rewritten(text) if name.endswith(".py") else text for name, text in generated.items()}
-    return dict(sorted({**files, **shaker.texts()}.items()))
+    files = {
+        name: shaker.rewritten(text) if name.endswith(".py") else _without_comments(text)
+        for name, text in generated.items()
+    }
+    return dict(sorted({**files, **shaker.texts()}.items(), key=_beside_similar))
+
+
+def _beside_similar(file: tuple[str, str]) -> tuple[bool, str, bool, str, str]:
+    """A sort key by which similar files stand together and compress well: a kernel beside that of other targets, and
+    the tables of the plan last."""
+    path = PurePosixPath(file[0])
+    return path.stem == _flat(PLAN), path.suffix, len(path.parts) > 1, path.name, file[0]
+
+
+def _without_comments(text: str) -> str:
+    """CUDA C++ without comments, blank lines and indentation."""
+    code = _CUDA_TOKEN.sub(lambda token: "" if token[0].startswith("/") else token[0], text)
+    return "".join(f"{line.strip()}\n" for line in code.splitlines() if line.strip())
 
 
 def _sources() -> dict[str, str]:
@@ -116,8 +122,7 @@ def _plan(
         for target, one in programs.items()
     }
     first = programs[targets[0]]
-    inits = {p.name: p.init.numbers(p.shape, first.layers) for p in first.params}
-    base = {name: plain(scheme) for name, scheme in allocation(quant, first.params).items()}
+    base = base_schemes(quant, first.params)
     whole = resolved(spec, base)
     pieces = tokenizer.piece_bytes()
     facts = (tokenizer.name, tokenizer.vocab, tokenizer.bos, tokenizer.lossless, tokenizer.digest())
@@ -128,12 +133,12 @@ def _plan(
         "CODEC": int(codec),
         "TARGETS": tuple(targets),
         "WINDOW": spec.model.window,
-        "TRAIN": spec.train,
+        "TRAIN": spec.train.model_copy(update={"validate_every": 0, "checkpoint_every": 0}),
         "EVAL": spec.eval,
         "PHASES": first.phases,
-        "QUANT": quant.model_copy(update={"rules": (), "default": plain(quant.default)}),
+        "QUANT": quant.model_copy(update={"rules": (), "default": None}),
         "PARAMS": params,
-        "INITS": inits,
+        "INITS": initial_values(first),
         "BASE": base,
         "SCHEMES": used,
         "RULES": {optimizer.kind: rule_of(optimizer) for optimizer in spec.train.optimizers},
@@ -170,7 +175,8 @@ def spelled(value: Any, classes: set[type]) -> str:
         fields = type(value).model_fields
         return call(type(value), [(n, one) for n, one in value if fields[n].is_required() or one != fields[n].default])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return call(type(value), [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)])
+        given = [(one, getattr(value, one.name)) for one in dataclasses.fields(value)]
+        return call(type(value), [(one.name, inner) for one, inner in given if inner != one.default])
     if isinstance(value, type):
         classes.add(value)
         return value.__name__

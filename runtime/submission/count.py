@@ -1,4 +1,4 @@
-"""How many bytes a submission takes, counted as the challenge counts them: its code as it stands, and its weights."""
+"""The bytes of a submission, counted as the challenge counts them: its code as it stands, and its weights."""
 
 import stat
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ def is_submission(path: Path) -> bool:
 
 
 def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
-    """What the submission in the folder `path` takes, of `budget` bytes; where unset, of the `quant.budget_bytes` of
-    the spec in its weights, or else of the challenge's 16,000,000.
+    """The bytes of the submission in the folder `path` against a budget: `budget`, else the `quant.budget_bytes` of the
+    spec in its weights, else the challenge's 16,000,000.
 
     Raises IntegrityError where one of its files is missing or not a regular file, or the weights are none.
     """

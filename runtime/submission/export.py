@@ -2,22 +2,20 @@
 
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from specc.compiler.build import canonical
 from specc.compiler.spec.train import BitsSpec
-from specc.runtime.artifact.artifact import write_artifact
 from specc.runtime.artifact.codecs import Codec
-from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.from_spec import tokenizer_of
-from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.errors import IntegrityError, RunFailure, cannot_write
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
-from specc.runtime.open_model import Say, Verified, as_trained, read_verified
+from specc.runtime.open_model import Say, as_trained, read_verified
+from specc.runtime.quantize.packer import SpecPacker
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
@@ -72,8 +70,19 @@ def export_submission(
             raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
         raise RunFailure(f"{source} was made of another spec than the run has now", again)
     text = _code(run, targets, search, codec)
-    with _whole_or_none(out, code):
-        _write(found, text, code, weights, codec)
+    with _removed_on_failure(out, weights):
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            code.unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_write(out, error) from error
+        SpecPacker(found.spec, found.trained_on, codec).write(weights, found.stored)
+
+        def check(temporary: Path) -> None:
+            if temporary.read_bytes() != text.encode():
+                raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
+
+        write_atomically(code, [text.encode()], check)
     python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
@@ -86,40 +95,16 @@ def export_submission(
 
 
 @contextmanager
-def _whole_or_none(out: Path, code: Path) -> Iterator[None]:
-    """The folder `out`, without the code that is to be replaced. After a failure, none where there was none before."""
-    there = out.exists()
+def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
+    """Removes `file`, `folder` and its parents again where they were not there before and the body fails."""
+    fresh = [path for path in (file, folder, *folder.parents) if not path.exists()]
     try:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            code.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunFailure(f"cannot write {out}: {error.strerror}") from error
         yield
     except BaseException:
-        if not there:
-            shutil.rmtree(out, ignore_errors=True)
+        for path in fresh:
+            with suppress(OSError):
+                path.rmdir() if path.is_dir() else path.unlink()
         raise
-
-
-def _write(found: Verified, text: str, code: Path, weights: Path, codec: Codec) -> None:
-    """Writes the weights, and then the code, which makes a submission whole."""
-    deployment = Deployment.of(found.spec)
-    write_artifact(
-        weights,
-        spec=canonical(found.spec).encode(),
-        interface=deployment.interface,
-        code=deployment.code,
-        layout=deployment.layout,
-        tensors=found.stored.tensors,
-        codec=codec,
-    )
-
-    def check(temporary: Path) -> None:
-        if temporary.read_bytes() != text.encode():
-            raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
-
-    write_atomically(code, [text.encode()], check)
 
 
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:

@@ -1,5 +1,4 @@
-"""Stands, in a submission, for what it has from the compiler or does without: the resolved spec, text as data, the
-user's folders."""
+"""Stand-ins, in a submission, for what finds things by the compiler, reads text as data, or needs Pydantic."""
 
 from __future__ import annotations
 
@@ -7,47 +6,36 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
-from specc.runtime.artifact import artifact
-from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.record import HINT, RECORD, ShardEntry, ShardRecord, SplitEntry
 from specc.runtime.optim.update_rule import UpdateRule
 from specc.runtime.submission import plan
 
-
-def resolved(spec: object, schemes: Mapping[str, Scheme]) -> dict[str, Any]:
-    """The resolved spec with one rule a parameter, as data."""
-    data: dict[str, Any] = json.loads(plan.SPEC)
-    data["quant"]["rules"] = [{"match": name, **scheme.model_dump()} for name, scheme in schemes.items()]
-    return data
+SHARDS = "give a folder of NAME_train_*.bin and NAME_val_*.bin"
 
 
-def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
-    """The update rule of a kind of optimizer; the plan holds those of its spec."""
+def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:
+    """The update rule of a kind of optimizer."""
     return plan.RULES[spec.kind]
 
 
-def canonical(data: Mapping[str, Any]) -> str:
-    """As the compiler's: one text for one spec."""
-    return json.dumps(data, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-
-
-def measured_bytes(**words: Any) -> int:
-    """As `artifact.measured_bytes`, by the codec of the submission."""
-    return artifact.measured_bytes(**words, codec=Codec(plan.CODEC))
-
-
-def described(schemes: object, tensors: object) -> bytes:
-    """No table of arrays: a submission multiplies none as it is stored."""
-    return b""
+def owners(optimizers: object, shapes: Mapping[str, object]) -> Mapping[str, int]:
+    """Parameter name -> index of its optimizer, as the compiler assigned it."""
+    assigned = ((param.name, param.optimizer) for param in next(iter(plan.PARAMS.values())))
+    index = {name: i for name, i in assigned if i is not None}
+    return {name: index[name] for name in shapes}
 
 
 def open_cached(source: object, *how: object) -> NoReturn:
-    raise DataError(f"{source} holds no token shards", "give a folder of NAME_train_*.bin and NAME_val_*.bin")
+    raise DataError(f"{source} holds no token shards", SHARDS)
+
+
+def missing_source(path: Path) -> DataError:
+    """The error for a folder that does not exist."""
+    return DataError(f"{path}: no such file or folder", SHARDS)
 
 
 def read_record(folder: Path) -> ShardRecord | None:

@@ -1,4 +1,4 @@
-"""What the arrays of an artifact take by the plain scheme that parameter-golf's PR 1105 ships: to compare with."""
+"""The bytes of an artifact's arrays by the plain scheme that parameter-golf's PR 1105 ships, to compare with."""
 
 import io
 from dataclasses import dataclass

@@ -1,14 +1,16 @@
 """Takes out of a package just what an entry needs, statement by statement, as modules of another package.
 
 Modules are read, never run. From the entry's module every top-level statement that is reached is kept: names lead to
-the statements that bind them, imports to those of other modules. Docstrings and annotations go, imports are written
-anew, so that a module that is only named in an annotation is not reached at all.
+the statements that bind them, imports to those of other modules. A method is kept if what is kept mentions its name;
+classes that derive from others than the package's keep all of theirs. Docstrings and annotations go, imports are
+written anew, so that a module that is only named in an annotation is not reached at all.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -39,7 +41,6 @@ class Shaker:
         replaced: symbols to take others for, as (module, name) pairs; a module outside the package stands for all of
             its names.
         package: what the new modules are part of, each under its own name with `_` for `.`.
-        dropped: methods that a class, and all that derive from it, go without.
     """
 
     def __init__(
@@ -48,19 +49,21 @@ class Shaker:
         sources: Mapping[str, str],
         replaced: Mapping[Symbol, Symbol],
         package: str = "parts",
-        dropped: Mapping[Symbol, Collection[str]] | None = None,
     ) -> None:
         self._root, self._sources, self._replaced, self._package = root, sources, replaced, package
-        self._dropped = dropped or {}
         self._modules: dict[str, _Module] = {}
-        self._queue: list[tuple[str, int]] = []
+        self._queue: list[tuple[str, ast.stmt]] = []
+        self._mentioned: set[str] = set()
+        self._unmentioned: dict[str, list[tuple[str, ast.stmt]]] = {}  # methods, by name, with their module
 
     def reach(self, module: str, name: str) -> None:
         """Keeps what `name` stands for in `module`, and all that it needs."""
         self._reach(self._resolved((module, name)))
+        self._drain()
+
+    def _drain(self) -> None:
         while self._queue:
-            owner, place = self._queue.pop()
-            self._follow(owner, self._modules[owner].body[place])
+            self._follow(*self._queue.pop())
 
     def rewritten(self, text: str) -> str:
         """A module from outside the package, whole, with its docstrings gone and its imports of the package led to the
@@ -71,26 +74,43 @@ class Shaker:
             for target in _targets_of(node):
                 if self.inside(target[0]):
                     self.reach(*target)
-        return ast.unparse(ast.fix_missing_locations(_Imports(self).visit(tree))) + "\n"
+            self._mention(node)
+        self._drain()
+        return _text(ast.fix_missing_locations(_Imports(self).visit(tree)))
 
     def texts(self) -> dict[str, str]:
         """The new modules, by file name."""
         made: dict[str, str] = {}
         for name, module in sorted(self._modules.items()):
             if module.kept or module.used:
-                tree = ast.Module([*self._import_lines(module), *(module.body[i] for i in sorted(module.kept))], [])
+                body = [self._without_unmentioned(module.body[i]) for i in sorted(module.kept)]
+                tree = ast.Module([*self._import_lines(module), *body], [])
                 tree = ast.fix_missing_locations(_Imports(self).visit(tree))
-                made[f"{_flat(name)}.py"] = ast.unparse(tree) + "\n"
+                made[f"{_flat(name)}.py"] = _text(tree)
         return made
 
+    def _without_unmentioned(self, statement: ast.stmt) -> ast.stmt:
+        """A statement; of a class, without the methods that nothing mentions."""
+        if isinstance(statement, ast.ClassDef):
+            left_out = {id(method) for methods in self._unmentioned.values() for _, method in methods}
+            statement.body = [inner for inner in statement.body if id(inner) not in left_out] or [ast.Pass()]
+        return statement
+
     def _import_lines(self, module: _Module) -> Iterable[ast.stmt]:
+        """One statement per imported module."""
+        names: dict[str, list[ast.alias]] = {}
         for name, (source, symbol) in sorted(module.used.items()):
             if name in module.dotted and symbol is None:
                 yield from (ast.Import([ast.alias(whole)]) for whole in module.dotted[name])
+                continue
+            statement = self.import_of(source, symbol, name)
+            if isinstance(statement, ast.ImportFrom):
+                names.setdefault(str(statement.module), []).extend(statement.names)
             else:
-                yield self.import_of(source, symbol, name)
+                yield statement
+        yield from (ast.ImportFrom(source, aliases, 0) for source, aliases in sorted(names.items()))
 
-    def import_of(self, source: str, symbol: str | None, name: str) -> ast.stmt:
+    def import_of(self, source: str, symbol: str | None, name: str) -> ast.Import | ast.ImportFrom:
         """The statement that binds `name` to a symbol."""
         inside = source in self._sources
         if symbol is None and not inside:
@@ -161,19 +181,21 @@ class Shaker:
         for place in [*places, *effects]:
             if place not in module.kept and not isinstance(module.body[place], ast.Import | ast.ImportFrom):
                 module.kept.add(place)
-                self._queue.append((name, place))
+                self._queue.append((name, module.body[place]))
 
     def _follow(self, owner: str, statement: ast.stmt) -> None:
         module = self._modules[owner]
-        if isinstance(statement, ast.ClassDef) and (gone := self._gone((owner, statement.name))):
-            kept = [one for one in statement.body if not (isinstance(one, ast.FunctionDef) and one.name in gone)]
-            statement.body = kept or [ast.Pass()]
+        if isinstance(statement, ast.ClassDef) and self._is_closed(owner, statement):
+            for method in _methods(statement):
+                if method.name not in self._mentioned:
+                    self._unmentioned.setdefault(method.name, []).append((owner, method))
         attributes = {
             id(node.value): node.attr
-            for node in ast.walk(statement)
+            for node in self._kept(statement)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         }
-        for node in ast.walk(statement):
+        for node in self._kept(statement):
+            self._mention(node)
             for target in _targets_of(node):
                 if self.inside(target[0]):
                     self._reach(self._resolved(target))
@@ -192,21 +214,50 @@ class Shaker:
                     module.used[node.id] = symbol
                 self._reach(symbol)
 
-    def _gone(self, symbol: Symbol) -> set[str]:
-        """The methods that a class goes without: its own, and those of what it derives from, by name."""
-        gone, (owner, name) = set(self._dropped.get(symbol, ())), symbol
-        module = self._module(owner) if owner in self._sources else _Module([], False)
-        for statement in (module.body[place] for place in module.bound.get(name or "", ())):
-            for base in statement.bases if isinstance(statement, ast.ClassDef) else ():
-                if isinstance(base, ast.Name) and (base.id in module.imports or base.id in module.bound):
-                    gone |= self._gone(self._resolved((owner, base.id)))
-        return gone
+    def _mention(self, node: ast.AST) -> None:
+        """Keeps the methods of a name that `node` mentions."""
+        for name in _names_of(node):
+            self._mentioned.add(name)
+            self._queue.extend(self._unmentioned.pop(name, ()))
+
+    def _kept(self, statement: ast.stmt) -> Iterator[ast.AST]:
+        """All nodes of a statement but those of methods that nothing mentions."""
+        left_out = {id(method) for methods in self._unmentioned.values() for _, method in methods}
+        pending: list[ast.AST] = [statement]
+        while pending:
+            node = pending.pop()
+            if node is statement or id(node) not in left_out:
+                yield node
+                pending.extend(ast.iter_child_nodes(node))
+
+    def _is_closed(self, owner: str, statement: ast.ClassDef) -> bool:
+        """Whether a class derives from classes of the package alone: nobody else calls its methods by their names."""
+        bases = [base.value if isinstance(base, ast.Subscript) else base for base in statement.bases]
+        if not all(isinstance(base, ast.Name) for base in bases):
+            return False
+        for name in (base.id for base in bases if isinstance(base, ast.Name)):
+            module = self._module(owner)
+            if name not in module.imports and name not in module.bound:
+                return False
+            origin, symbol = self._resolved((owner, name))
+            if (origin, symbol) in (("typing", "Generic"), ("typing", "Protocol")):
+                continue
+            places = self._module(origin).bound.get(symbol or "", ()) if origin in self._sources else ()
+            found = [self._module(origin).body[place] for place in places]
+            if not found or not all(isinstance(one, ast.ClassDef) and self._is_closed(origin, one) for one in found):
+                return False
+        return True
 
     def _through(self, module: str, attribute: str | None) -> None:
         """What `module.attribute` needs. The name must be the module's own, as its imports are written anew."""
         if attribute is None or attribute not in self._module(module).bound:
             raise ShakeError(f"{module} is used as more than a place of names ({attribute})")
         self._reach((module, attribute))
+
+
+def _text(tree: ast.AST) -> str:
+    """The source of a module, indented by one space; strings of several lines are written on one."""
+    return re.sub("(?m)^( {4})+", lambda spaces: " " * (len(spaces[0]) // 4), ast.unparse(tree)) + "\n"
 
 
 def _flat(module: str) -> str:
@@ -218,6 +269,22 @@ def _targets_of(node: ast.AST) -> list[tuple[str, str]]:
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [(node.module, alias.name) for alias in node.names]
     return []
+
+
+def _methods(statement: ast.ClassDef) -> list[ast.FunctionDef]:
+    """The methods of a class that Python does not call by itself."""
+    functions = [inner for inner in statement.body if isinstance(inner, ast.FunctionDef)]
+    return [method for method in functions if not (method.name.startswith("__") and method.name.endswith("__"))]
+
+
+def _names_of(node: ast.AST) -> Iterator[str]:
+    """The names by which a node could mean a method."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+        yield node.value
 
 
 def _bindings(statement: ast.stmt) -> set[str]:
@@ -245,10 +312,10 @@ class _Imports(ast.NodeTransformer):
 
 
 class _Strip(ast.NodeTransformer):
-    """Removes docstrings, what is for type checkers alone and, with `annotations`, annotations.
+    """Removes docstrings, and with `annotations` what is for type checkers alone: annotations, casts and assertions.
 
-    Of a class the annotations stay, as `int`: dataclasses find their fields by them. One that states a range with
-    `Field(...)` stays as it is.
+    Of a class the annotations stay, as `int`: dataclasses find their fields by them. One that states the range of a
+    number with `Field(...)` stays as it is.
     """
 
     def __init__(self, annotations: bool) -> None:
@@ -277,6 +344,14 @@ class _Strip(ast.NodeTransformer):
             node.annotation = None
         return node
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        cast = isinstance(node.func, ast.Name) and node.func.id == "cast" and len(node.args) == 2
+        return node.args[1] if cast and self._annotations else node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.Assert | None:
+        return None if self._annotations else node
+
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
         if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             return [cast(ast.stmt, self.visit(statement)) for statement in node.orelse]
@@ -291,7 +366,7 @@ class _Strip(ast.NodeTransformer):
             return node
         text = ast.unparse(node.annotation)
         if self._in_class and "ClassVar" not in text:
-            if "Field(" not in text:
+            if not re.search(r"Field\((?:ge|gt|le|lt)=", text):
                 node.annotation = ast.Name("int", ast.Load())
             return node
         return ast.Assign([node.target], node.value) if node.value is not None else None

@@ -2,10 +2,11 @@
 
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +14,24 @@ from torch import Tensor
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.log import Reporter, Step
 from specc.runtime.metrics.validation import Measured, Validates
-from specc.runtime.storage import checkpoint
-from specc.runtime.storage.run_directory import Run
+from specc.runtime.storage.checkpoint import Snapshot
 from specc.runtime.train.signals import Signals, Stopped
 from specc.runtime.train.trainer import Trainer
 
 _MEMORY = "lower train.micro_batch; the size of a step may stay"
+
+
+class RunLabel(Protocol):
+    """The names by which a run reports and resumes."""
+
+    @property
+    def directory(self) -> Path: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def spec_digest(self) -> str: ...
+    @property
+    def resume_command(self) -> str: ...
 
 
 class _SignalReceived(Exception):
@@ -66,15 +79,25 @@ class Loop:
     are compared once a step, so that all stop at the same one. Rank 0 saves and reports.
 
     Args:
-        run: the run directory.
+        run: the names by which the run reports and resumes.
         trainer: the model in training.
         validation: the data that the model is scored on.
         reporter: where to report to.
         limits: what ends this run early.
+        save: commits the state and returns where; it raises RunFailure when the disk is full.
     """
 
-    def __init__(self, run: Run, trainer: Trainer, validation: Validates, reporter: Reporter, limits: Limits) -> None:
-        self._run, self._trainer, self._validation, self._limits = run, trainer, validation, limits
+    def __init__(
+        self,
+        run: RunLabel,
+        trainer: Trainer,
+        validation: Validates,
+        reporter: Reporter,
+        limits: Limits,
+        save: Callable[[Snapshot], Path],
+    ) -> None:
+        self._run, self._trainer, self._validation = run, trainer, validation
+        self._limits, self._save = limits, save
         self._log, self._progress, self._say = reporter.log, reporter.progress, reporter.say
         self._signals = Signals()
         self._began = time.monotonic()
@@ -205,7 +228,7 @@ class Loop:
         self._report(trainer.settle())
         trainer.require_same()
         trainer.gather()
-        path = trainer.world.first(lambda: checkpoint.save(self._run.checkpoints, trainer.snapshot()))
+        path = trainer.world.first(lambda: self._save(trainer.snapshot()))
         self._log.write("checkpoint", step=trainer.step, path=path.name)
         return path
 

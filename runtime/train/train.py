@@ -135,12 +135,13 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     elif leads:  # only now that all fits: what failed before can be tried again in the same place
         run.create(ready.files)
     limits = Limits(options.stop_after_steps, options.max_seconds)
+    save = partial(checkpoint.save, run.checkpoints)
     if not leads:
-        return Loop(run, trainer, validation, Reporter(Silence(), Silence(), say), limits).run()
+        return Loop(run, trainer, validation, Reporter(Silence(), Silence(), say), limits, save).run()
     log = RunLog(run.log)
     stack.callback(log.close)
     progress = stack.enter_context(open_progress(say))
-    return Loop(run, trainer, validation, Reporter(log, progress, say), limits).run()
+    return Loop(run, trainer, validation, Reporter(log, progress, say), limits, save).run()
 
 
 def _to_resume(options: TrainOptions) -> Path | None:

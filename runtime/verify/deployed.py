@@ -15,14 +15,14 @@ from specc.compiler.int8.products import integer_products
 from specc.compiler.kernels.int8.gemm import int8_epilogue
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
-from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.programs import reference
 from specc.compiler.spec.spec import Spec
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.model.load import Loaded, device_of, instantiate
 from specc.runtime.open_model import realize_stored
-from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
+from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer, Statistics
+from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.verify.judge import PEAK, RMS, Judge, inputs_of, sizes_of
 from specc.runtime.verify.random_inputs import int8_operands
 from specc.runtime.verify.verify import STEPPED, Check, batch_of, not_here, traces
@@ -62,11 +62,11 @@ def _quantized(spec: Spec, target: str) -> tuple[dict[str, Tensor], QuantizedMod
         param.name: torch.randn(param.shape) * (0.2 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5)
         for param in programs.params
     }
-    schemes = {name: plain(scheme) for name, scheme in allocation(spec.quant, programs.params).items()}
+    schemes = base_schemes(spec.quant, programs.params)
     sources = integer_products(programs, schemes)
     ranges = input_ranges(programs, sources, [batch_of(spec, programs, "score", 16, _tokens(spec), "cpu")], weights)
     hessians = {n: torch.eye(weights[n].shape[-1]).double() for n, scheme in schemes.items() if scheme.needs_hessian}
-    quantizer = Quantizer(spec, weights, hessians, {}, lambda *_: None, sources, ranges)
+    quantizer = Quantizer(weights, Statistics(hessians), IntegerInputs(sources, ranges))
     return weights, quantizer.model(schemes)
 
 

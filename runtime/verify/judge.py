@@ -27,7 +27,10 @@ TILES = 3  # for each multiprocessor: it goes from one to the next, and uses eac
 SIDE = 256  # rows and columns; no kernel's tile has more
 TOKENS = 343  # of a sequence where there are many: no tile divides their product
 EVERY = 7  # rows of a product one is judged where there are many: of each 8, which a tile's smallest part has, one
+PARTS = 8  # into which the rows of a sum are cut to estimate the size of its terms
+FEW = 16  # numbers whose rounding errors are too few to be compared by ratio alone
 LOOSER = 1.5  # what the error of several kernels together may be, as a multiple of that of the unfused chain
+FEW_LOOSER = 10.0  # the same for few numbers
 FLOORS = {torch.float32: 1e-5}  # relative; what rounding may cost where that chain happens to be exact
 FLOOR = 1e-3
 
@@ -60,9 +63,13 @@ class Composed:
     eager: float
     exact: str = "float64"
 
-    def ok(self, dtype: torch.dtype, room: float = LOOSER) -> bool:
-        """Whether the kernels are no further off than the chain explains, or rounding to `dtype`; not with NaN."""
-        return self.generated <= max(room * self.eager, FLOORS.get(dtype, FLOOR))
+    def ok(self, dtype: torch.dtype, room: float = LOOSER, count: int = FEW + 1) -> bool:
+        """Whether the kernels are no further off than the chain explains, or rounding to `dtype`; not with NaN. Of few
+        numbers, `count`, the chain's error may be small by chance: each may be off by one unit of `dtype`."""
+        floor = FLOORS.get(dtype, FLOOR)
+        if count <= FEW:
+            room, floor = max(room, FEW_LOOSER), max(floor, torch.finfo(dtype).eps)
+        return self.generated <= max(room * self.eager, floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +133,47 @@ class Judge:
 
     def errors(self, found: Sequence[Tensor]) -> tuple[Errors, ...]:
         """Of every output; infinite where one has another shape, or is not finite: what was not written is NaN."""
-        return tuple(map(self._errors, found, self.exact, self.bars, self.site.node.types))
+        return tuple(self._errors(i, value) for i, value in enumerate(found))
 
     def relative(self, errors: Sequence[Errors]) -> Composed:
         """RMS errors as shares of the RMS of what is exact, of a kernel that has `errors` and of the bars."""
         shares = [bar[0] / max(rms_of(want), TINIEST) for bar, want in zip(self.bars, self.exact, strict=True)]
         return Composed(max(error.rms * share for error, share in zip(errors, shares, strict=True)), max(shares))
 
-    def _errors(self, value: Tensor, want: Tensor, bars: tuple[float, float], type: TensorType) -> Errors:
-        shape, sample = want.shape, self.sample
+    def _errors(self, i: int, value: Tensor) -> Errors:
+        want, bars, type, sample = self.exact[i], self.bars[i], self.site.node.types[i], self.sample
+        shape = want.shape
         if sample is not None and sample.has(type):
             shape = torch.Size((*self.inputs[0].shape[: len(sample.dims)], *want.shape[1:]))
         if value.shape != shape or not bool(value.isfinite().all()):
             return Errors(float("inf"), float("inf"))
         error = ((sample(value, type) if sample is not None else value).double() - want).abs()
-        return Errors(rms_of(error) / bars[0], error.max().item() / bars[1])
+        errors = Errors(rms_of(error) / bars[0], error.max().item() / bars[1])
+        if errors.ok or any(isinstance(dim, str) for dim in type.shape) or want.numel() > FEW:
+            return errors
+        bound = self.rounding_of_sum(i, value.dtype)
+        return Errors(rms_of(error) / max(bars[0], bound), error.max().item() / max(bars[1], bound))
+
+    def rounding_of_sum(self, i: int, dtype: torch.dtype) -> float:
+        """A bound on the rounding error of output `i`, a sum over rows: half a unit of the result in `dtype`, and f32
+        additions, whose errors grow with the terms and not with their sum, which may cancel."""
+        op, types = self.site.node.op, self.site.inputs
+        dim = "B" if op.mixes_tokens else "T"
+        places = [type.shape.index(dim) if dim in type.shape else None for type in types]
+        rows = next(value.shape[at] for value, at in zip(self.inputs, places, strict=True) if at is not None)
+        square = torch.zeros_like(self.exact[i])
+        for part in torch.arange(rows).tensor_split(min(PARTS, rows)):
+            start, count = int(part[0]), len(part)
+            cut = [
+                value if at is None else value.narrow(at, start, count)
+                for value, at in zip(self.inputs, places, strict=True)
+            ]
+            wide: Any = [upcast(value, torch.float64) for value in cut]
+            square += reference.node_value(self.site.node, wide)[i].square()
+        additions: float = ROUNDINGS * op.chained * torch.finfo(torch.float32).eps * rows**0.5
+        largest: float = self.exact[i].abs().max().item()
+        terms: float = square.sqrt().max().item()
+        return torch.finfo(dtype).eps / 2 * largest + additions * terms
 
     def call(self, kernel: Callable[..., Any]) -> tuple[Tensor, ...]:
         """The kernel's outputs on the inputs, in memory that was full of NaN."""
@@ -156,7 +189,7 @@ def composed(
     for have, other, want in zip(found, chain, exact, strict=True):
         own = _norm_error(have, want) if have.shape == want.shape else math.inf
         seen = Composed(own, _norm_error(other, want), str(want.dtype).removeprefix("torch."))
-        yield seen, seen.ok(have.dtype)
+        yield seen, seen.ok(have.dtype, count=want.numel())
 
 
 def _norm_error(found: Tensor, exact: Tensor) -> float:

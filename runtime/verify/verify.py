@@ -29,7 +29,9 @@ from specc.compiler.vocabulary import PAD
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, runs_on
 from specc.runtime.train.sources.feed import shifted
-from specc.runtime.verify.judge import LOOSER, Composed, Errors, Judge, inputs_of, sizes_of
+from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
+
+DRAWS = 8  # of random signs, to estimate the size of a sum's terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,8 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     """Loss and every gradient of the generated module against float64; the unfused module shows what rounding costs.
     Where training draws, the loss is the mean of what scoring gives.
 
-    What it costs the gradient of a single number, one sum of many terms that may cancel, is chance: such numbers are
-    told apart, with more room, and hide no error of a matrix.
+    A gradient of few numbers is a sum of many terms that may cancel. Its error is relative to the size of the terms,
+    which `_term_sizes` estimates, and is reported apart from those of matrices.
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, min(spec.model.window, 48))
@@ -166,7 +168,10 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
     loss = reference.run(programs, program, inputs, exact)["loss"].mean()
     loss.backward()  # type: ignore[no-untyped-call]
     truth = {name: _gradient(tensor) for name, tensor in exact.items()}
-    least = 1e-5 * max(tensor.norm().item() for tensor in truth.values())
+    least = dict.fromkeys(truth, 1e-5 * max(tensor.norm().item() for tensor in truth.values()))
+    few = {path for path, value in exact.items() if value.numel() <= FEW}
+    for path, size in _term_sizes(programs, inputs, {path: exact[path] for path in few}, exact).items():
+        least[path] = max(least[path], size)
     losses: dict[str, float] = {}
     errors: dict[str, dict[str, float]] = {}
     for name, loaded in (("fused", fused), ("plain", plain)):
@@ -176,22 +181,38 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
         found.backward()
         errors[name] = {}
         for path, parameter in loaded.model.named_parameters():
-            errors[name][path] = _relative(_gradient(parameter), truth[path], least)
+            errors[name][path] = _relative(_gradient(parameter), truth[path], least[path])
         losses[name] = abs(found.item() - loss.item()) / abs(loss.item())
         loaded.model.zero_grad()
     target = fused.target.name
     dtype = DTYPES[_dtype(fused)]
     seen = f"relative error {losses['fused']:.1e}; unfused {losses['plain']:.1e}"
     yield Check(target, "loss against float64", Composed(losses["fused"], losses["plain"]).ok(dtype), seen)
-    single = {path for path, value in exact.items() if value.numel() == 1}
-    groups = (("gradients", exact.keys() - single, LOOSER), ("gradients of single numbers", single, 10.0))
-    for title, paths, room in groups:
+    for title, paths, count in (("gradients", exact.keys() - few, FEW + 1), ("gradients of few numbers", few, FEW)):
         if not paths:
             continue
         worst, at = max((errors["fused"][path], path) for path in paths)
         plainly = max(errors["plain"][path] for path in paths)
         seen = f"worst {worst:.1e} at {at}; unfused {plainly:.1e}"
-        yield Check(target, f"{title} against float64", Composed(worst, plainly).ok(dtype, room), seen)
+        yield Check(target, f"{title} against float64", Composed(worst, plainly).ok(dtype, count=count), seen)
+
+
+def _term_sizes(
+    programs: Programs, inputs: Mapping[str, Tensor], few: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """The root of the sum of squares of the terms that the gradient of each of `few` sums up, one term per token: the
+    root mean square of that sum over random signs of the terms (Hutchinson's estimator)."""
+    if not few:
+        return {}
+    given = {name: inputs[name] for name, _ in programs.program("score").inputs}
+    nats = reference.run(programs, "score", given, weights)["loss"]
+    generator, squares = torch.Generator().manual_seed(0), dict.fromkeys(few, 0.0)
+    for _ in range(DRAWS):
+        signs = torch.randint(2, nats.shape, generator=generator).to(nats) * 2 - 1
+        gradients = torch.autograd.grad((nats * signs).mean(), [*few.values()], retain_graph=True, allow_unused=True)
+        for path, gradient in zip(few, gradients, strict=True):
+            squares[path] += 0.0 if gradient is None else gradient.square().sum().item() / DRAWS
+    return {path: square**0.5 for path, square in squares.items()}
 
 
 def _gradient(parameter: Tensor) -> Tensor:

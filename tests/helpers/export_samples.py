@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specc.compiler.quant.scheme import Stored
-from specc.runtime.artifact.artifact import Artifact, write_artifact
+from specc.runtime.artifact.artifact import Artifact, ArtifactContents, write_artifact
 
 Array = np.ndarray[Any, Any]
 Tensors = Mapping[str, Mapping[str, Array]]
@@ -52,7 +52,9 @@ SMALL: Layout = [
 def write(path: Path, layout: Layout = SMALL, seed: int = 0, **more: object) -> dict[str, dict[str, Array]]:
     tensors = random_arrays(layout, seed)
     spec = spec_of(layout, **more)
-    write_artifact(path, spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors, quality=5)
+    write_artifact(
+        path, ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors), quality=5
+    )
     return tensors
 
 

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from specc.compiler import pipeline
 from specc.compiler.int8.products import Source, integer_products
-from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.spec.spec import Spec
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.open_model import realize, realize_stored
-from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
+from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer
+from specc.runtime.quantize.schemes import base_schemes, resolved
 
 CHARS = "(7-3*z)59s2n1x4c8+kojhy60ita"
 QUANT: dict[str, Any] = {
@@ -147,11 +147,11 @@ def made(spec: Spec, seed: int = 0, uneven: float = 0.0, target: str = "cpu") ->
         weights[param.name] = torch.randn(param.shape, generator=generator) * spread
         if uneven and param.name.endswith("embed.token"):
             weights[param.name] *= torch.exp(uneven * torch.randn(param.shape[-1], generator=generator))
-    schemes = {name: plain(scheme) for name, scheme in allocation(spec.quant, programs.params).items()}
+    schemes = base_schemes(spec.quant, programs.params)
     sources = integer_products(programs, schemes)
     batches = [dict(zip(("source", "target"), lines(100 + i), strict=True)) for i in range(8)]
     ranges = input_ranges(programs, sources, batches, weights)
-    stored = Quantizer(spec, weights, {}, {}, lambda *_: None, sources, ranges).model(schemes)
+    stored = Quantizer(weights, inputs=IntegerInputs(sources, ranges)).model(schemes)
     final = resolved(spec, schemes)
     return Made(
         final,

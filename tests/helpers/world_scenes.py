@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from specc.runtime.distributed.world import World, joined
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import Reporter, RunLog, Silence, Step
 from specc.runtime.metrics.validation import Validation
+from specc.runtime.storage import checkpoint
 from specc.runtime.storage.checkpoint import latest
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train import clock
@@ -40,7 +42,8 @@ def loop(folder: Path, name: str, world: World, train: TrainSpec, **more: Any) -
     validation = Validation(stream(folder, "val"), ByteTokenizer(), 8, 500)
     watch = Watch(more.get("hook"))
     try:
-        return Loop(run, one, validation, Reporter(log, watch, lambda text: None), more.get("limits", Limits())).run()
+        reporter, save = Reporter(log, watch, lambda text: None), partial(checkpoint.save, run.checkpoints)
+        return Loop(run, one, validation, reporter, more.get("limits", Limits()), save).run()
     finally:
         one.loader.close()
 

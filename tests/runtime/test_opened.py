@@ -15,7 +15,7 @@ from run_samples import add_checkpoint, make_run, one_thread, random_weights, sm
 import specc.runtime
 from specc.compiler.build import canonical
 from specc.compiler.targets import TARGETS
-from specc.runtime.artifact.artifact import peek_spec, read_artifact, write_artifact
+from specc.runtime.artifact.artifact import ArtifactContents, peek_spec, read_artifact, write_artifact
 from specc.runtime.artifact.deployment import Deployment, deployment_of
 from specc.runtime.data.errors import DataError
 from specc.runtime.errors import EnvironmentFailure, IntegrityError, RunFailure
@@ -248,11 +248,13 @@ def rewritten(artifact: Path, spec: bytes | None = None, code: bytes | None = No
         tensors[name.replace("__", ".")]["codes"] = array  # type: ignore[assignment]
     write_artifact(
         artifact,
-        spec=spec or old.spec,
-        interface=deployment.interface,
-        code=code or old.code,
-        layout=deployment.layout,
-        tensors=tensors,
+        ArtifactContents(
+            spec=spec or old.spec,
+            interface=deployment.interface,
+            code=code or old.code,
+            layout=deployment.layout,
+            tensors=tensors,
+        ),
         quality=1,
     )
 

@@ -8,9 +8,9 @@ import torch
 from pair_models import SELF, blocks, pairs_data
 from tiny_models import ATTENTION, spec_data, spec_of
 
-from specc.runtime.artifact.tensors import dequantized
+from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.open_model import realize, realize_stored
-from specc.runtime.quantize.quantizer import resolved
+from specc.runtime.quantize.schemes import resolved
 from specc.runtime.verify import deployed as checks
 from specc.runtime.verify.deployed import verify_deployed
 from specc.runtime.verify.verify import batch_of

@@ -16,8 +16,8 @@ from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact import sections, streams
 from specc.runtime.artifact.artifact import measured_bytes
+from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.artifact.table import described
-from specc.runtime.artifact.tensors import QuantizedModel
 from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
 
 

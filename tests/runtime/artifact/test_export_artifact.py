@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,15 @@ from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme, Stored
 from specc.runtime.artifact import sections
-from specc.runtime.artifact.artifact import artifact_size, measured_bytes, peek_spec, read_artifact, write_artifact
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized, quantize_tensors
+from specc.runtime.artifact.artifact import (
+    ArtifactContents,
+    artifact_size,
+    measured_bytes,
+    peek_spec,
+    read_artifact,
+    write_artifact,
+)
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, quantize_tensors
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.storage.data_digests import DataDigests
 
@@ -83,7 +91,9 @@ def test_codes_survive_exactly(bits: int, tmp_path: Path) -> None:
     layout = list(model.layout())
     spec = spec_of(layout)
     path = tmp_path / "m.specc"
-    write_artifact(path, spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors, quality=5)
+    write_artifact(
+        path, ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors), quality=5
+    )
     back = read_artifact(path, layout_of)
     assert_same(back, layout, tensors)
     weights, again = dequantized(model), dequantized(QuantizedModel(schemes, shapes, back.tensors))
@@ -102,16 +112,18 @@ def test_full_quality_and_the_sizes_that_are_told(tmp_path: Path) -> None:
     layout = list(model.layout())
     spec = spec_of(layout)
     path = tmp_path / "m.specc"
-    told = write_artifact(path, spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=model.tensors)
+    told = write_artifact(
+        path, ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=model.tensors)
+    )
     assert told == artifact_size(path)
     assert told.total == path.stat().st_size == told.header + sum(row.compressed for row in told.sections)
-    assert told.total == measured_bytes(spec=spec, layout=layout, tensors=model.tensors)
+    assert told.total == measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=model.tensors))
     assert [row.kind for row in told.sections] == ["spec", "codes", "scales", "bf16"]
     assert [row.raw for row in told.sections] == [len(spec), 64 * 96 + 31 * 17, 2 * (64 + 31), 200]
     # int5 and int6 codes near their entropy: less than packed bits would take.
     assert told.sections[1].compressed < (64 * 96 * 5 + 31 * 17 * 6) / 8
     for quality in (0, 5):
-        measured = measured_bytes(spec=spec, layout=layout, tensors=model.tensors, quality=quality)
+        measured = measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=model.tensors), quality=quality)
         assert measured != told.total
 
 
@@ -119,14 +131,15 @@ def test_full_quality_and_the_sizes_that_are_told(tmp_path: Path) -> None:
 def test_digests_of_the_training_data_are_kept(table: bytes, tmp_path: Path) -> None:
     digests = DataDigests(train=INTERFACE.hex(), val=CODE.hex())
     tensors, spec = random_arrays(SMALL, 1), spec_of(SMALL)
-    about: dict[str, Any] = {"spec": spec, "layout": SMALL, "tensors": tensors, "quality": 5, "table": table}
-    size = write_artifact(tmp_path / "m", interface=INTERFACE, code=CODE, trained_on=digests, **about)
+    plain = ArtifactContents(spec, SMALL, tensors, INTERFACE, CODE, table)
+    contents = replace(plain, trained_on=digests)
+    size = write_artifact(tmp_path / "m", contents, quality=5)
     back = read_artifact(tmp_path / "m", layout_of)
     assert (back.trained_on, back.table, back.spec) == (digests, table, spec)
     assert_same(back, SMALL, tensors)
-    assert size == artifact_size(tmp_path / "m") and size.total == measured_bytes(trained_on=digests, **about)
-    assert 100 < size.total - measured_bytes(**about) < 130  # 64 bytes that do not compress, and their entry
-    write_artifact(tmp_path / "none", interface=INTERFACE, code=CODE, **about)
+    assert size == artifact_size(tmp_path / "m") and size.total == measured_bytes(contents, quality=5)
+    assert 100 < size.total - measured_bytes(plain, quality=5) < 130  # 64 bytes that do not compress, and their entry
+    write_artifact(tmp_path / "none", plain, quality=5)
     assert read_artifact(tmp_path / "none", layout_of).trained_on is None
 
 
@@ -141,11 +154,7 @@ def test_equal_contents_are_equal_bytes(tmp_path: Path, monkeypatch: pytest.Monk
     spec = spec_of(layout)
     write_artifact(
         tmp_path / "two",
-        spec=spec,
-        interface=INTERFACE,
-        code=CODE,
-        layout=layout,
-        tensors=reordered,
+        ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=reordered),
         quality=5,
     )
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
@@ -175,7 +184,9 @@ def test_arguments_that_do_not_fit_are_refused_before_writing(tmp_path: Path) ->
     tensors = random_arrays(SMALL, 0)
 
     def attempt(layout: Layout, given: Tensors, interface: bytes = INTERFACE, spec: bytes = b"{}") -> None:
-        write_artifact(path, spec=spec, interface=interface, code=CODE, layout=layout, tensors=given, quality=5)
+        write_artifact(
+            path, ArtifactContents(spec=spec, interface=interface, code=CODE, layout=layout, tensors=given), quality=5
+        )
 
     with pytest.raises(RunFailure, match="b, value"):
         attempt(SMALL, {name: arrays for name, arrays in tensors.items() if name != "b"})

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from export_samples import CODE, INTERFACE, Layout, assert_same, layout_of, random_arrays, spec_of
 
+from specc.compiler.quant import artifact_sections
+from specc.compiler.quant.artifact_sections import Kind, Stream, overhead_bytes
 from specc.compiler.quant.scheme import Stored
-from specc.runtime.artifact import codecs, sections, streams
-from specc.runtime.artifact.artifact import measured_bytes, read_artifact, write_artifact
+from specc.runtime.artifact import codecs
+from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes, read_artifact, write_artifact
 from specc.runtime.artifact.codecs import Codec, compress, decompressed
-from specc.runtime.artifact.sections import Kind
-from specc.runtime.artifact.streams import Stream, Transform, choose, pack, raw_size, unpack
+from specc.runtime.artifact.streams import Transform, choose, pack, raw_size, unpack
 from specc.runtime.errors import EnvironmentFailure, IntegrityError
+from specc.runtime.storage.data_digests import DataDigests
 
 # Written by specc 0.1.0 before version 2: `LAYOUT_1` filled by `random_arrays(LAYOUT_1, 7)`.
 LAYOUT_1: Layout = [
@@ -75,7 +77,7 @@ def test_roles_share_streams_and_cuts_fall_between_rows() -> None:
             (f"blocks.{block}.q", Stored("codes", "i8", (4, 8))),
         ]
     layout += [("empty", Stored("codes", "i8", (0, 5))), ("one.2", Stored("codes", "i8", (3, 5)))]
-    found = streams.streams(layout)
+    found = artifact_sections.streams(layout)
     assert [(s.kind, s.columns, s.rows, len(s.members)) for s in found] == [
         (Kind.CODES, 512, 11 * 1792, 11),
         (Kind.CODES, 1, 11 * 32 + 15, 12),
@@ -84,7 +86,7 @@ def test_roles_share_streams_and_cuts_fall_between_rows() -> None:
     for stream in found:
         cuts = list(stream.cuts())
         assert sum(cuts) == stream.rows and min(cuts) > 0
-        assert max(cuts) * stream.row_bytes <= sections.CHUNK_BYTES and max(cuts) - min(cuts) <= 1
+        assert max(cuts) * stream.row_bytes <= artifact_sections.CHUNK_BYTES and max(cuts) - min(cuts) <= 1
     assert sum(s.rows * s.row_bytes for s in found) == sum(stored.bytes for _, stored in layout)
 
 
@@ -122,9 +124,29 @@ def test_transforms_and_roles_make_a_file_smaller(tmp_path: Path) -> None:
             tensors[name] = {"codes": codes, "scale": rng.uniform(0.01, 0.02, rows).astype(np.float16)}
     plain = brotli.compress(b"".join(tensors[n][s.suffix].tobytes() for n, s in layout), quality=11, lgwin=24)
     spec = spec_of(layout)
-    told = write_artifact(tmp_path / "m", spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors)
-    assert told.total == measured_bytes(spec=spec, layout=layout, tensors=tensors) < 0.97 * len(plain)
+    told = write_artifact(
+        tmp_path / "m", ArtifactContents(spec=spec, interface=INTERFACE, code=CODE, layout=layout, tensors=tensors)
+    )
+    assert told.total == measured_bytes(ArtifactContents(spec=spec, layout=layout, tensors=tensors)) < 0.97 * len(plain)
     assert_same(read_artifact(tmp_path / "m", layout_of), layout, tensors)
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_the_overhead_is_known_before_there_are_weights(codec: Codec, tmp_path: Path) -> None:
+    """The header to the byte, and texts that do not compress; of many sections and of one."""
+    many = [("w", Stored("codes", "i8", (5000, 512))), ("v", Stored("value", "f32", (300, 300)))]
+    noise = random.Random(3).randbytes(30_000).hex()
+    digests = DataDigests(train=INTERFACE.hex(), val=CODE.hex())
+    for layout in ([*LAYOUT_1, *many], [("a", Stored("codes", "i8", (3,)))]):
+        for text in (spec_of(layout), spec_of(layout, noise=noise), bytes.fromhex(noise)):
+            contents = ArtifactContents(text, layout, random_arrays(layout, 1), trained_on=digests)
+            size = write_artifact(tmp_path / "m", contents, quality=1, codec=codec) if text[:1] == b"{" else None
+            told = overhead_bytes(layout, [len(text), 64])
+            assert told >= len(compress(text, 11, codec)) + len(compress(digests.packed(), 11, codec))
+            if size is not None:
+                texts = [section for section in size.sections if section.kind in ("spec", "data_digests")]
+                assert told - len(text) - 64 - 2 * artifact_sections.CODEC_BYTES == size.header
+                assert size.header + sum(section.compressed for section in texts) <= told
 
 
 def test_both_codecs_write_what_they_read(tmp_path: Path) -> None:
@@ -132,7 +154,9 @@ def test_both_codecs_write_what_they_read(tmp_path: Path) -> None:
     for codec in Codec:
         path = tmp_path / codec.name
         write_artifact(
-            path, spec=spec_of(LAYOUT_1), interface=INTERFACE, code=CODE, layout=LAYOUT_1, tensors=tensors, codec=codec
+            path,
+            ArtifactContents(spec=spec_of(LAYOUT_1), interface=INTERFACE, code=CODE, layout=LAYOUT_1, tensors=tensors),
+            codec=codec,
         )
         assert_same(read_artifact(path, layout_of), LAYOUT_1, tensors)
         for raw in (b"", b"\0" * 10**6, random.Random(1).randbytes(10**5)):

@@ -16,7 +16,7 @@ from tiny_models import spec_of
 from specc.compiler.build import canonical
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact import table
-from specc.runtime.artifact.artifact import artifact_size, write_artifact
+from specc.runtime.artifact.artifact import ArtifactContents, artifact_size, write_artifact
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import Entry
 from specc.runtime.errors import IntegrityError
@@ -53,13 +53,15 @@ def sealed(path: Path, tensors: Arrays, told: bytes | None = None) -> Path:
     ]
     write_artifact(
         path,
-        spec=canonical(one.spec).encode(),
-        interface=deployment.interface,
-        code=deployment.code,
-        layout=layout,
-        tensors=tensors,
+        ArtifactContents(
+            spec=canonical(one.spec).encode(),
+            interface=deployment.interface,
+            code=deployment.code,
+            layout=layout,
+            tensors=tensors,
+            table=table.packed(table.entries(tensors).values()) if told is None else told,
+        ),
         quality=5,
-        table=table.packed(table.entries(tensors).values()) if told is None else told,
     )
     return path
 

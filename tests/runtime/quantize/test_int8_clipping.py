@@ -14,9 +14,9 @@ from tiny_models import spec_of
 from torch import Tensor
 
 from specc.compiler import pipeline
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
-from specc.runtime.quantize.report import InputRow, input_report, told_clipped
+from specc.runtime.quantize.report import InputRow, clipped_line, input_report
 
 NAME = "encoder.lstm.input"
 
@@ -55,7 +55,7 @@ def test_the_error_of_an_input_counts_what_is_cut_off(share: float, bits: int, b
     assert row.error == pytest.approx(float(lost), rel=0.02) and row.error > 0.02
     assert row.reach == pytest.approx(1 / share, rel=1e-5)
     assert 0 < row.clipped < 1
-    told = told_clipped(rows)
+    told = clipped_line(rows)
     wanted = f"{NAME} (to {1 / share:.3g} times it, {row.clipped:.2%} of its numbers)"
     assert told.startswith("inputs are cut off beyond the range of the scale that training measured: ")
     assert wanted in told and told.count("times it") == 1
@@ -66,7 +66,7 @@ def test_nothing_is_cut_off_within_the_range(bits: int) -> None:
     row, rows, x, kept = scene(1.0, bits)
     lost = (kept - x).square().mean().sqrt() / x.square().mean().sqrt()
     assert row.clipped == 0 and row.error == pytest.approx(float(lost), rel=0.15) and row.error < 0.02
-    assert row.reach <= 1 + 1e-6 and told_clipped(rows) == ""
+    assert row.reach <= 1 + 1e-6 and clipped_line(rows) == ""
 
 
 def test_quantize_says_which_inputs_have_outgrown_their_scales(tmp_path: Path) -> None:

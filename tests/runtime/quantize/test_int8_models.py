@@ -21,11 +21,11 @@ from specc.compiler.programs import reference
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.quant.int8 import Int8
 from specc.compiler.quant.scheme import Range, Seen
-from specc.runtime.artifact.artifact import measured_bytes, write_artifact
-from specc.runtime.artifact.constants import constants
+from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes, write_artifact
 from specc.runtime.artifact.deployment import Deployment
+from specc.runtime.artifact.int8_products import constants
 from specc.runtime.artifact.table import described
-from specc.runtime.calibration.ranges import input_ranges
+from specc.runtime.calibration.input_ranges import input_ranges
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.decode.lines import translator
 from specc.runtime.errors import IntegrityError, QuantizeError
@@ -273,13 +273,15 @@ def test_an_artifact_is_the_model(name: str, bits: int, tmp_path: Path) -> None:
     path, deployment = tmp_path / "model.specc", Deployment.of(one.spec)
     write_artifact(
         path,
-        spec=canonical(one.spec).encode(),
-        interface=deployment.interface,
-        code=deployment.code,
-        layout=deployment.layout,
-        tensors=one.stored.tensors,
+        ArtifactContents(
+            spec=canonical(one.spec).encode(),
+            interface=deployment.interface,
+            code=deployment.code,
+            layout=deployment.layout,
+            tensors=one.stored.tensors,
+            table=described(one.stored.schemes, one.stored.tensors),
+        ),
         quality=5,
-        table=described(one.stored.schemes, one.stored.tensors),
     )
     found = read_verified(path)
     assert found.same_code and found.spec == one.spec
@@ -397,6 +399,6 @@ def test_the_estimate_is_near_what_an_artifact_takes() -> None:
         weight = torch.randn(shape, generator=generator)
         arrays = scheme.quantize_seen(weight, Seen(None, torch.rand(shape[1], generator=generator) + 0.5))
         layout = [("w", stored) for stored in scheme.stored(shape)]
-        measured += measured_bytes(spec=b"", layout=layout, tensors={"w": arrays})
+        measured += measured_bytes(ArtifactContents(spec=b"", layout=layout, tensors={"w": arrays}))
         estimate += scheme.estimate_bytes(shape)
     assert 0.95 * measured < estimate < 1.05 * measured

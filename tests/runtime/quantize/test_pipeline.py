@@ -13,25 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 from run_samples import HELPERS, add_checkpoint, make_run, model_of, one_thread, random_weights, small_spec, write_text
-from torch import Tensor
+from torch import Tensor, nn
 
 from specc.compiler.build import canonical, spec_of
-from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.pattern import matches
 from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Promote, QuantSpec
 from specc.runtime.artifact.deployment import Deployment
-from specc.runtime.errors import QuantizeError, RunFailure
+from specc.runtime.errors import EnvironmentFailure, QuantizeError, RunFailure
 from specc.runtime.eval.evaluate import evaluate
 from specc.runtime.eval.options import EvaluateOptions
-from specc.runtime.model.load import Loaded, assign
+from specc.runtime.model.parameters import assign
 from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize import pipeline
-from specc.runtime.quantize.budget import choose, promoted
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
-from specc.runtime.quantize.quantizer import plain, resolved
+from specc.runtime.quantize.promotion import promote_within_budget, promoted
+from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import quantized_artifact
 from specc.runtime.storage.run_directory import Run, RunDirectoryError, locked
@@ -43,7 +42,7 @@ class Quantized:
 
     run: Run
     result: QuantizeResult
-    loaded: Loaded
+    model: nn.Module
     options: QuantizeOptions
     said: tuple[str, ...]
     progress: tuple[tuple[str, int, int], ...]
@@ -62,16 +61,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     options = QuantizeOptions(cache=folder / "cache", max_tokens=500)
     said: list[str] = []
     progress: list[tuple[str, int, int]] = []
-    kept: list[Loaded] = []
+    models: list[nn.Module] = []
 
-    def keep(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
-        assign(loaded, tensors)
-        kept.append(loaded)
+    def keep(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        assign(model, tensors)
+        models.append(model)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "assign", keep)
         result = quantize(run.directory, options, said.append, lambda *step: progress.append(step))
-    return Quantized(run, result, kept[-1], options, tuple(said), tuple(progress))
+    return Quantized(run, result, models[-1], options, tuple(said), tuple(progress))
 
 
 def logits_digest(model: torch.nn.Module) -> str:
@@ -100,7 +99,7 @@ def test_the_artifact_in_another_process_gives_the_very_bits(made: Quantized, tm
     threads = str(torch.get_num_threads())
     command = [sys.executable, "-c", SCRIPT, str(artifact), str(Path(__file__).parent), str(HELPERS), threads]
     there = subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
-    assert there == logits_digest(made.loaded.model)
+    assert there == logits_digest(made.model)
     assert there != logits_digest(open_model(made.run.directory).model)
 
 
@@ -149,7 +148,7 @@ def test_the_resolved_spec_says_all_by_name(made: Quantized) -> None:
     spec, _ = load(made.run.quantized / "spec.json")
     assert spec == made.result.spec == spec_of(canonical(spec)) == read_verified(made.result.artifact).spec
     assert spec.quant is not None and spec.quant.promote is None
-    names = [name for name, _ in made.loaded.model.named_parameters()]
+    names = [name for name, _ in made.model.named_parameters()]
     assert {rule.match for rule in spec.quant.rules} == set(names) and len(spec.quant.rules) == len(names)
     schemes = Deployment.of(spec).schemes
     for rule in spec.quant.rules:
@@ -212,15 +211,16 @@ def test_a_failed_write_leaves_the_old_one(made: Quantized, tmp_path: Path) -> N
     quantize(run.directory, options, lambda _: None)
     before = {path.name: path.read_bytes() for path in run.quantized.iterdir()}
     add_checkpoint(run, seed=9, step=4)
-    for name in ("write_artifact", "committed.write"):
+    for name in ("packer.write_artifact", "pipeline.committed.write"):
         with pytest.MonkeyPatch.context() as patch:
 
             def full(*_: object, **__: object) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(f"specc.runtime.quantize.pipeline.{name}", full)
-            with pytest.raises(RunFailure, match="No space left on device"):
+            patch.setattr(f"specc.runtime.quantize.{name}", full)
+            with pytest.raises(EnvironmentFailure, match="No space left on device") as caught:
                 quantize(run.directory, options, lambda _: None)
+            assert caught.value.hint == "free some space, then quantize again"
         assert {path.name: path.read_bytes() for path in run.quantized.iterdir()} == before
     assert quantize(run.directory, options, lambda _: None).step == 4
     assert (run.quantized / "model.specc").read_bytes() != before["model.specc"]
@@ -307,7 +307,7 @@ def test_the_exact_size_decides_whatever_the_estimate_says(
 
     quant = QuantSpec(default=Gptq(bits=5), promote=Promote(bits=6), budget_bytes=budget)
     said: list[str] = []
-    chosen = choose(quant, BASE, SENSITIVITY, estimate, exact, said.append)
+    chosen = promote_within_budget(quant, BASE, SENSITIVITY, estimate, exact, said.append)
     expected = min(6, (budget - 100) // 10)
     assert promoted(BASE, chosen, SENSITIVITY) == tuple("abcdef"[:expected])
     assert list(chosen) == list(BASE)
@@ -321,18 +321,17 @@ def test_the_exact_size_decides_whatever_the_estimate_says(
 )
 def test_a_count_and_a_budget_hold_together(count: int, budget: int | None, expected: str) -> None:
     quant = QuantSpec(default=Gptq(bits=5), promote=Promote(bits=6, count=count), budget_bytes=budget)
-    chosen = choose(quant, BASE, SENSITIVITY, wide, lambda s: 100 + 10 * wide(s), lambda _: None)
+    chosen = promote_within_budget(quant, BASE, SENSITIVITY, wide, lambda s: 100 + 10 * wide(s), lambda _: None)
     assert "".join(promoted(BASE, chosen, SENSITIVITY)) == expected
 
 
 def test_resolved_rules_keep_every_setting() -> None:
     spec = small_spec("quant.default={scheme: gptq, bits: 5, damping: 0.03, clip_quantiles: [0.9, 1.0]}")
-    schemes = allocation(spec.quant, model_of(spec).programs.params)
-    written = resolved(spec, {name: plain(scheme) for name, scheme in schemes.items()})
-    again = Deployment.of(spec_of(canonical(written))).schemes
-    for name, scheme in schemes.items():
-        assert plain(again[name]) == plain(scheme)
-    up = plain(again["blocks.0.mlp.up"])
+    params = model_of(spec).programs.params
+    schemes = base_schemes(spec.quant, params)
+    again = base_schemes(spec_of(canonical(resolved(spec, schemes))).quant, params)
+    assert again == schemes
+    up = again["blocks.0.mlp.up"]
     assert isinstance(up, Gptq) and (up.damping, up.clip_quantiles) == (0.03, (0.9, 1.0))
 
 

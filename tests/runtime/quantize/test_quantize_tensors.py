@@ -11,9 +11,10 @@ from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme
-from specc.runtime.artifact.tensors import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
 from specc.runtime.calibration.hessian import CHUNK_ROWS, Hessians, traces
 from specc.runtime.errors import IntegrityError, QuantizeError, RunFailure, RuntimeFailure
+from specc.runtime.quantize.quantizer import Statistics
 from specc.runtime.quantize.report import Row, report, table
 
 
@@ -159,7 +160,7 @@ def test_report_rows_against_the_inputs_themselves() -> None:
     hessians = {name: x.T @ x / 300 for name, x in inputs.items() if name != "embed.table"}
     quantized = quantize_tensors(params, schemes, hessians)
     back = dequantized(quantized)
-    rows = report(params, quantized, hessians)
+    rows = report(params, quantized, Statistics(hessians))
     assert [row.name for row in rows] == list(schemes)
     for row in rows:
         weight = params[row.name].double()
@@ -224,8 +225,8 @@ def test_a_table_of_many_has_a_line_for_those_that_differ_in_the_layer_alone() -
 def test_output_error_does_not_depend_on_the_scale_of_the_hessian(scale: float) -> None:
     params, schemes, hessians = model()
     quantized = quantize_tensors(params, schemes, hessians)
-    one = report(params, quantized, hessians)
-    other = report(params, quantized, {name: h.double() * scale for name, h in hessians.items()})
+    one = report(params, quantized, Statistics(hessians))
+    other = report(params, quantized, Statistics({name: h.double() * scale for name, h in hessians.items()}))
     for a, b in zip(one, other, strict=True):
         assert (a.output_error is None) == (b.output_error is None)
         assert a.output_error is None or math.isclose(a.output_error, b.output_error or 0.0, rel_tol=1e-9)
@@ -234,7 +235,7 @@ def test_output_error_does_not_depend_on_the_scale_of_the_hessian(scale: float) 
 def test_output_error_without_any_input() -> None:
     params, schemes, hessians = model()
     quantized = quantize_tensors(params, schemes, hessians)
-    row = report(params, quantized, {"blocks.0.up": torch.zeros(16, 16)})[1]
+    row = report(params, quantized, Statistics({"blocks.0.up": torch.zeros(16, 16)}))[1]
     assert row.output_error == 0.0
 
 

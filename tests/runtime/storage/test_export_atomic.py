@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.storage.atomic import write_atomically
 
 
@@ -102,9 +102,10 @@ def test_an_error_at_any_call_leaves_the_old_or_the_new_file(
         try:
             put(tmp_path / "m", b"the new one")
             failed = False
-        except RunFailure as failure:
+        except RuntimeFailure as failure:
             failed = True
-            assert os.strerror(code) in failure.message and failure.exit_code == 4
+            assert os.strerror(code) in failure.message
+            assert failure.exit_code == (3 if code == errno.ENOSPC else 4) and "free some space" in failure.hint
     assert failed == (count >= nth)
     # Only a failure after the rename, of the folder's fsync, can leave the new file behind an error.
     late = failed and (name, nth) in {("fsync", 2), ("open", 2), ("open", 3)}
@@ -137,14 +138,13 @@ WRITER = """
 import sys
 from pathlib import Path
 from specc.compiler.quant.scheme import Stored
-from specc.runtime.artifact.artifact import write_artifact
+from specc.runtime.artifact.artifact import write_artifact, ArtifactContents
 import numpy as np
 layout = [("a", Stored("codes", "i8", (64, 4096)))]
 for i in range(1, 10**6):
     codes = np.full((64, 4096), i % 100, np.int8)
     codes[:, ::3] = np.random.default_rng(i).integers(-15, 16, codes[:, ::3].shape)
-    write_artifact(Path(sys.argv[1]), spec=b"%d" % i, interface=bytes(32), code=bytes(32), layout=layout,
-                   tensors={"a": {"codes": codes}}, quality=0)
+    write_artifact(Path(sys.argv[1]), ArtifactContents(b"%d" % i, layout, {"a": {"codes": codes}}), quality=0)
     print(i, flush=True)
 """
 

@@ -1,5 +1,7 @@
 """What a submission says where it ends early, is over its budget, or was not written to its end."""
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -9,7 +11,6 @@ from test_submission import Made, alone, made, single
 
 from specc.cli.app import run as specc
 from specc.runtime.artifact.codecs import Codec
-from specc.runtime.errors import RunFailure
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
 from specc.runtime.submission.count import submission_size
 from specc.runtime.submission.export import export_submission
@@ -48,6 +49,31 @@ def test_an_export_over_its_budget_ends_with_exit_code_1(
     assert shown.out.count("wrote ") == 2 and submission_size(tmp_path / "over").over
 
 
+def test_an_export_to_a_full_disk_leaves_nothing(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the folders that it made nor the weights without their code; what was there before stays."""
+    export = ["export", str(made.run.directory), "--format", "submission", "--codec", "lzma", "--out"]
+    write, there = os.write, tmp_path / "there"
+    there.mkdir()
+    (there / "notes.txt").write_text("mine")
+    for out in (tmp_path / "a/b", there):
+        for allowed in (0, made.folder.joinpath(WEIGHTS).stat().st_size + 99):
+            left = [allowed]
+
+            def full(descriptor: int, data: memoryview, left: list[int] = left) -> int:
+                left[0] -= len(data)
+                if left[0] < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                return write(descriptor, data)
+
+            with monkeypatch.context() as patch:
+                patch.setattr("specc.runtime.storage.atomic.os.write", full)
+                assert specc([*export, str(out)]) == 3
+            assert "No space left on device" in (said := capsys.readouterr().err) and "free some space" in said
+            assert sorted(tmp_path.rglob("*")) == [there, there / "notes.txt"]
+
+
 def test_what_a_killed_export_leaves_is_no_submission(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,22 +89,3 @@ def test_what_a_killed_export_leaves_is_no_submission(
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("")
     assert specc(["size", str(tmp_path / "other")]) == 2 and "is not a run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["write_artifact", "write_atomically"])
-def test_a_failed_export_leaves_no_folder(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Neither an empty one nor weights without the code; a folder that was there stays."""
-
-    def full(*_: object, **__: object) -> None:
-        raise RunFailure("cannot write: No space left on device", "free some space")
-
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there/notes.txt").write_text("mine\n")
-    monkeypatch.setattr(f"specc.runtime.submission.export.{name}", full)
-    export = ["export", str(made.run.directory), "--format", "submission", "--codec", "lzma", "--out"]
-    for folder in ("new", "there"):
-        assert specc([*export, str(tmp_path / folder)]) == 4
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    assert (tmp_path / "there/notes.txt").is_file() and not (tmp_path / "there" / CODE).exists()

@@ -25,10 +25,10 @@ from specc.compiler.kernels.int8.lstm import INT8_LSTM_TORCH
 from specc.compiler.kernels.int8.lstm_triton import INT8_LSTM_TRITON
 from specc.compiler.kernels.int8.sm80 import GEMM_INT8_SM80
 from specc.compiler.kernels.kernel import Kernel
+from specc.compiler.quant.artifact_sections import Kind, kind_of
 from specc.compiler.quant.scheme import ITEM_BYTES, NUMPY_TYPES, Stored, StoredType
 from specc.runtime.artifact import sections
 from specc.runtime.artifact.artifact import read_artifact
-from specc.runtime.artifact.sections import Kind, kind_of
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.errors import IntegrityError

@@ -22,7 +22,7 @@ from specc.compiler.programs import reference
 from specc.compiler.programs.programs import Programs
 from specc.compiler.quant.scheme import Seen
 from specc.compiler.spec.train import QatSpec, ScheduleSpec
-from specc.runtime.artifact.tensors import dequantized
+from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.model.load import instantiate
 from specc.runtime.optim.masters import Masters
 from specc.runtime.train.sources.feed import shifted

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,8 @@ def test_a_run_on_the_clock(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", gpt_mini(), "sm90", "text")
     run.checkpoints.mkdir(parents=True)
     log, validation = RunLog(run.log), Validation(stream(tmp_path, "val"), ByteTokenizer(), 8, 200)
-    result = Loop(run, one, validation, Reporter(log, Watch(None), lambda text: None), Limits()).run()
+    reporter, save = Reporter(log, Watch(None), lambda text: None), partial(checkpoint.save, run.checkpoints)
+    result = Loop(run, one, validation, reporter, Limits(), save).run()
     log.close()
     steps = [record for record in read_log(run.log) if record["event"] == "step"]
     assert result.complete and [record["step"] for record in steps] == list(range(1, result.step + 1))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,8 @@ def go(
     validation = Validation(stream(folder, "val"), ByteTokenizer(), 8, 200)
     say = (said if said is not None else []).append
     try:
-        return Loop(run, one, validation, Reporter(log, Watch(hook), say), limits or Limits()).run()
+        save = partial(checkpoint.save, run.checkpoints)
+        return Loop(run, one, validation, Reporter(log, Watch(hook), say), limits or Limits(), save).run()
     finally:
         log.close()
         one.loader.close()

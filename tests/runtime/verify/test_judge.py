@@ -20,7 +20,7 @@ from specc.runtime.model.load import Loaded, instantiate
 from specc.runtime.tune.candidates import all_choices, candidates
 from specc.runtime.tune.measure import refusal
 from specc.runtime.verify import judge as judging
-from specc.runtime.verify.judge import Judge, composed, inputs_of, many_sizes, on_domain
+from specc.runtime.verify.judge import Composed, Judge, composed, inputs_of, many_sizes, on_domain
 from specc.runtime.verify.random_inputs import Operands, sizes_of
 from specc.runtime.verify.verify import Check, verify
 
@@ -201,6 +201,45 @@ def _sampled(site: Site) -> None:
         for wrong in (coarse, value[:3], value.where(torch.arange(value.numel()).view(value.shape) != 9, torch.nan)):
             errors = some.errors([*found[:i], wrong, *found[i + 1 :]])
             assert [error.ok for error in errors] == [k != i for k in range(len(found))]
+
+
+def gain_grad(*overrides: str, target: str = "sm90") -> Site:
+    """The gradients of a rotation with gains: dx, and the sum of all rows for each head."""
+    plan = compile_spec(SPEC, overrides, (target,)).plans[target]
+    return next(c.site for c in plan.choices if c.site.node.op.name == "norm_rope_grad")
+
+
+def test_a_sum_over_all_rows_is_compared_whole() -> None:
+    """Of a sample of sequences: a right kernel sums over all of them."""
+    site = gain_grad()
+    inputs = inputs_of(site, {"B": 9, "T": 24, "S": 24}, "cpu")
+    whole, some = (Judge.of(site, inputs, sample) for sample in (False, True))
+    assert some.sample is not None and len(some.exact[0]) == 3
+    assert torch.equal(some.exact[1], whole.exact[1]) and some.bars[1] == whole.bars[1]
+    dx, dgain = (value.bfloat16() for value in reference.node_value(site.node, [value.double() for value in inputs]))
+    assert all(error.ok for error in some.errors((dx, dgain)))
+    for wrong in (dgain * 1.03, dgain * (3 / 9), dgain.flip(0), dgain[:2]):
+        assert [error.ok for error in some.errors((dx, wrong))] == [True, False]
+
+
+def test_a_sum_of_one_number_is_held_to_the_size_of_its_terms() -> None:
+    """Plain Torch may be exact by chance: a ratio of errors then says nothing, and a wrong sum is still seen."""
+    site = gain_grad("model.blocks.layers.0.heads=1", "model.blocks.layers.0.kv_heads=1", target="cpu")
+    measured = Judge.of(site, inputs_of(site, {"B": 2, "T": 64, "S": 64}, "cpu"))
+    judge = replace(measured, bars=[measured.bars[0], (1e-12, 1e-12)])
+    dx, dgain = judge.exact
+    bound = judge.rounding_of_sum(1, torch.float32)
+    assert dgain.shape == (1, 1) and measured.bars[1][0] < 10 * bound < 1e-3 * abs(float(dgain))
+    for share, good in ((0.9, True), (-0.9, True), (2.5, False), (float("nan"), False)):
+        assert [error.ok for error in judge.errors((dx.float(), dgain + share * bound))] == [True, good]
+
+
+def test_the_error_of_few_numbers_may_be_a_unit_of_their_dtype() -> None:
+    assert Composed(5e-3, 1e-6).ok(torch.bfloat16, count=1) and not Composed(5e-3, 1e-6).ok(torch.bfloat16, count=99)
+    assert not Composed(2e-2, 1e-6).ok(torch.bfloat16, count=1) and not Composed(5e-5, 1e-6).ok(torch.float32, count=2)
+    assert Composed(5e-5, 1e-5).ok(torch.float32, count=2) and not Composed(float("nan"), 1.0).ok(
+        torch.float32, count=1
+    )
 
 
 def test_what_has_tables_of_positions_is_sampled_by_sequences(plan: Plan) -> None:

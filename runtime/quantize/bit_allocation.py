@@ -1,11 +1,10 @@
-"""Bits for each parameter under a byte budget, as an optimization: the least loss that fits.
+"""Allocation of bits under a byte budget: the widths that add least to the loss.
 
-Of every parameter it is known what each width would cost: bytes, by really quantizing and measuring, and nats a
-token, by the second-order estimate below. To choose one width each is a multiple-choice knapsack, solved by dynamic
-programming over bytes.
+Each width of each parameter costs bytes, measured by quantizing it, and nats a token, by the second-order estimate
+below. To choose one width per parameter is a multiple-choice knapsack, solved by dynamic programming over bytes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,25 +16,24 @@ from specc.compiler.quant.variants import variants
 from specc.compiler.spec.spec import Allocate
 from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.errors import QuantizeError
-from specc.runtime.quantize.allocate import Measure, too_large
+from specc.runtime.quantize.promotion import Allocation, Measure, too_large
 
 CELLS = 2**16  # bytes are counted in this many parts of the budget
 ROUNDS = 8  # exact sizes that are measured at most: each compresses everything
-ENOUGH = 0.0005  # of the budget left over, and no more is looked for
+ENOUGH = 0.0005  # of the budget; the search ends when less is left over
 
-Allocation = Mapping[str, Scheme]
 Option = tuple[int, float]  # bytes, cost
 
 
 def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> float:
-    """What an error `delta` [rows, columns] of a parameter adds to the loss, in nats a token, to second order: the sum
-    of what it adds where the parameter is multiplied, and where it is looked up. A tied table is both.
+    """The increase of the loss by an error `delta` [rows, columns] of a parameter, in nats a token, to second order:
+    the sum over the products that read the parameter and the lookups in it. A tied table has both.
 
-    Of products 1/2 sum_i g_i dw_i H dw_i^T, with H = `hessian` [columns, columns] = E[x x^T] of the inputs, summed over
-    the calls that a token makes, and g = `gradients.products`. That is the Fisher information with inputs and gradients
-    taken as independent and outputs as uncorrelated (Martens and Grosse 2015, "K-FAC", kept to its diagonal on the side
-    of the outputs). Of a weight with several calls a token, g also holds how much these have in common. Of lookups, the
-    diagonal of the Fisher information: 1/2 sum_vj f_vj dw_vj^2 with f = `gradients.lookups`.
+    Products add 1/2 sum_i g_i dw_i H dw_i^T, with H = `hessian` [columns, columns] = E[x x^T] of the inputs, summed
+    over the calls per token, and g = `gradients.products`. This is the Fisher information with inputs and gradients
+    independent and outputs uncorrelated (Martens and Grosse 2015, "K-FAC", diagonal on the side of the outputs). For a
+    weight with several calls per token, g includes their correlation. Lookups add the diagonal of the Fisher
+    information, 1/2 sum_vj f_vj dw_vj^2 with f = `gradients.lookups`.
 
     Raises ValueError for products without a Hessian.
     """
@@ -51,11 +49,11 @@ def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> f
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
-    """Which option of each item makes the sum of costs least while the bytes stay within `budget`; None where even
+    """The option of each item for which the sum of costs is least and the bytes stay within `budget`; None where even
     the smallest options exceed it.
 
-    Exact up to the size of a cell, budget / 65536: bytes are rounded up to whole ones, never down. Of equal costs the
-    smaller bytes win, then the earlier option.
+    The result is exact up to a cell of budget / 65536 bytes: sizes are rounded up to whole cells, never down. Of equal
+    costs the smaller size wins, then the earlier option.
     """
     smallest = sum(min(size for size, _ in item) for item in options)
     if smallest > budget:
@@ -66,49 +64,59 @@ def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...
     if sum(map(min, sizes)) > room:  # only because of the rounding
         return tuple(min(range(len(item)), key=lambda i: item[i]) for item in options)
     best = np.zeros(room + 1)
-    taken = np.zeros((len(options), room + 1), dtype=np.int16)
+    picks = np.zeros((len(options), room + 1), dtype=np.int16)
     for n, item in enumerate(options):
-        found = np.full(room + 1, np.inf)
+        least = np.full(room + 1, np.inf)
         for i in sorted(range(len(item)), key=lambda i: (sizes[n][i], i)):
             size = sizes[n][i]
             if size > room:
                 continue
-            with_it = np.full(room + 1, np.inf)
-            with_it[size:] = best[: room + 1 - size] + item[i][1]
-            better = with_it < found
-            found[better], taken[n, better] = with_it[better], i
-        best = found
+            total = np.full(room + 1, np.inf)
+            total[size:] = best[: room + 1 - size] + item[i][1]
+            better = total < least
+            least[better], picks[n, better] = total[better], i
+        best = least
     place = int(np.argmin(best))
     chosen: list[int] = []
     for n in reversed(range(len(options))):
-        chosen.append(int(taken[n, place]))
+        chosen.append(int(picks[n, place]))
         place -= sizes[n][chosen[-1]]
     return tuple(reversed(chosen))
 
 
-def solve_bits(
-    wish: Allocate,
+def allocate_bits(
+    allocate: Allocate,
     budget: int,
     base: Allocation,
     cost: Callable[[str, Scheme], float | None],
     estimate: Callable[[str, Scheme], int],
     exact: Measure,
     say: Callable[[str], None],
-    code: int = 0,
+    reserved: int = 0,
 ) -> dict[str, Scheme]:
-    """`base` with the widths of `wish.bits` that cost least within `budget` bytes.
+    """`base` with the widths of `allocate.bits` that add least to the loss within `budget` bytes.
 
-    Parameters that `wish.match` covers are chosen for, where their scheme can have other widths and `cost` (nats a
-    token) knows them; others keep their scheme. `estimate` gives about the bytes of one parameter; how far all of them
-    together are off is found by `exact`, the bytes of the whole artifact, which decides. `code` are the bytes that the
-    budget was lowered by, for what is said of it.
+    A width is chosen for each parameter that `allocate.match` covers, whose scheme has several widths and whose `cost`
+    is known; others keep their scheme.
 
-    Raises QuantizeError when nothing fits, or nothing can be chosen for.
+    Args:
+        allocate: the widths, clips and names to choose among.
+        budget: bytes of the artifact, `reserved` already taken off.
+        base: the scheme of each parameter before.
+        cost: the increase of the loss by a parameter at a scheme, nats a token; None where it is unknown.
+        estimate: the estimated bytes of a parameter at a scheme.
+        exact: the bytes of the whole artifact. It decides; the sum of the estimates is corrected by it.
+        say: is told of each allocation that is measured.
+        reserved: bytes of the budget for the code of a submission, for messages.
+
+    Raises:
+        QuantizeError: the smallest allocation exceeds the budget, or no parameter has a choice.
     """
-    choices = {name: options for name in base if len(options := _widths(name, base[name], wish, cost)) > 1}
+    choices = {name: options for name in base if len(options := _widths(name, base[name], allocate, cost)) > 1}
     if not choices:
         raise QuantizeError(
-            f"allocate: no parameter that {wish.match!r} covers can have several of the widths {list(wish.bits)}",
+            f"allocate: no parameter that {allocate.match!r} covers can have several of the widths "
+            f"{list(allocate.bits)}",
             "widen quant.allocate.match, or give them a scheme with a width",
         )
     names = list(choices)
@@ -128,8 +136,8 @@ def solve_bits(
     tried: dict[tuple[int, ...], int] = {smallest: exact(schemes(smallest))}
     if tried[smallest] > budget:
         hint = "allow fewer bits or wider clips under quant.allocate, or a larger quant.budget_bytes"
-        raise too_large(tried[smallest], "with the fewest bits", budget, code, hint)
-    low, high = estimated(smallest), None  # what may be taken by estimate: it fits, it does not
+        raise too_large(tried[smallest], "with the fewest bits", budget, reserved, hint)
+    low, high = estimated(smallest), None  # estimates that fit and that do not
     target = low + budget - tried[smallest]
     for _ in range(4 * ROUNDS):
         picks = knapsack(sized, target)
@@ -146,22 +154,18 @@ def solve_bits(
         if (high is None and wanted <= target) or (high is not None and high - low <= 1):
             break
         target = wanted if high is None or low < wanted < high else (low + high) // 2
-    fitting = [one for one, size in tried.items() if size <= budget]
-    return schemes(min(fitting, key=lambda one: (nats(one), tried[one])))
+    fitting = [picks for picks, size in tried.items() if size <= budget]
+    return schemes(min(fitting, key=lambda picks: (nats(picks), tried[picks])))
 
 
 def _widths(
-    name: str, scheme: Scheme, wish: Allocate, cost: Callable[[str, Scheme], float | None]
+    name: str, scheme: Scheme, allocate: Allocate, cost: Callable[[str, Scheme], float | None]
 ) -> list[tuple[Scheme, float]]:
-    """The schemes that a parameter may have, each with what it costs; empty where there is no choice."""
-    if not matches(wish.match, name):
+    """The schemes that a parameter may have, each with its cost; empty where there is no choice."""
+    if not matches(allocate.match, name):
         return []
-    found: list[tuple[Scheme, float]] = []
-    for other in variants(scheme, wish.bits, wish.clip_stds):
-        nats = cost(name, other)
-        if nats is not None:
-            found.append((other, nats))
-    return found
+    costs = ((other, cost(name, other)) for other in variants(scheme, allocate.bits, allocate.clip_stds))
+    return [(other, nats) for other, nats in costs if nats is not None]
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:

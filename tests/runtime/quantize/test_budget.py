@@ -15,8 +15,8 @@ from specc.compiler.spec.spec import Allocate
 from specc.runtime.artifact.artifact import peek_spec
 from specc.runtime.errors import QuantizeError
 from specc.runtime.open_model import read_verified
+from specc.runtime.quantize.bit_allocation import allocate_bits
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
-from specc.runtime.quantize.solve import solve_bits
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import Run, RunDirectoryError
 from specc.runtime.submission.count import submission_size
@@ -79,7 +79,7 @@ def test_a_scheme_without_such_clips_still_has_its_widths() -> None:
 
     base = {"a": Round(bits=5), "b": Gptq(bits=5)}
     wish = Allocate(bits=(4, 6), clip_stds=(9.0, 12.0))
-    solve_bits(wish, 10**6, base, cost, lambda n, s: 1, lambda s: 1, lambda _: None)
+    allocate_bits(wish, 10**6, base, cost, lambda n, s: 1, lambda s: 1, lambda _: None)
     assert [s.bits_per_value() for s in asked if isinstance(s, Round)] == [4, 6]
     clipped = [(s.bits, s.clip_stds[0]) for s in asked if isinstance(s, Gptq)]
     assert clipped == [(4, 12.0), (4, 9.0), (6, 12.0), (6, 9.0)]
@@ -103,7 +103,7 @@ def test_two_allocations_that_take_turns_end_in_one_that_fits() -> None:
         return {"a": 3.0, "b": 4.0}[name] * 4.0 ** -scheme.bits_per_value()
 
     for budget, best in ((100, (4, 4)), (149, (4, 4)), (150, (5, 4)), (165, (4, 5)), (189, (4, 5)), (190, (5, 5))):
-        chosen = solve_bits(Allocate(bits=(4, 5)), budget, base, cost, size, exact, lambda _: None)
+        chosen = allocate_bits(Allocate(bits=(4, 5)), budget, base, cost, size, exact, lambda _: None)
         assert bits(chosen) == best
 
 

@@ -16,9 +16,9 @@ from specc.compiler.spec.spec import Calibrate, Spec
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.open_model import OpenedModel, open_model
-from specc.runtime.quantize import own_text, pipeline
-from specc.runtime.quantize.own_text import write_text as write_own
+from specc.runtime.quantize import weights, written_text
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
+from specc.runtime.quantize.written_text import write_text as write_own
 
 CPU = torch.device("cpu")
 
@@ -40,12 +40,12 @@ def wanted(**settings: Any) -> Calibrate:
 def test_it_depends_on_the_seed_and_the_weights_alone() -> None:
     opened = opened_of(small_spec())
     told: list[tuple[int, int]] = []
-    first = write_own(opened, wanted(), 3, lambda done, total: told.append((done, total)))
+    first = write_own(opened, wanted(), 32, 3, lambda done, total: told.append((done, total)))
     assert first.tokens.shape == (6, 33) and told == [(32, 32)]
     assert bool((first.tokens[:, 0] == 256).all()) and len({tuple(row) for row in first.tokens.tolist()}) == 6
-    assert torch.equal(write_own(opened, wanted(), 3).tokens, first.tokens)
-    assert not torch.equal(write_own(opened, wanted(), 4).tokens, first.tokens)
-    assert not torch.equal(write_own(opened_of(small_spec(), 1), wanted(), 3).tokens, first.tokens)
+    assert torch.equal(write_own(opened, wanted(), 32, 3).tokens, first.tokens)
+    assert not torch.equal(write_own(opened, wanted(), 32, 4).tokens, first.tokens)
+    assert not torch.equal(write_own(opened_of(small_spec(), 1), wanted(), 32, 3).tokens, first.tokens)
     windows = list(first.windows(4))
     assert [ids.shape for ids, _ in windows] == [(4, 32), (2, 32)]
     assert torch.equal(torch.cat([ids for ids, _ in windows]), first.tokens[:, :-1])
@@ -54,20 +54,20 @@ def test_it_depends_on_the_seed_and_the_weights_alone() -> None:
 
 def test_its_length_temperature_and_begin_are_those_asked_for() -> None:
     opened = opened_of(small_spec())
-    cold = write_own(opened, wanted(length=7, temperature=1e-6), 0).tokens
+    cold = write_own(opened, wanted(length=7, temperature=1e-6), 32, 0).tokens
     assert cold.shape == (6, 8) and len({tuple(row) for row in cold.tolist()}) == 1  # the most probable each time
     ids = cold[:1, :-1].expand(257, -1)
     with torch.no_grad():
         nats = opened.text_model.score(ids, torch.arange(257)[:, None].expand(-1, 7))
     assert torch.equal(nats.argmin(0), cold[0, 1:])
-    even = write_own(opened, wanted(sequences=400, length=1, begin="uniform"), 0).tokens[:, 0]
+    even = write_own(opened, wanted(sequences=400, length=1, begin="uniform"), 32, 0).tokens[:, 0]
     assert int(even.min()) >= 0 and int(even.max()) < 257 and len(even.unique()) > 150
 
 
 def test_draws_follow_the_model() -> None:
     """The share of each token after the first is its probability, within 4 standard deviations."""
     opened, rows = opened_of(small_spec()), 4000
-    tokens = write_own(opened, wanted(sequences=rows, length=1, temperature=1.0), 5).tokens[:, 1]
+    tokens = write_own(opened, wanted(sequences=rows, length=1, temperature=1.0), 32, 5).tokens[:, 1]
     with torch.no_grad():
         nats = opened.text_model.score(torch.full((257, 1), 256), torch.arange(257)[:, None])[:, 0]
     expected, counts = rows * (-nats).exp().double(), torch.bincount(tokens, minlength=257).double()
@@ -79,8 +79,8 @@ def test_draws_follow_the_model() -> None:
 
 def test_the_marks_that_it_wrote_are_counted() -> None:
     opened = opened_of(small_spec())
-    many = write_own(opened, wanted(sequences=300, temperature=100.0), 0)  # all but even
-    assert many.starts == int((many.tokens[:, 1:] == 256).sum()) > 5
+    many = write_own(opened, wanted(sequences=300, temperature=100.0), 32, 0)  # all but even
+    assert many.separators == int((many.tokens[:, 1:] == 256).sum()) > 5
 
 
 def test_what_it_cannot_begin_with_is_an_error() -> None:
@@ -90,10 +90,10 @@ def test_what_it_cannot_begin_with_is_an_error() -> None:
 
     opened = opened_of(small_spec())
     opened.__dict__["tokenizer"] = Markless()
-    with pytest.raises(QuantizeError, match="has no mark to begin a text with"):
-        write_own(opened, wanted(), 0)
-    even = write_own(opened, wanted(begin="uniform"), 0)
-    assert even.starts == 0 and int(even.tokens.max()) < 256
+    with pytest.raises(QuantizeError, match="has no separator of documents to begin a text with"):
+        write_own(opened, wanted(), 32, 0)
+    even = write_own(opened, wanted(begin="uniform"), 32, 0)
+    assert even.separators == 0 and int(even.tokens.max()) < 256
 
 
 @pytest.mark.parametrize("spoiled", ["embed.token", "blocks.1.mlp.down"])
@@ -102,7 +102,7 @@ def test_a_broken_model_writes_nothing(spoiled: str) -> None:
     with torch.no_grad():
         opened.model.get_parameter(spoiled).fill_(math.nan)
     with pytest.raises(RunFailure, match="the logits hold NaN"):
-        write_own(opened, wanted(), 0)
+        write_own(opened, wanted(), 32, 0)
 
 
 SELF = "quant.calibrate={source: self, sequences: 6, batch: 4, length: 20}"
@@ -111,7 +111,7 @@ SELF = "quant.calibrate={source: self, sequences: 6, batch: 4, length: 20}"
 def seen_by_hessians(run: Path, options: QuantizeOptions) -> tuple[list[Tensor], dict[str, Any], list[str]]:
     """The rows that the Hessians were made of, the report, and what was said."""
     rows: list[Tensor] = []
-    real = pipeline.capture_hessians
+    real = weights.capture_hessians
 
     def capture(model: Any, windows: Any, *rest: Any) -> Any:
         kept = list(windows)
@@ -120,7 +120,7 @@ def seen_by_hessians(run: Path, options: QuantizeOptions) -> tuple[list[Tensor],
 
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "capture_hessians", capture)
+        patch.setattr(weights, "capture_hessians", capture)
         quantize(run, options, said.append)
     return rows, json.loads((run / "quantized" / "report.json").read_text()), said
 
@@ -131,10 +131,10 @@ def test_quantize_calibrates_on_what_the_model_writes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", small_spec(SELF), str(data))
     (data / "train.txt").unlink()  # it needs none of it
     rows, report, said = seen_by_hessians(run.directory, options)
-    own = write_own(open_model(run.directory), run.spec.quant.calibrate, run.spec.train.seed)  # type: ignore[union-attr]
+    own = write_own(open_model(run.directory), run.spec.quant.calibrate, 32, run.spec.train.seed)  # type: ignore[union-attr]
     assert torch.equal(torch.cat(rows), own.tokens[:, :-1])
     how = {"source": "self", "sequences": 6, "seed": 1337, "length": 20, "temperature": 0.8, "begin": "bos"}
-    assert report["calibration"] == {**how, "start_tokens": own.starts}
+    assert report["calibration"] == {**how, "start_tokens": own.separators}
     assert said[1].startswith("wrote 120 tokens to calibrate on in ") and said[2].startswith("calibrated in ")
     before = (run.quantized / "model.specc").read_bytes()
     quantize(run.directory, options, lambda _: None)
@@ -160,9 +160,9 @@ def test_out_of_memory_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(own_text, "Decoder", full)
+    monkeypatch.setattr(written_text, "Decoder", full)
     with pytest.raises(RunFailure, match="out of GPU memory while writing text") as caught:
-        write_own(opened_of(small_spec()), wanted(), 0)
+        write_own(opened_of(small_spec()), wanted(), 32, 0)
     assert "sequences" in (caught.value.hint or "")
 
 

@@ -20,7 +20,7 @@ from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
-from specc.runtime.quantize.solve import CELLS, Option, added_nats, knapsack, solve_bits
+from specc.runtime.quantize.bit_allocation import CELLS, Option, added_nats, allocate_bits, knapsack
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +90,7 @@ def test_the_exact_size_decides(budget: int, off: int) -> None:
     def exact(schemes: Mapping[str, Scheme]) -> int:
         return off + int(1.02 * sum(size(name, schemes[name]) for name in WEIGHTS))
 
-    chosen = solve_bits(wish, budget, BASE, cost, size, exact, lambda _: None)
+    chosen = allocate_bits(wish, budget, BASE, cost, size, exact, lambda _: None)
     assert list(chosen) == list(BASE) and chosen["gain"] == BASE["gain"] and exact(chosen) <= budget
     every = [
         dict(zip(WEIGHTS, map(BASE["a"].with_bits, bits), strict=True))
@@ -103,10 +103,10 @@ def test_the_exact_size_decides(budget: int, off: int) -> None:
 def test_what_cannot_be_done_is_said() -> None:
     wish = Allocate(bits=(4, 5))
     with pytest.raises(QuantizeError, match=r"takes 13,000 bytes with the fewest bits, and the budget is 12,999"):
-        solve_bits(wish, 12_999, BASE, cost, size, lambda s: 13_000, lambda _: None)
+        allocate_bits(wish, 12_999, BASE, cost, size, lambda s: 13_000, lambda _: None)
     with pytest.raises(QuantizeError, match=r"no parameter that 'gain' covers can have several of the widths \[4, 5\]"):
-        solve_bits(Allocate(bits=(4, 5), match="gain"), 1, BASE, cost, size, lambda s: 0, lambda _: None)
-    narrow = solve_bits(
+        allocate_bits(Allocate(bits=(4, 5), match="gain"), 1, BASE, cost, size, lambda s: 0, lambda _: None)
+    narrow = allocate_bits(
         Allocate(bits=(2, 3, 4)), 99_999, {"t": Round(bits=8)}, lambda n, s: 1.0, size, lambda s: 0, lambda _: None
     )
     assert narrow["t"].bits_per_value() == 2  # of equal costs the fewest bytes

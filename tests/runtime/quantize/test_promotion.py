@@ -9,10 +9,10 @@ from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme
-from specc.runtime.artifact.artifact import measured_bytes
-from specc.runtime.artifact.tensors import entropy_bytes, quantize_tensors
+from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes
+from specc.runtime.artifact.quantized_model import entropy_bytes, quantize_tensors
 from specc.runtime.errors import QuantizeError
-from specc.runtime.quantize.allocate import promote
+from specc.runtime.quantize.promotion import promote
 
 BASE: dict[str, Scheme] = {
     "embed.table": Round(bits=8),
@@ -129,7 +129,7 @@ def test_a_real_model_under_a_real_budget() -> None:
 
     def measure(chosen: Mapping[str, Scheme]) -> int:
         model = quantize_tensors(params, chosen, hessians)
-        return measured_bytes(spec=b"{}", layout=model.layout(), tensors=model.tensors, quality=11)
+        return measured_bytes(ArtifactContents(spec=b"{}", layout=model.layout(), tensors=model.tensors), quality=11)
 
     every = [{**base, **{f"b{i}": Gptq(bits=6, clip_quantiles=(1.0,)) for i in range(5 - n, 5)}} for n in range(6)]
     exact = [measure(chosen) for chosen in every]
@@ -162,5 +162,5 @@ def test_the_quick_estimate_is_close_to_the_artifact() -> None:
         "c": torch.randn(64, generator=generator),
     }
     model = quantize_tensors(params, schemes, {})
-    exact = measured_bytes(spec=b"{}", layout=model.layout(), tensors=model.tensors)
+    exact = measured_bytes(ArtifactContents(spec=b"{}", layout=model.layout(), tensors=model.tensors))
     assert abs(entropy_bytes(model) - exact) < 0.01 * exact

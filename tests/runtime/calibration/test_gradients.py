@@ -18,13 +18,12 @@ from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme, Seen
 from specc.compiler.spec.spec import Calibrate
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
-from specc.runtime.calibration.gradients import Gradients
-from specc.runtime.calibration.lookups import Lookups
+from specc.runtime.calibration.gradients import Gradients, Lookups
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
+from specc.runtime.quantize.bit_allocation import added_nats
 from specc.runtime.quantize.pipeline import QuantizeOptions, quantize
-from specc.runtime.quantize.solve import added_nats
 
 CPU = torch.device("cpu")
 TABLES = (

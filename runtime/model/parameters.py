@@ -1,0 +1,61 @@
+"""The parameters of a module: their initial values, their values from a file, and their place on a device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from specc.runtime.errors import IntegrityError
+
+# A distribution by the name that a spec has for it, filled in place with its number.
+DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
+    "normal": lambda tensor, value, generator: nn.init.normal_(tensor, 0.0, value, generator=generator),
+    "uniform": lambda tensor, value, generator: nn.init.uniform_(tensor, -value, value, generator=generator),
+    "orthogonal": lambda tensor, value, generator: nn.init.orthogonal_(tensor, value, generator=generator),
+    "constant": lambda tensor, value, generator: nn.init.constant_(tensor, value),
+}
+
+
+def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) -> None:
+    """Fills every parameter in f32 by its name's (distribution, number) in `initial`. Each has a generator of its own
+    that depends on `seed` and the name alone."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            distribution, value = initial[name]
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            values = torch.empty(parameter.shape)
+            DISTRIBUTIONS[distribution](values, value, generator)
+            parameter.copy_(values)
+
+
+def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copies `tensors` into the parameters of those names. Raises IntegrityError where names or shapes differ."""
+    parameters = dict(model.named_parameters())
+    missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
+    if missing or extra:
+        raise IntegrityError(
+            f"parameters do not fit the model: {len(missing)} missing {missing[:3]}, {len(extra)} unknown {extra[:3]}",
+            "the file belongs to another spec",
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                stored, expected = list(tensors[name].shape), list(parameter.shape)
+                raise IntegrityError(
+                    f"{name} is {stored} in the file but {expected} in the model", "the file is of another spec"
+                )
+            parameter.copy_(tensors[name])
+
+
+def place(model: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
+    """Moves parameters, in the dtypes of their names, and buffers to `device`, and puts `model` in eval mode."""
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(device, dtypes[name])
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    model.eval()

@@ -1,0 +1,82 @@
+"""The bits of each parameter by the spec's `quant`: promotion or allocation, with corrections of low rank."""
+
+from specc.compiler.pattern import matches
+from specc.compiler.quant.rows import correctable, largest_rank
+from specc.compiler.spec.spec import Correct, QuantSpec
+from specc.runtime.calibration.hessian import traces
+from specc.runtime.errors import QuantizeError
+from specc.runtime.log import Say
+from specc.runtime.quantize.bit_allocation import allocate_bits, largest_errors
+from specc.runtime.quantize.packer import Packer
+from specc.runtime.quantize.promotion import Allocation, promote_within_budget
+from specc.runtime.quantize.quantizer import Quantizer
+
+
+def choose_bits(
+    quantizer: Quantizer, quant: QuantSpec, base: Allocation, packer: Packer, say: Say, reserved: int = 0
+) -> Allocation:
+    """`base` with the bits and the corrections of low rank that `quant` leaves to choose.
+
+    Corrections go to the parameters with the largest errors at the chosen bits; beside them bits are chosen anew.
+
+    Args:
+        quantizer: of the weights and what calibration measured of them.
+        quant: its `promote`, `allocate`, `correct` and `budget_bytes`.
+        base: the scheme of each parameter by the rules.
+        packer: measures the artifact.
+        say: is told of each allocation that is measured.
+        reserved: bytes of the budget that the artifact must leave, for the code of a submission.
+
+    Raises:
+        QuantizeError: as `allocate_bits` and `promote_within_budget`.
+    """
+    if quant.budget_bytes is not None:
+        quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
+    schemes = _widths(quantizer, quant, base, packer, say, reserved)
+    if quant.correct is None:
+        return schemes
+    names = _largest(quantizer, quant.correct, base, schemes)
+    say(f"correct: {', '.join(names)}")
+    corrected = {
+        name: scheme.with_correction(quant.correct.rank) if name in names and correctable(scheme) else scheme
+        for name, scheme in base.items()
+    }
+    try:
+        return _widths(quantizer, quant, corrected, packer, say, reserved)
+    except QuantizeError as error:  # without them it fits
+        message = f"with corrections of rank {quant.correct.rank}, for {', '.join(names)}: {error.message}"
+        raise QuantizeError(message, "lower quant.correct's rank or count; without them it fits") from error
+
+
+def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: Allocation) -> tuple[str, ...]:
+    """The names of the parameters to correct."""
+    able = [
+        name
+        for name, scheme in base.items()
+        if correctable(scheme) and matches(correct.match, name)
+        if largest_rank(tuple(quantizer.weights[name].shape)) >= correct.rank
+    ]
+    return largest_errors(able, lambda name: quantizer.error(name, schemes[name]), correct.count)
+
+
+def _widths(
+    quantizer: Quantizer, quant: QuantSpec, base: Allocation, packer: Packer, say: Say, reserved: int
+) -> Allocation:
+    """`base` with the bits that `quant` leaves to choose."""
+
+    def exact(schemes: Allocation) -> int:
+        return packer.measure(quantizer.model(schemes))
+
+    if quant.allocate is None or quant.budget_bytes is None:
+        hessians = traces(quantizer.statistics.hessians)
+        return promote_within_budget(quant, base, hessians, quantizer.estimate, exact, say, reserved)
+    return allocate_bits(
+        quant.allocate,
+        quant.budget_bytes,
+        base,
+        quantizer.cost,
+        lambda name, scheme: quantizer.estimate({name: scheme}),
+        exact,
+        say,
+        reserved,
+    )

@@ -1,0 +1,36 @@
+"""The scheme of each parameter: as the spec's rules give it, and written back into a resolved spec."""
+
+from collections.abc import Mapping
+from typing import cast
+
+from specc.compiler.passes.assign_quant import allocation
+from specc.compiler.programs.programs import Parameter
+from specc.compiler.quant.scheme import Scheme
+from specc.compiler.spec.spec import RULES, SCHEMES, AnyRule, QuantSpec, Spec
+
+Allocation = Mapping[str, Scheme]
+
+
+def base_schemes(quant: QuantSpec | None, parameters: tuple[Parameter, ...]) -> dict[str, Scheme]:
+    """The scheme of each parameter by the rules of `quant`, before promotion, allocation or correction."""
+    return {name: _without_match(scheme) for name, scheme in allocation(quant, parameters).items()}
+
+
+def _without_match(scheme: Scheme) -> Scheme:
+    """The scheme of a rule, without the pattern that the rule matches."""
+    kind = next(kind for kind in SCHEMES if isinstance(scheme, kind))
+    settings = {name: getattr(scheme, name) for name in kind.model_fields}
+    return cast(Scheme, kind.model_validate(settings))
+
+
+def resolved(spec: Spec, schemes: Allocation) -> Spec:
+    """`spec` with one rule per parameter, and no bits left to choose."""
+    assert spec.quant is not None
+    rules = tuple(_rule(name, scheme) for name, scheme in schemes.items())
+    decided = {"rules": rules, "promote": None, "allocate": None, "correct": None}
+    return spec.model_copy(update={"quant": spec.quant.model_copy(update=decided)})
+
+
+def _rule(name: str, scheme: Scheme) -> AnyRule:
+    kind = next(rule for kind, rule in zip(SCHEMES, RULES, strict=True) if isinstance(scheme, kind))
+    return cast(AnyRule, kind.model_validate({**dict(scheme), "match": name}))

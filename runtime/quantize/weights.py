@@ -1,0 +1,137 @@
+"""Quantizes the weights of a trained model: calibrates, chooses the bits, quantizes.
+
+`specc quantize` calls it for a run, and a submission for what it has trained.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.quant.scheme import Scheme
+from specc.compiler.spec.spec import QuantSpec
+from specc.runtime.artifact.quantized_model import QuantizedModel
+from specc.runtime.calibration.calibrate import capture_gradients, capture_hessians
+from specc.runtime.errors import RunFailure
+from specc.runtime.log import Say
+from specc.runtime.quantize.choose_bits import choose_bits
+from specc.runtime.quantize.packer import Packer
+from specc.runtime.quantize.quantizer import IntegerInputs, Progress, Quantizer, Statistics
+from specc.runtime.quantize.written_text import TextModel, WrittenText, write_text
+
+Windows = Iterator[tuple[Tensor, Tensor]]
+
+
+class TrainedModel(TextModel, Protocol):
+    """A trained model of any kind. `specc` renders its modules from the spec; a submission carries them.
+
+    Attributes:
+        seed: of the run.
+        window: tokens of the context.
+        weights: f32 on `device`, by parameter name.
+    """
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def weights(self) -> Mapping[str, Tensor]: ...
+
+    def unfused(self) -> nn.Module:
+        """The module without fusion points, with `weights`, in eval mode on `device`: each linear is a node."""
+        ...
+
+    def windows(self) -> Windows:
+        """(ids, targets) of the training text, i64 [rows, window], as `quant.calibrate` asks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeights:
+    """The result of `quantize_weights`.
+
+    Attributes:
+        schemes: the chosen scheme of each parameter.
+        stored: the arrays of the artifact.
+        quantizer: the allocations that were tried, and the statistics they were tried with.
+        text: what the model wrote to be calibrated on; None where it read the training data.
+        seconds: of the calibration; None where nothing was calibrated.
+    """
+
+    schemes: Mapping[str, Scheme]
+    stored: QuantizedModel
+    quantizer: Quantizer
+    text: WrittenText | None
+    seconds: float | None
+
+
+def quantize_weights(
+    model: TrainedModel,
+    quant: QuantSpec,
+    base: Mapping[str, Scheme],
+    packer: Packer,
+    say: Say,
+    progress: Progress,
+    *,
+    integer_inputs: Callable[[WrittenText | None], IntegerInputs] | None = None,
+    reserved: int = 0,
+) -> QuantizedWeights:
+    """Quantizes the weights of `model` as `quant` says.
+
+    Args:
+        model: the weights, the modules to calibrate, and the data.
+        quant: how to calibrate, and what bits are to be chosen within which budget.
+        base: the scheme of each parameter by the rules of `quant`.
+        packer: measures the artifact while bits are chosen.
+        say: is told of each stage, and of each allocation that is measured.
+        progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`.
+        integer_inputs: measures the inputs of int8 products on the written text, else on the training data; None where
+            the model has no such products.
+        reserved: bytes of the budget that the artifact must leave, for the code of a submission.
+
+    Raises:
+        QuantizeError: a parameter cannot be quantized as asked, or the budget cannot be met.
+        RunFailure: GPU memory is full.
+        DataError: the training data cannot be read.
+    """
+    hessians = quant.promote is not None or quant.allocate is not None
+    hessians = hessians or any(scheme.needs_hessian for scheme in base.values())
+    start_time, text = time.monotonic(), None
+    if (hessians or integer_inputs) and quant.calibrate.source == "self":
+        text = write_text(
+            model, quant.calibrate, model.window, model.seed, lambda done, total: progress("write", done, total)
+        )
+        capture = f", {text.capture_seconds:.1f} s of them to capture its steps" if text.capture_seconds else ""
+        say(f"wrote {text.tokens[:, 1:].numel():,} tokens to calibrate on in {text.seconds:.1f} s{capture}")
+    try:
+        statistics = _statistics(model, quant, text, progress) if hessians else Statistics()
+        inputs = integer_inputs(text) if integer_inputs else IntegerInputs()
+    except torch.OutOfMemoryError as error:
+        hint = f"lower quant.calibrate.batch, to {max(quant.calibrate.batch // 2, 1)} for instance"
+        raise RunFailure("out of GPU memory while calibrating", hint) from error
+    seconds = time.monotonic() - start_time if hessians or integer_inputs else None
+    if seconds is not None:
+        say(f"calibrated in {seconds:.1f} s")
+    quantizer = Quantizer(model.weights, statistics, inputs, progress)
+    schemes = choose_bits(quantizer, quant, base, packer, say, reserved)
+    return QuantizedWeights(schemes, quantizer.model(schemes), quantizer, text, seconds)
+
+
+def _statistics(model: TrainedModel, quant: QuantSpec, text: WrittenText | None, progress: Progress) -> Statistics:
+    """Hessians, and gradients where bits are allocated, of the unfused model on `text`, else on the training text."""
+    calibrate, unfused = quant.calibrate, model.unfused()
+
+    def windows() -> Windows:
+        return model.windows() if text is None else text.windows(calibrate.batch)
+
+    def counted(stage: str) -> Callable[[int], None]:
+        return lambda done: progress(stage, done, calibrate.sequences)
+
+    hessians = capture_hessians(unfused, windows(), model.device, counted("calibrate"))
+    if quant.allocate is None:
+        return Statistics(hessians)
+    return Statistics(hessians, capture_gradients(unfused, windows(), model.device, counted("gradients")))

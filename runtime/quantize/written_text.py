@@ -1,0 +1,105 @@
+"""Text that a model writes itself, to calibrate on: it needs no data, and resembles what the model was trained on."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specc.compiler.spec.spec import Calibrate
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
+from specc.runtime.errors import QuantizeError, RunFailure
+from specc.runtime.model.protocols import GeneratedText
+
+REPORT_EVERY = 64  # tokens of each row between two calls of `progress`
+
+
+class TextModel(Protocol):
+    """A model of text that is ready to run on `device`."""
+
+    @property
+    def text_model(self) -> GeneratedText: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenText:
+    """Text that a model wrote.
+
+    Attributes:
+        tokens: i64 [sequences, length + 1] on the CPU; the first token of each row was given to the model.
+        separators: how many of the others separate documents.
+        seconds: the whole time.
+        capture_seconds: the part of it that captured steps as CUDA graphs.
+    """
+
+    tokens: Tensor
+    separators: int
+    seconds: float
+    capture_seconds: float
+
+    def windows(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(ids, targets) of all rows in order, i64 [at most `batch`, length] each."""
+        for at in range(0, len(self.tokens), batch):
+            rows = self.tokens[at : at + batch]
+            yield rows[:, :-1], rows[:, 1:]
+
+
+def write_text(
+    model: TextModel,
+    calibrate: Calibrate,
+    window: int,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> WrittenText:
+    """Decodes `calibrate.sequences` rows of `calibrate.length` tokens (`window` where unset), all at once.
+
+    On one machine with one number of threads the rows depend on the weights, `calibrate` and `seed` alone. Row r is
+    drawn with the seed `seed * sequences + r`.
+
+    Args:
+        model: writes the text.
+        calibrate: sizes, temperature and the first token.
+        window: tokens of the model's context.
+        seed: of the run.
+        progress: called as `progress(tokens of a row so far, tokens of a row)`.
+
+    Raises:
+        QuantizeError: `begin: bos`, and the tokenizer has no separator of documents.
+        RunFailure: the logits are not finite, or GPU memory is full.
+    """
+    tokenizer, rows = model.tokenizer, calibrate.sequences
+    length = calibrate.length or window
+    start_time = time.monotonic()
+    if calibrate.begin == "uniform":
+        first = torch.randint(tokenizer.vocab, (rows,), generator=torch.Generator().manual_seed(seed))
+    elif tokenizer.bos is None:
+        hint = "calibrate with `begin: uniform`, or on the training text"
+        raise QuantizeError(f"{tokenizer.name} has no separator of documents to begin a text with", hint)
+    else:
+        first = torch.full((rows,), tokenizer.bos)
+    seeds = [(seed * rows + row) % 2**63 for row in range(rows)]
+    written = torch.empty(rows, length + 1, dtype=torch.int64, device=model.device)
+    written[:, 0] = first.to(model.device)
+    start = written[:, :1].clone()
+    try:
+        decoder = Decoder(model.text_model, length, model.device, rows)  # never full: it ends there
+        steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
+        for done, step in enumerate(steps, 1):
+            written[:, done] = step
+            if progress is not None and (done % REPORT_EVERY == 0 or done == length):
+                progress(done, length)
+        tokens = written.cpu()
+    except torch.OutOfMemoryError as error:
+        hint = "lower quant.calibrate.sequences or its length"
+        raise RunFailure("out of GPU memory while writing text to calibrate on", hint) from error
+    if int(tokens.min()) < 0:
+        raise RunFailure("the logits hold NaN or infinity", "the model is broken: calibrate an earlier checkpoint")
+    separators = 0 if tokenizer.bos is None else int((tokens[:, 1:] == tokenizer.bos).sum())
+    return WrittenText(tokens, separators, time.monotonic() - start_time, decoder.preparing)

@@ -1,0 +1,171 @@
+"""The model of a submission: modules and a tokenizer's table that are carried in the package, not compiled.
+
+It stands where `specc` has a run's model and the packer of its spec.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.build import interface_digest
+from specc.compiler.passes.assign_quant import storage_name
+from specc.compiler.quant.scheme import Scheme
+from specc.runtime.artifact.artifact import (
+    ArtifactContents,
+    ArtifactSize,
+    measured_bytes,
+    read_artifact,
+    write_artifact,
+)
+from specc.runtime.artifact.codecs import Codec
+from specc.runtime.artifact.layout import layout
+from specc.runtime.artifact.quantized_model import QuantizedModel
+from specc.runtime.calibration.calibrate import calibration_windows
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes
+from specc.runtime.data.windows.stream import TokenStream
+from specc.runtime.dtypes import DTYPES
+from specc.runtime.model.parameters import assign, fill, place
+from specc.runtime.model.protocols import GeneratedText, text_model
+from specc.runtime.quantize.weights import Windows
+from specc.runtime.storage.data_digests import DataDigests
+from specc.runtime.submission import plan
+
+PARAMETERS = next(iter(plan.PARAMS.values()))
+SHAPES = {parameter.name: tuple(parameter.shape) for parameter in PARAMETERS}
+
+
+class TokenTable:
+    """The tokenizer, as far as shards of tokens need it: its separator, and the bytes that its tokens stand for."""
+
+    name, vocab, bos, lossless, _digest = plan.TOKENIZER
+
+    def digest(self) -> str:
+        return self._digest
+
+    def piece_bytes(self) -> PieceBytes:
+        base = np.array(plan.BYTES, np.int64)
+        marks = np.zeros((2, len(base)), np.bool_)
+        marks[0, list(plan.SPACES)] = marks[1, list(plan.BOUNDARIES)] = True
+        return PieceBytes(base, marks[0], marks[1])
+
+
+TOKENIZER: Any = TokenTable()
+
+
+def module(target: str, plain: bool = False) -> nn.Module:
+    """The generated model, f32, not yet filled; `plain` is the one without fusion points."""
+    package = __name__.rpartition(".")[0]
+    model: nn.Module = importlib.import_module(f"{package}.{target}{'_plain' if plain else ''}.model").Model()
+    return model
+
+
+def folder(target: str) -> Path:
+    """The folder of a target's sources."""
+    return Path(__file__).with_name(target)
+
+
+def initialized(target: str) -> nn.Module:
+    """The generated model with its weights before training."""
+    model = module(target)
+    fill(model, plan.INITS, plan.TRAIN.seed)
+    return model
+
+
+def realized(target: str, weights: Mapping[str, Tensor], device: torch.device, plain: bool = False) -> Any:
+    """The generated model with `weights` (f32, by name), in the dtypes of its target, in eval mode on `device`."""
+    model = module(target, plain)
+    assign(model, weights)
+    place(model, {parameter.name: DTYPES[parameter.dtype] for parameter in plan.PARAMS[target]}, device)
+    return model
+
+
+@dataclass(frozen=True)
+class CarriedModel:
+    """The trained model of a submission, as quantization takes it."""
+
+    target: str
+    device: torch.device
+    weights: Mapping[str, Tensor]
+    stream: TokenStream
+
+    name: ClassVar[str] = plan.NAME
+    targets: ClassVar[tuple[str, ...]] = plan.TARGETS
+    tokenizer: ClassVar[Any] = TOKENIZER
+    seed: ClassVar[int] = plan.TRAIN.seed
+    window: ClassVar[int] = plan.WINDOW
+
+    @cached_property
+    def text_model(self) -> GeneratedText:
+        return text_model(realized(self.target, self.weights, self.device))
+
+    def unfused(self) -> nn.Module:
+        model: nn.Module = realized(self.target, self.weights, self.device, plain=True)
+        return model
+
+    def windows(self) -> Windows:
+        return calibration_windows(self.stream, plan.QUANT.calibrate, self.window, self.seed)
+
+
+@dataclass(frozen=True)
+class CarriedPacker:
+    """Packs quantized parameters as the artifact of the carried spec."""
+
+    trained_on: DataDigests
+    codec: ClassVar[Codec] = Codec(plan.CODEC)
+
+    def measure(self, stored: QuantizedModel) -> int:
+        return measured_bytes(self._contents(stored), codec=self.codec)
+
+    def write(self, path: Path, stored: QuantizedModel) -> ArtifactSize:
+        return write_artifact(path, self._contents(stored), codec=self.codec)
+
+    def _contents(self, stored: QuantizedModel) -> ArtifactContents:
+        data = json.loads(plan.SPEC)
+        rules = [{"match": name, **scheme.model_dump()} for name, scheme in stored.schemes.items()]
+        data["quant"]["rules"] = rules
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # as the compiler's canonical text
+        return ArtifactContents(
+            text.encode(),
+            stored.layout(),
+            stored.tensors,
+            _interface(stored.schemes),
+            plan.CODE,
+            trained_on=self.trained_on,
+        )
+
+
+def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
+    """The parameters of a weights file, and the digests of the data that they were trained on. Raises IntegrityError
+    for any other file."""
+    schemes: dict[str, Scheme] = {}
+
+    def expected(text: bytes) -> tuple[bytes, Any]:
+        data, carried = json.loads(text), json.loads(plan.SPEC)
+        rules = data["quant"]["rules"]
+        data["quant"]["rules"] = carried["quant"]["rules"] = []
+        if data != carried:
+            raise ValueError("it is of another model")
+        for rule in rules:
+            settings = {k: tuple(v) if isinstance(v, list) else v for k, v in rule.items() if k != "match"}
+            schemes[rule["match"]] = plan.SCHEMES[rule["scheme"]](**settings)
+        if list(schemes) != list(plan.BASE):
+            raise ValueError("it has other parameters")
+        return _interface(schemes), layout(schemes, SHAPES)
+
+    artifact = read_artifact(path, expected)
+    return QuantizedModel(schemes, SHAPES, artifact.tensors), artifact.trained_on
+
+
+def _interface(schemes: Mapping[str, Scheme]) -> bytes:
+    """The digest that binds a weights file to the model."""
+    return interface_digest(PARAMETERS, {name: storage_name(scheme) for name, scheme in schemes.items()})
