@@ -32,12 +32,12 @@ def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
 
     Raises ValueError when two of them carry one name.
     """
-    found: dict[str, N] = {}
+    entries: dict[str, N] = {}
     for module in _modules(package):
         for value in vars(module).values():
-            if isinstance(value, kind) and found.setdefault(value.name, value) is not value:
+            if isinstance(value, kind) and entries.setdefault(value.name, value) is not value:
                 raise ValueError(f"{package.__name__}: two entries are named {value.name!r}")
-    return MappingProxyType(found)
+    return MappingProxyType(entries)
 
 
 @cache
@@ -46,15 +46,15 @@ def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...
 
     Raises ValueError when two of them state the same word.
     """
-    found: dict[str, type[M]] = {}
+    by_tag: dict[str, type[M]] = {}
     for module in _modules(package):
         for value in vars(module).values():
             if not (isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__):
                 continue
             tag = tag_of(value, field)
-            if tag is not None and found.setdefault(tag, value) is not value:
+            if tag is not None and by_tag.setdefault(tag, value) is not value:
                 raise ValueError(f"{package.__name__}: two models are of {field} {tag!r}")
-    return tuple(found.values())
+    return tuple(by_tag.values())
 
 
 @cache
@@ -63,12 +63,12 @@ def classes(package: ModuleType, base: type[T]) -> Mapping[str, type[T]]:
 
     Raises ValueError when two of them state the same name.
     """
-    found: dict[str, type[T]] = {}
+    by_name: dict[str, type[T]] = {}
     for module in _modules(package):
         for value in vars(module).values():
             if not (isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__):
                 continue
             name = vars(value).get("name")
-            if isinstance(name, str) and found.setdefault(name, value) is not value:
+            if isinstance(name, str) and by_name.setdefault(name, value) is not value:
                 raise ValueError(f"{package.__name__}: two classes are named {name!r}")
-    return MappingProxyType(found)
+    return MappingProxyType(by_name)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from specc.compiler.build import Built, compile_spec
+from specc.compiler.build import Built, compile_loaded
 from specc.compiler.generated_folder import MANIFEST
+from specc.compiler.plan.lock import lock_path, read_lock
 from specc.compiler.report.summary import Summary, milliseconds, quantity
+from specc.compiler.spec.check import load
 
 PLAN = "PLAN.md"
 SHOWN = 10  # tensors, tiles or files that a line of the summary names
@@ -30,8 +32,15 @@ class Comparison:
 
     @classmethod
     def of(cls, before: Path, after: Path) -> "Comparison":
-        """Builds both. Raises SpecError where either does not build."""
-        old, new = compile_spec(before), compile_spec(after)
+        """Builds both. A spec without a lock of its own follows the other's: a copy in another place, or of another
+        name, still computes what was measured. Raises SpecError where either does not build."""
+        specs, locks = [load(path) for path in (before, after)], []
+        for path, (spec, _) in zip((before, after), specs, strict=True):
+            locks.append(read_lock(lock_path(path, spec.name)))
+        old, new = (
+            compile_loaded(spec, source, (), lock if lock.targets else other)
+            for (spec, source), lock, other in zip(specs, locks, reversed(locks), strict=True)
+        )
         left, right = (path.read_text(encoding="utf-8").splitlines() for path in (before, after))
         spec_diff = difflib.unified_diff(left, right, str(before), str(after), n=1, lineterm="")
         return cls(before, after, old, new, tuple(spec_diff))
@@ -83,9 +92,9 @@ class Comparison:
         """What groups save for their backward."""
         sizes = [f"{sum(summary.step.saved.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB a micro-batch"
-        old, new = ({c.label: ", ".join(c.chosen.saved) for c in s.main.save_choices} for s in self.summaries)
-        changed = (f"{at}: {_change(old.get(at, 'no choice'), new.get(at, 'no choice'))}" for at in {**old, **new})
-        return "; ".join((amount, *changed))
+        old, new = (summary.saved_names for summary in self.summaries)
+        places = [place for place in {**old, **new} if old.get(place) != new.get(place)]
+        return "; ".join((amount, *(f"{p}: {_change(old.get(p, 'nothing'), new.get(p, 'nothing'))}" for p in places)))
 
     def _kernels(self) -> Iterator[str]:
         """The tiles that were measured for a node that is gone or another now."""

@@ -65,8 +65,8 @@ class SpecError(SpeccError):
     """Everything that is wrong with a spec. `texts` holds the text of each file that a diagnostic names."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
-        found = set(diagnostics)
-        self.diagnostics = tuple(sorted(found, key=lambda d: (d.file, d.mark, d.code, d.message)))
+        distinct = set(diagnostics)
+        self.diagnostics = tuple(sorted(distinct, key=lambda d: (d.file, d.mark, d.code, d.message)))
         self.texts = dict(texts)
         first = self.diagnostics[0]
         super().__init__(

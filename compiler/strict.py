@@ -154,7 +154,7 @@ class StrictModel(BaseModel):
 
 
 def tag_of(model: type[BaseModel], field: str) -> str | None:
-    """The single word of a `Literal` field, by which a union tells its members apart; None where there is none."""
+    """The single word of a `Literal` field, by which a union selects a member; None where there is none."""
     info = model.model_fields.get(field)
     values: tuple[Any, ...] = get_args(info.annotation) if info is not None else ()
     return values[0] if len(values) == 1 and isinstance(values[0], str) else None

@@ -20,7 +20,7 @@ class Detokenizer:
 
     A lossy tokenizer's bytes depend on the tokens around them: a first space vanishes, and a character that
     is spelled in bytes is a replacement character until it is complete. So a few earlier tokens are decoded
-    with each new one, and what ends in a replacement character waits.
+    with each new one, and text that ends in a replacement character waits.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: list[int]) -> None:
@@ -68,8 +68,8 @@ def generate(
     Args:
         prompt: the start of a document; empty to begin with nothing. Of a `str`, bytes that the command line could not
             decode (surrogate escapes) are themselves.
-        stream: is given the text as it comes, in whole characters; bytes that are no UTF-8 become U+FFFD.
-        say: is told when the prompt is longer than the context, and only its end is read.
+        stream: called with the text as it comes, in whole characters; bytes that are not UTF-8 become U+FFFD.
+        say: called with a line where the prompt is longer than the context, and only its end is read.
 
     Raises SamplingError for a negative `max_tokens`, RunFailure for a model that gives no distribution or a
     tokenizer with no mark to begin with, DataError where the prompt cannot be tokenized.
@@ -77,21 +77,21 @@ def generate(
     if max_tokens < 0:
         raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
     text = codecs.getincrementaldecoder("utf-8")("replace")
-    told, say = stream or (lambda _: None), say or (lambda _: None)
+    emit, say = stream or (lambda _: None), say or (lambda _: None)
     pieces: list[bytes] = []
     for piece in stream_bytes(opened, prompt, max_tokens, sampling or Sampling(), seed, say):
         pieces.append(piece)
         if whole := text.decode(piece):
-            told(whole)
+            emit(whole)
     if rest := text.decode(b"", final=True):
-        told(rest)
+        emit(rest)
     return b"".join(pieces)
 
 
 def stream_bytes(
     opened: OpenedModel, prompt: str | bytes, max_tokens: int, sampling: Sampling, seed: int, say: Say
 ) -> Iterator[bytes]:
-    """What `generate` joins, piece by piece; a piece may end inside a character."""
+    """The bytes of `generate` in pieces; a piece may end inside a character."""
     tokens = _first_tokens(opened.tokenizer, prompt, opened.spec.model.window, say)
     detokenizer = Detokenizer(opened.tokenizer, tokens)
     for (token,) in _drawn(opened, tokens, max_tokens, sampling, (seed,)):
@@ -112,8 +112,8 @@ def generate_several(
     *,
     say: Say | None = None,
 ) -> list[bytes]:
-    """What `generate` gives for each of `seeds`, decoded side by side; the sizes of the products are others, so a draw
-    may differ where two tokens are all but equally probable. Raises as `generate` does."""
+    """One text per seed, decoded side by side. Matrix products have other sizes than those of `generate`, so a draw may
+    differ where two tokens are almost equally probable. Raises as `generate` does."""
     if max_tokens < 0:
         raise SamplingError(f"cannot generate {max_tokens} tokens", "give 0 or more")
     tokenizer = opened.tokenizer
@@ -138,10 +138,10 @@ def _drawn(
     try:
         decoder = Decoder(opened.text_model, opened.spec.model.window, opened.device, len(seeds))
         for step in sample_tokens(decoder, rows, opened.tokenizer.vocab, sampling, seeds, count):
-            found: list[int] = step.tolist()
-            if min(found) < 0:
+            tokens_of_step: list[int] = step.tolist()
+            if min(tokens_of_step) < 0:
                 raise RunFailure("the logits hold NaN or infinity", "the model is broken: try an earlier checkpoint")
-            yield found
+            yield tokens_of_step
     except torch.OutOfMemoryError as error:
         raise RunFailure(f"out of GPU memory for {len(seeds)} texts at once", "ask for fewer samples") from error
 

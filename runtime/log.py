@@ -1,15 +1,17 @@
-"""What a run reports: log.jsonl for programs, a progress bar or plain lines for people."""
+"""Reports of a run: log.jsonl for programs, a progress bar or plain lines for people."""
 
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 
 from specc.runtime.errors import RunFailure
 
@@ -32,9 +34,17 @@ class Step:
     samples_per_second: float | None = None
 
 
+class Progress(Protocol):
+    """Shows how far a run is."""
+
+    def show(self, step: Step, done: float) -> None:
+        """`done` is the share of the run, 0 to 1."""
+        ...
+
+
 class RunLog:
-    """Appends one JSON object a line, each handed to the system at once. Its `event` is start, step,
-    validation, checkpoint, end, stopped or failure. Raises RunFailure when the file cannot be written."""
+    """Appends one JSON object per line, each handed to the system at once. Its `event` is start, step, validation,
+    checkpoint, end, stopped or failure. Raises RunFailure when the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,13 +77,23 @@ class RunLog:
 
 
 class Silence:
-    """The log and the progress of a process that reports nothing: another one does."""
+    """The log and the progress of a process that reports nothing, because another one does."""
 
     def write(self, event: str, **values: Value) -> None: ...
 
     def step(self, step: Step) -> None: ...
 
     def show(self, step: Step, done: float) -> None: ...
+
+
+def logged(path: Path, event: str) -> bool:
+    """Whether a log has a record of this event."""
+    start = json.dumps({"event": event})[:-1].encode()
+    try:
+        with path.open("rb") as file:
+            return any(line.startswith(start) for line in file)
+    except FileNotFoundError:
+        return False
 
 
 def _last_byte(path: Path) -> bytes:
@@ -90,36 +110,75 @@ class Lines:
         self._shown = -1
 
     def show(self, step: Step, done: float) -> None:
-        """`done` is the share of the run, 0 to 1."""
         part = int(done * 20)
         if part != self._shown:
-            self._say(f"{done:4.0%}  {_in_words(step)}")
+            self._say(f"{done:4.0%}  {_line_of(step)}")
             self._shown = part
 
 
 class Bar:
-    """Progress as a bar on a terminal."""
+    """Progress as a bar on a terminal. A terminal that is gone is no reason to stop."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RichProgress) -> None:
         self._progress = progress
         self._task = progress.add_task("train", total=1.0, words="")
 
     def show(self, step: Step, done: float) -> None:
-        self._progress.update(self._task, completed=done, words=_in_words(step))
+        with suppress(OSError):
+            self._progress.update(self._task, completed=done, words=_line_of(step))
 
 
 @contextmanager
-def open_progress(say: Say) -> Iterator[Lines | Bar]:
+def open_progress(say: Say) -> Iterator[Progress]:
     """A bar where standard error is a terminal, else lines through `say`."""
     if not sys.stderr.isatty():
         yield Lines(say)
         return
     columns = (BarColumn(), TextColumn("{task.percentage:3.0f}%"), TextColumn("{task.fields[words]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
+    progress = RichProgress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
+    with suppress(OSError):
+        progress.start()
+    try:
         yield Bar(progress)
+    finally:
+        with suppress(OSError):
+            progress.stop()
 
 
-def _in_words(step: Step) -> str:
+def unfailing(say: Say) -> Say:
+    """`say` for a run that must not end because nobody reads it: lines that cannot be written are dropped."""
+
+    def report(line: str) -> None:
+        try:
+            say(line)
+        except OSError:  # a closed pipe, a terminal that is gone, a full disk
+            _silence_broken_streams()
+
+    return report
+
+
+def _silence_broken_streams() -> None:
+    """Redirects the standard streams that cannot be written to the null device: else what their buffers still hold
+    would fail once more when the process ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Where a run reports to."""
+
+    log: RunLog | Silence
+    progress: Progress
+    say: Say
+
+
+def _line_of(step: Step) -> str:
     samples = "" if step.samples_per_second is None else f"{step.samples_per_second:,.0f} samples/s  "
     return (
         f"step {step.step:,}  loss {step.loss:.4f}  lr x{step.lr:.3f}  norm {step.grad_norm:.3f}  {samples}"

@@ -1,4 +1,4 @@
-"""Opens what a model is kept in, a run directory or a `.specc` artifact, as a module that is ready to run.
+"""Opens a run directory or a `.specc` artifact as a module that is ready to run.
 
 Neither holds code that is trusted: the module is rendered from the spec by the compiler that is installed.
 """
@@ -109,13 +109,14 @@ def open_model(
     """The model of a run, with the weights that the run ends with, or of an artifact.
 
     Args:
-        target: one of the spec's; None takes the best that this machine can run.
-        device: `cpu`, `cuda` or one GPU as `cuda:1`; None takes the one that the target is for.
-        quantized: of a run, take what `specc quantize` made of it.
+        path: the run directory or the artifact.
+        target: a target of the spec; None takes the best that this machine can run.
+        device: `cpu`, `cuda` or one GPU as `cuda:1`; None takes the device of the target.
+        quantized: for a run, open its quantized model.
         search: more folders to look for the tokenizer in.
         say: is told of damaged checkpoints that are passed over, of an artifact of another compiler, and of one of
             older weights than the run has.
-        prepared: the spec that the code is generated from, of the one that was found. It has the same parameters.
+        prepared: maps the spec that was read to the spec that the code is generated from; parameters stay the same.
 
     Raises RunDirectoryError when there is neither at `path`; IntegrityError when anything about the file is
     wrong, with nothing of it handed out; RunFailure for a run without a checkpoint, a target that does not
@@ -171,7 +172,7 @@ def realize(
         fill(loaded, constants or {})
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
-            compile_ahead(loaded.directory)  # all of them run, and one after another they would take minutes
+            compile_ahead(loaded.directory)  # side by side: one after another they would take minutes
         kinds = {p.name: DTYPES[p.dtype] for p in loaded.programs.params if p.dtype in DTYPES}
         for name, parameter in loaded.model.named_parameters():
             parameter.data = parameter.data.to(where, kinds[name])
@@ -193,12 +194,12 @@ def realize_stored(
     sources = integer_products(lower(spec, choose_target(spec, target)), stored.schemes)
     if not sources:
         return realize(spec, target, device, weights)
-    kept = {name: weight for name, weight in weights.items() if not stored.schemes[name].integer}
-    return realize(spec, target, device, kept, constants=constants(sources, stored))
+    floats = {name: weight for name, weight in weights.items() if not stored.schemes[name].integer}
+    return realize(spec, target, device, floats, constants=constants(sources, stored))
 
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
-    """What the run ends with at its newest sound checkpoint (f32, by parameter name), and that step.
+    """The weights of the run at its newest sound checkpoint (f32, by parameter name), and the step of that.
 
     Raises RunFailure where there is no checkpoint.
     """
@@ -209,7 +210,7 @@ def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
 def _newest(run: Run, say: Say) -> Path:
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is None:
-        raise RunFailure(f"{run.directory} has no sound checkpoint", f"train it: {run.goes_on}")
+        raise RunFailure(f"{run.directory} has no sound checkpoint", f"train it: {run.resume_command}")
     return newest
 
 
@@ -237,7 +238,7 @@ def spec_at(path: Path) -> Spec:
 
 
 def token_cache() -> Path:
-    """Where tokenized text is kept unless a caller names another folder."""
+    """The default folder of tokenized text."""
     return user_cache_path("specc") / "tokens"
 
 
@@ -262,20 +263,20 @@ class Verified:
 
 def read_verified(path: Path) -> Verified:
     """All of an artifact. Raises IntegrityError, handing out nothing, when anything is wrong."""
-    made: list[tuple[Spec, Deployment]] = []
+    resolved: list[tuple[Spec, Deployment]] = []
 
     def expected(text: bytes) -> tuple[bytes, Layout]:
-        made.append(deployment_of(text))
-        return made[0][1].interface, made[0][1].layout
+        resolved.append(deployment_of(text))
+        return resolved[0][1].interface, resolved[0][1].layout
 
     def judge(text: bytes) -> None:
-        spec, deployment = made[0]
+        spec, deployment = resolved[0]
         if deployment.integer:
             sources = integer_products(lower(spec, spec.targets[0]), deployment.schemes)
             require_products(sources, deployment.shapes, deployment.layout, text)
 
     artifact = read_artifact(path, expected, judge=judge)
-    spec, deployment = made[0]
+    spec, deployment = resolved[0]
     model = QuantizedModel(deployment.schemes, deployment.shapes, artifact.tensors)
     try:
         if deployment.integer:
@@ -295,16 +296,16 @@ def _open_artifact(
     data: str | None,
     prepared: Prepare,
 ) -> OpenedModel:
-    found = read_verified(path)
-    if not found.same_code:
+    verified = read_verified(path)
+    if not verified.same_code:
         say(f"{path} was written with other generated code: results may differ in the last bits")
-    spec = prepared(found.spec)
+    spec = prepared(verified.spec)
     try:
-        loaded = realize_stored(spec, target, device, found.stored, found.weights)
+        loaded = realize_stored(spec, target, device, verified.stored, verified.weights)
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error.message}", error.hint) from error
     where = device_asked_for(loaded.target, device)
-    return OpenedModel(spec, loaded, "artifact", path, where, found.same_code, data, search, found.trained_on)
+    return OpenedModel(spec, loaded, "artifact", path, where, verified.same_code, data, search, verified.trained_on)
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:

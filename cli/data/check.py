@@ -22,7 +22,7 @@ def command(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], a
     Exit 5 where bytes are not what they should be, 1 for what else is wrong.
     """
     from specc.runtime.data.shards.check import check as read
-    from specc.runtime.data.tokenizers.tokenizer import open_tokenizer
+    from specc.runtime.data.tokenizers.open import open_tokenizer
 
     stages = Stages()
     opened = open_tokenizer(tokenizer, (*tokenizers, folder, Path())) if tokenizer is not None else None

@@ -90,7 +90,7 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
         if name in ("d", "y", *names.values()):
             raise ExprError(f"{name} is a name of the backward", hint="rename the operand")
     slopes = {name: derive(expr, name) for name in wrt}
-    value = min(expr, simplify(expr), key=lambda one: _cost((one,)))
+    value = min(expr, simplify(expr), key=lambda choice: _cost((choice,)))
     if not any(set(variables(slope)) & set(wrt) for slope in slopes.values()):
         return _plan((), value, {name: _times_d(slope) for name, slope in slopes.items()}, "linear")
     from_output = _from_output(expr, wrt)
@@ -112,9 +112,9 @@ def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -
 
 
 def _plan(saves: Named, value: Expr, grads: dict[str, Expr], strategy: str) -> Backward:
-    made = {"d", "y", *(name for name, _ in saves)}
+    defined = {"d", "y", *(name for name, _ in saves)}
     read = dict.fromkeys(name for grad in grads.values() for name in variables(grad))
-    needs = tuple(name for name in read if name not in made)
+    needs = tuple(name for name in read if name not in defined)
     return Backward(saves, value, tuple(grads.items()), needs, strategy)
 
 
@@ -205,7 +205,7 @@ def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: d
         if degree is not None and degree >= 1 and saved and not _singular(saves[saved[0]], name):
             candidates.append(simplify(Var(saved[0]) * Var(name) / degree))
     candidates += [simplify(expr), expr]
-    return min(candidates, key=lambda one: (_cost((one, *saves.values())), _cost((one,))))
+    return min(candidates, key=lambda candidate: (_cost((candidate, *saves.values())), _cost((candidate,))))
 
 
 def _singular(slope: Expr, name: str) -> bool:

@@ -81,8 +81,8 @@ def _derive(expr: Expr, var: str) -> Expr:
         case Call("where", (condition, a, b)):
             return Call("where", (condition, _derive(a, var), _derive(b, var)))
         case Call("min" | "max" as name, (a, b)):
-            one, two = _derive(a, var), _derive(b, var)
-            return _extremum(name, a, b, one, two)
+            slope_a, slope_b = _derive(a, var), _derive(b, var)
+            return _extremum(name, a, b, slope_a, slope_b)
         case Call(name, (a,)):
             return substitute(DERIVATIVES[name], {"x": a}) * _derive(a, var)
     return ZERO
@@ -96,11 +96,11 @@ def _derive_quotient(expr: Expr, var: str) -> Expr:
     return _derive(expr, var)  # a sigmoid, or a power
 
 
-def _extremum(name: str, a: Expr, b: Expr, one: Expr, two: Expr) -> Expr:
+def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) -> Expr:
     """`one` where min or max is `a`, `two` where it is `b`, and their mean where a == b."""
     first, second = (">", "<") if name == "max" else ("<", ">")
-    tie = Call("where", (Compare(second, a, b), two, 0.5 * one + 0.5 * two))
-    return Call("where", (Compare(first, a, b), one, tie))
+    tie = Call("where", (Compare(second, a, b), second_arm, 0.5 * first_arm + 0.5 * second_arm))
+    return Call("where", (Compare(first, a, b), first_arm, tie))
 
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
@@ -132,7 +132,7 @@ def homogeneous_degree(expr: Expr, var: str) -> float | None:
 
 
 def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
-    """Whether x f'(x) / f(x) is one number at a few points: where it is not, no cases need be told apart."""
+    """Whether x f'(x) / f(x) is one number at a few points. Where it is not, no case distinction is needed."""
     ratios = []
     for x in SAMPLES:
         at = {name: 0.37 + 0.11 * i for i, name in enumerate(variables(expr))} | {var: x}
@@ -161,7 +161,7 @@ def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
     waiting = [tuple(simplify(expr) for expr in exprs)]
     while waiting:
         case = waiting.pop()
-        condition = next((found for expr in case for found in [_condition(expr)] if found), None)
+        condition = next((inner for expr in case for inner in [_condition(expr)] if inner), None)
         if condition is None or len(done) + len(waiting) >= CASES:
             done.append(case)
         else:
@@ -176,7 +176,7 @@ def _condition(expr: Expr) -> Compare | None:
             return condition
         case Call("relu" | "leaky_relu", (u, *_)):
             return compare(">", u, ZERO)
-    return next((found for part in children(expr) for found in [_condition(part)] if found), None)
+    return next((inner for part in children(expr) for inner in [_condition(part)] if inner), None)
 
 
 Powers = frozenset[tuple[Hashable, Fraction]]
@@ -203,10 +203,10 @@ def polynomial(expr: Expr) -> dict[Powers, Fraction]:
 
 def _times(a: dict[Powers, Fraction], b: dict[Powers, Fraction]) -> dict[Powers, Fraction]:
     result: dict[Powers, Fraction] = {}
-    for one, x in a.items():
-        for two, y in b.items():
+    for left, x in a.items():
+        for right, y in b.items():
             exponents: dict[Hashable, Fraction] = {}
-            for base, exponent in (*one, *two):
+            for base, exponent in (*left, *right):
                 exponents[base] = exponents.get(base, Fraction(0)) + exponent
             monomial = frozenset((base, exponent) for base, exponent in exponents.items() if exponent)
             result[monomial] = settle(result.get(monomial, Fraction(0)) + settle(x * y))

@@ -78,8 +78,8 @@ def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: 
     leaves = {name: column.to(dtype).requires_grad_() for name, column in at.items()}  # type: ignore[call-overload]
     y = torch_value(expr, leaves).expand_as(next(iter(leaves.values())))
     grads = torch.autograd.grad(y.sum(), [leaves[name] for name in wrt], allow_unused=True)
-    found = {name: torch.zeros_like(y) if grad is None else grad for name, grad in zip(wrt, grads, strict=True)}
-    return {"y": y.detach(), **found}
+    gradients = {name: torch.zeros_like(y) if grad is None else grad for name, grad in zip(wrt, grads, strict=True)}
+    return {"y": y.detach(), **gradients}
 
 
 def _near_overflow(expr: Expr, at: "dict[str, Tensor]") -> "Tensor":

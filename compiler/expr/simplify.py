@@ -29,7 +29,7 @@ from .algebra import (
     sum_of,
 )
 from .evaluate import apply, number
-from .pieces import FLIPPED, decided, has_zero_arm, implied, lone_where, may_be_infinite, risen
+from .piecewise import FLIPPED, decided, has_zero_arm, implied, logistic_argument, may_be_infinite, single_where
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, rebuild, variables
 
 PASSES = 20  # a few settle every expression seen; the bound is for one that would alternate
@@ -76,22 +76,22 @@ def add(parts: Iterable[Expr]) -> Expr:
             total[monomial_key(factors)] = (settle(before + coefficient), first)
     terms = [term for term in total.values() if term[0]]
     for index, (coefficient, factors) in enumerate(terms):
-        one = lone_where(factors)
-        if one is None:
+        choice = single_where(factors)
+        if choice is None:
             continue
         for other, (scale, more) in enumerate(terms[index + 1 :], index + 1):
-            two = lone_where(more)
-            if two is not None and key(two.args[0]) == key(one.args[0]):
-                arms = (add((times(coefficient, one.args[arm]), times(scale, two.args[arm]))) for arm in (1, 2))
-                merged = where(one.args[0], *arms)
+            second = single_where(more)
+            if second is not None and key(second.args[0]) == key(choice.args[0]):
+                arms = (add((times(coefficient, choice.args[arm]), times(scale, second.args[arm]))) for arm in (1, 2))
+                merged = where(choice.args[0], *arms)
                 rest = [product_of(*term) for place, term in enumerate(terms) if place not in (index, other)]
                 return add((*rest[:index], merged, *rest[index:]))
     return sum_of(terms)
 
 
 def times(coefficient: Fraction, expr: Expr) -> Expr:
-    own, factors = split(expr)
-    return _product(settle(coefficient * own), factors)
+    factor, factors = split(expr)
+    return _product(settle(coefficient * factor), factors)
 
 
 def product(parts: Iterable[Expr]) -> Expr:
@@ -99,8 +99,8 @@ def product(parts: Iterable[Expr]) -> Expr:
     coefficient = Fraction(1)
     factors: Factors = ()
     for part in parts:
-        own, more = split(part)
-        coefficient, factors = settle(coefficient * own), factors + more
+        factor, more = split(part)
+        coefficient, factors = settle(coefficient * factor), factors + more
     return _product(coefficient, factors)
 
 
@@ -111,21 +111,21 @@ def _product(coefficient: Fraction, factors: Factors) -> Expr:
     for base, exponent in factors:
         first, before = collected.get(key(base), (base, Fraction(0)))
         collected[key(base)] = (first, before + exponent)
-    own = tuple(factor for factor in collected.values() if factor[1])
-    plain = tuple((_under_even_power(base) if even(exponent) else base, exponent) for base, exponent in own)
-    if plain != own:
+    merged = tuple(factor for factor in collected.values() if factor[1])
+    plain = tuple((_under_even_power(base) if even(exponent) else base, exponent) for base, exponent in merged)
+    if plain != merged:
         return _product(coefficient, plain)
-    sigmoids = _with_sigmoid(own)
-    if sigmoids != own:
+    sigmoids = _with_sigmoid(merged)
+    if sigmoids != merged:
         return _product(coefficient, sigmoids)
-    return _merge_pieces(coefficient, own) or product_of(coefficient, own)
+    return _merge_pieces(coefficient, merged) or product_of(coefficient, merged)
 
 
 def _with_sigmoid(factors: Factors) -> Factors:
     """1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u): neither overflows."""
     changed = list(factors)
     for place, (base, exponent) in enumerate(changed):
-        u = risen(base) if exponent < 0 and exponent.denominator == 1 else None
+        u = logistic_argument(base) if exponent < 0 and exponent.denominator == 1 else None
         if u is not None:
             changed[place] = (call("sigmoid", (times(Fraction(-1), u),)), -exponent)
     for place, (base, exponent) in enumerate(changed):
@@ -160,20 +160,20 @@ def power(base: Expr, exponent: Fraction) -> Expr:
         scale = Fraction(_exact(coefficient, exponent.numerator))
         return _product(settle(scale), tuple((inner, e * exponent) for inner, e in factors))
     spread: list[Factor] = []
-    kept: list[Factor] = []
+    signed: list[Factor] = []
     for inner, e in factors:
         if even(e) and not nonnegative(inner):
             spread.append((call("abs", (inner,)), e * exponent))
         elif e.denominator != 1 or nonnegative(inner):  # a root is defined only where its base is >= 0
             spread.append((inner, e * exponent))
         else:
-            kept.append((inner, e))
+            signed.append((inner, e))
     sign = -1 if coefficient < 0 else 1
     scale = rational(number(_constant("**", float(abs(coefficient)), float(exponent))))
-    if len(kept) == 1 and kept[0][1] == 1 and sign == 1:
-        spread.append((kept[0][0], exponent))
-    elif kept or sign < 0:
-        spread.append((product_of(Fraction(sign), kept), exponent))
+    if len(signed) == 1 and signed[0][1] == 1 and sign == 1:
+        spread.append((signed[0][0], exponent))
+    elif signed or sign < 0:
+        spread.append((product_of(Fraction(sign), signed), exponent))
     return _product(scale, tuple(spread))
 
 
@@ -270,13 +270,13 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
     match condition:
         case Compare(">", u, Const(0.0)):
             coefficient, factors = split(a)
-            _, own = split(u)
-            if b == ZERO and monomial_key(factors) == monomial_key(own):
+            _, condition_factors = split(u)
+            if b == ZERO and monomial_key(factors) == monomial_key(condition_factors):
                 return times(coefficient, call("relu", (u,)))
             if b == ZERO and len(factors) == 1 and key(factors[0][0]) == key(u) and factors[0][1] > 0:
                 return _product(coefficient, ((call("relu", (u,)), factors[0][1]),))
             slope, others = split(b)
-            if coefficient == 1 and monomial_key(factors) == monomial_key(own) == monomial_key(others):
+            if coefficient == 1 and monomial_key(factors) == monomial_key(condition_factors) == monomial_key(others):
                 return call("leaky_relu", (u, Const(float(slope))))
     return Call("where", (condition, a, b))
 

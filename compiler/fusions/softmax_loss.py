@@ -98,18 +98,18 @@ def _parts(members: Sequence[Node]) -> Parts | str:
         return f"counts every target; {loss.name} ignores {loss.op.ignore}"
     if loss.inputs[1] in by_name:
         return f"wants targets from outside; {loss.inputs[1]} is a member"
-    made, bound = by_name.get(node_of(loss.inputs[0])), None
-    if made is not None and isinstance(made.op, Pointwise):
-        if len(made.op.variables) != 1 or len(made.op.outputs) != 1:
-            return f"takes a function of the logits alone; {made.name} reads {', '.join(made.op.variables)}"
-        reader = bound = made
-        made = by_name.get(node_of(bound.inputs[0]))
-    if made is None:
+    producer, bound = by_name.get(node_of(loss.inputs[0])), None
+    if producer is not None and isinstance(producer.op, Pointwise):
+        if len(producer.op.variables) != 1 or len(producer.op.outputs) != 1:
+            return f"takes a function of the logits alone; {producer.name} reads {', '.join(producer.op.variables)}"
+        reader = bound = producer
+        producer = by_name.get(node_of(bound.inputs[0]))
+    if producer is None:
         wants = "wants the linear layer that makes the logits"
         return f"{wants}; {reader.name} reads {reader.inputs[0]}, which is no member"
-    if made.op != Linear():
-        return f"wants logits from a linear layer; {made.name} is a {made.op.name}"
-    return Parts(made, bound, loss)
+    if producer.op != Linear():
+        return f"wants logits from a linear layer; {producer.name} is a {producer.op.name}"
+    return Parts(producer, bound, loss)
 
 
 SOFTMAX_LOSS = SoftmaxLossFusion(

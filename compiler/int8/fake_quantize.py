@@ -4,9 +4,9 @@ will."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from specc.compiler.int8.fake_quantized_lstm import cells_apart
 from specc.compiler.int8.form import Factor, Int8Form
 from specc.compiler.int8.products import Editor, Source, Unfit, covering, factors_of, integer_products, sites
-from specc.compiler.int8.rounded_lstm import cells_apart
 from specc.compiler.ir.graph import Graph, Node, TensorType, walk
 from specc.compiler.ops.region import Call, Scan
 from specc.compiler.ops.rounded import RoundRows
@@ -72,7 +72,7 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
 
 
 def _begins(train: TrainSpec) -> float:
-    """The share of the run after which the warm-down is below what `qat` says."""
+    """The share of the run after which the learning rate is below the limit of `qat`."""
     assert train.qat is not None
     schedule = train.schedule
     if train.steps is not None:
@@ -131,7 +131,7 @@ class _Copied:
         table = {graph.name: graph for graph in self._all.graphs}
         for loop in [node for graph in graphs for node in graph.nodes if isinstance(node.op, Scan)]:
             assert isinstance(loop.op, Scan)
-            found = [
+            loops = [
                 (at + node.name, at + name[1:])
                 for graph in walk(table, table[loop.op.callee])
                 for at in places[graph.name]
@@ -140,15 +140,15 @@ class _Copied:
                 for name in (factor.weight, factor.bias)
                 if name and self._schemes[at + name[1:]].integer
             ]
-            if found:
-                nodes = " and ".join(dict.fromkeys(node for node, _ in found))
+            if loops:
+                nodes = " and ".join(dict.fromkeys(node for node, _ in loops))
                 message = (
                     "train.qat cannot round the inputs of int8 products in every step of training: "
                     f"{loop.name} loops over time with {nodes} inside, and it can do so only in an lstm by itself"
                 )
-                names = [name for _, name in found]
-                kept = keeping(self._schemes[names[0]], covering(names))
-                hint = f"give qat inputs: false, which rounds weights alone; or {kept}"
+                names = [name for _, name in loops]
+                rule = keeping(self._schemes[names[0]], covering(names))
+                hint = f"give qat inputs: false, which rounds weights alone; or {rule}"
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:
@@ -174,7 +174,7 @@ class _Rounding(Editor):
     """A graph while the inputs of its products are rounded."""
 
     def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
-        form.rehearse(self, node, factors)
+        form.fake_quantize(self, node, factors)
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
         rounding = RoundRows(self.input_bits(weight))

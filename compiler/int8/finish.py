@@ -9,25 +9,25 @@ from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, RowByRow
 
 
-def without_unread(nodes: Sequence[Node], outputs: Sequence[str], made: Collection[str]) -> list[Node]:
+def without_dead_nodes(nodes: Sequence[Node], outputs: Sequence[str], made: Collection[str]) -> list[Node]:
     """`nodes` without those of the names `made` that neither another node nor `outputs`, refs, read: a form gives all
     that the op before gave, and of a recurrence the graph may want only a part."""
     read = set(map(node_of, outputs))
-    kept: list[Node] = []
+    nodes_read: list[Node] = []
     for node in reversed(nodes):
         if node.name in read or node.name not in made:
-            kept.append(node)
+            nodes_read.append(node)
             read.update(map(node_of, node.inputs))
-    return kept[::-1]
+    return nodes_read[::-1]
 
 
 def finished(graph: Graph) -> Graph:
-    """The graph with each int8 product writing codes where only codes are made of it, and reading no views."""
+    """The graph in which each int8 product writes codes where all its readers quantize it, and reads no views."""
     return _row_by_row(_requantized(graph))
 
 
-def told_apart(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """The graphs with different epilogues of int8 products under different titles: a title tells neither factors nor
+def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
+    """The graphs with different titles for different epilogues of int8 products: a title names neither factors nor
     operands, and no spec gave it."""
     seen: dict[str, list[tuple[object, ...]]] = {}
 
@@ -37,10 +37,10 @@ def told_apart(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
             return node
         read = [graph.types[ref] for ref in node.inputs[node.op.arity :]]
         kinds = [(type.dtype, type.shape == node.type.shape) for type in read]
-        known, own = seen.setdefault(epilogue.title, []), (epilogue.outputs, epilogue.variables, kinds)
-        if own not in known:
-            known.append(own)
-        number = known.index(own) + 1
+        known, signature = seen.setdefault(epilogue.title, []), (epilogue.outputs, epilogue.variables, kinds)
+        if signature not in known:
+            known.append(signature)
+        number = known.index(signature) + 1
         return replace(node, epilogue=replace(epilogue, title=f"{epilogue.title}_{number}")) if number > 1 else node
 
     return tuple(replace(graph, nodes=tuple(titled(graph, node) for node in graph.nodes)) for graph in graphs)
@@ -71,7 +71,7 @@ def _row_by_row(graph: Graph) -> Graph:
 
 
 def _requantized(graph: Graph) -> Graph:
-    """The graph with every int8 product that only codes are made of writing these codes itself."""
+    """The graph in which every int8 product whose readers all quantize it writes these codes itself."""
     for node in graph.nodes:
         if not isinstance(node.op, QuantizeRows):
             continue
@@ -85,14 +85,14 @@ def _requantized(graph: Graph) -> Graph:
         text = f"({epilogue.outputs[0]}) * inverse"
         title = f"{epilogue.title.rpartition('_')[0]}_i8".lstrip("_")
         joined = replace(epilogue, outputs=(text,), variables=(*epilogue.variables, "inverse"), title=title)
-        made = replace(
+        rounded = replace(
             maker,
             inputs=(*maker.inputs, node.inputs[1]),
             types=(replace(node.type),),
             epilogue=joined,
             members=(*maker.members, node.name),
         )
-        nodes = tuple(made if old is maker else old for old in graph.nodes if old is not node)
+        nodes = tuple(rounded if old is maker else old for old in graph.nodes if old is not node)
         swapped = tuple(
             replace(old, inputs=tuple(maker.name if ref == node.name else ref for ref in old.inputs)) for old in nodes
         )

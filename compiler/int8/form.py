@@ -83,7 +83,7 @@ class Int8Form:
         """Replaces a node whose weights are all int8."""
         raise TypeError(f"{type(self).__name__} does not say what a node becomes")
 
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
         """Replaces such a node in a program that trains, by floats that round where `rewrite` rounds: `edit.codes`
         gives there the one value that its codes stand for."""
         raise TypeError(f"{type(self).__name__} does not say how a node is trained for int8")
@@ -110,11 +110,13 @@ def weighed(
     first, *second = codes
     if not second:
         return reread("p * scale"), {}
-    kept, offset, scale = held
+    codes_ref, offset, scale = held
     zeros = edit.constant(weight, "zeros", edit.type(offset))
     rows = edit.type(first).shape[:-1]
-    made = TensorType((*rows, edit.type(offset).width), "f32")
-    node = Node(f"{name}.second", Int8Linear(), (*second, kept, zeros, scale), (made,), SCALED, (f"{name}.second",))
+    type = TensorType((*rows, edit.type(offset).width), "f32")
+    node = Node(
+        f"{name}.second", Int8Linear(), (*second, codes_ref, zeros, scale), (type,), SCALED, (f"{name}.second",)
+    )
     return reread(f"p * scale + second / {FINE}"), {edit.add(node, at): "second"}
 
 

@@ -47,7 +47,7 @@ class Int8LinearForm(Int8Form):
             expr, operands = grown
             last, members = epilogue, [*members, epilogue.name]
         type = last.type
-        made = Node(
+        node_out = Node(
             node.name if rows == width else f"{node.name}.padded",
             Int8Linear(),
             (given[0], codes, offset, scale, *operands),
@@ -55,13 +55,13 @@ class Int8LinearForm(Int8Form):
             Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, type)),
             tuple(members),
         )
-        ref = edit.add(made, last)
+        ref = edit.add(node_out, last)
         if rows != width:
             assert isinstance(width, int)
             ref = edit.add_op(node.name, CropColumns(width), (ref,), last)
         edit.replace(last, ref)
 
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
         (factor,) = factors
         x, *weights = node.inputs
         edit.add(replace(node, inputs=(*edit.codes(x, factor.weight, node), *weights)), node)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from specc.compiler.int8.fake_quantized_lstm import fake_quantized, loop_of
 from specc.compiler.int8.form import Editing, Factor, Int8Form, sums_of, title_of, weighed
-from specc.compiler.int8.rounded_lstm import loop_of, rehearsed
 from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType, TypeRuleError
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.pointwise import Pointwise
@@ -21,12 +21,12 @@ Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], 
 
 def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
     """The two products of each direction; a bias that both could have is that of h."""
-    found: list[Factor] = []
+    factors: list[Factor] = []
     for d in range(directions):
         into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
-        found.append(Factor(into, vectors[0] if biases == 2 else "", (0,)))
-        found.append(Factor(hidden, vectors[-1], (1,), (0,), d, directions))
-    return tuple(found)
+        factors.append(Factor(into, vectors[0] if biases == 2 else "", (0,)))
+        factors.append(Factor(hidden, vectors[-1], (1,), (0,), d, directions))
+    return tuple(factors)
 
 
 def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
@@ -45,9 +45,9 @@ def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor
     """The share of x in the gates, f32 [..., 4H], under `name`."""
     held = sums_of(edit, factor.weight, factor.bias)
     expr, operands = weighed(edit, name, codes, factor.weight, held, node)
-    made = TensorType((*edit.type(codes[0]).shape[:-1], edit.type(held[0]).shape[0]), "f32")
-    epilogue = Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, made))
-    return edit.add(Node(name, Int8Linear(), (codes[0], *held, *operands), (made,), epilogue, (name,)), node)
+    gates = TensorType((*edit.type(codes[0]).shape[:-1], edit.type(held[0]).shape[0]), "f32")
+    epilogue = Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, gates))
+    return edit.add(Node(name, Int8Linear(), (codes[0], *held, *operands), (gates,), epilogue, (name,)), node)
 
 
 def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
@@ -73,8 +73,8 @@ class Int8CellForm(Int8Form):
         gates = _gates_of(edit, node, f"{scope}.gates_x", codes, factors[0])
         row = edit.add_op(f"{scope}.gates_step", Last(), (gates,), node)
         op = Int8LstmStep(edit.input_bits(factors[1].weight))
-        made = edit.add_op(f"{scope}.step", op, (h, c, row, *_held(edit, factors[1])), node)
-        edit.replace(node, made, f"{made}:1")
+        step = edit.add_op(f"{scope}.step", op, (h, c, row, *_held(edit, factors[1])), node)
+        edit.replace(node, step, f"{step}:1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,8 @@ class Int8LstmForm(Int8Form):
             _check(edit, node, factors[d : d + 2])
         self._replace(edit, node, factors, _direction)
 
-    def rehearse(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
-        self._replace(edit, node, factors, rehearsed)
+    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+        self._replace(edit, node, factors, fake_quantized)
 
     def _replace(self, edit: Editing, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
         """By what each direction becomes, side by side."""
@@ -132,9 +132,9 @@ def _direction(
     inputs = (*state, steps, *_held(edit, factors[1]))
     bits = edit.input_bits(factors[1].weight)
     step = edit.function(_step([edit.type(ref) for ref in inputs], bits))
-    kept = [edit.type(ref) for ref in state]
-    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
-    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*kept, y)), inputs, (*kept, y)), node)
+    types = [edit.type(ref) for ref in state]
+    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], types[0].width)
+    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*types, y)), inputs, (*types, y)), node)
     out = f"{loop}:2"
     if backward:
         out = edit.add_op(f"{name}_y", Reversed(), (out,), node)
@@ -150,9 +150,9 @@ def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
         for name, type in zip(names, types, strict=True)
     )
     row = b.add("recurrent.x", Last(), (x,))
-    made = b.add("recurrent.step", Int8LstmStep(bits), (h, c, row, *held))
-    y = b.add("recurrent.y", AsStep(), (made,))
-    return b.build({"next_h": made, "next_c": f"{made}:1", "y": y})
+    step = b.add("recurrent.step", Int8LstmStep(bits), (h, c, row, *held))
+    y = b.add("recurrent.y", AsStep(), (step,))
+    return b.build({"next_h": step, "next_c": f"{step}:1", "y": y})
 
 
 INT8_CELL = Int8CellForm("int8_lstm_cell")

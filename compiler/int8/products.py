@@ -7,7 +7,7 @@ from typing import Literal
 from specc.compiler import int8
 from specc.compiler.blocks.init import constant
 from specc.compiler.catalog import catalog
-from specc.compiler.int8.finish import finished, told_apart, without_unread
+from specc.compiler.int8.finish import finished, with_unique_titles, without_dead_nodes
 from specc.compiler.int8.form import Factor, Int8Form
 from specc.compiler.ir.graph import Graph, Node, Op, TensorType, TypeRuleError, node_of, walk
 from specc.compiler.ops.quantized import QuantizeRows, padded
@@ -69,7 +69,7 @@ class Source:
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
     """The products that the deployed model computes in whole numbers, in order of the parameter table: what is to be
     calibrated. `programs` are those before any pass."""
-    found: dict[str, Source] = {}
+    by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):
         by_value: dict[str, str] = {}
@@ -84,11 +84,11 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
                 source = Source(
                     at + node.name, weight, bias, factor.read, factor.made, maker, weight, factor.part, factor.parts
                 )
-                found.setdefault(weight, source)
+                by_weight.setdefault(weight, source)
                 # what a loop gives itself is no value that others read
                 leaders.join(weight if factor.made else by_value.setdefault(first, weight), weight)
     order = {param.name: i for i, param in enumerate(programs.params)}
-    sources = sorted(found.values(), key=lambda source: order[source.weight])
+    sources = sorted(by_weight.values(), key=lambda source: order[source.weight])
     return tuple(replace(source, leader=leaders.of(source.weight, order)) for source in sources)
 
 
@@ -110,10 +110,10 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     problems: list[Problem] = []
     added: dict[str, Parameter] = {}
     changed: dict[str, Graph] = {}
-    made: dict[str, Graph] = {}
+    functions: dict[str, Graph] = {}
     for graph in deployed.graphs:
         try:
-            editor = Editor(graph, tuple(places[graph.name]), schemes, sources, made)
+            editor = Editor(graph, tuple(places[graph.name]), schemes, sources, functions)
             changed[graph.name] = editor.run()
         except Unfit as error:
             problems.append(error.problem(quant, schemes))
@@ -121,28 +121,28 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
         for at in places[graph.name]:
             for name, type in editor.added.items():
                 added.setdefault(at + name, Parameter(at + name, _sizes(type), type.dtype, constant(0.0), STORAGE))
-    kept = tuple(param for param in deployed.params if not schemes[param.name].integer)
+    params = tuple(param for param in deployed.params if not schemes[param.name].integer)
     problems += _left_over(changed, places, quant, schemes)
     if problems:
         raise LoweringError(tuple(dict.fromkeys(problems)))  # programs share code
-    told = {graph.name: graph for graph in told_apart(changed.values())}
+    titled = {graph.name: graph for graph in with_unique_titles(changed.values())}
     return replace(
         deployed,
-        params=(*kept, *added.values()),
-        functions=(*(told[graph.name] for graph in deployed.functions), *made.values()),
-        programs=tuple(told[graph.name] for graph in deployed.programs),
+        params=(*params, *added.values()),
+        functions=(*(titled[graph.name] for graph in deployed.functions), *functions.values()),
+        programs=tuple(titled[graph.name] for graph in deployed.programs),
     )
 
 
 def _deployed(programs: Programs) -> Programs:
     """The programs without training, and the functions that they run."""
     dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
-    kept = tuple(graph for graph in programs.programs if graph.name not in dropped)
+    remaining = tuple(graph for graph in programs.programs if graph.name not in dropped)
     table = {graph.name: graph for graph in programs.graphs}
-    called = {graph.name for program in kept for graph in walk(table, program)}
+    called = {graph.name for program in remaining for graph in walk(table, program)}
     functions = tuple(graph for graph in programs.functions if graph.name in called)
     whole = tuple(name for name in programs.whole if name not in dropped)
-    return replace(programs, programs=kept, functions=functions, whole=whole, phases=())
+    return replace(programs, programs=remaining, functions=functions, whole=whole, phases=())
 
 
 def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
@@ -180,19 +180,19 @@ def _left_over(
     changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
     """Parameters in whole numbers that a node still reads as floats, as one problem for each place that says so."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:
             for ref in node.inputs:
                 for name in [at + ref[1:] for at in places[graph.name]] if ref[0] == "@" else ():
                     if name in schemes and schemes[name].integer:
-                        found.setdefault(name, node.op.name)
+                        reasons.setdefault(name, node.op.name)
     by_place: dict[Path, list[str]] = {}
-    for name in found:
+    for name in reasons:
         by_place.setdefault(stated(quant, schemes[name]), []).append(name)
     for path, names in by_place.items():
         more = f" (and {len(names) - 1} more parameters)" if len(names) > 1 else ""
-        message = f"{names[0]} is int8, but it is read by {found[names[0]]}, which is no product{more}"
+        message = f"{names[0]} is int8, but it is read by {reasons[names[0]]}, which is no product{more}"
         yield Problem(path, "S312", message, keeping(schemes[names[0]], pattern_of(names)))
 
 
@@ -254,8 +254,8 @@ class Editor:
                 nodes.append(node)
         outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
         nodes = [replace(node, inputs=tuple(map(self._name, node.inputs))) for node in nodes]
-        made = {node.name for group in self.new.values() for node in group}
-        nodes = without_unread(nodes, [ref for _, ref in outputs], made)
+        new_names = {node.name for group in self.new.values() for node in group}
+        nodes = without_dead_nodes(nodes, [ref for _, ref in outputs], new_names)
         read = {ref for node in nodes for ref in node.inputs}
         params = tuple(entry for entry in self.graph.params if f"@{entry[0]}" in read)
         params += tuple(self.added.items())
@@ -266,8 +266,8 @@ class Editor:
         return [at + ref[1:] for ref in refs if ref[:1] == "@" for at in self.places]
 
     def _take(self, node: Node, factors: Sequence[Factor], weights: Sequence[str]) -> None:
-        told = [self.integer(factor.weight) for factor in factors]
-        if not all(told):
+        integer = [self.integer(factor.weight) for factor in factors]
+        if not all(integer):
             message = f"{self.places[0]}{node.name} has int8 weights and others; it takes one sort"
             raise Unfit(message, weights, at_once=True)
         form = _form(node)
@@ -289,11 +289,11 @@ class Editor:
     def integer(self, ref: str) -> bool:
         if ref[0] != "@" or self.places[0] + ref[1:] not in self.schemes:
             return False
-        found = {self.schemes[at + ref[1:]].integer for at in self.places}
-        if len(found) > 1:
+        flags = {self.schemes[at + ref[1:]].integer for at in self.places}
+        if len(flags) > 1:
             message = f"{self.places[0]}{ref[1:]} is int8 in some of the blocks that share its code, not in all"
             raise Unfit(message, self._full([ref]), at_once=True)
-        return found.pop()
+        return flags.pop()
 
     def constant(self, weight: str, suffix: str, type: TensorType) -> str:
         name = f"{weight[1:]}_{suffix}"
@@ -312,11 +312,11 @@ class Editor:
     def input_bits(self, weight: str) -> Literal[8, 16]:
         leaders = {self.sources[at + weight[1:]].leader for at in self.places}
         names = [name for name, source in self.sources.items() if source.leader in leaders]
-        found = {self.schemes[name].input_bits for name in names}
-        if len(found) > 1:
+        widths = {self.schemes[name].input_bits for name in names}
+        if len(widths) > 1:
             message = f"{names[0]} and others that share its input or its code want it in 8 bits and in 16"
             raise Unfit(message, names, at_once=True)
-        return found.pop()
+        return widths.pop()
 
     def leader(self, weight: str) -> str:
         leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}

@@ -182,8 +182,8 @@ class Op:
         return outputs[0].count(sizes)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        """The function that the Torch spelling calls: its text is templates/torch/<support>.py.jinja. Empty for
-        none."""
+        """The name of the function that the Torch spelling calls, with the text of templates/torch/<support>.py.jinja;
+        empty where it calls none."""
         return ""
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
@@ -294,12 +294,12 @@ class Graph:
     @cached_property
     def types(self) -> Mapping[str, TensorType]:
         """The type of every value that a node may name."""
-        found = dict(self.inputs)
-        found |= {f"@{name}": type for name, type in self.params}
-        found |= {f"${name}": TensorType((), "f32") for name in self.scalars}
+        types = dict(self.inputs)
+        types |= {f"@{name}": type for name, type in self.params}
+        types |= {f"${name}": TensorType((), "f32") for name in self.scalars}
         for node in self.nodes:
-            found |= zip(node.outputs, node.types, strict=True)
-        return found
+            types |= zip(node.outputs, node.types, strict=True)
+        return types
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:
@@ -308,11 +308,11 @@ class Graph:
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Node, ...]]:
         """For each value, the nodes that read it, in order; a node that reads it twice stands twice."""
-        found: dict[str, list[Node]] = {ref: [] for ref in self.types}
+        readers: dict[str, list[Node]] = {ref: [] for ref in self.types}
         for node in self.nodes:
             for ref in node.inputs:
-                found[ref].append(node)
-        return {ref: tuple(nodes) for ref, nodes in found.items()}
+                readers[ref].append(node)
+        return {ref: tuple(nodes) for ref, nodes in readers.items()}
 
     def uses(self, ref: str) -> int:
         """How often a value is read, by nodes or as an output of the graph."""
@@ -408,8 +408,8 @@ class Builder:
 
     def origin(self, ref: str) -> str:
         """The node that gave a value its features: back through norms, residuals and the call into this function."""
-        made = {node.name: node for node in self.nodes}
-        while (node := made.get(node_of(ref))) is not None and node.op.keeps_features:
+        by_name = {node.name: node for node in self.nodes}
+        while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:
             ref = node.inputs[0]
         return self.origins.get(ref, node_of(ref))
 

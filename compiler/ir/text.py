@@ -17,17 +17,17 @@ _RETURN = re.compile(r"  return (?P<outputs>.*)")
 
 
 class GraphTextError(ValueError):
-    """A line that is no line of a graph; the message says which."""
+    """A line that is not part of a graph's text; the message names it."""
 
 
 def parse_type(text: str) -> TensorType:
     """`bf16[T,1792]` or `int5:bf16[512,1792]`. Raises GraphTextError."""
-    found = _TYPE.fullmatch(text)
-    if found is None:
+    match = _TYPE.fullmatch(text)
+    if match is None:
         raise GraphTextError(f"not a type: {text!r}")
-    dims = [dim for dim in found["shape"].split(",") if dim]
+    dims = [dim for dim in match["shape"].split(",") if dim]
     shape = tuple(int(dim) if dim.isdigit() else dim for dim in dims)
-    return TensorType(shape, found["dtype"], found["storage"] or "")
+    return TensorType(shape, match["dtype"], match["storage"] or "")
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -55,20 +55,20 @@ def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
     params: list[Named] = []
     nodes: list[Node] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if found := _HEAD.fullmatch(line):
-            name = found["name"]
-            entries = _list(found["inputs"])
+        if match := _HEAD.fullmatch(line):
+            name = match["name"]
+            entries = _list(match["inputs"])
             inputs = tuple(_named(entry) for entry in entries if not entry.startswith("$"))
             scalars = tuple(entry[1:] for entry in entries if entry.startswith("$"))
-        elif found := _PARAM.fullmatch(line):
-            params.append((found["name"], parse_type(found["type"])))
-        elif found := _RETURN.fullmatch(line):
-            outputs = tuple((label, ref) for label, _, ref in (part.partition("=") for part in _list(found["outputs"])))
-        elif found := _NODE.fullmatch(line):
-            epilogue = _op(found["epilogue"], found["epilogue_settings"], ops) if found["epilogue"] else None
-            op = _op(found["op"], found["settings"], ops)
-            members = _list(found["members"] or "")
-            nodes.append(Node(found["name"], op, _list(found["inputs"]), _types(found["types"]), epilogue, members))
+        elif match := _PARAM.fullmatch(line):
+            params.append((match["name"], parse_type(match["type"])))
+        elif match := _RETURN.fullmatch(line):
+            outputs = tuple((label, ref) for label, _, ref in (part.partition("=") for part in _list(match["outputs"])))
+        elif match := _NODE.fullmatch(line):
+            epilogue = _op(match["epilogue"], match["epilogue_settings"], ops) if match["epilogue"] else None
+            op = _op(match["op"], match["settings"], ops)
+            members = _list(match["members"] or "")
+            nodes.append(Node(match["name"], op, _list(match["inputs"]), _types(match["types"]), epilogue, members))
         elif line != "}":
             raise GraphTextError(f"line {number}: not a line of a graph: {line!r}")
     return Graph(name, inputs, tuple(params), tuple(nodes), outputs, scalars)

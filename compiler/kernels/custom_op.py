@@ -1,4 +1,4 @@
-"""The Python side of a kernel, alike in every language: a custom op that checks, allocates and launches."""
+"""The Python side of a kernel, the same in every language: a custom op that checks, allocates and launches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -86,8 +86,8 @@ class Epilogue:
     def formulas(self, layout: str) -> tuple[str, ...]:
         """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
         product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout]
-        made = zip(self.accumulators, self.weights, strict=True)
-        lines = [f"{p} = {product.format(x=self.x.name, w=w.name)}" for p, w in made]
+        products = zip(self.accumulators, self.weights, strict=True)
+        lines = [f"{p} = {product.format(x=self.x.name, w=w.name)}" for p, w in products]
         return (*lines, *(f"{step.value.name} = {step.expr}" for step in self.steps))
 
 
@@ -150,8 +150,8 @@ def refusal(site: Site) -> str | None:
             step = VECTOR // BYTES[x.dtype]
             down = extent // step * step
             near = f"{down} or {down + step}" if down else f"{step}"
-            found = f"{dim} = {extent} {x.dtype} is {size} bytes, {near} would do"
-            return f"wants rows of a multiple of {VECTOR} bytes; {found}"
+            size_text = f"{dim} = {extent} {x.dtype} is {size} bytes, {near} would do"
+            return f"wants rows of a multiple of {VECTOR} bytes; {size_text}"
     return _operands_refusal(site, n) or _results_refusal(site)
 
 

@@ -118,7 +118,7 @@ class Kernel:
         return ()
 
     def render(self, site: Site) -> Rendered:
-        """The files to write. Only asked where `rejects` gave None."""
+        """The files to write. Only called where `rejects` returns None."""
         raise TypeError(f"{type(self).__name__} does not say what to write")
 
 

@@ -27,7 +27,7 @@ def counted(count: int, word: str) -> str:
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
-    """Raises ValueError, which tells `name`, where a number of a tile is out of its bounds."""
+    """Raises ValueError, which names `name`, where a number of a tile is out of its bounds."""
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}, and not from {least} to {most}")
 
@@ -102,13 +102,13 @@ def candidates(target: Target, epilogue: Epilogue, k: int) -> tuple[Tile, ...]:
     """The tiles that are worth measuring and that fit the target's shared memory."""
     tma = "tma" in target.features
     beside = _staged if tma else _nothing
-    found = []
+    tiles = []
     for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
         tile = Tile(m, columns // len(epilogue.accumulators), deep, warps, stages, resident)
         needed = loaded_bytes(epilogue, tile) + beside(epilogue, tile.n) * m // ROWS + BARRIERS
         if tile.n >= NARROWEST and deep <= k and needed * resident <= target.shared_memory:
-            found.append(tile)
-    return tuple(found)
+            tiles.append(tile)
+    return tuple(tiles)
 
 
 def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:

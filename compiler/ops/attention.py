@@ -35,7 +35,7 @@ def check_heads(q: TensorType, k: TensorType, v: TensorType) -> None:
 
 
 def _check_starts(q: TensorType, starts: Sequence[TensorType], at: int) -> None:
-    if any(one.shape != q.shape[:2] for one in starts):
+    if any(type.shape != q.shape[:2] for type in starts):
         raise TypeRuleError(f"attends with q {q}, whose documents start at {starts[0]}", (0, at))
 
 
@@ -141,13 +141,13 @@ class CausalAttention(Op):
         q, k, v = inputs
         token = torch.arange(q.shape[1], device=q.device)
         allowed = token <= token.unsqueeze(1)
-        found = []
+        outputs = []
         for i in range(len(q)):
-            one = q[i : i + 1], k[i : i + 1], v[i : i + 1]
-            scores = scores_of(one[0], one[1], allowed)
+            sequence = q[i : i + 1], k[i : i + 1], v[i : i + 1]
+            scores = scores_of(sequence[0], sequence[1], allowed)
             wide = torch.promote_types(q.dtype, torch.float32)
-            found.append((attended_to(*one, allowed), scores.to(wide).logsumexp(-1)))
-        ys, lses = zip(*found, strict=True)
+            outputs.append((attended_to(*sequence, allowed), scores.to(wide).logsumexp(-1)))
+        ys, lses = zip(*outputs, strict=True)
         return torch.cat(ys), torch.cat(lses)
 
     def derivative(self, tape: Tape) -> Gradients | None:
@@ -208,14 +208,14 @@ class CausalAttentionGrad(Op):
         """By autograd, through the reference of Sdpa, a sequence at a time; y and lse are not read."""
         import torch
 
-        found = []
+        outputs = []
         for i in range(len(inputs[0])):
             dy, *leaves = (value[i : i + 1].detach() for value in inputs[:4])
             free = [leaf.requires_grad_() for leaf in leaves]
             with torch.enable_grad():
                 y = Sdpa().reference(*free)
-            found.append(torch.autograd.grad(y, free, dy))
-        return tuple(map(torch.cat, zip(*found, strict=True)))
+            outputs.append(torch.autograd.grad(y, free, dy))
+        return tuple(map(torch.cat, zip(*outputs, strict=True)))
 
 
 def lse_type(q: TensorType) -> TensorType:

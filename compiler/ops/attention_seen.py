@@ -83,13 +83,13 @@ class SeenAttention(SeenOp):
         """Some sequences at a time. lse from scores in the precision of q."""
         import torch
 
-        found = []
+        outputs = []
         for q, k, v, seen in _by_sequences(inputs, inputs[0], inputs[1]):
             wide = torch.promote_types(q.dtype, torch.float32)
             lse = scores_of(q, k, seen[:, None, None]).to(wide).logsumexp(-1)
             lse = lse.masked_fill(~seen.any(-1)[:, None, None], 0.0)
-            found.append((SdpaSeen().reference(q, k, v, seen), lse))
-        ys, lses = zip(*found, strict=True)
+            outputs.append((SdpaSeen().reference(q, k, v, seen), lse))
+        ys, lses = zip(*outputs, strict=True)
         return torch.cat(ys), torch.cat(lses)
 
     def derivative(self, tape: Tape) -> Gradients | None:
@@ -144,10 +144,10 @@ class SeenAttentionGrad(SeenOp):
         """By autograd, through the reference of SdpaSeen, some sequences at a time; y and lse are not read."""
         import torch
 
-        found = []
+        outputs = []
         for dy, *leaves, seen in _by_sequences((*inputs[:4], inputs[6]), inputs[1], inputs[2]):
             free = [leaf.detach().requires_grad_() for leaf in leaves]
             with torch.enable_grad():
                 y = SdpaSeen().reference(*free, seen)
-            found.append(torch.autograd.grad(y, free, dy))
-        return tuple(map(torch.cat, zip(*found, strict=True)))
+            outputs.append(torch.autograd.grad(y, free, dy))
+        return tuple(map(torch.cat, zip(*outputs, strict=True)))

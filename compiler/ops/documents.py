@@ -66,9 +66,9 @@ class DocumentStartsKept(Op):
         return ("starts",)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        ids, kept, _ = inputs
-        if len(ids.shape) != 2 or kept.shape != (ids.shape[0], 1):
-            raise TypeRuleError(f"keeps {kept} of ids {ids}", (0, 1))
+        ids, state, _ = inputs
+        if len(ids.shape) != 2 or state.shape != (ids.shape[0], 1):
+            raise TypeRuleError(f"keeps {state} of ids {ids}", (0, 1))
         return (ids,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -84,15 +84,15 @@ class DocumentStartsKept(Op):
         return Traced("document_starts_kept", (Input(0), Input(1), Input(2), self.mark))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        ids, kept, start = inputs
+        ids, state, start = inputs
         before = int(start)
-        return _starts(ids, self.mark, kept[:, 0].tolist() if before else [0] * len(ids), before)
+        return _starts(ids, self.mark, state[:, 0].tolist() if before else [0] * len(ids), before)
 
 
 def _starts(ids: "Tensor", mark: int, first: Sequence[int], before: int) -> "Tensor":
-    found = ids.clone()
+    starts = ids.clone()
     for row, start in enumerate(first):
         for token in range(ids.shape[1]):
             start = before + token if int(ids[row, token]) == mark else start
-            found[row, token] = start
-    return found
+            starts[row, token] = start
+    return starts

@@ -39,5 +39,5 @@ class Dropout(Op):
         import torch
 
         x = inputs[0]
-        kept = torch.empty_like(x).bernoulli_(1 - self.p)
-        return x * kept / (1 - self.p)
+        mask = torch.empty_like(x).bernoulli_(1 - self.p)
+        return x * mask / (1 - self.p)

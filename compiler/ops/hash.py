@@ -50,8 +50,8 @@ class BigramHash(Op):
 
         ids, previous = inputs
         pairs = zip(ids.flatten().tolist(), previous.flatten().tolist(), strict=True)
-        found = [self.bucket(token, before) for token, before in pairs]
-        return torch.tensor(found, dtype=torch.int32, device=ids.device).reshape(ids.shape)
+        buckets = [self.bucket(token, before) for token, before in pairs]
+        return torch.tensor(buckets, dtype=torch.int32, device=ids.device).reshape(ids.shape)
 
     def bucket(self, token: int, before: int) -> int:
         """The bucket of one pair."""

@@ -108,8 +108,8 @@ class Int8LstmStep(Int8Product):
         sums = _sums(first, weight, offset).to(x.dtype)
         if second is not None:
             sums = sums + _sums(second, weight, torch.zeros_like(offset)).to(x.dtype) / FINE
-        made = updated(x + sums * scale, c.to(x.dtype))
-        return made[0].to(h.dtype), made[1].to(c.dtype)
+        state = updated(x + sums * scale, c.to(x.dtype))
+        return state[0].to(h.dtype), state[1].to(c.dtype)
 
 
 def _sums(codes: "Tensor", weight: "Tensor", offset: "Tensor") -> "Tensor":

@@ -19,7 +19,7 @@ def rows(type: TensorType) -> tuple[Dim, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Product(Op):
-    """A product of rows [..., K] with stored weights, which a GEMM kernel may take. `layout` tells how a weight lies:
+    """A product of rows [..., K] with stored weights, which a GEMM kernel may take. `layout` is that of a weight:
     `nk` is [N, K], `kn` is [K, N], both row-major."""
 
     matrix: ClassVar[bool] = True

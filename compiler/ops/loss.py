@@ -131,8 +131,8 @@ class SoftmaxLoss(Op):
         import torch
 
         wide = logits[..., : self.vocab].to(torch.promote_types(logits.dtype, torch.float32))
-        kept = torch_value(reread(self.f), {"z": wide})
-        return kept.logsumexp(-1) - kept.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        bounded = torch_value(reread(self.f), {"z": wide})
+        return bounded.logsumexp(-1) - bounded.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
     def derivative(self, tape: Tape) -> Gradients | None:
         if self.reduction == "none":

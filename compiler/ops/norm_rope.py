@@ -28,7 +28,7 @@ class HeadRotation(Op):
         return tuple(filter(None, (norm, "rotary", "gain" if self.gain else "")))
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The operations on a head, for people."""
         norm = "rms_norm" if self.eps is not None else ""
         norm += f" of eps {self.eps}" if self.eps not in (None, USUAL_EPS) else ""
@@ -52,7 +52,7 @@ class NormRope(HeadRotation):
 
     @property
     def words(self) -> str:
-        return self.told
+        return self.description
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         return "_".join(self.parts), _size(inputs[0], inputs[1])
@@ -114,7 +114,7 @@ class NormRopeGrad(HeadRotation):
 
     @property
     def words(self) -> str:
-        return f"gradient of {self.told}"
+        return f"gradient of {self.description}"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         return "_".join((*self.parts, "grad")), _size(inputs[0], inputs[1 + self.reads_x])

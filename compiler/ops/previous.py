@@ -75,8 +75,8 @@ class PreviousKept(Op):
         return ("previous",)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        x, kept, _ = inputs
-        _check_kept(x, kept, (0, 1))
+        x, state, _ = inputs
+        _check_kept(x, state, (0, 1))
         return (x,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
@@ -92,10 +92,10 @@ class PreviousKept(Op):
         return Traced("previous_kept", (Input(0), Input(1), Input(2), self.fill))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        x, kept, start = inputs
+        x, state, start = inputs
         shifted = Previous(self.fill).reference(x)
         if int(start) > 0:
-            shifted[:, 0] = kept[:, 0]  # type: ignore[index]
+            shifted[:, 0] = state[:, 0]  # type: ignore[index]
         return shifted
 
 
@@ -112,9 +112,9 @@ class KeepLast(Op):
         return 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        kept, x = inputs
-        _check_kept(x, kept, (0, 1))
-        return (kept,)
+        state, x = inputs
+        _check_kept(x, state, (0, 1))
+        return (state,)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return 0
@@ -171,12 +171,12 @@ class Reset(Op):
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, ids = inputs
-        found = x.clone()
+        output = x.clone()
         for row, token in (ids == self.token).nonzero().tolist():
-            found[row, token] = self.fill
-        return found
+            output[row, token] = self.fill
+        return output
 
 
-def _check_kept(x: TensorType, kept: TensorType, at: tuple[int, ...]) -> None:
-    if kept.shape != (x.shape[0], 1, *x.shape[2:]) or kept.dtype != x.dtype:
-        raise TypeRuleError(f"keeps {kept} of {x}", at)
+def _check_kept(x: TensorType, state: TensorType, at: tuple[int, ...]) -> None:
+    if state.shape != (x.shape[0], 1, *x.shape[2:]) or state.dtype != x.dtype:
+        raise TypeRuleError(f"keeps {state} of {x}", at)

@@ -136,9 +136,9 @@ class Int8Linear(Int8Product):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, weight, offset = inputs
-        found = f"{x.dtype}, {weight.dtype} and {offset.dtype}"
+        dtypes = f"{x.dtype}, {weight.dtype} and {offset.dtype}"
         if (x.dtype, weight.dtype, offset.dtype) != ("i8", "i8", "i32"):
-            raise TypeRuleError(f"multiplies i8 by i8 and adds i32, not {found}", (0, 1, 2))
+            raise TypeRuleError(f"multiplies i8 by i8 and adds i32, not {dtypes}", (0, 1, 2))
         if len(weight.shape) != 2:
             raise TypeRuleError(f"takes a matrix [N, K], not {weight}", (1,))
         n, k = self.extent(weight)

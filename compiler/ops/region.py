@@ -12,9 +12,9 @@ Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Call(Op):
-    """Runs function `callee` with the parameters that stand under `at`, and with `scalars` for the numbers it asks of
-    its caller, of which `formulas` has what the spec says. `returns` are the shapes and dtypes that it gives back,
-    `labels` what code calls them."""
+    """Runs function `callee` with the parameters that stand under `at`, and with `scalars` for the numbers that it
+    takes from its caller, of which `formulas` has what the spec says. `returns` are the shapes and dtypes that it
+    gives back, `labels` what code calls them."""
 
     name: ClassVar[str] = "call"
     inline: ClassVar[bool] = False

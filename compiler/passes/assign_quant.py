@@ -61,10 +61,10 @@ def allocation(
         elif scheme.needs_hessian and seen is not None and param.name not in seen:
             blind.setdefault(path, []).append(param.name)
         chosen[param.name] = scheme
-    for path, found in refused.items():
-        hint = keeping(chosen[found[0][0]], pattern_of(name for name, _ in found), "f16")
-        more = f" (and {len(found) - 1} more parameters)" if len(found) > 1 else ""
-        problems.append(Problem(path, "S307", f"{found[0][0]}: {found[0][1]}{more}", hint))
+    for path, reasons in refused.items():
+        hint = keeping(chosen[reasons[0][0]], pattern_of(name for name, _ in reasons), "f16")
+        more = f" (and {len(reasons) - 1} more parameters)" if len(reasons) > 1 else ""
+        problems.append(Problem(path, "S307", f"{reasons[0][0]}: {reasons[0][1]}{more}", hint))
     problems += [_blind(path, names, chosen) for path, names in blind.items()]
     known = frozenset(chosen) if seen is None else seen
     problems += _promotion_problems(quant, chosen, known)
@@ -76,9 +76,9 @@ def allocation(
 
 
 def stated(quant: QuantSpec, scheme: Scheme) -> Path:
-    """Where the spec says a scheme of an allocation: at a rule, or the default."""
-    found = [i for i, rule in enumerate(quant.rules) if rule is scheme]
-    return ("quant", "rules", found[0]) if found else ("quant", "default")
+    """The place in the spec that states a scheme of an allocation: a rule, or the default."""
+    positions = [i for i, rule in enumerate(quant.rules) if rule is scheme]
+    return ("quant", "rules", positions[0]) if positions else ("quant", "default")
 
 
 def pattern_of(names: Iterable[str]) -> str:
@@ -90,12 +90,12 @@ def pattern_of(names: Iterable[str]) -> str:
 def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
     """How the parameters of `pattern`, which have `scheme`, can be kept as they are. A parameter has one rule, so that
     beside a rule that names it no other helps."""
-    kept = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
+    exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
-        return f"add a rule that keeps what it cannot take, e.g. {kept}"
+        return f"add a rule that keeps what it cannot take, e.g. {exception}"
     narrowed = f'narrow {{match: "{rule}"}}, or make its scheme the default'
-    return f"a parameter has one rule: {narrowed}; then keep what it cannot take, e.g. {kept}"
+    return f"a parameter has one rule: {narrowed}; then keep what it cannot take, e.g. {exception}"
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
@@ -157,7 +157,7 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
 
 def _widths(scheme: Scheme) -> str:
     """The widths that a scheme can have, e.g. `4 to 8 bits`; empty where it has none."""
-    widths = [int(one.bits_per_value()) for one in variants(scheme, range(2, 9), ())]
+    widths = [int(variant.bits_per_value()) for variant in variants(scheme, range(2, 9), ())]
     return f"{widths[0]} to {widths[-1]} bits" if widths else ""
 
 

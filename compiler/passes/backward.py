@@ -123,16 +123,16 @@ class Derivation:
         title, texts = original.title, []
         if products:
             plan = plan_backward(expression, products, self.keep)
-            kept = {v: Var(f"pre_{v}") for v in products}
-            texts.append({v: str(substitute(grad, kept)) for v, grad in plan.grads})
+            saved = {v: Var(f"pre_{v}") for v in products}
+            texts.append({v: str(substitute(grad, saved)) for v, grad in plan.grads})
             title = titled(original, products, self.keep) if plan.strategy == "recomputed" else title
         texts += [{v: str(simplify(reread(f"d * ({derive(expression, v)})")))} for v in operands if v not in products]
-        found: list[tuple[str, str | Scaled]] = []
+        gradients: list[tuple[str, str | Scaled]] = []
         for group in texts:
             suffix = "grad" if set(group) & set(products) else f"grad_{next(iter(group))}"
             name = f"{title}_{suffix}" if title else ""
-            found += self.emitted(f"{node.name}.{suffix}", name, group, operands, readable, grads[0])
-        return found
+            gradients += self.emitted(f"{node.name}.{suffix}", name, group, operands, readable, grads[0])
+        return gradients
 
     def emitted(
         self,

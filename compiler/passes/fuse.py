@@ -127,8 +127,10 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
     last, inside = nodes[-1], {node.name for node in nodes}
     external = tuple(dict.fromkeys(ref for node in nodes for ref in node.inputs if node_of(ref) not in inside))
     fused = Node(last.name, Fused(group.name, returned(last.types)), external, last.types)
-    kept = tuple(fused if node is last else node for node in graph.nodes if node is last or node.name not in inside)
-    changed = replace(graph, nodes=kept)
+    remaining = tuple(
+        fused if node is last else node for node in graph.nodes if node is last or node.name not in inside
+    )
+    changed = replace(graph, nodes=remaining)
 
     def swap(graphs: tuple[Graph, ...]) -> tuple[Graph, ...]:
         return tuple(changed if other.name == name else other for other in graphs)

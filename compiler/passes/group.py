@@ -38,17 +38,17 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
     words = ("fused", scope.rpartition(".")[2], *(() if rewrite.learns else graph.name.split(".")))
     name = "_".join(words)
     replaced = tuple(node.name for node in members)
-    ways: list[Group] = []
+    choices: list[Group] = []
     for keep in KEEPS if rewrite.learns else KEEPS[:1]:
         forward = _forward(graph, f"{name}.forward", names, rewrite, keep)
         backward = Graph(f"{name}.backward", (), (), (), ())
         if rewrite.learns:
             backward = Derivation({node.name: node for node in rewrite.nodes}, forward, keep).run(backward.name)
         saved = tuple(label for label, _ in backward.inputs if label != "d")
-        way = Group(name, scope, replaced, _returning(forward, saved), join_epilogues(backward), saved, keep)
-        if all(replace(way, keep=other.keep) != other for other in ways):
-            ways.append(way)
-    return replace(ways[0], others=tuple(ways[1:]))
+        choice = Group(name, scope, replaced, _returning(forward, saved), join_epilogues(backward), saved, keep)
+        if all(replace(choice, keep=other.keep) != other for other in choices):
+            choices.append(choice)
+    return replace(choices[0], others=tuple(choices[1:]))
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
@@ -81,9 +81,9 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
             done = Rewrite(further.nodes, done.learns and further.learns)
     left = [n for n in done.nodes if not isinstance(n.op, Pointwise) and type(n.op).derivative is Op.derivative]
     if left:
-        told = min(left, key=lambda n: n.op.name not in reasons)  # what a fusion has looked at, if there is such
+        culprit = min(left, key=lambda n: n.op.name not in reasons)  # what a fusion has looked at, if there is such
         alone = "only linear and pointwise nodes state the derivative that a group needs"
-        raise Unfusable(told.name, f"is a {told.op.name}; {reasons.get(told.op.name, alone)}")
+        raise Unfusable(culprit.name, f"is a {culprit.op.name}; {reasons.get(culprit.op.name, alone)}")
     if done.nodes == tuple(members) and len(members) == 1:
         raise Unfusable(members[0].name, "is alone, so there is nothing to fuse it with")
     return done

@@ -24,7 +24,7 @@ def join_epilogues(graph: Graph) -> Graph:
 
 def _products(graph: Graph, epilogue: Node) -> tuple[Node, ...]:
     """The products whose only reader is `epilogue`, as far as one kernel can compute them together."""
-    found = [
+    products = [
         node
         for ref in epilogue.inputs
         if (node := graph.by_name.get(node_of(ref))) is not None
@@ -32,9 +32,11 @@ def _products(graph: Graph, epilogue: Node) -> tuple[Node, ...]:
         and node.epilogue is None
         and graph.uses(ref) == 1
     ]
-    if len(found) > 1 and not (all(node.op == Linear() for node in found) and len({n.inputs[0] for n in found}) == 1):
-        return tuple(found[:1])
-    return tuple(found)
+    if len(products) > 1 and not (
+        all(node.op == Linear() for node in products) and len({n.inputs[0] for n in products}) == 1
+    ):
+        return tuple(products[:1])
+    return tuple(products)
 
 
 def _joined(graph: Graph, epilogue: Node, products: tuple[Node, ...]) -> Graph:

@@ -50,8 +50,8 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
     problems += _clashes(programs, choices)
     if problems:
         raise LoweringError(tuple(problems))
-    told, locked = tuple(_told_together(choices)), lock.targets.get(target.name)
-    return Plan(programs.name, title, source, target, programs, told, tuple(save_choices), locked)
+    listed, locked = tuple(_with_shared_labels(choices)), lock.targets.get(target.name)
+    return Plan(programs.name, title, source, target, programs, listed, tuple(save_choices), locked)
 
 
 def _save_choice(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[SaveChoice, list[Problem]]:
@@ -99,7 +99,7 @@ def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: T
     name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))  # as variants differ
     label = group_pattern(programs, group, group.scope)
     choices = SaveChoices(label, name, options, min(options, key=_moved), None)
-    measured = lock.kept(target.name, name, choices.sites)
+    measured = lock.group(target.name, name, choices.sites)
     if measured is None:
         return choices
     return replace(choices, chosen={o.group.keep: o for o in options}[measured.keep], measured=measured)
@@ -131,8 +131,8 @@ def group_pattern(programs: Programs, group: Group, node: str) -> str:
 
 
 def _place(programs: Programs, group: Group | None, graph: Graph, node: Node) -> tuple[str | int, ...]:
-    found = group_pattern(programs, group, group.scope) if group else place_pattern(programs, (graph.name,), node.name)
-    return programs.place(found.replace("*", "0"))
+    place = group_pattern(programs, group, group.scope) if group else place_pattern(programs, (graph.name,), node.name)
+    return programs.place(place.replace("*", "0"))
 
 
 def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, target: Target) -> Site:
@@ -154,7 +154,7 @@ def _rows(type: TensorType) -> TensorType:
 
 
 def _tail(member: str, part: str) -> str:
-    """A member's name as it is told behind another node's: the words that follow what both are part of."""
+    """A member's name behind another node's label: the words after the prefix that both share."""
     if member.startswith(f"{part}."):
         return member.removeprefix(f"{part}.")
     return member.partition(".")[2]
@@ -196,13 +196,13 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
     if any(other.name == kernel.name for other in taking):
         reason = kernel.rejects(site)  # with the tile that was measured
     if reason is not None:
-        told = f"the lock chose {kernel.name} for {entry.node}, which {reason}"
-        raise SpeccError(f"{file}, {site.target.name}: {told}", MEASURE_AGAIN)
+        message = f"the lock chose {kernel.name} for {entry.node}, which {reason}"
+        raise SpeccError(f"{file}, {site.target.name}: {message}", MEASURE_AGAIN)
     return kernel
 
 
-def _told_together(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """The choices, with a file that several nodes share telling of all of them."""
+def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
+    """The choices; a file that several nodes share is rendered with the labels of all of them."""
     labels: dict[str, list[str]] = {}
     for choice in choices:
         labels.setdefault(choice.rendered.module, []).append(choice.site.label)
@@ -241,7 +241,7 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
         if _computed(first) != _computed(site):
             message = f"two epilogues are named {function}: {_shown(first)} and {_shown(site)}"
         elif (alike.inputs, alike.node.types) != (site.inputs, site.node.types):
-            types = [", ".join(map(str, (*one.inputs, *one.node.types))) for one in (alike, site)]
+            types = [", ".join(map(str, (*clashing.inputs, *clashing.node.types))) for clashing in (alike, site)]
             message = f"two kernels are named {file}, of {types[0]} and of {types[1]}"
         if message:
             hint = "give one of the activations a name: `act: {expr: ..., name: ...}`"

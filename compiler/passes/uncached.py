@@ -30,12 +30,12 @@ def uncached(programs: Programs) -> Programs:
     passed = dict.fromkeys(ref for node in write for ref in node.inputs if ref not in inside and ref[0] not in "@$")
     passed.pop(shift.outputs[0], None)
     names = {ref: f"v{i}" for i, ref in enumerate(passed)}
-    kept = _needed(read, list(passed))
+    nodes = _needed(read, list(passed))
     types = score.types
     given = ((shift.outputs[0], shift.type), *((names[ref], types[ref]) for ref in passed))
     renamed = tuple(replace(node, inputs=tuple(names.get(ref, ref) for ref in node.inputs)) for node in write)
     halves = (
-        _program(score, READ, score.inputs[:1], kept, {f"state.encoder.{name}": ref for ref, name in names.items()}),
+        _program(score, READ, score.inputs[:1], nodes, {f"state.encoder.{name}": ref for ref, name in names.items()}),
         _program(score, WRITE, given, _needed(renamed, [logits]), {"logits": logits}),
     )
     table = {graph.name: graph for graph in programs.graphs}
@@ -61,12 +61,12 @@ def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ..
 
 def _needed(nodes: tuple[Node, ...], wanted: list[str]) -> tuple[Node, ...]:
     """Those that the values `wanted` come from."""
-    refs, kept = set(wanted), []
+    refs, needed = set(wanted), []
     for node in reversed(nodes):
         if refs & set(node.outputs):
             refs |= set(node.inputs)
-            kept.append(node)
-    return tuple(reversed(kept))
+            needed.append(node)
+    return tuple(reversed(needed))
 
 
 def _program(

@@ -38,8 +38,8 @@ def _complaints(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim
         if isinstance(node.op, Call):
             callee = programs.function(node.op.callee)
             yield from _fits(f"{node.name} gives", inputs, [type for _, type in callee.inputs])
-            made = [callee.types[ref] for _, ref in callee.outputs]
-            yield from _fits(f"{node.name} gives back", list(node.types), made)
+            outputs = [callee.types[ref] for _, ref in callee.outputs]
+            yield from _fits(f"{node.name} gives back", list(node.types), outputs)
             missing = [name for name, _ in callee.params if f"{node.op.at}.{name}" not in shapes]
             yield from (f"{node.name} calls for {name}, which is no parameter" for name in missing)
             if set(callee.scalars) != {name for name, _ in node.op.scalars}:
@@ -57,13 +57,13 @@ def _complaints(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim
     yield from (f"it returns {ref}, which nothing makes" for _, ref in graph.outputs if ref not in known)
 
 
-def _types(node: Node, made: Sequence[TensorType]) -> Iterator[str]:
+def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
     """Checks the outputs of an op; further outputs of a pointwise op are saved for a backward, in any dtype."""
-    saves = isinstance(node.op, Pointwise) and len(made) > 1
-    if len(made) != len(node.types):
-        yield f"{node.name} has {len(node.types)} types, but its op gives {len(made)}"
+    saves = isinstance(node.op, Pointwise) and len(outputs) > 1
+    if len(outputs) != len(node.types):
+        yield f"{node.name} has {len(node.types)} types, but its op gives {len(outputs)}"
         return
-    for ref, have, want in zip(node.outputs, node.types, made, strict=True):
+    for ref, have, want in zip(node.outputs, node.types, outputs, strict=True):
         if have.shape != want.shape or (have.dtype != want.dtype and not saves):
             yield f"{ref} is typed {have}, but its op gives {want}"
 

@@ -51,7 +51,7 @@ class Entry(StrictModel):
         return self.key == site.key if self.key is not None else self.site == site_digest(site)
 
 
-class Kept(StrictModel):
+class GroupEntry(StrictModel):
     """What one group saves for its backward. `key` is a digest of its nodes in all its save choices (`group_key`): what
     was measured for another group says nothing of it. `ms` is the time of all its kernels, forward and backward, by
     choice. Locks of earlier versions have `group`, another digest, instead of `key`."""
@@ -62,7 +62,7 @@ class Kept(StrictModel):
     ms: Mapping[Keep, PositiveFloat]
 
     @model_validator(mode="after")
-    def _names_its_group(self) -> "Kept":
+    def _names_its_group(self) -> "GroupEntry":
         return _with_one_of(self, "key", "group")
 
     def applies_to(self, options: Sites) -> bool:
@@ -70,9 +70,9 @@ class Kept(StrictModel):
         return self.key == group_key(options) if self.key is not None else self.group == group_digest(options)
 
     @model_validator(mode="after")
-    def _has_a_time(self) -> "Kept":
+    def _has_a_time(self) -> "GroupEntry":
         if self.keep not in self.ms:
-            raise ValueError(f"what is kept, {self.keep}, has no time")
+            raise ValueError(f"what is saved, {self.keep}, has no time")
         return self
 
 
@@ -133,7 +133,7 @@ class TargetLock(StrictModel):
 
     machine: Machine
     kernels: Mapping[Word, Entry] = {}
-    groups: Mapping[Word, Kept] = {}
+    groups: Mapping[Word, GroupEntry] = {}
     timings: Mapping[NodeKey, Timing] = {}
     step: StepTiming | None = None
 
@@ -150,11 +150,11 @@ class Lock(StrictModel):
         found = locked.kernels.get(symbol(site)[1]) if locked else None
         return found if found is not None and found.applies_to(site) else None
 
-    def kept(self, target: str, name: str, options: Sites) -> Kept | None:
+    def group(self, target: str, name: str, options: Sites) -> GroupEntry | None:
         """What was measured fastest to keep for this very group; None where nothing was measured."""
         locked = self.targets.get(target)
-        kept = locked.groups.get(name) if locked else None
-        return kept if kept is not None and kept.applies_to(options) else None
+        entry = locked.groups.get(name) if locked else None
+        return entry if entry is not None and entry.applies_to(options) else None
 
     def with_entry(self, target: str, name: str, entry: Entry, machine: Machine) -> "Lock":
         """The lock with one entry set. What another machine measured for the target is dropped: times of two
@@ -162,10 +162,10 @@ class Lock(StrictModel):
         known = self._measured_on(target, machine)
         return self._with(target, known.model_copy(update={"kernels": {**known.kernels, name: entry}}))
 
-    def with_kept(self, target: str, name: str, kept: Kept, machine: Machine) -> "Lock":
+    def with_group(self, target: str, name: str, entry: GroupEntry, machine: Machine) -> "Lock":
         """The lock with what one group keeps, and without what another machine measured."""
         known = self._measured_on(target, machine)
-        return self._with(target, known.model_copy(update={"groups": {**known.groups, name: kept}}))
+        return self._with(target, known.model_copy(update={"groups": {**known.groups, name: entry}}))
 
     def with_timing(self, target: str, key: str, timing: Timing, machine: Machine) -> "Lock":
         """The lock with the time of a node that a library computes, and without what another machine measured."""

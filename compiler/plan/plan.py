@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from specc.compiler.ir.graph import Graph, Node
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.region import Call, Scan
-from specc.compiler.plan.lock import Entry, Kept, TargetLock, plan_key
+from specc.compiler.plan.lock import Entry, GroupEntry, TargetLock, plan_key
 from specc.compiler.programs.programs import Group, Programs
 from specc.compiler.targets import Target
 
@@ -57,7 +57,7 @@ class SaveChoices:
     name: str
     options: tuple[SaveChoice, ...]
     chosen: SaveChoice
-    measured: Kept | None
+    measured: GroupEntry | None
 
     @property
     def sites(self) -> tuple[tuple[Site, ...], ...]:

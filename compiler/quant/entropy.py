@@ -1,4 +1,4 @@
-"""How many bytes codes take, told before there are weights.
+"""The size of compressed codes, estimated before there are weights.
 
 Of all rows of one variance those that are normally distributed have the most entropy (Cover and Thomas, "Elements of
 Information Theory", theorem 8.6.5), and brotli-11 comes within 1 % of the order-0 entropy of codes. Trained rows have

@@ -63,7 +63,7 @@ class Gptq(PerRow):
         return self.quantize_seen(weight, Seen(hessian))
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """As the base says. The Hessian [columns, columns] must be symmetric positive semidefinite.
+        """As in the base class. The Hessian [columns, columns] must be symmetric positive semidefinite.
 
         Raises SchemeError also when it is missing, has another shape, holds NaN or infinity, or stays
         indefinite under the largest damping.
@@ -114,8 +114,8 @@ class Gptq(PerRow):
         scales = [*nearest, *solved]
         # The candidates are stacked as rows, so that the sequential loop over columns runs once for all.
         repeated = weight.repeat(len(solved), 1)
-        found = solve(repeated, torch.cat(solved).double(), factor, self.top, self.block)
-        codes = [*(self.nearest(weight, scale) for scale in nearest), *found.chunk(len(solved))]
+        solution = solve(repeated, torch.cat(solved).double(), factor, self.top, self.block)
+        codes = [*(self.nearest(weight, scale) for scale in nearest), *solution.chunk(len(solved))]
         errors = [
             weighted_error(weight - dequantized(q, s).double(), factor.hessian)
             for q, s in zip(codes, scales, strict=True)

@@ -134,9 +134,9 @@ class Int8(PerRow):
 
         def error(scale: Tensor) -> float:
             scaled = [weight.detach().double() * scale for weight in weights]
-            steps = [(one.abs().amax(1) / 127).square().sum() for one in scaled]
+            steps = [(block.abs().amax(1) / 127).square().sum() for block in scaled]
             reading = seen.square / scale.square()
-            return float(sum(one.square().sum() for one in scaled) + reading.sum() * sum(steps))
+            return float(sum(block.square().sum() for block in scaled) + reading.sum() * sum(steps))
 
         chosen: Tensor = min(choices, key=error)
         return chosen.float()

@@ -162,8 +162,8 @@ class Scheme(StrictModel):
 
     @abstractmethod
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the parameter in an artifact, after compression, at most about: told before there are weights, of
-        which trained ones take less."""
+        """Bytes of the parameter in an artifact, after compression, at most about, estimated before there are weights,
+        of which trained ones take less."""
 
     def with_bits(self, bits: int) -> Self:
         """This scheme at another width. Raises SchemeError where it has none or cannot take `bits`."""

@@ -7,7 +7,7 @@ from specc.compiler.quant.scheme import Scheme, SchemeError
 
 def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) -> tuple[Scheme, ...]:
     """The scheme at every width and clip that it can have, of few bits first, of one width the widest clip first."""
-    found: list[Scheme] = []
+    schemes: list[Scheme] = []
     for width in sorted(set(bits)):
         try:
             wider = scheme.with_bits(width)
@@ -15,7 +15,7 @@ def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) ->
             continue
         for clip in sorted(set(clip_stds), reverse=True) or (None,):
             try:
-                found.append(wider if clip is None else wider.with_clip(clip))
+                schemes.append(wider if clip is None else wider.with_clip(clip))
             except SchemeError:
-                found.append(wider)
-    return tuple(dict.fromkeys(found))
+                schemes.append(wider)
+    return tuple(dict.fromkeys(schemes))

@@ -45,9 +45,9 @@ def _of(lock: Lock, target: str, plans: Mapping[str, Plan], spec: Spec) -> Itera
     for name, entry in locked.kernels.items():
         yield f"{target} {name}", any(other is entry for other in taken)
     save_choices = plan.save_choices if plan is not None else ()
-    kept = [lock.kept(target, choices.name, choices.sites) for choices in save_choices]
+    entries = [lock.group(target, choices.name, choices.sites) for choices in save_choices]
     for name, group in locked.groups.items():
-        yield f"{target} group {name}", any(other is group for other in kept)
+        yield f"{target} group {name}", any(other is group for other in entries)
     if locked.timings or locked.step is not None:
         step = step_of(spec, plan) if plan is not None else None
         keys = {row.site.key for row in step.rows if row.site is not None} if step is not None else set()

@@ -145,7 +145,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
         micro_batches,
         tuple(_joined(rows)),
         saved,
-        STATE_BYTES * count + _kept_bytes(graph, sizes) + sum(saved.values()),
+        STATE_BYTES * count + _saved_bytes(graph, sizes) + sum(saved.values()),
         key,
         locked.machine if locked is not None else None,
         timing,
@@ -330,7 +330,7 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     return sum(types[ref].bytes(sizes) for _, ref in read) + sum(types[ref].bytes(sizes) for ref in written)
 
 
-def _kept_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
+def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     """Bytes of a micro-batch that products, attention and groups have read and their backward reads again."""
     views = _aliases(graph, sizes)
     refs = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs if ref[0] not in "@$"}

@@ -117,7 +117,7 @@ def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> I
     how many bytes there are at the least, and the largest parameters that it does not choose for."""
     if (quant := spec.quant) is None or (wish := quant.allocate) is None or quant.budget_bytes is None:
         return
-    programs, total, kept = lower(spec, target), overhead, dict[tuple[str, str], int]()
+    programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()
     seen = calibrated(programs) | looked_up(programs)
     for param in programs.params:
         scheme = schemes[param.name]
@@ -128,11 +128,11 @@ def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> I
             continue
         alike = ".".join("*" if word.isdigit() else word for word in param.name.split("."))
         size = scheme.estimate_bytes(param.shape)
-        kept[alike, scheme.label()] = kept.get((alike, scheme.label()), 0) + size
+        fixed[alike, scheme.label()] = fixed.get((alike, scheme.label()), 0) + size
         total += size
     if total <= quant.budget_bytes:
         return
-    largest = sorted(kept.items(), key=lambda item: -item[1])[:3]
+    largest = sorted(fixed.items(), key=lambda item: -item[1])[:3]
     named = "; ".join(f"{name} {size:,} ({label})" for (name, label), size in largest)
     yield f"may not fit: with the fewest bits that `allocate` may choose still about {total:,} bytes"
     if named:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.pipeline import lower
-from specc.compiler.plan.plan import Choice, Plan, SaveChoices
+from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices
 from specc.compiler.programs.cost import flops_per_token
 from specc.compiler.report.int8_products import product_lines, products
 from specc.compiler.report.step import Step, Work, step_of
@@ -121,6 +122,13 @@ class Summary:
     def saved(self) -> tuple[str, ...]:
         """What each group saves for its backward, with its bytes in a micro-batch."""
         return tuple(self._saved(choices) for choices in self.main.save_choices)
+
+    @property
+    def saved_names(self) -> dict[str, str]:
+        """What each group saves of what it computes, by place; groups that save nothing of it are left out."""
+        groups = [group for group in self.main.programs.groups if group.backward.outputs]
+        own = {group_pattern(self.main.programs, g, g.scope): SaveChoice(g, ()).saved for g in groups}
+        return {place: ", ".join(names) for place, names in own.items() if names}
 
     def _saved(self, choices: SaveChoices) -> str:
         size = self.step.saved.get(choices.label, 0)

@@ -1,1 +1,1 @@
-"""What a spec may say, and how it is checked."""
+"""The models of a spec, and its checks."""

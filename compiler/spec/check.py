@@ -1,4 +1,4 @@
-"""Text -> Spec: everything that is wrong with a spec at once, each with a code, a place and a remedy."""
+"""Checks a spec: reports every problem at once, each with a code, a place and a remedy."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
@@ -132,8 +132,8 @@ def check(source: Source) -> Spec:
         diagnostics, faulty = diagnostics_of(error, source, models, Spec)
         problems = _problems_of_sound_parts(source, models, faulty)
         raise SpecError((*diagnostics, *to_diagnostics(problems, source)), source.texts) from None
-    if found := to_diagnostics(problems_of(spec), source):
-        raise SpecError(found, source.texts)
+    if diagnostics := to_diagnostics(problems_of(spec), source):
+        raise SpecError(diagnostics, source.texts)
     return spec
 
 
@@ -146,7 +146,7 @@ def to_diagnostics(problems: Iterable[Problem], source: Source) -> tuple[Diagnos
 
 
 def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
-    """What every model in `value` says is wrong across its fields, with paths from the root."""
+    """Yields the problems across the fields of every model in `value`, with paths from the root."""
     if isinstance(value, StrictModel):
         yield from (problem.under(*path) for problem in value.problems())
         for key, name in zip(keys_of(type(value)), type(value).model_fields, strict=True):
@@ -162,10 +162,10 @@ def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
 def _problems_of_sound_parts(
     source: Source, models: Mapping[Path, Model], faulty: frozenset[Path]
 ) -> Iterator[Problem]:
-    """What is wrong across fields inside those parts of a spec that have no error of their own."""
+    """Yields the problems across fields inside those parts of a spec that have no error of their own."""
     sound: list[Path] = []
     for path, model in models.items():
-        broken = any(one[: len(path)] == path for one in faulty)
+        broken = any(fault[: len(path)] == path for fault in faulty)
         if broken or any(path[: len(outer)] == outer for outer in sound):
             continue
         data: object = source.data
@@ -173,7 +173,7 @@ def _problems_of_sound_parts(
             data = data[part]  # type: ignore[index]
         try:
             value = model.model_validate(data)
-        except ValidationError:  # told at another path: it may be a part of several kinds of model
+        except ValidationError:  # reported at another path: it may be a part of several kinds of model
             continue
         sound.append(path)
         yield from problems_of(value, path)

@@ -116,6 +116,7 @@ class ForcingSpec(StrictModel):
     between: Literal["hold", "linear"] = "hold"
 
 
+OptimizerList = Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
 Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_length=8)]
 
 
@@ -141,7 +142,7 @@ class TrainSpec(StrictModel):
     budget_seconds: PositiveFloat | None = None
     seed: NonNegative = 1337
     teacher_forcing: tuple[tuple[NonNegative, Unit], ...] | ForcingSpec | None = None
-    optimizers: Annotated[tuple[AnyOptimizer, ...], Field(min_length=1)]
+    optimizers: OptimizerList
     schedule: ScheduleSpec = ScheduleSpec()
     clip_norm: PositiveFloat | None = None
     tf32: bool = later(False)
@@ -169,17 +170,17 @@ class TrainSpec(StrictModel):
         return ForcingSpec(points=given) if isinstance(given, tuple) else given
 
     def problems_of_shares(self, model: Iterable[tuple[Path, str, float]]) -> Iterator[Problem]:
-        """What waits for a share of the run that no update begins with: of `model` (where, what, share), of the lengths
-        and of the optimizers. By the clock nobody knows before."""
-        found = [*model]
-        found += [
+        """Settings that begin at a share of the run after its last update: those of `model` (path, name, share), of the
+        lengths and of the optimizers. In a run by the clock this is not known before."""
+        starts = [*model]
+        starts += [
             (("train", "lengths", i, 0), f"rows of {n} tokens", share)
             for i, (share, n) in enumerate(self.lengths or ())
         ]
         for i, optimizer in enumerate(self.optimizers):
             for path, what, share in optimizer.late_starts():
-                found.append((("train", "optimizers", i, *path), what, share))
-        for path, what, share in found:
+                starts.append((("train", "optimizers", i, *path), what, share))
+        for path, what, share in starts:
             if self.steps is not None and share > (last := (self.steps - 1) / self.steps):
                 message = f"{what} would begin at {share:.4g} of the run, whose last step begins at {last:.4g}"
                 yield Problem(path, "S269", message, "begin earlier, or give the run more steps")
@@ -257,7 +258,7 @@ class TrainSpec(StrictModel):
         yield from self._problems_of_beginning()
 
     def _problems_of_beginning(self) -> Iterator[Problem]:
-        """What begins late in the warm-down begins at all."""
+        """Settings that wait for the warm-down begin within it."""
         late = [("qat", self.qat.below, 1)] if self.qat is not None else []
         if isinstance(self.average, SwaSpec):  # it takes every so many steps, and the last of these may be long before
             every = self.average.every

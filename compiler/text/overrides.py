@@ -27,7 +27,7 @@ def _laid(source: Source, text: str) -> Source:
     dots, equals, _ = text.partition("=")
     name = f"{FLAG} {dots.strip()}" if equals else FLAG
     if not equals or not dots.strip() or dots != dots.strip():
-        raise failure(name, text, "S014", f"{quote(text)} is no override", f"write {FLAG} path=value")
+        raise failure(name, text, "S014", f"{quote(text)} is not an override", f"write {FLAG} path=value")
     over = read_from(text, name, len(dots) + 1)
     path, last = _path(source.data, dots, name, text)
     mark = Mark(1, last + 1)

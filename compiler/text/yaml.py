@@ -179,10 +179,10 @@ class _Reading:
             self._say("S007", f"this is not YAML: {error}", "look at the lines that follow", last)
             raise SpecError(self.found, {self.name: self.text}) from None
 
-    def _syntax(self, problem: str, found: Any, began: Any) -> SpecError:
+    def _syntax(self, problem: str, stopped: Any, began: Any) -> SpecError:
         """`found` is the parser's mark of where it stopped, `began` of where what it was reading began."""
         stop_index, start_index = (
-            min(mark.index, len(self.text.rstrip())) if mark is not None else 0 for mark in (found or began, began)
+            min(mark.index, len(self.text.rstrip())) if mark is not None else 0 for mark in (stopped or began, began)
         )
         stop, start = mark_of(self.text, stop_index), mark_of(self.text, start_index)
         quoted = self._long_quote(stop_index)
@@ -298,7 +298,9 @@ class _Reading:
         if event.style is None and key == "<<":
             self._say("S009", "a merge key (<<)", "write the keys out: specs have no aliases", mark)
         elif not isinstance(self._scalar(event, mark), str):
-            self._say("S012", f"the key {quote(key)} is no word", "keys are words; quote it if it is meant", mark)
+            self._say(
+                "S012", f"{quote(key)} is not a valid key", "keys are words; put it in quotes if it is meant", mark
+            )
         if first := names.get(key):
             message = f"key {quote(key)} stands twice"
             self._say("S008", message, "keep one of the two", mark, ("it stands here first", first))

@@ -17,8 +17,10 @@ from specc.compiler.programs.cost import flops_per_token
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench.profile import Profile, profile
 from specc.runtime.bench.timing import Measured
+from specc.runtime.distributed.world import World
 from specc.runtime.model.load import Loaded, initialize, instantiate
 from specc.runtime.train.sources.source import source_of
+from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 FUSED, UNFUSED = "fused", "fuse: []"
@@ -151,8 +153,9 @@ def _start(
     loaded = instantiate(spec, target, folder, fuse, lock)
     initialize(loaded, spec.train.seed)
     train, window = spec.train.model_copy(update={"lengths": None}), spec.model.window  # as the run ends
-    loader, feed = source_of(spec).drill(spec, loaded, BATCHES, stack)
-    trainer = Trainer(loaded.model, loaded.programs.params, train, loader, window, device, gpu, "bench", feed=feed)
+    data = source_of(spec).drill(spec, loaded, BATCHES, stack)
+    model = TrainableModel(loaded.model, loaded.programs.params, window, "bench")
+    trainer = Trainer(model, train, data, World.alone().on(device), gpu)
     run = _Run(loaded, trainer, 0.0, [], None, 0.0, [])
     for _ in range(WARM_UP):
         run.time(1)

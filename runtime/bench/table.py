@@ -37,6 +37,7 @@ from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import Loaded, initialize, instantiate
 from specc.runtime.train.sources.micro_batches import micro_batches
 from specc.runtime.train.sources.source import Epoch, Supply, source_of
+from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 BASELINE, SEVERAL, CACHE, BOTH = "baseline", "several GPUs", "KV cache", "several + cache"
@@ -181,16 +182,14 @@ def _warm(loaded: Loaded, supply: Supply, world: World) -> tuple[Trainer, float]
     """A trainer that has compiled, and the seconds which that took."""
     began, train, gpu = time.perf_counter(), loaded.spec.train, world.device.type == "cuda"
     window, params = loaded.spec.model.window, loaded.programs.params
-    trainer = Trainer(
-        loaded.model, params, train, supply.loader, window, world.device, gpu, "bench", world, supply.feed
-    )
+    trainer = Trainer(TrainableModel(loaded.model, params, window, "bench"), train, supply.training, world, gpu)
     trainer.warm_up(supply.validation.vocabulary)
     wait(trainer)
     return trainer, world.most(time.perf_counter() - began)[0]
 
 
 def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
-    samples, tokens = supply.feed.counted()
+    samples, tokens = supply.training.feed.counted()
     wait(trainer)
     trainer.world.wait()
     began = time.perf_counter()
@@ -198,7 +197,7 @@ def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
         trainer.advance()
     trainer.settle()
     (seconds,) = trainer.world.most(time.perf_counter() - began)
-    more, written = supply.feed.counted()
+    more, written = supply.training.feed.counted()
     return Totals(steps, (more or 0) - (samples or 0), written - tokens, seconds)
 
 

@@ -16,7 +16,7 @@ from specc.runtime.model.protocols import State, line_model
 from specc.runtime.open_model import OpenedModel
 
 BATCH = 4096
-CHECK = 4  # steps from one look at how many rows go on to the next: each waits for the device
+CHECK = 4  # steps between two counts of the rows that are not done: each count waits for the device
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Translator:
     """A model of pairs that decodes.
 
     Beam search (of `beam` > 1) keeps the most probable unfinished and finished lines of each source and ends when a
-    finished one leads: probabilities of whole lines only fall, and no length is preferred. Rows that are done leave
-    the batch. Lines that have not stopped after `window` tokens are given as they are.
+    finished one leads: the probability of a line only falls as it grows, and no length is preferred. Rows that are done
+    leave the batch. Lines that have not stopped after `window` tokens are given as they are.
 
     Attributes:
         steps: runs the model's programs.
@@ -43,12 +43,22 @@ class Translator:
     beam: int = 1
 
     def translate(self, lines: Iterable[str], limits: Sequence[int] | None = None) -> list[str]:
-        """The line for each line. Raises LineError, before any is decoded, for the first that is too long or has a
-        character that the vocabulary lacks, TypeError for what is no text, or a single one, RunFailure for logits
-        that are no numbers.
+        """Translates lines.
 
-        With `limits`, one a line, only so many tokens of each are wanted, its stop among them: a greedy one may end
-        anywhere behind them. Raises ValueError where there are more or fewer of them than lines."""
+        Args:
+            lines: sources.
+            limits: one per line, the number of tokens that are needed of its target, stop included; greedy decoding
+                may end anywhere behind them. None for whole targets.
+
+        Returns:
+            A target per source, in the same order.
+
+        Raises:
+            LineError: a line is too long or has a character that the vocabulary lacks; nothing is decoded then.
+            TypeError: `lines` is a single text, or a line is not text.
+            ValueError: there are more or fewer limits than lines.
+            RunFailure: logits are not numbers.
+        """
         if isinstance(lines, str):
             raise TypeError("translate takes a list of lines, not one text")
         lines = list(lines)
@@ -59,7 +69,7 @@ class Translator:
             raise ValueError(f"translate takes a limit for each line: {len(limits)} for {len(lines)} lines")
         encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
         order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # lines of a batch end at about the same step
-        found = [""] * len(lines)
+        targets = [""] * len(lines)
         for start in range(0, len(lines), self.batch):
             rows = order[start : start + self.batch]
             chosen = [lines[i] for i in rows]
@@ -68,16 +78,16 @@ class Translator:
             most = None if limits is None else torch.tensor([limits[i] for i in rows], device=self.device)
             texts = self.tokenizer.decode_rows(self.tokens(ids, most).cpu().numpy())
             for i, text in zip(rows, texts, strict=True):
-                found[i] = text
-        return found
+                targets[i] = text
+        return targets
 
     @torch.no_grad()
     def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
-        """The targets of sources i64 [B, S], as i64 [B, window]: tokens, a stop, pads; of a greedy one at least its
-        first tokens, as many as its limit, i64 [B], says."""
+        """The targets of sources i64 [B, S] as i64 [B, window]: tokens, a stop, pads. Greedy decoding may end after as
+        many tokens of a row as `limits`, i64 [B], states."""
         rows, beam = len(source), self.beam
         state = self.steps.begin(self.steps.encode(source), beam)
-        found = source.new_full((rows, self.window), PAD)
+        targets = source.new_full((rows, self.window), PAD)
         if limits is None or beam > 1:  # which of several lines is the best is known at the end
             limits = source.new_full((rows,), self.window)
         search = _Search.start(limits, beam, self.window)
@@ -93,12 +103,12 @@ class Translator:
                 break
             size = self.steps.rows(len(going), search.rows)
             if size < search.rows:
-                kept = torch.cat((going, done.nonzero()[: size - len(going), 0]))
-                found[search.index] = search.best
-                state = self.steps.begin(_select(state, search.beams_of(kept)))
-                search = search.only(kept)
-        found[search.index] = search.best
-        return found
+                rows_left = torch.cat((going, done.nonzero()[: size - len(going), 0]))
+                targets[search.index] = search.best
+                state = self.steps.begin(_select(state, search.beams_of(rows_left)))
+                search = search.only(rows_left)
+        targets[search.index] = search.best
+        return targets
 
 
 @dataclass(frozen=True)
@@ -106,12 +116,12 @@ class _Search:
     """The lines so far of `rows` sources, `beam` of each, best first.
 
     Attributes:
-        index: the row of the batch that each source is, i64 [rows].
-        limits: tokens that are wanted of each, i64 [rows].
+        index: the row in the batch of each source, i64 [rows].
+        limits: tokens that are needed of each target, i64 [rows].
         lines: i64 [rows, beam, window].
         scores: log-probabilities, f32 [rows, beam].
         ended: which lines have their stop, bool [rows, beam].
-        last: what the decoder is fed next, i64 [rows * beam, 1].
+        last: the next input of the decoder, i64 [rows * beam, 1].
     """
 
     index: Tensor
@@ -172,28 +182,28 @@ class _Search:
         lines[..., t] = tokens
         return _Search(self.index, self.limits, lines, scores, ended | (tokens == STOP), tokens.reshape(-1, 1))
 
-    def beams_of(self, kept: Tensor) -> Tensor:
-        """The rows of the state that belong to the sources `kept`."""
+    def beams_of(self, sources: Tensor) -> Tensor:
+        """The rows of the state that belong to these sources."""
         beam = self.scores.shape[1]
-        return (kept[:, None] * beam + torch.arange(beam, device=kept.device)).flatten()
+        return (sources[:, None] * beam + torch.arange(beam, device=sources.device)).flatten()
 
-    def only(self, kept: Tensor) -> "_Search":
-        """The sources `kept` alone."""
-        last = self.last[self.beams_of(kept)]
-        index, limits, lines = self.index[kept], self.limits[kept], self.lines[kept]
-        return _Search(index, limits, lines, self.scores[kept], self.ended[kept], last)
+    def only(self, sources: Tensor) -> "_Search":
+        """The search of these sources alone."""
+        last = self.last[self.beams_of(sources)]
+        index, limits, lines = self.index[sources], self.limits[sources], self.lines[sources]
+        return _Search(index, limits, lines, self.scores[sources], self.ended[sources], last)
 
 
 def _select(state: State, rows: Tensor) -> State:
     """Some rows of a state, copied."""
-    return {place: tuple(kept.index_select(0, rows) for kept in tensors) for place, tensors in state.items()}
+    return {place: tuple(tensor.index_select(0, rows) for tensor in tensors) for place, tensors in state.items()}
 
 
 def _follow(state: State, rows: Tensor) -> None:
     """Replaces the rows of a state, in place."""
     for tensors in state.values():
-        for kept in tensors:
-            kept.copy_(kept.index_select(0, rows))
+        for tensor in tensors:
+            tensor.copy_(tensor.index_select(0, rows))
 
 
 def translator(
@@ -209,7 +219,7 @@ def translator(
     """Decodes with `model` as its weights are at each call, greedily where `beam` is None. On a GPU, `compiled` runs
     every step as a CUDA graph."""
     steps, beam = Graphed if compiled and device.type == "cuda" else Eager, beam or 1
-    batch = max(1, batch // beam)  # each beam has a state of its own
+    batch = max(1, batch // beam)  # each beam has its state
     return Translator(
         steps(line_model(model)), tokenizer, spec.model.window, spec.model.reads_pads, device, batch, beam
     )

@@ -1,4 +1,4 @@
-"""Runs the programs of a model of pairs step by step: as they are, or on a GPU each step as one CUDA graph."""
+"""Runs the programs of a model of lines step by step: directly, or on a GPU each step as one CUDA graph."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ SMALLEST = 64  # rows: below this a step takes as long as with this many
 
 
 class Steps(Protocol):
-    """How a decoder runs its model."""
+    """The programs of a model of lines, as a decoder calls them."""
 
     def encode(self, source: Tensor) -> State:
         """The state before the first token."""
@@ -28,7 +28,7 @@ class Steps(Protocol):
         ...
 
     def rows(self, going: int, now: int) -> int:
-        """How many rows to go on with where `going` of `now` are not done."""
+        """The number of rows to continue with where `going` of `now` are not done."""
         ...
 
 
@@ -53,8 +53,8 @@ class Eager:
 
 
 class Graphed:
-    """Replays CUDA graphs: of `extend` one for each number of rows, powers of two and that of a whole batch, and of
-    `encode` one for each shape of sources that comes again.
+    """Replays CUDA graphs: one of `extend` for each number of rows (powers of two, and that of a whole batch), and one
+    of `encode` for each shape of sources that occurs again.
 
     The state of each size lies at fixed addresses. Weights are read where they are, so the graphs stay right while a
     model trains in place.
@@ -74,13 +74,13 @@ class Graphed:
             return self._model.encode(source)
         encoder = self._encoders[source.shape]
         if encoder is None:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()  # one runs at a time: one memory serves
+            self._pool = self._pool or torch.cuda.graph_pool_handle()  # encoders run one at a time and share memory
             encoder = self._encoders[source.shape] = _Encoder(self._model, source, self._pool)
         return encoder.replay(source)
 
     def begin(self, state: State, beam: int = 1) -> State:
         state = repeated(state, beam)
-        key = tuple(kept.shape for tensors in state.values() for kept in tensors)
+        key = tuple(tensor.shape for tensors in state.values() for tensor in tensors)
         if key not in self._graphs:
             self._graphs[key] = _Graph(self._model, state)
         self._graph = self._graphs[key]
@@ -108,8 +108,8 @@ def captured(work: Callable[[], Result], device: torch.device, pool: Any = None)
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
-        made = work()
-    return graph, made
+        result = work()
+    return graph, result
 
 
 class _Encoder:
@@ -138,8 +138,8 @@ class _Graph:
     def filled(self, state: State) -> State:
         """The graph's own state, with the values of another."""
         for place, tensors in state.items():
-            for own, given in zip(self.state[place], tensors, strict=True):
-                own.copy_(given)
+            for target, source in zip(self.state[place], tensors, strict=True):
+                target.copy_(source)
         return self.state
 
     def replay(self, ids: Tensor, start: int) -> Tensor:
@@ -150,7 +150,7 @@ class _Graph:
 
 
 def repeated(state: State, beam: int) -> State:
-    """Every row `beam` times."""
+    """The state with every row `beam` times."""
     if beam == 1:
         return state
-    return {place: tuple(kept.repeat_interleave(beam, 0) for kept in tensors) for place, tensors in state.items()}
+    return {place: tuple(tensor.repeat_interleave(beam, 0) for tensor in tensors) for place, tensors in state.items()}

@@ -1,4 +1,5 @@
-"""Decodes rows of text side by side: a cache, on a GPU one CUDA graph a step, and draws that stay on the device."""
+"""Decodes rows of text side by side from a cache; on a GPU each step is one CUDA graph, and sampling stays on the
+device."""
 
 import math
 import time
@@ -13,13 +14,13 @@ from specc.runtime.errors import RuntimeFailure
 from specc.runtime.model.cuda_graph import WARM_UP, Captured
 from specc.runtime.model.protocols import Cache, GeneratedText
 
-STRIDES = 8  # lengths of the cache that a step is made for: attention reads no more than the next of them
+STRIDES = 8  # lengths of the cache that steps are built for; a step reads the cache up to the next of them
 SHORTEST = 256  # positions: shorter lengths save nothing
 PAGE = 1024  # numbers of each row that are drawn at once
 
 
 class SamplingError(RuntimeFailure):
-    """A setting of the sampling that no distribution has."""
+    """A setting of sampling that is out of range."""
 
     exit_code = 2
 
@@ -28,8 +29,8 @@ class SamplingError(RuntimeFailure):
 class Sampling:
     """How the next token is drawn.
 
-    `temperature` divides the logits; 0 takes the most probable token, the first of equals. Of what remains
-    the `top_k` most probable tokens are kept (None: all), and of these the fewest whose probabilities,
+    `temperature` divides the logits; 0 takes the most probable token, the first of equals. Of all tokens
+    the `top_k` most probable tokens remain (None: all), and of these the fewest whose probabilities,
     renormalized, sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020, "The Curious Case of Neural
     Text Degeneration", arXiv 1904.09751). Raises SamplingError for values out of range.
     """
@@ -52,16 +53,16 @@ class Sampling:
         exact = logits.detach().double()
         if self.temperature > 0 and self.top_k is None and self.top_p == 1:
             return ((exact - exact.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
-        # By falling logit, the lower token first among equals; then what is kept is a prefix.
+        # By falling logit, the lower token first among equals: the tokens that remain are a prefix.
         ordered, tokens = exact.sort(dim=-1, descending=True, stable=True)
         vocabulary = exact.shape[-1]
         keep = 1 if self.temperature == 0 else min(self.top_k or vocabulary, vocabulary)
-        kept = ((ordered[..., :keep] - ordered[..., :1]) / (self.temperature or 1.0)).softmax(-1)
+        probable = ((ordered[..., :keep] - ordered[..., :1]) / (self.temperature or 1.0)).softmax(-1)
         if self.top_p < 1:
-            before = F.pad(kept.cumsum(-1)[..., :-1], (1, 0))  # what the more probable ones sum to
-            kept = kept.masked_fill(before >= self.top_p, 0.0)
-            kept = kept / kept.sum(-1, keepdim=True)
-        return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], kept)
+            before = F.pad(probable.cumsum(-1)[..., :-1], (1, 0))  # the sum of the more probable tokens
+            probable = probable.masked_fill(before >= self.top_p, 0.0)
+            probable = probable / probable.sum(-1, keepdim=True)
+        return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
 
     def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """A token a row, i64 [B], of logits [B, vocabulary], by a number in [0, 1) each, f64 [B]; -1 where the logits
@@ -75,8 +76,7 @@ class Sampling:
 
 
 class Decoder:
-    """The logits after growing texts of one length, a row each, with what was computed before kept in a cache of the
-    model's own dtype.
+    """The logits behind growing texts of one length, one row per text, by a cache in the dtype of the model.
 
     A step attends to the cache up to one of a few lengths, the next that holds the text. On a GPU each of these steps
     is a CUDA graph of its own, captured after two passes that count already. When the cache of `window` tokens is
@@ -100,7 +100,7 @@ class Decoder:
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor) -> Tensor:
-        """Forgets the texts before and begins with 1 to `window` tokens each, i64 [rows, T]; f32 [rows, vocabulary]."""
+        """Starts new texts of 1 to `window` tokens each, i64 [rows, T]; logits f32 [rows, vocabulary]."""
         self._length = tokens.shape[1]
         self._seen[:, : self._length] = tokens
         self._start.zero_()
@@ -108,10 +108,10 @@ class Decoder:
 
     @torch.no_grad()
     def append(self, tokens: Tensor) -> Tensor:
-        """Each text goes on by one token, i64 [rows]; f32 [rows, vocabulary], which last until the next call."""
+        """Appends one token to each text, i64 [rows]; logits f32 [rows, vocabulary], valid until the next call."""
         if self._length == self._window:
-            kept = self._window // 2
-            return self.prefill(torch.cat((self._seen[:, self._window - kept :], tokens[:, None]), 1))
+            tail = self._window // 2
+            return self.prefill(torch.cat((self._seen[:, self._window - tail :], tokens[:, None]), 1))
         self._seen[:, self._length] = tokens
         self._start.fill_(self._length)
         self._length += 1
@@ -125,16 +125,16 @@ class Decoder:
         return min(-(-self._length // self._stride) * self._stride, self._window)
 
     def _up_to(self, positions: int) -> Cache:
-        """The cache, seen only so far: what does not grow with the text stays whole."""
-        sizes = self._model.new_cache(0, positions)  # empty; tells the shapes
+        """Views of the cache up to `positions`; tensors that do not grow with the text stay whole."""
+        sizes = self._model.new_cache(0, positions)  # empty: only its shapes are used
         return [
-            tuple(kept[:, : size.shape[1]] for kept, size in zip(own, shapes, strict=True))
-            for own, shapes in zip(self._cache, sizes, strict=True)
+            tuple(tensor[:, : size.shape[1]] for tensor, size in zip(layer, shapes, strict=True))
+            for layer, shapes in zip(self._cache, sizes, strict=True)
         ]
 
 
 class _Step:
-    """One token of each row against a cache of one length: run as it is, or on a GPU captured and replayed."""
+    """One token per row against a cache of one length: run directly, or on a GPU captured and replayed."""
 
     def __init__(self, model: GeneratedText, cache: Cache) -> None:
         self._model, self._cache = model, cache

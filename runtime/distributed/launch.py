@@ -129,7 +129,8 @@ def _reserved_port() -> Iterator[int]:
 
 @contextmanager
 def _noted() -> Iterator[list[int]]:
-    """The SIGTERM, SIGHUP and SIGINT that come while this is open, as a list that grows."""
+    """The signals that end a run and come while this is open, as a list that grows. One that is ignored, as SIGHUP
+    under nohup, stays so."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():  # only there can they be caught
         yield came

@@ -24,13 +24,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from specc.runtime.distributed.heartbeat import Heartbeat
 from specc.runtime.distributed.launch import PEER_LOST, end_with_launcher, place
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 
 T = TypeVar("T")
 
 # How long a rank waits for the others. One that dies is noticed before: its sockets close, and its launcher ends
-# the ranks of its host. So this only bounds what one may do while the others wait: compile, write a checkpoint.
+# the ranks of its host; one that hangs, by its heartbeat. So this only bounds what a rank may do while the others
+# wait: compile, write a checkpoint.
 PATIENCE = timedelta(minutes=30)
 # But NCCL notices no death, nor does the launcher of another host. There its own watchdog ends the process; it
 # counts from when a sum is asked for, so a step must be shorter than this.
@@ -64,6 +66,7 @@ class World:
     device: torch.device = _CPU
     _one_host: bool = True
     _store: Any = None
+    _heartbeat: Heartbeat | None = None
     _wire: Any = None  # the process group for tensors on `device`; the default one is gloo, for the host
 
     @classmethod
@@ -120,19 +123,19 @@ class World:
         """The maximum of each value over all ranks, on the host."""
         if self.size == 1:
             return values
-        found = torch.tensor(values, dtype=torch.float64)
+        maxima = torch.tensor(values, dtype=torch.float64)
         with _peers():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return tuple(found.tolist())
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return tuple(maxima.tolist())
 
     def first(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, where alone it runs; others wait for it. The result is pickled."""
+        """Broadcasts the result of `make`, which runs on rank 0 alone while the others wait. The result is pickled."""
         if self.size == 1:
             return make()
-        made: list[Any] = [make() if self.rank == 0 else None]
+        results: list[Any] = [make() if self.rank == 0 else None]
         with _peers():
-            dist.broadcast_object_list(made, src=0)
-        result: T = made[0]
+            dist.broadcast_object_list(results, src=0)
+        result: T = results[0]
         return result
 
     def wait(self) -> None:
@@ -181,9 +184,9 @@ class World:
         except RuntimeError:
             return not isinstance(error, PeerLost)
 
-    def _poll(self, found: Callable[[], bool]) -> None:
+    def _poll(self, condition: Callable[[], bool]) -> None:
         until = time.monotonic() + _HEAD_START
-        while not found() and time.monotonic() < until:
+        while not condition() and time.monotonic() < until:
             time.sleep(0.02)
 
 
@@ -221,6 +224,8 @@ def joined() -> Iterator[World]:
             if isinstance(error, RuntimeFailure):
                 error.message = f"rank {world.rank}: {error.message}"
         raise
+    if world._heartbeat is not None:
+        world._heartbeat.stop()
     dist.destroy_process_group()
     done.append(True)
 
@@ -243,7 +248,15 @@ def _join() -> World:
         raise EnvironmentFailure(f"rank {rank} cannot join the others: {error}", "start it with torchrun") from error
     with _peers():
         dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=PATIENCE)
-    return World(rank, size, local_rank, _one_host=local_size == size, _store=PrefixStore("specc", store))
+    heartbeat = Heartbeat(rank, size, lambda: PrefixStore("heartbeat", store.clone())) if size > 1 else None
+    return World(
+        rank,
+        size,
+        local_rank,
+        _one_host=local_size == size,
+        _store=PrefixStore("specc", store),
+        _heartbeat=heartbeat,
+    )
 
 
 @contextmanager

@@ -31,14 +31,24 @@ def evaluate(
     world: World | None = None,
     gpus: int | None = None,
 ) -> BitsPerByte | ExactMatches | Adapted:
-    """The score of a run (with `quantized`, of its quantized model) or an artifact, by the metric of its spec; with
-    `options.adapt`, what a method that adapts makes of it, which is another thing.
+    """Scores a run or an artifact by the metric of its spec.
 
-    `progress` is called with tokens or lines scored and those in all. Several processes share the work where all call
-    it with their `world`, each on a device of its own; where a number of `gpus` was asked for, that is no CPU unless it
-    is the `target`, or where it is unset what `own_cpu` gives. Raises as `open_model`, `evaluate_text`,
-    `evaluate_adapted` and `evaluate_lines` do; RunFailure where the processes differ, EnvironmentFailure where there
-    are fewer GPUs than processes.
+    Args:
+        path: the run or the artifact.
+        options: what to score, and how; with `adapt`, the model adapts to the text, and the result is not its score.
+        target, device, quantized, search, say: as for `open_model`.
+        progress: called with tokens or lines scored, and those in all.
+        world: the processes that share the work; all of them call this function, each on its device.
+        gpus: the number of processes that was asked for; None where none was. They run on GPUs unless `target`, or else
+            `own_cpu`, is the CPU.
+
+    Returns:
+        The score; all processes get the same.
+
+    Raises:
+        RunFailure: the processes differ.
+        EnvironmentFailure: there are fewer GPUs than processes.
+        Others: as `open_model`, `evaluate_text`, `evaluate_adapted` and `evaluate_lines`.
     """
     if gpus is not None and world is not None and gpus != world.size:
         raise EvaluateError(f"--gpus {gpus}, but {world.size} processes were started", "leave --gpus out")
@@ -49,7 +59,7 @@ def evaluate(
         device = str(world.device)
     world = world or World.alone()
     prepared = (lambda spec: spec) if options.adapt is None else partial(adapting, options=options)
-    with world.in_turn("open"):  # one makes what others find: kernels that are compiled
+    with world.in_turn("open"):  # one process compiles the kernels that the others load
         opened = open_model(path, target, device, quantized=quantized, search=search, say=say, prepared=prepared)
     if world.size > 1:
         sums = [float(weight.detach().double().sum()) for weight in opened.model.parameters()]

@@ -1,4 +1,4 @@
-"""Scores a model of text in bits per byte, as it is or as a method that adapts makes it."""
+"""Scores a model of text in bits per byte, as it is or while it adapts to the text."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,10 +34,21 @@ def evaluate_text(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> BitsPerByte:
-    """Bits per byte of an opened model of text. `audit()` of it says whether the two ways to count bytes agree.
+    """Bits per byte of an opened model of text. Any number of processes gives the same number, on devices of one kind.
 
-    Any number of processes gives the same number, on devices of one kind. Raises EvaluateError (2) for options that
-    fit no model, RunFailure (4) when the loss is not finite or memory is full, DataError for the data.
+    Args:
+        opened: the model.
+        options: what to score, and how.
+        progress: called with targets scored and targets in all, on this process.
+        world: the processes that share the work.
+
+    Returns:
+        The result; its `audit()` compares the two ways to count bytes.
+
+    Raises:
+        EvaluateError: the options fit no model of text.
+        RunFailure: the loss is not finite, or memory is full.
+        DataError: the data cannot be read.
     """
     world = world or World.alone()
     windows = windows_of(opened.spec, options, str(opened.path))
@@ -61,27 +72,27 @@ def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
-    """The spec with the windows and the adaptation that were asked for; the settings of one that is only named are
-    those of the spec, where it has that kind. Raises EvaluateError and SpecError (2)."""
+    """The spec with the windows and the adaptation of `options`. An adaptation that is only named takes its settings
+    from the spec, where that has its kind. Raises EvaluateError and SpecError."""
     windows = windows_of(spec, options, spec.name)
-    wanted, own = (options.adapt or "").strip(), spec.eval.adapt if isinstance(spec.eval, BitsSpec) else None
+    wanted, stated = (options.adapt or "").strip(), spec.eval.adapt if isinstance(spec.eval, BitsSpec) else None
     settings = wanted if wanted.startswith("{") else f"{{kind: {wanted}}}"
-    if own is not None and own.kind == wanted:
-        settings = own.model_dump_json()
+    if stated is not None and stated.kind == wanted:
+        settings = stated.model_dump_json()
     over = (f"eval.window={windows.length}", f"eval.stride={windows.step}", f"eval.adapt={settings}")
     return load(readable(spec), over)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """What a method that adapts a model to the text made of it. It is no score of the model: it has no metric of its
-    own and is nothing that takes one, and `facts` keep it under a key that no score has.
+    """The result of a model that adapts to the text. It is not a score of the model: `facts` puts it under a key that
+    no score has.
 
     Attributes:
-        how: the settings. `how.causal` says whether it could be what a model scores, were it a part of the model.
-        windows: as they were.
+        how: the settings; `how.causal` states whether each token is predicted from earlier ones only.
+        windows: the windows that were scored.
         done: how often the model adapted, in words.
-        counted: every token once, as the score of a model is counted.
+        counted: bits per byte, with every token counted once.
     """
 
     how: Adaptation
@@ -94,7 +105,7 @@ class Adapted:
         return "adapted" if self.how.causal else "non_causal"
 
     def report(self) -> list[str]:
-        """For people; the last line says what it is."""
+        """Lines for people; the last one states whether the result is causal."""
         kind, counted = self.how.kind, self.counted.report()
         if self.how.causal:
             about = f"causal: {kind} predicts each token from {self.how.sees}"
@@ -105,14 +116,14 @@ class Adapted:
 
     def facts(self) -> dict[str, object]:
         """For programs."""
-        made = {
+        method = {
             "method": self.how.kind,
             "causal": self.how.causal,
             "done": self.done,
             "settings": self.how.model_dump(mode="json"),
         }
         windows = {"window": self.windows.length, "stride": self.windows.step}
-        return {"causal": self.how.causal, self.key: {**made, **windows, **self.counted.facts()}}
+        return {"causal": self.how.causal, self.key: {**method, **windows, **self.counted.facts()}}
 
 
 def evaluate_adapted(
@@ -121,12 +132,12 @@ def evaluate_adapted(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> Adapted:
-    """What the adaptation in the spec of an opened model of text makes of it. The model is as it was afterwards.
+    """The result of an opened model of text with the adaptation of its spec. The model is unchanged afterwards.
 
-    What a method fits for a batch of windows or for one of them is the same in any number of processes; where weights
-    learn, gradients are added up over the processes, and the result is the same but for the rounding of these sums.
+    Parameters that are fitted for a batch of windows, or for one window, are the same in any number of processes; where
+    weights learn, gradients are summed over the processes, and results differ by the rounding of these sums only.
 
-    Raises as `evaluate_text` does, AdaptError (2) for settings that do not fit the model.
+    Raises as `evaluate_text` does, and AdaptError for settings that do not fit the model.
     """
     world = replace(world or World.alone(), device=opened.device)
     windows, how = windows_of(opened.spec, options, str(opened.path)), opened.spec.eval
@@ -136,11 +147,13 @@ def evaluate_adapted(
         raise EvaluateError(f"{opened.path} computes in whole numbers, through which nothing learns", hint)
     method, model, compiled = method_of(how.adapt), opened.model, _compiled(opened, options)
     learns = [weight for weight in model.parameters() if weight.requires_grad]
-    own = method.rows(how.adapt) if method.rows is not None else None
-    if own is not None and options.batch not in (None, own):
-        message = f"{how.adapt.kind} takes {own} windows at once, as its settings say, and has no other batches"
-        raise EvaluateError(message, "leave --batch out, or say it in the settings of --adapt")
-    rows, fewer = (windows.batch, FEWER) if own is None else (own, "lower what the settings of --adapt take at once")
+    fixed = method.rows(how.adapt) if method.rows is not None else None
+    if fixed is not None and options.batch not in (None, fixed):
+        message = f"{how.adapt.kind} takes {fixed} windows at once, as its settings say, and has no other batches"
+        raise EvaluateError(message, "leave --batch out, or set it in the settings of --adapt")
+    rows, fewer = (
+        (windows.batch, FEWER) if fixed is None else (fixed, "lower what the settings of --adapt take at once")
+    )
     with _stream(opened, options, world) as stream, _memory(fewer):
         text = ScoredText(stream, opened.tokenizer, options.max_tokens)
         account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
@@ -163,17 +176,17 @@ def evaluate_adapted(
 
 
 def _compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
-    """What a function of the model becomes."""
+    """Compiles a function of the model, on a GPU and where the options allow it."""
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 
 
 @contextmanager
 def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
-    """The text to score, the same in all processes."""
+    """Opens the text to score, the same in all processes."""
     data = options.data or opened.data
     if data is None:
         raise EvaluateError(f"{opened.path} does not say what to score", "name it with --data PATH")
-    with world.in_turn("data"):  # one tokenizes
+    with world.in_turn("data"):  # one process tokenizes
         stream = open_stream(data, "val", opened.tokenizer, options.cache or token_cache())
     try:
         world.require_same("data", {"digest": stream.digest})

@@ -32,12 +32,12 @@ class BitsPerByte:
 
     Attributes:
         nats: sum of the loss over the scored tokens, in nats.
-        tokens: how many tokens were scored (separators are among them; they have no bytes).
-        document_bytes: bytes of the documents; None if only a part was scored, or the source does not tell.
+        tokens: tokens that were scored, separators included, which have no bytes.
+        document_bytes: bytes of the documents; None if only a part was scored, or the source does not state them.
         piece_bytes: bytes that the scored tokens stand for.
-        bpb: bits per byte of the documents; None if they are unknown and the tokenizer is lossy.
+        bpb: bits per byte of the documents; None if their bytes are unknown and the tokenizer is lossy.
         bpb_pieces: bits per byte by pieces.
-        lossless: of the tokenizer.
+        lossless: whether the tokenizer is lossless.
         held_out: True where the text is the validation split of the model's training data, False where it is their
             training split; None where that is not known.
     """
@@ -52,7 +52,7 @@ class BitsPerByte:
     held_out: bool | None = None
 
     def record(self) -> dict[str, float | None]:
-        """For the log of a run; `nats` are those of a token."""
+        """Fields for the log of a run; `nats` is the mean per token."""
         nats = self.nats / self.tokens
         return {"nats": nats, "tokens": self.tokens, "bpb": self.bpb, "bpb_pieces": self.bpb_pieces}
 
@@ -60,7 +60,7 @@ class BitsPerByte:
         return f"{self.nats / self.tokens:.4f} nats/token, {self.summary()}"
 
     def summary(self) -> str:
-        """Each metric by its name; the one by pieces where it is another number, too."""
+        """Each metric with its name; `bpb_pieces` only where it is another number."""
         bpb = "" if self.bpb is None else f"{self.bpb:.4f} bpb"
         pieces = "" if self.bpb == self.bpb_pieces else f"{self.bpb_pieces:.4f} bpb_pieces"
         return ", ".join(filter(None, (bpb, pieces)))
@@ -77,12 +77,12 @@ class BitsPerByte:
         return [f"{self.tokens:,} tokens: {nats}", self.audit(), f"data: {trained[self.held_out]}"]
 
     def facts(self) -> dict[str, float | None]:
-        """For programs."""
+        """Fields for programs."""
         names = ("nats", "tokens", "document_bytes", "piece_bytes", "bpb", "bpb_pieces", "lossless", "held_out")
         return {name: getattr(self, name) for name in names}
 
     def audit(self) -> str:
-        """One line that says whether the two ways to count bytes agree."""
+        """One line that compares the two ways to count bytes."""
         pieces = f"audit: sum of token bytes {self.piece_bytes:,}"
         if self.document_bytes is None:
             return f"{pieces}; document bytes unknown (token shards, or only a part was scored)"

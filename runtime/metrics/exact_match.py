@@ -19,8 +19,7 @@ from specc.runtime.metrics.validation import Score, Scorer
 
 
 class Translates(Protocol):
-    """Decodes lines, greedily or by beam search, each until its stop, or until so many tokens of it are there as its
-    limit says."""
+    """Decodes lines, greedily or by beam search, each until its stop or its limit of tokens."""
 
     def translate(self, lines: Sequence[str], limits: Sequence[int]) -> list[str]: ...
 
@@ -30,10 +29,10 @@ class ExactMatch:
     """The score of a set of pairs; all shares are of totals.
 
     Attributes:
-        nats: sum of the loss over all target tokens, stops included and pads left out, with the truth fed before each.
-        tokens: how many these are.
-        lines: pairs scored.
-        exact: of them, decoded lines that equal the target.
+        nats: sum of the teacher-forced loss over all target tokens, stops included and pads left out.
+        tokens: number of these tokens.
+        lines: pairs that were scored.
+        exact: pairs whose decoded line equals the target.
         matching: target tokens, stops included, that the decoded line has in the same place.
     """
 
@@ -52,7 +51,7 @@ class ExactMatch:
         return self.matching / self.tokens
 
     def record(self) -> dict[str, float]:
-        """For the log of a run; `nats` are those of a token."""
+        """Fields for the log of a run; `nats` is the mean per token."""
         shares = {"exact_match": self.exact_match, "token_accuracy": self.token_accuracy}
         return {"nats": self.nats / self.tokens, "tokens": self.tokens, "lines": self.lines, **shares}
 
@@ -74,11 +73,21 @@ def exact_match(
     progress: Callable[[int, int], None] | None = None,
     hopeless: int | None = None,
 ) -> ExactMatch:
-    """Scores pairs, `batch` at once; `progress` is called with lines scored and lines in all. Where none of the first
-    `hopeless` pairs is exact it ends with their batch.
+    """Scores pairs by decoding them.
 
-    `score` gives the nats of each target token, 0 at pads, of source and target, i64 [B, width]; B is always `batch`:
-    the last one is filled up with copies that do not count.
+    Args:
+        score: nats of each target token, f32 [B, width], 0 at pads, of source and target, i64 [B, width]. B is always
+            `batch`: the last batch is filled up with copies that do not count.
+        translates: decodes the sources.
+        pairs: what to score.
+        tokenizer: the characters of the pairs.
+        batch: pairs that are scored at once.
+        device: device of source and target.
+        progress: called with lines scored and lines in all.
+        hopeless: stop where none of the first `hopeless` pairs is exact, with the batch that ends them.
+
+    Returns:
+        The score of the pairs that were tried.
     """
     nats, exact, matching, scored = 0.0, 0, 0, 0
     for start in range(0, len(pairs), batch):
@@ -107,7 +116,7 @@ def exact_match(
 
 @dataclass(frozen=True, slots=True)
 class PairValidation:
-    """Pairs that are scored while a model trains, as the spec's `eval` says."""
+    """Pairs that are scored while a model trains, as `eval` of the spec states."""
 
     pairs: Pairs
     tokenizer: CharTokenizer

@@ -1,4 +1,4 @@
-"""Replays work on a GPU as a CUDA graph, so that the device never waits for the host: a micro-batch, an update."""
+"""CUDA graphs: work that a GPU replays without waiting for the host, such as a micro-batch or an update."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,12 @@ WARM_UP = 2  # passes before the capture: they compile, and allocate what librar
 
 
 class Captured:
-    """`work(*tensors)` on a GPU, of one shape: run as it is twice, then captured, and from then on replayed.
+    """`work(*tensors)` on a GPU, for tensors of one shape: run directly twice, then captured, and replayed ever after.
 
-    What `work` writes must lie at the same addresses in every call, and its Python must do the same each time. The
-    graph keeps its own memory for what it allocates, or that of `pool`, which graphs share of which only one runs at a
-    time and nothing is read later. Raises what `work` and CUDA raise, also while capturing: an
-    operation that cannot be captured is an error, not a reason to go on without.
+    `work` must write to the same addresses in every call, and its Python must do the same each time. The graph has
+    memory of its own for what it allocates, or `pool`, which several graphs share if only one of them runs at a time
+    and nothing of it is read later. Raises the errors of `work` and of CUDA, also while capturing: an operation that
+    cannot be captured is an error, not a reason to continue without a graph.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:
@@ -24,7 +24,7 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *given: Tensor) -> None:
-        """One micro-batch; what is given lies on the device, and has the same shapes in every call."""
+        """Runs the work once; the tensors lie on the device, and have the same shapes in every call."""
         if self._passes < WARM_UP:
             self._passes += 1
             self._work(*given)

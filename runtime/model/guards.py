@@ -1,5 +1,5 @@
-"""Holds what a loaded model is given to its vocabulary and its context: a GPU would read beyond the embedding, or lose
-its context."""
+"""Checks the inputs of a loaded model against its vocabulary and context: on a GPU an id out of range reads beyond the
+embedding, or ends the process's CUDA context."""
 
 import weakref
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specc.compiler.ir.graph import Named, TensorType
 from specc.compiler.programs.programs import Programs
 
-KEPT = ("state.", "cache.")  # what stands before the names of inputs that are kept from token to token
+STATE_PREFIXES = ("state.", "cache.")  # of the names of inputs that live from token to token
 
 
 def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
@@ -24,7 +24,7 @@ def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
 
 
 def check_programs(model: nn.Module, programs: Programs, vocabulary: int) -> None:
-    """Lets every program of `model` but those that train look at what it is given before it runs, and raise ValueError.
+    """Makes every program of `model` but those that train check its inputs before it runs, and raise ValueError.
 
     Shapes, dtypes and devices are looked at always. Ids are too, which waits for a GPU once a call; but not there by a
     program that takes a single token, which runs once a step: its ids are the caller's to keep in range.
@@ -32,7 +32,7 @@ def check_programs(model: nn.Module, programs: Programs, vocabulary: int) -> Non
     for graph in programs.programs:
         trains = {"train", *(phase.train for phase in programs.phases)}
         if graph.name not in trains and callable(getattr(model, graph.name, None)):
-            given = tuple(entry for entry in graph.inputs if not entry[0].startswith(KEPT))
+            given = tuple(entry for entry in graph.inputs if not entry[0].startswith(STATE_PREFIXES))
             setattr(model, graph.name, _checked(model, graph.name, given, vocabulary, programs.context))
 
 
@@ -40,23 +40,23 @@ def _checked(
     model: nn.Module, program: str, inputs: tuple[Named, ...], vocabulary: int, context: int | None
 ) -> Callable[..., Any]:
     """The method `program` of `model`, checked. It keeps no model alive."""
-    held = weakref.ref(model)
+    model_of = weakref.ref(model)
     names = tuple(name for name, _ in inputs)
     step = all(isinstance(dim, int) for _, type in inputs for dim in type.shape[1:])
 
     def run(*given: Any, **named: Any) -> Any:
-        own: Any = held()
+        live: Any = model_of()
         tensors = {**dict(zip(names, given, strict=False)), **named}
         sizes: dict[str, int] = {}
-        device = next((tensor.device for tensor in (*own.parameters(), *own.buffers())), None)
+        device = next((tensor.device for tensor in (*live.parameters(), *live.buffers())), None)
         for name, type in inputs:
             if name in tensors:  # else Python tells what is missing
                 _require(name, tensors[name], type, sizes, context, device)
                 if type.shape and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
-        for kept in (*given[len(names) :], *(one for name, one in named.items() if name not in names)):
-            _require_rows(kept, names[0], sizes["B"])
-        return getattr(Unchecked(own), program)(*given, **named)
+        for state in (*given[len(names) :], *(value for name, value in named.items() if name not in names)):
+            _require_rows(state, names[0], sizes["B"])
+        return getattr(Unchecked(live), program)(*given, **named)
 
     return run
 
@@ -74,7 +74,7 @@ class Unchecked:
 def _require(
     name: str, given: Any, wanted: TensorType, sizes: dict[str, int], context: int | None, device: torch.device | None
 ) -> None:
-    """Raises ValueError unless `given` is a tensor of the type `wanted`, where dims have the `sizes` found so far, to
+    """Raises ValueError unless `given` is a tensor of the type `wanted`, where dims have the `sizes` known so far, to
     which it adds, and no sequence is empty or longer than `context`."""
     shape = f"torch.int64 [{', '.join(map(str, wanted.shape))}]"
     if not isinstance(given, Tensor):
@@ -100,9 +100,10 @@ def _require(
             raise ValueError(f"{name} has {size} tokens a row; the model's context is {context}")
 
 
-def _require_rows(kept: Any, name: str, rows: int) -> None:
-    """Raises ValueError unless `kept` is a state, a dict, or a cache, a list, of tuples of tensors of so many rows."""
-    groups = list(kept.values()) if isinstance(kept, dict) else kept
+def _require_rows(state: Any, name: str, rows: int) -> None:
+    """Raises ValueError unless `state` is a dict (of `encode`) or a list (of `new_cache`) of tuples of tensors, each of
+    `rows` rows."""
+    groups = list(state.values()) if isinstance(state, dict) else state
     if not isinstance(groups, list) or not groups or not all(isinstance(group, tuple) for group in groups):
         raise ValueError("the state is not one that encode, or new_cache, gave")
     for tensor in (tensor for group in groups for tensor in group):

@@ -32,7 +32,7 @@ class Average(ABC):
         """Takes note of the masters after `step` updates, the last of which was made at `moment`."""
 
     def state(self) -> dict[str, Tensor]:
-        """What it remembers besides the mean, not copied, by name."""
+        """Its state besides the mean, not copied, by name."""
         return {}
 
     @torch.no_grad()

@@ -5,19 +5,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from specc.compiler.catalog import classes
 from specc.compiler.passes.optimizers import owners
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
-from specc.runtime import optim
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.bank import Bank
-from specc.runtime.optim.update_rule import UpdateRule
-
-
-def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:
-    """The update rule of a kind of optimizer."""
-    rules: Mapping[str, type[UpdateRule[OptimizerSpec]]] = classes(optim, UpdateRule)
-    return rules[spec.kind]
+from specc.runtime.optim.rules import rule_of
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:

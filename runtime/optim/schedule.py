@@ -15,8 +15,8 @@ class Moment:
     """Where a run stands before an update.
 
     Attributes:
-        multiplier: what learning rates are multiplied by.
-        warm_down: the multiplier without its warm-up: what begins late in a run goes by it.
+        multiplier: the factor of learning rates.
+        warm_down: the multiplier without its warm-up, by which settings begin late in a run.
         done: the share of the run that is behind, 0 to 1.
     """
 
@@ -31,7 +31,7 @@ def moment(train: TrainSpec, step: int, seconds: float) -> Moment:
 
 
 def multiplier(train: TrainSpec, step: int, seconds: float) -> float:
-    """What learning rates are multiplied by in the update after `step` of them and `seconds` of training."""
+    """The factor of learning rates in the update after `step` others and `seconds` of training."""
     if train.steps is not None:
         return by_steps(train.schedule, train.steps, step)
     assert train.budget_seconds is not None  # the spec has exactly one of the two

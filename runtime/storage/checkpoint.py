@@ -102,9 +102,15 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
+def all_in(folder: Path) -> list[Path]:
+    """The checkpoint directories in `folder`, sound or not, oldest first."""
+    paths = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
+
+
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest sound checkpoint in `folder`; `warn` is told of each newer one that is damaged, and why."""
-    for path in reversed(_steps(folder)):
+    for path in reversed(all_in(folder)):
         reason = fault(path)
         if reason is None:
             return path
@@ -154,19 +160,19 @@ def read_state(path: Path) -> State:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """What the run would end with at this checkpoint: the averaged weights where it averages, else the plain
+    """The weights that the run would end with at this checkpoint: the averaged ones where it averages, else the plain
     ones; f32 by parameter name. Raises IntegrityError for a checkpoint that is not as it was committed."""
     return _tensors(Committed.open(path), read_state(path).weights)
 
 
-def require_match(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+def require_match(what: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raises IntegrityError, with the difference, unless both have the same names, shapes and dtypes."""
-    differences = [f"it has no {name}" for name in wanted if name not in found]
-    differences += [f"{name} is unknown" for name in found if name not in wanted]
+    differences = [f"it has no {name}" for name in expected if name not in tensors]
+    differences += [f"{name} is unknown" for name in tensors if name not in expected]
     differences += [
-        f"{name} is {_form(found[name])} and should be {_form(wanted[name])}"
-        for name in wanted
-        if name in found and _form(found[name]) != _form(wanted[name])
+        f"{name} is {_form(tensors[name])} and should be {_form(expected[name])}"
+        for name in expected
+        if name in tensors and _form(tensors[name]) != _form(expected[name])
     ]
     if differences:
         more = f", and {len(differences) - 8} more" if len(differences) > 8 else ""
@@ -205,15 +211,9 @@ def _tensors(files: Committed, name: str) -> dict[str, Tensor]:
         raise IntegrityError(f"{files.path / name}: {error}", committed.HINT) from None
 
 
-def _steps(folder: Path) -> list[Path]:
-    """The checkpoint directories, oldest first."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
-
-
 def _outdated(folder: Path, keep: int) -> list[Path]:
-    """Those older than the `keep` newest that look whole: a damaged one must not count as kept."""
-    steps = _steps(folder)
+    """The checkpoints older than the `keep` newest whole ones: a damaged one must not count as one of these."""
+    steps = all_in(folder)
     whole = [path for path in steps if _looks_whole(path)]
     return [path for path in steps if len(whole) >= keep and steps.index(path) < steps.index(whole[-keep])]
 

@@ -103,8 +103,8 @@ class Run:
         return self.directory / ".quantizing" / "quantized"
 
     @property
-    def goes_on(self) -> str:
-        """The command that goes on with it; `--gpus` and the limits of a run are not kept."""
+    def resume_command(self) -> str:
+        """The command that continues the run; it states neither `--gpus` nor limits."""
         return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
 
     @property
@@ -112,34 +112,22 @@ class Run:
         """SHA-256 (hex) of the canonical spec; checkpoints carry it."""
         return hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
-    @classmethod
-    def create(
-        cls,
-        directory: Path,
-        spec: Spec,
-        target: str,
-        data: str,
-        overrides: Sequence[str] = (),
-        lock: Lock = NO_LOCK,
-        files: Sequence[Path] = (),
-        data_digests: DataDigests | None = None,
-    ) -> "Run":
-        """Makes the directory, with copies of `files`. Raises RunDirectoryError if there is something in it,
-        RunFailure if it cannot be written."""
-        require_free(directory)
-        run = cls(directory, spec, target, data, tuple(overrides), lock, data_digests)
+    def create(self, files: Sequence[Path] = ()) -> "Run":
+        """Makes the directory, with copies of `files`, and returns the run. Raises RunDirectoryError if the directory
+        is not empty, RunFailure if it cannot be written."""
+        require_free(self.directory)
         try:
-            for folder in (*([run.files] if files else []), run.generated, run.checkpoints, run.quantized):
+            for folder in (*([self.files] if files else []), self.generated, self.checkpoints, self.quantized):
                 folder.mkdir(parents=True, exist_ok=True)
             for file in files:
-                shutil.copyfile(file, run.files / file.name)
+                shutil.copyfile(file, self.files / file.name)
         except OSError as error:
-            raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
-        if lock.targets:
-            _write_text(directory / LOCK, lock.text())
-        run.record()
-        _write_text(directory / SPEC, readable(spec))  # last: with it the directory is a run
-        return run
+            raise RunFailure(f"cannot make {self.directory}: {error.strerror}") from error
+        if self.lock.targets:
+            _write_text(self.directory / LOCK, self.lock.text())
+        self.record()
+        _write_text(self.directory / SPEC, readable(self.spec))  # last: with it the directory is a run
+        return self
 
     @classmethod
     def open(cls, directory: Path) -> "Run":
@@ -198,13 +186,13 @@ class Run:
             return
         split = "training" if known.train != digests.train else "validation"
         message = f"{self.directory}: the {split} split of {self.data} is not the one that the run began with"
-        raise RunDirectoryError(message, f"resume with the data of the run: {self.goes_on} --data PATH")
+        raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
         """The run with its data where it is now, by a `lasting` name; whether it is the same, a checkpoint's position
         in it tells. Raises RunDirectoryError where it is still to be where it was, and is not there."""
         if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
-            hint = f"say where it is now: {self.goes_on} --data PATH"
+            hint = f"say where it is now: {self.resume_command} --data PATH"
             raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, is not there", hint)
         return replace(self, data=data)
 
@@ -260,19 +248,20 @@ def readable(spec: Spec) -> str:
 
 def default_run(name: str, root: Path = Path("runs")) -> Path:
     """The next free `runs/NAME-NNN`."""
-    return root / f"{name}-{_last_number(name, root) + 1:03d}"
+    number = max((int(path.name.rpartition("-")[2]) for path in _numbered(name, root)), default=0)
+    return root / f"{name}-{number + 1:03d}"
 
 
 def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
-    """The `runs/NAME-NNN` with the highest number."""
-    number = _last_number(name, root)
-    return root / f"{name}-{number:03d}" if number else None
+    """The `runs/NAME-NNN` with the highest number in which training began."""
+    return next(filter(is_run, reversed(_numbered(name, root))), None)
 
 
-def _last_number(name: str, root: Path) -> int:
-    pattern = re.compile(re.escape(name) + r"-(\d{3,9})")
+def _numbered(name: str, root: Path) -> list[Path]:
+    """The entries `NAME-NNN` of a folder, by number."""
+    pattern = re.compile(re.escape(name) + r"-\d{3,9}")
     names = os.listdir(root) if root.is_dir() else []
-    return max((int(match[1]) for entry in names if (match := pattern.fullmatch(entry))), default=0)
+    return [root / n for n in sorted(filter(pattern.fullmatch, names), key=lambda n: int(n.rpartition("-")[2]))]
 
 
 def _write_text(path: Path, text: str) -> None:

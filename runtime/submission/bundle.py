@@ -26,6 +26,7 @@ from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.model.load import replace_fuse
+from specc.runtime.optim.rules import rule_of
 from specc.runtime.quantize.quantizer import plain, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
@@ -40,6 +41,7 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.quantize.quantizer", "resolved"): (_KNOWN, "resolved"),
     ("specc.runtime.artifact.artifact", "measured_bytes"): (_KNOWN, "measured_bytes"),
     ("specc.runtime.artifact.table", "described"): (_KNOWN, "described"),
+    ("specc.runtime.optim.rules", "rule_of"): (_KNOWN, "rule_of"),
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
@@ -134,6 +136,7 @@ def _plan(
         "INITS": inits,
         "BASE": base,
         "SCHEMES": used,
+        "RULES": {optimizer.kind: rule_of(optimizer) for optimizer in spec.train.optimizers},
         "SPEC": canonical(whole),
         "SPEC_DIGEST": "",
         "CODE": Deployment.of(whole).code,

@@ -54,6 +54,8 @@ from specc.runtime.submission import plan
 from specc.runtime.submission.known import canonical, resolved
 from specc.runtime.submission.names import WEIGHTS
 from specc.runtime.support.native import compile_ahead
+from specc.runtime.train.sources.feed import TrainingData, Windows
+from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # where the challenge has its shards of that vocabulary
@@ -184,21 +186,11 @@ def trained(
     initialize(model)
     order, rows = train.data.order, train.at_once(world.size)  # type: ignore[attr-defined]
     with Loader(streams[0], rows, window, order, train.seed, world.rank, world.size) as loader:
-        grids = plan.BASE if train.qat is not None else None
         compiled = world.device.type == "cuda"
-        trainer = Trainer(
-            model,
-            plan.PARAMS[target],
-            train,
-            loader,
-            window,
-            world.device,
-            compiled,
-            plan.SPEC_DIGEST,
-            world,
-            grids=grids,
-            phases=plan.PHASES,
-        )
+        quantization = FakeQuantization(plan.BASE) if train.qat is not None else None
+        trainable = TrainableModel(model, plan.PARAMS[target], window, plan.SPEC_DIGEST, plan.PHASES, quantization)
+        data = TrainingData(loader, Windows(train.rows(window) * window))
+        trainer = Trainer(trainable, train, data, world, compiled)
         if compiled:
             compile_ahead(folder(target))
         run(trainer, world, tokenizer.vocab, options.steps)
@@ -226,7 +218,7 @@ def run(trainer: Trainer, world: World, vocabulary: int, steps: int | None) -> N
             trainer.clock.agree(world.most(trainer.clock.seconds if not world.rank else 0.0)[0])
     trainer.settle()
     trainer.clock.stop()
-    if trainer.stretch.phase.score != "score":  # the weights file would be scored as a model that was not trained
+    if trainer.segment.phase.score != "score":  # the weights file would be scored as a model that was not trained
         raise _too_few(trainer.step)
 
 

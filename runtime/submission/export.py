@@ -69,7 +69,7 @@ def export_submission(
             raise ExportError(f"{file} exists", "name another folder with --out, or replace it with --force")
     if _without_rules(canonical(found.spec)) != _without_rules(canonical(spec)):
         if as_trained(run, lambda _: None)[0].spec != spec:
-            raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.goes_on)
+            raise RunFailure(f"{path} ended before its last phase, which a submission trains", run.resume_command)
         raise RunFailure(f"{source} was made of another spec than the run has now", again)
     text = _code(run, targets, search, codec)
     with _whole_or_none(out, code):
@@ -113,7 +113,6 @@ def _write(found: Verified, text: str, code: Path, weights: Path, codec: Codec) 
         layout=deployment.layout,
         tensors=found.stored.tensors,
         codec=codec,
-        trained_on=found.trained_on,
     )
 
     def check(temporary: Path) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from specc.compiler.quant.scheme import Scheme
+from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.runtime.artifact import artifact
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.record import HINT, RECORD, ShardEntry, ShardRecord, SplitEntry
+from specc.runtime.optim.update_rule import UpdateRule
 from specc.runtime.submission import plan
 
 
@@ -22,6 +24,11 @@ def resolved(spec: object, schemes: Mapping[str, Scheme]) -> dict[str, Any]:
     data: dict[str, Any] = json.loads(plan.SPEC)
     data["quant"]["rules"] = [{"match": name, **scheme.model_dump()} for name, scheme in schemes.items()]
     return data
+
+
+def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
+    """The update rule of a kind of optimizer; the plan holds those of its spec."""
+    return plan.RULES[spec.kind]
 
 
 def canonical(data: Mapping[str, Any]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specc.compiler.programs.programs import Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.spec.train import BitsSpec, TrainSpec
+from specc.runtime.optim.update_rule import UpdateRule
 
 NAME: str
 CODEC: int
@@ -21,6 +23,7 @@ PARAMS: Mapping[str, Sequence[Parameter]]  # by target
 INITS: Mapping[str, tuple[str, float]]  # a parameter's way to start, and the number that belongs to it
 BASE: Mapping[str, Scheme]  # a scheme a parameter, before any promotion
 SCHEMES: Mapping[str, type[Scheme]]
+RULES: Mapping[str, type[UpdateRule[Any]]]  # by kind of optimizer
 SPEC: str  # JSON, resolved for BASE
 SPEC_DIGEST: str
 CODE: bytes

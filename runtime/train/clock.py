@@ -18,7 +18,7 @@ class Clock:
 
     @property
     def common(self) -> float:
-        """What decisions go by: where several processes train, what they last agreed on, else `seconds`."""
+        """The seconds that decisions go by: of several processes those that they last agreed on, else `seconds`."""
         return self._agreed if self._agreed is not None else self.seconds
 
     def agree(self, seconds: float) -> None:

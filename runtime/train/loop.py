@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specc.runtime.errors import RunFailure, RuntimeFailure
-from specc.runtime.log import RunLog, Say, Silence, Step
+from specc.runtime.log import Reporter, Step
 from specc.runtime.metrics.validation import Measured, Validates
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import Run
@@ -22,17 +21,13 @@ from specc.runtime.train.trainer import Trainer
 _MEMORY = "lower train.micro_batch; the size of a step may stay"
 
 
-class Progress(Protocol):
-    def show(self, step: Step, done: float) -> None: ...
-
-
-class _Noticed(Exception):
+class _SignalReceived(Exception):
     """A signal came to this process; the others of its world do not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What ends this run early: a number of steps of the run in all, seconds in this loop."""
+    """Limits that end this run early: a number of steps of the run in all, seconds in this loop."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -40,10 +35,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """How a run ended. `checkpoint` holds what it ends with: the averaged weights where the spec averages.
+    """How a run ended.
 
-    `complete` is False where the run was ended early; `seconds` are those of training. `raw` and `averaged`
-    are what validation gave for the plain and the averaged weights.
+    Attributes:
+        run: its directory.
+        checkpoint: holds the weights that it ends with: the averaged ones where the spec averages.
+        step: updates made.
+        seconds: of training.
+        complete: False where the run was ended early.
+        raw, averaged: the validation of the plain and of the averaged weights.
     """
 
     run: Path
@@ -60,24 +60,22 @@ class TrainResult:
 
 
 class Loop:
-    """One run from where its trainer stands to its end.
+    """One run, from the step of its trainer to its end.
 
-    In a world of several processes each runs the loop. What ends it early, a signal to any of them or a clock,
-    all of them look at together once a step, so they stop at the same one. Rank 0 saves and reports.
+    In a world of several processes each runs the loop. The causes of an early end, a signal to any of them or a clock,
+    are compared once a step, so that all stop at the same one. Rank 0 saves and reports.
+
+    Args:
+        run: the run directory.
+        trainer: the model in training.
+        validation: the data that the model is scored on.
+        reporter: where to report to.
+        limits: what ends this run early.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        trainer: Trainer,
-        validation: Validates,
-        log: RunLog | Silence,
-        progress: Progress,
-        say: Say,
-        limits: Limits,
-    ) -> None:
-        self._run, self._trainer, self._validation = run, trainer, validation
-        self._log, self._progress, self._say, self._limits = log, progress, say, limits
+    def __init__(self, run: Run, trainer: Trainer, validation: Validates, reporter: Reporter, limits: Limits) -> None:
+        self._run, self._trainer, self._validation, self._limits = run, trainer, validation, limits
+        self._log, self._progress, self._say = reporter.log, reporter.progress, reporter.say
         self._signals = Signals()
         self._began = time.monotonic()
         self._elapsed = 0.0
@@ -90,7 +88,7 @@ class Loop:
                 self._train()
                 return self._finish()
             except Stopped as stop:
-                failure = stop.failure(f"saved as {self._commit()}; continue with: {self._run.goes_on}")
+                failure = stop.failure(f"saved as {self._commit()}; continue with: {self._run.resume_command}")
                 self._log.write("stopped", step=self._trainer.step, message=failure.message)
                 raise failure from None
             except torch.OutOfMemoryError as error:
@@ -122,20 +120,20 @@ class Loop:
         if (trainer.compiled or train.budget_seconds is not None) and not self._ended():
             began = time.monotonic()
             trainer.warm_up(self._validation.vocabulary)  # so that the clock sees no compilation
-            if coming := trainer.coming:
+            if left := trainer.segments_left:
                 took = time.monotonic() - began
-                self._say(f"compiled {coming + 1} phases of the run in {took:.1f} s, before its clock starts")
+                self._say(f"compiled {left + 1} segments of the run in {took:.1f} s, before its clock starts")
         self._began = time.monotonic()
-        self._look()
+        self._agree()
         trainer.clock.start()
         while not self._ended():
-            before = trainer.stretch
+            before = trainer.segment
             self._report(trainer.advance())
-            if trainer.stretch != before:
-                self._say(f"step {trainer.step:,}: from here on {trainer.stretch.words}")
-            self._look()
-            # a run whose scales cannot be measured goes on from there
-            commits = self._due(train.checkpoint_every) or trainer.measures
+            if trainer.segment != before:
+                self._say(f"step {trainer.step:,}: from here on {trainer.segment.description}")
+            self._agree()
+            # a run whose input scales cannot be measured can be resumed from there
+            commits = self._due(train.checkpoint_every) or trainer.calibrates_next
             validates = self._due(train.validate_every)
             if (commits or validates) and not self._ended():
                 self._report(trainer.settle())
@@ -144,16 +142,16 @@ class Loop:
                         self._commit()
                     if validates:
                         self._validate("raw", None)
-                self._look()
+                self._agree()
         self._report(trainer.settle())
         trainer.clock.stop()
 
-    def _look(self) -> None:
-        """What ends a run early, as it is now, and for all processes alike. Raises Stopped."""
+    def _agree(self) -> None:
+        """Lets all processes agree on the causes of an early end. Raises Stopped after a signal to any of them."""
         trainer = self._trainer
         leads = trainer.world.rank == 0
         number, seconds, self._elapsed = trainer.world.most(
-            self._signals.came,
+            self._signals.received,
             trainer.clock.seconds if leads else 0.0,
             time.monotonic() - self._began if leads else 0.0,
         )
@@ -178,10 +176,10 @@ class Loop:
         path = self._commit()
         complete = trainer.done >= 1
         raw = self._validate("raw", None)
-        begun = trainer.average is not None and trainer.average.begun
-        if trainer.average is not None and not begun:
+        average = trainer.average
+        if average is not None and not average.begun:
             self._say("the average never began: the run ends with the weights as they are")
-        averaged = self._validate("average", trainer.average.tensors) if trainer.average is not None and begun else None
+        averaged = self._validate("average", average.tensors) if average is not None and average.begun else None
         ends_with = "raw" if averaged is None else "average"
         totals = trainer.totals()
         self._log.write(
@@ -193,7 +191,7 @@ class Loop:
                 f"{totals['samples_per_second']:,.0f} samples/s, {totals['tokens_per_second']:,.0f} tokens/s"
             )
         if not complete:
-            self._say(f"ended early after step {trainer.step:,}; continue with: {self._run.goes_on}")
+            self._say(f"ended early after step {trainer.step:,}; continue with: {self._run.resume_command}")
         return TrainResult(self._run.directory, path, trainer.step, trainer.clock.seconds, complete, raw, averaged)
 
     def _report(self, steps: list[Step]) -> None:
@@ -202,7 +200,7 @@ class Loop:
             self._progress.show(step, self._trainer.done)
 
     def _commit(self) -> Path:
-        """Commits a checkpoint of where the trainer stands; never one whose last step was not finite."""
+        """Commits a checkpoint of the current step; never one whose last step was not finite."""
         trainer = self._trainer
         self._report(trainer.settle())
         trainer.require_same()
@@ -214,17 +212,17 @@ class Loop:
     def _validate(self, which: str, weights: Mapping[str, Tensor] | None) -> Measured:
         trainer = self._trainer
 
-        def glance(done: int, todo: int) -> None:
-            if self._signals.came:
-                raise _Noticed
+        def check_signals(done: int, total: int) -> None:
+            if self._signals.received:
+                raise _SignalReceived
 
         try:
-            result = trainer.evaluate(self._validation, weights, glance, meet=self._look)
-        except _Noticed:
-            self._look()  # meets the others, who score their parts to the end; raises Stopped for all
+            result = trainer.evaluate(self._validation, weights, check_signals, meet=self._agree)
+        except _SignalReceived:
+            self._agree()  # the others score their parts to the end first; raises Stopped for all
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())
-        rounded = "" if weights is not None or not trainer.rounds else ", rounded"
-        rounded += ", of inputs as they are" if rounded and trainer.stretch.phase.rounds else ""
-        self._say(f"step {trainer.step:,}  validation, {which} weights{rounded}: {result.line()}")
+        quantized = "" if weights is not None or not trainer.fake_quantizes else ", fake-quantized"
+        quantized += ", inputs not" if quantized and trainer.segment.phase.rounds else ""
+        self._say(f"step {trainer.step:,}  validation, {which} weights{quantized}: {result.line()}")
         return result

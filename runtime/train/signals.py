@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C during long work: noticed at a place where the work can be saved."""
+"""SIGTERM, SIGHUP and Ctrl-C during long work: noted until the work can be saved."""
 
 import signal
 import threading
@@ -22,37 +22,38 @@ class Interrupted(RuntimeFailure):
 
 
 class Stopped(Exception):
-    """A signal came, to this process or to another that trains with it. `failure` is the exception that the
-    command should end with."""
+    """A signal came, to this process or to another that trains with it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self._number = number
 
     def failure(self, hint: str) -> RuntimeFailure:
+        """The exception that the command should end with."""
         if self._number == signal.SIGINT:
             return Interrupted("interrupted", hint)
         return Preempted(f"pre-empted by {self}", hint)
 
 
 class Signals:
-    """While it is open, SIGTERM, SIGHUP and the first SIGINT are only noted; a second SIGINT interrupts at once. A
-    SIGHUP that is ignored, as nohup has it, stays so.
+    """While it is open, SIGTERM, SIGHUP and the first SIGINT are only noted; a second SIGINT interrupts at once.
 
-    `came` is the number of the first one, else 0. Outside the main thread signals cannot be caught: there it
-    notes nothing.
+    A signal that is ignored, as SIGHUP under nohup, stays ignored. Outside the main thread signals cannot be caught:
+    there it notes nothing.
+
+    Attributes:
+        received: the number of the first signal, else 0.
     """
 
     def __init__(self) -> None:
-        self.came = 0
+        self.received = 0
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             for number in CAUGHT:
-                if signal.getsignal(number) == signal.SIG_IGN:
-                    continue
-                self._before[number] = signal.signal(number, self._note)
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -62,6 +63,6 @@ class Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.came == signal.SIGINT:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
-        self.came = self.came or number
+        self.received = self.received or number

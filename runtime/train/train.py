@@ -1,5 +1,6 @@
 """Trains a spec in a run directory: opens or resumes the run, loads model and data, runs the loop."""
 
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,13 +19,12 @@ from specc.compiler.targets import TARGETS
 from specc.runtime.calibration.input_ranges import input_scales
 from specc.runtime.calibration.input_scales import InputScales
 from specc.runtime.distributed.world import World
-from specc.runtime.errors import EnvironmentFailure
-from specc.runtime.log import RunLog, Say, Silence, open_progress
+from specc.runtime.errors import EnvironmentFailure, IntegrityError
+from specc.runtime.log import Reporter, RunLog, Say, Silence, logged, open_progress, unfailing
 from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded, device_of, initialize, instantiate
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.committed import sweep
-from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.run_directory import (
     Run,
     RunDirectoryError,
@@ -38,19 +38,21 @@ from specc.runtime.storage.run_directory import (
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop, TrainResult
 from specc.runtime.train.sources.source import OpenData, Ready, source_of
+from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What to train, on what, and where.
+    """The spec, the data and the place of a run.
 
     Attributes:
         spec, target: the resolved spec, and which of its targets to run.
         data: what the spec's kind of data takes: for text, see `specc.runtime.data.windows.stream.open_stream`.
-        run: the run directory; None takes the next free `runs/NAME-NNN`, or to resume the newest.
+        run: the run directory; None takes the next free `runs/NAME-NNN`, or to resume the newest run there.
         overrides: the `--set` texts that are in the spec already, for the record.
-        resume: "auto" goes on from the newest sound checkpoint, or starts where there is none.
+        resume: "auto" continues from the newest sound checkpoint; it starts anew where there is no run, or one that
+            ended before its first checkpoint.
         stop_after_steps, max_seconds: end the run early, after that many steps of it in all, or seconds in
             this process once it trains, validation included. The schedule does not change.
         search: folders to look for the tokenizer in.
@@ -79,53 +81,87 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
     """Trains, and returns when the run is complete or ended early.
 
     In a `world` of several processes all call it with the same options; rank 0 writes the run directory, which
-    all of them must see, and speaks. The result is that of one process but for the rounding of sums.
+    all of them must see, and reports. The result is that of one process but for the rounding of sums.
 
-    Raises RunDirectoryError, BatchError (exit 2) for what does not fit; EnvironmentFailure
-    (3); RunFailure (4) when the loss is not finite, memory or disk is full, or the processes differ;
-    IntegrityError (5); Preempted (75) and Interrupted (130) after a checkpoint; PeerLost (76) when another
-    process ended; DataError for the data.
+    Args:
+        options: what to train, on what, and where.
+        say: gets the lines for people. A line that it cannot write is dropped: nobody has to read for a run to go on.
+        world: the processes that train together; None for this one alone.
+
+    Raises:
+        RunDirectoryError, BatchError: for what does not fit (exit 2).
+        EnvironmentFailure: when the machine lacks something (3).
+        RunFailure: when the loss is not finite, memory or disk is full, or the processes differ (4).
+        IntegrityError: for a damaged run (5).
+        Preempted, Interrupted: after a signal (75, 130), with everything committed once training has begun.
+        PeerLost: when another process ended or does not answer (76).
+        DataError: for the data.
     """
+    with ExitStack() as stack:
+        return _train(options, unfailing(say), world or World.alone(), stack)
+
+
+def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> TrainResult:
     spec = options.spec
-    world, ready = _fitting(options, world or World.alone())
+    world, ready = _fitting(options, world)
     leads = world.rank == 0
     say = say if leads else _nothing
-    directory = world.first(
-        lambda: options.run or (newest_run(spec.name) if options.resume else None) or default_run(spec.name)
-    )
-    with ExitStack() as stack:
-        if leads:
-            if not options.resume:
-                require_free(directory)  # before the lock: it must leave no file where there is something else
-            stack.enter_context(locked(directory))
-        data = lasting(options.data)
-        run = Run(directory, spec, options.target, data, options.overrides, options.lock)
-        if started := world.first(lambda: options.resume is not None and is_run(directory)):
-            begun = Run.open(directory)
-            begun.require_same(spec, options.target)
-            run = begun.with_data(data)
-        elif leads:
-            require_free(directory)
-        say(f"run: {directory}")
-        trainer, validation, digests = _prepare(run, options, world, ready, stack)
-        if started:
-            _resume(begun, run, trainer, say)
-        elif leads:  # only now that all fits: what failed before can be tried again in the same place
-            Run.create(directory, spec, options.target, data, options.overrides, options.lock, ready.files, digests)
-        limits = Limits(options.stop_after_steps, options.max_seconds)
-        if not leads:
-            return Loop(run, trainer, validation, Silence(), Silence(), say, limits).run()
-        log = RunLog(run.log)
-        stack.callback(log.close)
-        progress = stack.enter_context(open_progress(say))
-        return Loop(run, trainer, validation, log, progress, say, limits).run()
+    resumed = world.first(lambda: _to_resume(options))
+    if resumed is None and options.run is not None:
+        world.first(lambda: require_free(options.run))  # type: ignore[arg-type]
+    begun = Run.open(resumed) if resumed is not None else None
+    data = lasting(options.data)
+    if begun is not None:
+        begun.require_same(spec, options.target)
+        begun.with_data(data)
+    # Data are opened before anything is written: a run that cannot have them leaves no folder.
+    with world.in_turn("data"):  # one of them tokenizes
+        opened = ready.open(data, options.cache, stack)
+    directory = world.first(lambda: resumed or options.run or default_run(spec.name))
+    if leads:
+        if begun is None:
+            require_free(directory)  # before the lock: it must leave no file where there is something else
+            stack.callback(_remove_unused, directory, directory.exists())
+        stack.enter_context(locked(directory))
+        if begun is None:
+            require_free(directory)  # another process may have had the lock until now
+    say(f"run: {directory}")
+    fresh = Run(directory, spec, options.target, data, options.overrides, options.lock, opened.digests)
+    run = begun.with_data(data) if begun is not None else fresh
+    run.require_data(opened.digests)
+    trainer, validation = _prepare(run, options, world, opened, stack)
+    if begun is not None:
+        _resume(begun, run, trainer, say)
+    elif leads:  # only now that all fits: what failed before can be tried again in the same place
+        run.create(ready.files)
+    limits = Limits(options.stop_after_steps, options.max_seconds)
+    if not leads:
+        return Loop(run, trainer, validation, Reporter(Silence(), Silence(), say), limits).run()
+    log = RunLog(run.log)
+    stack.callback(log.close)
+    progress = stack.enter_context(open_progress(say))
+    return Loop(run, trainer, validation, Reporter(log, progress, say), limits).run()
+
+
+def _to_resume(options: TrainOptions) -> Path | None:
+    """The run that `resume` continues, where there is one."""
+    if options.resume is None:
+        return None
+    directory = options.run or newest_run(options.spec.name)
+    return directory if directory is not None and is_run(directory) else None
+
+
+def _remove_unused(directory: Path, existed: bool) -> None:
+    """Removes the directory of a run that never began; one that existed before keeps what was in it."""
+    if not existed and not is_run(directory):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _nothing(line: str) -> None: ...
 
 
 def _fitting(options: TrainOptions, world: World) -> tuple[World, Ready]:
-    """The world on its device, and what reads the data, found to be there and to fit before anything is written."""
+    """The world on its device, and what reads the data, checked before anything is written."""
     device = torch.device(options.device or device_of(TARGETS[options.target]))
     if device.type == "cuda" and not torch.cuda.is_available():
         message = f"target {options.target} needs an NVIDIA GPU, and torch finds none"
@@ -135,77 +171,74 @@ def _fitting(options: TrainOptions, world: World) -> tuple[World, Ready]:
 
 
 def _prepare(
-    run: Run, options: TrainOptions, world: World, ready: Ready, stack: ExitStack
-) -> tuple[Trainer, Validates, DataDigests]:
+    run: Run, options: TrainOptions, world: World, opened: OpenData, stack: ExitStack
+) -> tuple[Trainer, Validates]:
+    """The trainer of a run at step 0, and the data that it is scored on."""
     spec, device = run.spec, world.device
     torch.manual_seed(spec.train.seed)
-    with world.in_turn("prepare"):  # one writes the generated code, starts to compile its kernels, and tokenizes
+    with world.in_turn("prepare"):  # one of them writes the generated code and starts to compile its kernels
         loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
         if device.type == "cuda" and world.rank == 0:
             compile_ahead(loaded.directory)
-        opened = ready.open(run.data, options.cache, stack)
     digests = opened.digests
-    run.require_data(digests)
     world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
     initialize(loaded, spec.train.seed)
-    supply, params = opened.supply(loaded, world, stack), loaded.programs.params
-    takes = tuple(name for name, _ in next(one for one in loaded.programs.programs if one.name == "train").inputs)
-    if takes != supply.feed.names:
-        raise TypeError(f"the program train takes {takes}, and {spec.train.data.kind} gives {supply.feed.names}")
-    schemes = allocation(spec.quant, params) if spec.train.qat is not None else None
+    supply, parameters = opened.supply(loaded, world, stack), loaded.programs.params
+    takes, gives = (name for name, _ in loaded.programs.program("train").inputs), supply.training.feed.names
+    if tuple(takes) != gives:
+        raise TypeError(f"{spec.train.data.kind} gives {gives}, which the program train does not take")
     loaded.model.to(device)
-    trainer = Trainer(
-        loaded.model,
-        params,
-        spec.train,
-        supply.loader,
-        spec.model.window,
-        device,
-        options.compiled and device.type == "cuda",
-        run.spec_digest,
-        world,
-        supply.feed,
-        schemes,
-        loaded.programs.phases,
-        _inputs(run, loaded, opened, schemes, world) if schemes is not None else None,
+    quantization = _fake_quantization(run, loaded, opened, world) if spec.train.qat is not None else None
+    model = TrainableModel(
+        loaded.model, parameters, spec.model.window, run.spec_digest, loaded.programs.phases, quantization
     )
-    return trainer, supply.validation, digests
+    compiled = options.compiled and device.type == "cuda"
+    return Trainer(model, spec.train, supply.training, world, compiled), supply.validation
 
 
-def _inputs(run: Run, loaded: Loaded, opened: OpenData, schemes: Allocation, world: World) -> InputScales | None:
-    """The scales of what int8 products will read, measured on the data that `specc quantize` calibrates with; None
-    where the run deploys no such products."""
+def _fake_quantization(run: Run, loaded: Loaded, opened: OpenData, world: World) -> FakeQuantization:
+    """How weights will be stored; the scales of the inputs of int8 products are measured on the data that `specc
+    quantize` calibrates with."""
     assert run.spec.quant is not None
-    wanted, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
+    schemes: Allocation = allocation(run.spec.quant, loaded.programs.params)
+    calibrate, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
     sources = integer_products(programs, schemes)
     if not sources:
-        return None
-    rows = partial(opened.calibration, wanted.sequences, wanted.batch)
+        return FakeQuantization(schemes)
+    rows = partial(opened.calibration, calibrate.sequences, calibrate.batch)
     leaders = {source.weight: source.leader for source in sources}
-    return InputScales(loaded.model, leaders, partial(input_scales, programs, sources, schemes, rows), world)
+    measure = partial(input_scales, programs, sources, schemes, rows)
+    return FakeQuantization(schemes, InputScales(loaded.model, leaders, measure, world))
 
 
 def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
-    """Goes on with a run as it was `begun`, but for where its data is."""
-    elsewhere = run.data != lasting(begun.data)
+    """Restores the newest sound checkpoint of a run. `run` is as `begun`, but for where its data are.
+
+    Raises IntegrityError where the run has had checkpoints and none of them is sound.
+    """
+    moved = run.data != lasting(begun.data)
 
     def newest() -> Path | None:
         sweep(run.checkpoints)
-        return checkpoint.latest(run.checkpoints, say)
+        path = checkpoint.latest(run.checkpoints, say)
+        if path is None and (checkpoint.all_in(run.checkpoints) or logged(run.log, "checkpoint")):
+            message = f"{run.directory}: every checkpoint of the run is damaged or gone"
+            raise IntegrityError(message, "restore its folder checkpoints/ from a copy, or train in another directory")
+        return path
 
     path = trainer.world.first(newest)
     if path is None:
-        if elsewhere:  # nothing tells whether it is the same
+        if moved and begun.data_digests is None:  # nothing tells whether they are the same
             message = f"{run.directory} is another run: the data: {begun.data} there, {run.data} now"
             raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
         return
     trainer.restore(checkpoint.load(path))
-    if elsewhere:
-        say(f"the data of the run is at {run.data} now")
+    if moved:
+        say(f"the data of the run are at {run.data} now")
         if trainer.world.rank == 0:
             run.record()
     say(f"resuming after step {trainer.step} from {path}")
     threads = checkpoint.read_state(path).threads
     if threads != torch.get_num_threads():
         now = torch.get_num_threads()
-        say(f"the run used {threads} threads and now has {now}: it goes on, but not bit for bit the same")
+        say(f"the run used {threads} threads and now has {now}: its sums are rounded in another order from here on")

@@ -2,19 +2,17 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from specc.compiler.programs.programs import Parameter, Phase
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.calibration.input_scales import InputScales
 from specc.runtime.distributed.world import World
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import IntegrityError, RunFailure
@@ -29,10 +27,18 @@ from specc.runtime.optim.optimizers import Optimizers, sharded_parameters
 from specc.runtime.optim.reduce import mean_gradients
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
-from specc.runtime.train.phases import Function, Resting, Stretch, compiled_functions, current, stretches
 from specc.runtime.train.precision import products_in_tf32
-from specc.runtime.train.sources.feed import Batch, Batches, Feed, Windows
+from specc.runtime.train.segments import (
+    Function,
+    RunSegment,
+    UnusedParameters,
+    compiled_functions,
+    run_segments,
+    segment_at,
+)
+from specc.runtime.train.sources.feed import Batch, TrainingData
 from specc.runtime.train.sources.micro_batches import micro_batches
+from specc.runtime.train.trainable_model import TrainableModel
 
 WARM_UP_STEPS = 3
 _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set train.clip_norm"
@@ -46,65 +52,59 @@ class _Launched:
     multiplier: float
     numbers: Tensor  # f32 [2]: loss, gradient norm
     arrived: torch.cuda.Event | None
-    counted: tuple[int | None, int]  # samples and tokens given so far, these included
+    counted: tuple[int | None, int]  # samples and tokens so far, these included
 
 
 class Trainer:
-    """One model in training. It moves to `device`, and its parameters to the dtypes that `parameters` state.
+    """Trains one model: moves it to the device of `world`, and its parameters to the dtypes that the programs read.
 
-    The model gives a mean loss in nats, f32 [], of what `feed` makes of a batch; for windows of text, the default,
-    that is `model(ids, targets)`, i64 [B, T]. `model.score` gives the nats of each target, [B, T].
+    In a `world` of several processes each has a trainer, and all make the same calls. Gradients and losses are summed
+    up once a step. Of sharded parameters each rank updates a part; all others it updates by itself.
 
-    In a `world` of several processes each has a trainer, all make the same calls, and `loader` gives each its
-    part of a step's rows. Gradients and losses are summed once a step; of Muon's matrices each rank orthogonalizes
-    some, and all else it computes for itself. `grids` says how each parameter will be stored, for `train.qat`, and
-    `inputs` by which scales int8 products will read their inputs; `phases` are as of `Programs`.
+    Args:
+        model: the model.
+        train: the run.
+        data: gives this process its part of a step's rows.
+        world: the processes that train together, on their devices.
+        compiled: whether to use torch.compile, and CUDA graphs on a GPU.
+
+    Raises:
+        BatchError: where a step cannot be cut into micro-batches.
+        LoweringError: where the optimizers do not fit the parameters.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        parameters: Sequence[Parameter],
-        train: TrainSpec,
-        loader: Batches,
-        window: int,
-        device: torch.device,
-        compiled: bool,
-        spec_digest: str,
-        world: World | None = None,
-        feed: Feed | None = None,
-        grids: Mapping[str, Scheme] | None = None,
-        phases: Sequence[Phase] = (),
-        inputs: "InputScales | None" = None,
+        self, model: TrainableModel, train: TrainSpec, data: TrainingData, world: World, compiled: bool = False
     ) -> None:
-        self.train, self.loader, self.window = train, loader, window
-        self.device, self.compiled = device, compiled
-        self.world = world or World.alone()
-        self.micro_batches = micro_batches(train, window, self.world.size)
-        self.feed = feed or Windows(train.rows(window) * window)
-        model.to(device)
-        self._model = model
-        shapes = {param.name: param.shape for param in parameters}
-        apart = sharded_parameters(shapes, train.optimizers) if self.world.size > 1 else frozenset[str]()
-        dtypes = {param.name: DTYPES[param.dtype] for param in parameters}
-        self._grids, self._inputs = grids if train.qat is not None else None, inputs
-        rounded = [name for name, scheme in (self._grids or {}).items() if scheme.has_grid]
-        self.masters = Masters(model, dtypes, apart, rounded)
-        self.optimizers = Optimizers(self.masters.tensors, train.optimizers, self.world)
+        self.train, self.loader, self.feed, self.window = train, data.loader, data.feed, model.window
+        self.world, self.device, self.compiled = world, world.device, compiled
+        self.micro_batches = micro_batches(train, model.window, world.size)
+        self._module, self._spec_digest = model.module.to(self.device), model.spec_digest
+        shapes = {parameter.name: parameter.shape for parameter in model.parameters}
+        dtypes = {parameter.name: DTYPES[parameter.dtype] for parameter in model.parameters}
+        quantization = model.fake_quantization if train.qat is not None else None
+        self._schemes = quantization.schemes if quantization is not None else None
+        self._input_scales = quantization.inputs if quantization is not None else None
+        copied = [name for name, scheme in (self._schemes or {}).items() if scheme.has_grid]
+        sharded = sharded_parameters(shapes, train.optimizers) if world.size > 1 else frozenset[str]()
+        self.masters = Masters(self._module, dtypes, sharded, copied)
+        self.optimizers = Optimizers(self.masters.tensors, train.optimizers, world)
         self.average = averaging(train.average, self.masters.tensors) if train.average else None
-        self._norm = torch.zeros((), device=device)
-        self._finish = self._replayed(self._clip, alone=True)
-        self._run = stretches(phases, train.lengths or (), window)
-        state, rests = self.optimizers.state(), dict.fromkeys(one.phase.rests for one in self._run)
-        self._resting = {names: Resting(names, self.masters.tensors, state) for names in rests}
-        self._moves = self._updates()
-        self._functions = compiled_functions(model, self._run, compiled)
-        pool = torch.cuda.graph_pool_handle() if device.type == "cuda" and compiled and len(self._run) > 1 else None
-        works = [partial(self._add, self._functions[one.phase.train], one.tokens) for one in self._run]
-        self._passes = [self._replayed(work, pool=pool) for work in works]
-        self._begun = 0.0
+        self._norm = torch.zeros((), device=self.device)
+        self._reduce = self._replayed(self._reduce_gradients, collective=True)
+        self._segments = run_segments(model.phases, train.lengths or (), model.window)
+        state, unused = self.optimizers.state(), dict.fromkeys(segment.phase.rests for segment in self._segments)
+        self._unused = {names: UnusedParameters(names, self.masters.tensors, state) for names in unused}
+        self._updates = self._update_functions()
+        self._functions = compiled_functions(self._module, self._segments, compiled)
+        several = self.device.type == "cuda" and compiled and len(self._segments) > 1
+        pool = torch.cuda.graph_pool_handle() if several else None
+        self._passes = [
+            self._replayed(partial(self._pass, self._functions[segment.phase.train], segment.tokens), pool=pool)
+            for segment in self._segments
+        ]
+        self._done_before = 0.0  # the share of the run that was done before the last update
         self._enter(0)
-        self._spec_digest = spec_digest
         self.step = 0
         self.clock = Clock()
         self._launched: deque[_Launched] = deque()
@@ -112,26 +112,26 @@ class Trainer:
         self._last_tokens, self._last_samples = 0, 0
 
     @property
-    def stretch(self) -> Stretch:
-        """What the last update trained with, or before the first what it will."""
-        return self._run[self._number]
+    def segment(self) -> RunSegment:
+        """The segment of the last update; before the first update, that of the first one."""
+        return self._segments[self._index]
 
     @property
-    def rounds(self) -> bool:
-        """Whether the model computes with rounded weights by now."""
-        return self.masters.rounds
+    def segments_left(self) -> int:
+        """How many segments of the run come after this one."""
+        return len(self._segments) - 1 - self._index
 
     @property
-    def measures(self) -> bool:
-        """Whether the coming update begins with measuring what int8 products read."""
+    def fake_quantizes(self) -> bool:
+        """Whether the model computes with quantized weights."""
+        return self.masters.fake_quantizes
+
+    @property
+    def calibrates_next(self) -> bool:
+        """Whether the next update begins with measuring the scales of inputs of int8 products."""
         moment = schedule.moment(self.train, self.step, self.clock.common)
-        begins = self._begins(moment, current(self._run, moment.done))
-        return begins and self._inputs is not None and not self._inputs.measured
-
-    @property
-    def coming(self) -> int:
-        """How many other stretches of the run come after it."""
-        return len(self._run) - 1 - self._number
+        begins = self._is_quantized_at(moment, segment_at(self._segments, moment.done))
+        return begins and self._input_scales is not None and not self._input_scales.measured
 
     @property
     def done(self) -> float:
@@ -146,24 +146,24 @@ class Trainer:
         then those from before the step.
         """
         moment = schedule.moment(self.train, self.step, self.clock.common)
-        number = current(self._run, moment.done)
-        self._round(moment, number)
-        if number != self._number:
-            self._enter(number)
-        self._begun = moment.done
+        index = segment_at(self._segments, moment.done)
+        self._fake_quantize_from(moment, index)
+        if index != self._index:
+            self._enter(index)
+        self._done_before = moment.done
         self._gradients(self._arguments(self.loader.next() for _ in range(self.micro_batches)))
-        norm = self._sum_up()
+        norm = self._mean_gradients()
         self._launch(moment.multiplier, torch.stack((self.masters.loss, norm)))
-        known = self._known(lag=1 if self.device.type == "cuda" else 0)
+        steps = self._arrived(lag=1 if self.device.type == "cuda" else 0)
         self._update(moment)
         self.step += 1
-        return known
+        return steps
 
     def settle(self) -> list[Step]:
         """Waits for the device; returns the steps that `advance` has not, and raises what it would raise."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return self._known(lag=0)
+        return self._arrived(lag=0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -174,17 +174,17 @@ class Trainer:
         self._last_seconds = self.clock.seconds
 
     def warm_up(self, vocabulary: int) -> None:
-        """Compiles everything that a step runs, in this phase of the run and in those to come, by steps on made-up
-        tokens; then all is as it was."""
+        """Compiles everything that a step runs, in this segment of the run and in those after it, by steps on random
+        tokens; then restores the state of before."""
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
         shape = (self.train.at_once(self.world.size), self.window)
-        for number in [number for number in range(self._number, len(self._run)) for _ in range(WARM_UP_STEPS)]:
-            self._enter(number)
-            made = (self.feed.made_up(shape, vocabulary, generator) for _ in range(self.micro_batches))
-            self._gradients(self._arguments(made))
+        for index in [index for index in range(self._index, len(self._segments)) for _ in range(WARM_UP_STEPS)]:
+            self._enter(index)
+            batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
+            self._gradients(self._arguments(batches))
             self.world.wait()  # however long another compiles, a sum on the device must not time out
-            self._sum_up()
+            self._mean_gradients()
             self._update(schedule.Moment())
         self.restore(before)
 
@@ -195,10 +195,16 @@ class Trainer:
         progress: Callable[[int, int], None] | None = None,
         meet: Callable[[], None] | None = None,
     ) -> Measured:
-        """Scores what `validation` holds, with `weights`, or else the model as it stands.
+        """Scores the model; each rank of the world scores a part of the data.
 
-        Each rank of the world scores a part. `progress` is called between batches, `meet` when this rank's
-        part is done, before the sums are. Raises RunFailure when the loss is not finite.
+        Args:
+            validation: the data and the metric.
+            weights: f32 by parameter name; None for the model as it stands.
+            progress: called between batches with the number done and to do.
+            meet: called when this rank's part is done, before parts are summed up.
+
+        Raises:
+            RunFailure: when the loss is not finite.
         """
 
         def reduce(sums: Sums) -> Sums:
@@ -206,11 +212,11 @@ class Trainer:
                 meet()
             return self.world.totals(sums)
 
-        with self.masters.showing(weights) if weights is not None else nullcontext():
+        with self.masters.swapped(weights) if weights is not None else nullcontext():
             result = validation.measure(
                 Scorer(
-                    self._model,
-                    self._functions[self.stretch.phase.score],
+                    self._module,
+                    self._functions[self.segment.phase.score],
                     self.window,
                     self.device,
                     Share(self.world.rank, self.world.size, reduce),
@@ -223,8 +229,8 @@ class Trainer:
         return result
 
     def totals(self) -> dict[str, float]:
-        """Where steps are counted in samples: how many the run has trained on by now, their tokens, and both a second
-        of training, of these totals; else nothing."""
+        """The samples and tokens that the run has trained on, and both per second of training, where steps are counted
+        in samples; else nothing."""
         samples, tokens = self.feed.counted()
         if samples is None:
             return {}
@@ -242,8 +248,8 @@ class Trainer:
         self.optimizers.gather()
 
     def snapshot(self) -> Snapshot:
-        """The whole state between two steps; tensors are the trainer's own, not copies. In a world of several, what
-        other ranks keep of the optimizers' state is out of date until `gather`."""
+        """The whole state between two steps, not copied. In a world of several, the optimizers' state of other ranks is
+        out of date until `gather`."""
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -252,60 +258,64 @@ class Trainer:
             self.clock.seconds,
             self.masters.tensors,
             self.average.tensors if self.average is not None else None,
-            {k: t for one in (self.optimizers, self.average, self._inputs) if one for k, t in one.state().items()},
+            {
+                k: t
+                for part in (self.optimizers, self.average, self._input_scales)
+                if part
+                for k, t in part.state().items()
+            },
             rng,
             self.loader.state(),
             self._spec_digest,
-            self._begun,
+            self._done_before,
         )
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Goes on from `snapshot`. Raises IntegrityError, and changes nothing, if it is of another model."""
-        own = self.snapshot()
+        """Continues from `snapshot`. Raises IntegrityError, and changes nothing, if it is of another model."""
+        current = self.snapshot()
         if snapshot.spec_digest != self._spec_digest:
             raise IntegrityError("the checkpoint is of another spec", "resume with the spec of the run")
-        require_match("the checkpoint's model", snapshot.weights, own.weights)
-        require_match("the checkpoint's optimizer", snapshot.optimizer, own.optimizer)
-        require_match("the checkpoint's average", snapshot.average or {}, own.average or {})
-        require_match("the checkpoint's generators", snapshot.rng, own.rng)
+        require_match("the checkpoint's model", snapshot.weights, current.weights)
+        require_match("the checkpoint's optimizer", snapshot.optimizer, current.optimizer)
+        require_match("the checkpoint's average", snapshot.average or {}, current.average or {})
+        require_match("the checkpoint's generators", snapshot.rng, current.rng)
         self.loader.restore(snapshot.loader)
-        self._round_to(None)
+        self._fake_quantize(None)
         self.masters.restore(snapshot.weights)
         self.optimizers.restore(snapshot.optimizer)
-        if self._inputs is not None:
-            self._inputs.restore(snapshot.optimizer)
+        if self._input_scales is not None:
+            self._input_scales.restore(snapshot.optimizer)
         if self.average is not None and snapshot.average is not None:
             self.average.restore(snapshot.average, snapshot.optimizer)
         torch.set_rng_state(snapshot.rng["cpu"])
         if "cuda" in snapshot.rng:
             torch.cuda.set_rng_state(snapshot.rng["cuda"], self.device)
-        self._begun = snapshot.done
-        self._enter(current(self._run, snapshot.done))
+        self._done_before = snapshot.done
+        self._enter(segment_at(self._segments, snapshot.done))
         self.step = snapshot.step
         self.clock.set(snapshot.seconds)
         if self.step:
-            self._round(schedule.moment(self.train, self.step - 1, self.clock.common), self._number)
+            self._fake_quantize_from(schedule.moment(self.train, self.step - 1, self.clock.common), self._index)
         self._last_seconds = snapshot.seconds
         samples, self._last_tokens = self.feed.counted()
         self._last_samples = samples or 0
         self._launched.clear()
 
     def _arguments(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """What the passes of the coming step take, on the device."""
+        """The arguments of the passes of the next step, on the device."""
         for part, batch in enumerate(batches):
             placed = tuple(tensor.to(self.device) for tensor in batch)
-            yield self.feed.arguments(placed, self.step, part, self.stretch.phase)
+            yield self.feed.arguments(placed, self.step, part, self.segment.phase)
 
-    def _gradients(self, parts: Iterable[Batch]) -> None:
-        """Adds up gradients and losses of this process's micro-batches in the masters."""
+    def _gradients(self, passes: Iterable[Batch]) -> None:
+        """Sums up gradients and losses of this process's micro-batches in the masters."""
         self.masters.clear()
         with products_in_tf32(self.train.tf32 and self.device.type == "cuda"):
-            for arguments in parts:
-                self._passes[self._number](*arguments)
+            for arguments in passes:
+                self._passes[self._index](*arguments)
 
-    def _add(self, train: Function, tokens: int, *arguments: Tensor) -> None:
-        """Adds one micro-batch's gradients and loss to the masters. Captured as a CUDA graph: see there what it may
-        do."""
+    def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
+        """Adds one micro-batch's gradients and loss to the masters. It may be captured as a CUDA graph."""
         if tokens < self.window:
             arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
         loss = self.feed.loss(train, *arguments)
@@ -313,57 +323,61 @@ class Trainer:
         self.masters.collect()
         self.masters.loss.add_(loss.detach())
 
-    def _replayed(self, work: Callable[..., None], alone: bool = False, pool: Any = None) -> Callable[..., None]:
-        """`work` as a CUDA graph where this run has them; what sums over processes, only if it is `alone`."""
-        graphs = self.compiled and self.device.type == "cuda" and not (alone and self.world.size > 1)
-        return Captured(work, pool) if graphs else work
+    def _replayed(self, work: Callable[..., None], collective: bool = False, pool: Any = None) -> Callable[..., None]:
+        """`work` as a CUDA graph, where this run has them. Of several processes no `collective` work is captured."""
+        captured = self.compiled and self.device.type == "cuda" and not (collective and self.world.size > 1)
+        return Captured(work, pool) if captured else work
 
-    def _updates(self) -> dict[tuple[str, ...], Callable[..., None]]:
-        """The update, by the parameters that rest in it."""
-        apply = self._apply
-        return {names: self._replayed(partial(apply, one), alone=True) for names, one in self._resting.items()}
+    def _update_functions(self) -> dict[tuple[str, ...], Callable[..., None]]:
+        """The update, by the parameters that are unused in its phase."""
+        return {
+            names: self._replayed(partial(self._apply, unused), collective=True)
+            for names, unused in self._unused.items()
+        }
 
-    def _enter(self, number: int) -> None:
-        """Begins a stretch of the run, or goes on in it."""
-        self._number = number
-        self._resting[self._run[number].phase.rests].keep()
+    def _enter(self, index: int) -> None:
+        """Begins a segment of the run, or continues in it."""
+        self._index = index
+        self._unused[self._segments[index].phase.rests].save()
 
-    def _round(self, moment: schedule.Moment, number: int) -> None:
-        """Lets the model compute with rounded weights, once the spec says so; `number` is of the coming stretch."""
-        if self._grids is not None and self._begins(moment, number):
-            if self._inputs is not None and not self._inputs.measured:
-                self._inputs.measure(self.masters.tensors)
-            self._round_to(self._grids)
+    def _fake_quantize_from(self, moment: schedule.Moment, index: int) -> None:
+        """Lets the model compute with quantized weights, once the spec says so; `index` is that of the next segment."""
+        if self._schemes is not None and self._is_quantized_at(moment, index):
+            if self._input_scales is not None and not self._input_scales.measured:
+                self._input_scales.measure(self.masters.tensors)
+            self._fake_quantize(self._schemes)
 
-    def _begins(self, moment: schedule.Moment, number: int) -> bool:
-        """Whether weights are rounded at a moment in a stretch."""
-        if any(one.phase.rounds for one in self._run):  # weights and what reads them change as one
-            return self._run[number].phase.rounds
+    def _is_quantized_at(self, moment: schedule.Moment, index: int) -> bool:
+        """Whether weights are quantized at a moment in a segment."""
+        if any(segment.phase.rounds for segment in self._segments):  # weights and the programs change at once
+            return self._segments[index].phase.rounds
         return self.train.qat is not None and moment.warm_down < self.train.qat.below
 
-    def _round_to(self, grids: Mapping[str, Scheme] | None) -> None:
-        if self.masters.round_to(grids, self._inputs.shares() if self._inputs is not None else None):
-            self._moves = self._updates()  # the graphs still write what was shown before
+    def _fake_quantize(self, schemes: Mapping[str, Scheme] | None) -> None:
+        shares = self._input_scales.shares() if self._input_scales is not None else None
+        if self.masters.fake_quantize(schemes, shares):
+            self._updates = self._update_functions()  # the graphs still write the copies of before
 
-    def _sum_up(self) -> Tensor:
-        """The means over all micro-batches of all processes, clipped; returns the norm before clipping, f32 []."""
-        self._finish()
+    def _mean_gradients(self) -> Tensor:
+        """Makes gradients the means over all micro-batches of all processes, clipped; returns the norm before
+        clipping, f32 []."""
+        self._reduce()
         self.masters.attach()  # in Python, which a graph does not replay
         return self._norm
 
-    def _clip(self) -> None:
+    def _reduce_gradients(self) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm
         self._norm.copy_(mean_gradients(self.masters, banks, self.world, self.micro_batches, clip_norm))
 
     def _update(self, moment: schedule.Moment) -> None:
         self.optimizers.set(moment.multiplier, self.step, moment.done)
-        self._moves[self.stretch.phase.rests]()
+        self._updates[self.segment.phase.rests]()
         if self.average is not None:
             self.average.update(self.step + 1, moment)
 
-    def _apply(self, resting: Resting) -> None:
+    def _apply(self, unused: UnusedParameters) -> None:
         self.optimizers.update()
-        resting.undo()
+        unused.restore()
         self.masters.refresh()
 
     def _launch(self, multiplier: float, numbers: Tensor) -> None:
@@ -374,23 +388,23 @@ class Trainer:
             arrived.record()
         self._launched.append(_Launched(self.step + 1, multiplier, numbers, arrived, self.feed.counted()))
 
-    def _known(self, lag: int) -> list[Step]:
+    def _arrived(self, lag: int) -> list[Step]:
         steps = []
         while len(self._launched) > lag:
-            one = self._launched.popleft()
-            if one.arrived is not None:
-                one.arrived.synchronize()
-            loss, norm = one.numbers.tolist()
+            launched = self._launched.popleft()
+            if launched.arrived is not None:
+                launched.arrived.synchronize()
+            loss, norm = launched.numbers.tolist()
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 place = self.masters.first_not_finite()
                 first = f"; the first parameter hit is {place}" if place is not None else ""
-                message = f"step {one.step}: the loss is {loss} and the gradient norm {norm}{first}"
+                message = f"step {launched.step}: the loss is {loss} and the gradient norm {norm}{first}"
                 raise RunFailure(message, _NOT_FINITE)
             seconds = self.clock.seconds
             since = max(seconds - self._last_seconds, 1e-9)
-            samples, tokens = one.counted
+            samples, tokens = launched.counted
             rate = (tokens - self._last_tokens) / since
             rows = None if samples is None else (samples - self._last_samples) / since
             self._last_seconds, self._last_tokens, self._last_samples = seconds, tokens, samples or 0
-            steps.append(Step(one.step, loss, one.multiplier, norm, rate, seconds, rows))
+            steps.append(Step(launched.step, loss, launched.multiplier, norm, rate, seconds, rows))
         return steps

@@ -1,11 +1,11 @@
 """What a group saves for its backward: the choice whose kernels take the least time together."""
 
 from specc.compiler.expr import Keep
-from specc.compiler.plan.lock import Kept, Lock, group_key
+from specc.compiler.plan.lock import GroupEntry, Lock, group_key
 from specc.compiler.plan.plan import SaveChoices
 
 
-def fastest(choices: SaveChoices, target: str, lock: Lock) -> Kept | None:
+def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
     """The save choice to take by the times in `lock`: the sum over its kernels, forward and backward. What the library
     computes is alike in all of them and does not count. None while a kernel of one option is not measured."""
     times: dict[Keep, float] = {}
@@ -15,10 +15,10 @@ def fastest(choices: SaveChoices, target: str, lock: Lock) -> Kept | None:
         if len(known) < len(entries):
             return None
         times[option.group.keep] = float(f"{sum(known):.4g}")
-    return Kept(key=group_key(choices.sites), keep=min(times, key=lambda keep: times[keep]), ms=times)
+    return GroupEntry(key=group_key(choices.sites), keep=min(times, key=lambda keep: times[keep]), ms=times)
 
 
-def line(choices: SaveChoices, kept: Kept) -> str:
+def line(choices: SaveChoices, entry: GroupEntry) -> str:
     """The result in a line."""
-    times = ", ".join(f"the {keep} {ms:.4f} ms" for keep, ms in kept.ms.items())
-    return f"{choices.label} saves the {kept.keep}: {times}, forward and backward"
+    times = ", ".join(f"the {keep} {ms:.4f} ms" for keep, ms in entry.ms.items())
+    return f"{choices.label} saves the {entry.keep}: {times}, forward and backward"

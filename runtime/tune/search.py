@@ -151,10 +151,10 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
         )
         lock = merged(options.path, methodcaller("with_entry", target, found.symbol, entry, machine))
     for group in plan.save_choices:
-        kept = fastest(group, target, lock)
-        if kept is not None:
-            say(line(group, kept))
-            lock = merged(options.path, methodcaller("with_kept", target, group.name, kept, machine))
+        fastest_choice = fastest(group, target, lock)
+        if fastest_choice is not None:
+            say(line(group, fastest_choice))
+            lock = merged(options.path, methodcaller("with_group", target, group.name, fastest_choice, machine))
     if options.rest:
         measure_rest(spec, target, options.path, machine, options.only, device, say)
     return tuple(results)

@@ -98,7 +98,7 @@ def model_of(spec: Spec, seed: int = 0, fuse: bool = True) -> Loaded:
 
 def make_run(folder: Path, spec: Spec, data: str, seed: int = 0, step: int = 3) -> Run:
     """A run that ended with `random_weights`. Its plain weights are others: it averages."""
-    run = Run.create(folder, spec, "cpu", data)
+    run = Run(folder, spec, "cpu", data).create()
     add_checkpoint(run, seed, step)
     return run
 

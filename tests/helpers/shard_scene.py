@@ -64,7 +64,7 @@ def advance(masters: Masters, optimizers: Optimizers, world: World, step: int, r
     """One step with the gradients of `ranks`; returns the norm before clipping, to 1.5."""
     masters.clear()
     for rank in ranks:
-        for name, param in masters.shown.items():
+        for name, param in masters.model_parameters.items():
             param.grad = gradient(name, step, rank).to(param.device, param.dtype)
         masters.collect()
     norm = mean_gradients(masters, optimizers.banks, world, len(ranks), 1.5)

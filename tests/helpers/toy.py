@@ -12,11 +12,13 @@ from specc.compiler.blocks.init import constant
 from specc.compiler.programs.programs import Parameter
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.log import Step
+from specc.runtime.train.sources.feed import TrainingData, Windows
+from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 WINDOW = 8
@@ -124,7 +126,13 @@ def trainer(
     train, world = train or train_spec(), world or World.alone()
     torch.manual_seed(train.seed)
     loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed, world.rank, world.size)
-    device = torch.device("cpu")
-    return Trainer(
-        model or Toy(), parameters(dtype), train, loader, WINDOW, device, False, "digest", world, grids=grids
-    )
+    return Trainer(trainable(model or Toy(), dtype, grids), train, data_of(train, loader), world)
+
+
+def trainable(model: nn.Module, dtype: str = "f32", schemes: Mapping[str, Scheme] | None = None) -> TrainableModel:
+    quantization = FakeQuantization(schemes) if schemes is not None else None
+    return TrainableModel(model, parameters(dtype), WINDOW, "digest", fake_quantization=quantization)
+
+
+def data_of(train: TrainSpec, loader: Loader, window: int = WINDOW) -> TrainingData:
+    return TrainingData(loader, Windows(train.rows(window) * window))

@@ -18,10 +18,10 @@ from run_samples import gpt_mini
 from toy import Toy, Watch, stream, train_spec, trainer
 
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.distributed.world import World, joined
 from specc.runtime.errors import IntegrityError, RunFailure
-from specc.runtime.log import RunLog, Silence, Step
+from specc.runtime.log import Reporter, RunLog, Silence, Step
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.storage.checkpoint import latest
 from specc.runtime.storage.run_directory import Run
@@ -40,7 +40,7 @@ def loop(folder: Path, name: str, world: World, train: TrainSpec, **more: Any) -
     validation = Validation(stream(folder, "val"), ByteTokenizer(), 8, 500)
     watch = Watch(more.get("hook"))
     try:
-        return Loop(run, one, validation, log, watch, lambda text: None, more.get("limits", Limits())).run()
+        return Loop(run, one, validation, Reporter(log, watch, lambda text: None), more.get("limits", Limits())).run()
     finally:
         one.loader.close()
 

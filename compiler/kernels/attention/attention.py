@@ -128,8 +128,8 @@ class FlashBackward(AttentionBackward):
     def rejects(self, site: Site) -> str | None:
         channels = number_of(heads_of(site)[1]["q"].width)
         if channels in REFUSED and site.target.shared_memory < ROOM:
-            told = f"heads of {REFUSED.start} to {REFUSED.stop - 1} channels; these have {channels}"
-            return f"has no gradient on {site.target.title} of {told}"
+            heads = f"heads of {REFUSED.start} to {REFUSED.stop - 1} channels; these have {channels}"
+            return f"has no gradient on {site.target.title} of {heads}"
         return AttentionKernel.rejects(self, site)
 
 
@@ -164,20 +164,20 @@ def heads_of(site: Site) -> tuple[bool, dict[str, TensorType], dict[str, TensorT
 def header(site: Site) -> str:
     """Label and types as comment lines that leave room for the plan key behind the last."""
     _, inputs, outputs = heads_of(site)
-    given, made = (
+    given, results = (
         ", ".join(unbroken(f"{name} {type}") for name, type in values.items()) for values in (inputs, outputs)
     )
-    return flowed(f"{unbroken(f'{site.label}    ')}{given} -> {made}", "# ", "    ", 88)
+    return flowed(f"{unbroken(f'{site.label}    ')}{given} -> {results}", "# ", "    ", 88)
 
 
 def promise(site: Site) -> str:
     """The first sentence of the function's docstring."""
     _, inputs, outputs = heads_of(site)
-    given, made = (
+    given, results = (
         ", ".join(f"{name} [{', '.join(_dims(name, inputs['q'], inputs['k']))}] {type.dtype}" for name, type in values)
         for values in (inputs.items(), outputs.items())
     )
-    return flowed(f'"""{given} -> {made}.', "    ")
+    return flowed(f'"""{given} -> {results}.', "    ")
 
 
 def formulas(site: Site) -> tuple[str, ...]:
@@ -208,15 +208,15 @@ def number_of(dim: object) -> int:
 
 
 def _dims(name: str, q: TensorType, k: TensorType) -> tuple[str, ...]:
-    """The dims of a tensor as a docstring tells them."""
+    """The dims of a tensor, for a docstring."""
     heads, kv_heads, channels = q.shape[-2], k.shape[-2], q.width
     keys = "T" if q.shape[1] == k.shape[1] else "S"
     if name == "lse":
         return "B", str(heads), "T"
     if name == "seen":
         return "B", keys
-    own = name.lstrip("d") in ("k", "v")
-    return "B", keys if own else "T", str(kv_heads if own else heads), str(channels)
+    shared = name.lstrip("d") in ("k", "v")
+    return "B", keys if shared else "T", str(kv_heads if shared else heads), str(channels)
 
 
 def _context(site: Site, kernel: AttentionKernel) -> AttentionContext:

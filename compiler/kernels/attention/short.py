@@ -103,8 +103,8 @@ class ShortAttention(Kernel):
         grouped = q.shape[-2] != inputs["k"].shape[-2]  # whose keys stay for the next head
         held = 2 * ((4 + grouped) * rows * width + rows * rows)  # of the gradient, which needs more
         if backward and held > site.target.shared_memory:
-            told = f"{held:,} bytes of shared memory; {site.target.name} has {site.target.shared_memory:,}"
-            return f"needs for {rows} tokens of {width} channels {told}"
+            memory = f"{held:,} bytes of shared memory; {site.target.name} has {site.target.shared_memory:,}"
+            return f"needs for {rows} tokens of {width} channels {memory}"
         return None
 
     def rank(self, site: Site) -> int:
@@ -209,7 +209,7 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
         signature=listed(f"def {function}(", arguments, f") -> {annotation(site)}:"),
         promise=promise(site),
         wanted=tuple(_wanted(name, inputs[name].dtype, isinstance(site.node.op, SeenOp)) for name in inputs),
-        allocated=tuple(f"{name} = {made}" for name, made in zip(outputs, _split(backward), strict=True)),
+        allocated=tuple(f"{name} = {expression}" for name, expression in zip(outputs, _split(backward), strict=True)),
         tensors=", ".join(tensors),
         returns=", ".join(outputs),
         fake_signature=listed("def _(", arguments, f") -> {annotation(site)}:"),

@@ -193,7 +193,7 @@ class GemmEvt(Kernel):
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
         _, products = split(epilogue_of(site))
-        return tuple(type for one in products for type in [one.into.type] * (1 if one.kept else 2))
+        return tuple(type for product in products for type in [product.into.type] * (1 if product.kept else 2))
 
     def render(self, site: Site) -> Rendered:
         whole, op = epilogue_of(site), site.node.op
@@ -221,7 +221,7 @@ GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
 def _described(
     op: CustomOp, site: Site, epilogue: Epilogue, products: tuple[GivenProduct, ...], layout: str
 ) -> CustomOp:
-    """The op with what it says of itself: which products are the library's."""
+    """The op with a docstring that names the products of the library."""
     if not products:
         return op
     formulas = (*(product.formula(epilogue, layout) for product in products), *epilogue.formulas(layout))
@@ -310,14 +310,14 @@ def _graph(epilogue: Epilogue) -> tuple[str, list[str]]:
     places = {name: i for i, name in enumerate((*epilogue.accumulators, *(value.name for value in epilogue.operands)))}
     for step in epilogue.steps:
         last = step is epilogue.steps[-1]
-        made = [places[name] for name in _reads(step, epilogue)]
+        children = [places[name] for name in _reads(step, epilogue)]
         if not _passes(step, epilogue):
-            edges.append(tuple(made))
+            edges.append(tuple(children))
             nodes.append(f"Compute<{_struct(step)}, Element>" if last else f"Compute<{_struct(step)}>")
             arguments.append("{}")
-            made = [len(nodes) - 1]
+            children = [len(nodes) - 1]
         if not last:
-            edges.append(tuple(made))
+            edges.append(tuple(children))
             nodes.append("TileStore")
             arguments.append(f"{{static_cast<Element*>({step.value.name}), stride_y}}")
             places[step.value.name] = len(nodes) - 1

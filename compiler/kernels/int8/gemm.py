@@ -111,7 +111,7 @@ class Int8Function:
 
 def int8_function(site: Site, epilogue: Int8Epilogue) -> Int8Function:
     function, file = symbol(site)
-    label = told(site.label)
+    label = short_label(site.label)
     types = [f"x {site.inputs[0]}", f"w {site.inputs[1]}", *(str(value) for value in epilogue.operands)]
     header = flowed(f"{unbroken(label)}    {', '.join(types)} -> {epilogue.y}", "# ", "    ", 88)
     shapes = [f"x [..., {epilogue.k}] i8", f"w [{epilogue.n}, {epilogue.k}] i8", f"offset [{epilogue.n}] i32"]
@@ -141,11 +141,11 @@ def int8_function(site: Site, epilogue: Int8Epilogue) -> Int8Function:
 
 def nodes_of(label: str) -> str:
     """The tuple NODES of the paths in a label, without what joined each."""
-    paths = [f'"{one.partition(" ")[0]}"' for one in label.split(" and ")]
+    paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
-def told(label: str) -> str:
+def short_label(label: str) -> str:
     """The nodes of a file that many share, as its first one and how many more there are; the plan page lists them."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.ir.graph import Op, TensorType
-from specc.compiler.kernels.int8.gemm import DTYPES, nodes_of, told
+from specc.compiler.kernels.int8.gemm import DTYPES, nodes_of, short_label
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
 from specc.compiler.kernels.lines import flowed, unbroken
 from specc.compiler.ops.int8_lstm import Int8LstmStep
@@ -39,7 +39,7 @@ def step_function(site: Site) -> StepFunction:
     function, file = symbol(site)
     h, _, x, weight, *_ = site.inputs
     size, k = extent(site)
-    label = told(site.label)
+    label = short_label(site.label)
     header = flowed(f"{unbroken(label)}    h, c {h}, x {x}, w {weight} -> {h}, {h}", "# ", "    ", 88)
     state = f"[..., {size}] {h.dtype}"
     shapes = [f"h, c {state}", f"x [..., {4 * size}] f32", f"w [{4 * size}, {k}] i8", f"offset [{4 * size}] i32"]

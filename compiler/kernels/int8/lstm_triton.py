@@ -54,8 +54,8 @@ class Int8LstmTriton(Kernel):
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         _, k = extent(site)
-        found = (Tile(m, n, _depth(k), warps, _stages(k)) for m, n, warps in TILES)
-        return tuple(replace(self, tile=tile) for tile in found if _loaded_bytes(tile) <= site.target.shared_memory)
+        tiles = (Tile(m, n, _depth(k), warps, _stages(k)) for m, n, warps in TILES)
+        return tuple(replace(self, tile=tile) for tile in tiles if _loaded_bytes(tile) <= site.target.shared_memory)
 
     def padding(self, site: Site, rows: int) -> float:
         size, k = extent(site)

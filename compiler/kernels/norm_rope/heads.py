@@ -63,18 +63,18 @@ def _number(dim: object) -> int:
 def header(site: Site) -> str:
     """Label and types as comment lines that leave room for the plan key behind the last."""
     heads = heads_of(site)
-    given, made = (
+    given, outputs = (
         ", ".join(unbroken(f"{name} {type}") for name, type in values) for values in (heads.inputs, heads.outputs)
     )
-    return flowed(f"{unbroken(f'{site.label}    ')}{given} -> {made}", "# ", "    ", 88)
+    return flowed(f"{unbroken(f'{site.label}    ')}{given} -> {outputs}", "# ", "    ", 88)
 
 
 def about(site: Site) -> str:
     """A description of the computation that opens a sentence."""
     heads = heads_of(site)
     words = ["RMSNorm"] * (heads.op.eps is not None) + ["rotary embedding"] + ["gain"] * heads.op.gain
-    told = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-    return f"the gradient of {told}" if heads.backward else told
+    listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"the gradient of {listed}" if heads.backward else listed
 
 
 def promise(site: Site, end: str = "") -> str:
@@ -87,11 +87,11 @@ def promise(site: Site, end: str = "") -> str:
         "dgain": f"[{heads.count}, 1]",
     }
     whole = f"[..., T, {heads.count}, {heads.channels}]"
-    given, made = (
+    given, outputs = (
         ", ".join(f"{name} {shapes.get(name, whole)} {type.dtype}" for name, type in values)
         for values in (heads.inputs, heads.outputs)
     )
-    return flowed(f'"""{given} -> {made}.{end}', "    ")
+    return flowed(f'"""{given} -> {outputs}.{end}', "    ")
 
 
 def formulas(site: Site) -> tuple[str, ...]:

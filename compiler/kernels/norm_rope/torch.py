@@ -45,10 +45,10 @@ class NormRopeTorch(Kernel):
         heads = heads_of(site)
         lines, returns = (_backward if heads.backward else _forward)(heads)
         arguments = [f"{name}: Tensor" for name, _ in heads.inputs]
-        told = about(site)
+        words = about(site)
         context = PlainContext(
             header(site),
-            flowed(f'"""{told[0].upper()}{told[1:]} in plain Torch, for targets without kernels of their own.'),
+            flowed(f'"""{words[0].upper()}{words[1:]} in plain Torch, for targets without kernels of their own.'),
             formulas(site),
             listed(f"def {function}(", arguments, f") -> {heads.annotation}:"),
             promise(site, '"""'),

@@ -171,8 +171,8 @@ class SoftmaxLossCuda(Kernel):
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         copies: tuple[Literal["bulk", "async"], ...] = ("bulk", "async")
         tiles = (StagedTile(t, v, r, copy, persistent) for t, v, r, persistent in CANDIDATES for copy in copies)
-        made = (replace(self, tile=tile) for tile in tiles)
-        return tuple(kernel for kernel in made if kernel.rejects(site) is None)
+        kernels = (replace(self, tile=tile) for tile in tiles)
+        return tuple(kernel for kernel in kernels if kernel.rejects(site) is None)
 
     def render(self, site: Site) -> Rendered:
         tile = self.tile or staged_tile(site)

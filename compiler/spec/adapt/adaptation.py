@@ -1,4 +1,4 @@
-"""What a method that adapts a model to the text it is scored on is asked."""
+"""The interface of a method that adapts a model to the text that it is scored on."""
 
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
@@ -22,7 +22,7 @@ class Adaptation(StrictModel):
 
     @property
     def sees(self) -> str:
-        """What a token is predicted from, where that is causal."""
+        """The inputs of a prediction, where the method is causal."""
         return "the artifact and earlier tokens alone"
 
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:

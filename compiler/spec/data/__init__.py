@@ -1,1 +1,1 @@
-"""What a run can train on: one file a kind of data."""
+"""Kinds of training data: one file per kind."""

@@ -1,4 +1,4 @@
-"""What the spec models expect at each path of some data, and what a misspelled word may have meant."""
+"""The model or type that a spec expects at each path of its data, and the nearest word to a misspelled one."""
 
 import difflib
 import types

@@ -1,19 +1,20 @@
-"""What Pydantic found wrong, said in the words of the spec, with all that is known at the place."""
+"""Diagnostics of the errors that Pydantic reports, in the words of the spec."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any
 
 from specc.compiler.errors import Diagnostic, one_of, quote
 from specc.compiler.expr import ExprError
 from specc.compiler.spec.messages.expected import Model, dotted, item_of, keys_of, models_in, nearest, tags_of, wanted
 from specc.compiler.spec.messages.values import TYPES, Found, wrong_type, wrong_value
-from specc.compiler.strict import Path, tag_of
+from specc.compiler.strict import Path, StrictModel, tag_of
 from specc.compiler.text.source import Place, Source
 
 
 class Words:
-    """Says what is wrong in `source`, of which the parts at `models` should be those models."""
+    """Writes diagnostics about `source`, whose parts at the paths of `models` should be those models."""
 
     def __init__(self, source: Source, models: Mapping[Path, Model], root: Model) -> None:
         self.source, self.models, self.root = source, models, root
@@ -71,12 +72,16 @@ class Words:
 
     def _unknown_key(self, one: Found) -> Iterator[Diagnostic]:
         holder, key = one.path[:-1], str(one.path[-1])
-        keys, here = keys_of(self.models.get(holder, self.root)), self._data(holder)
-        near = nearest(key, [name for name in keys if name not in here])
-        homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
+        model, present = self.models.get(holder, self.root), self._data(holder)
+        keys = keys_of(model)
+        near = nearest(key, [name for name in keys if name not in present])
         hints = [f"did you mean {quote(near)}?"] if near else []
-        if homes:
-            home = min(homes, key=lambda path: _apart(path, holder))
+        homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
+        elsewhere = [path for path in homes if not _in_sibling(path, holder)]
+        # Of one kind of layer or optimizer, a key of several sections may be wished for just here.
+        is_kind = any(tag_of(model, name) for name in model.model_fields)
+        if elsewhere and not (is_kind and len(_models_with(key)) > 1):
+            home = min(elsewhere, key=lambda path: _apart(path, holder))
             hints.insert(0, f"{quote(key)} belongs {f'under {_place(home)}' if home else 'at the top'}")
         elif not near:
             twin = nearest(key, keys)
@@ -126,7 +131,7 @@ class Words:
     # kinds
 
     def _is_tag(self, one: Found) -> bool:
-        """Whether it is the word that tells the one member of what may become a union."""
+        """Whether it is the tag of the only member of a union."""
         model = self.models.get(one.path[:-1])
         return model is not None and bool(one.choices) and tag_of(model, str(one.path[-1])) is not None
 
@@ -157,6 +162,22 @@ class Words:
 
 def _place(path: Path) -> str:
     return quote(dotted(path)) if path else "the spec"
+
+
+def _in_sibling(path: Path, holder: Path) -> bool:
+    """Whether a path leads into another item of the list that `holder` is an item of."""
+    *outer, item = holder or ("",)
+    here = path[: len(holder)]
+    return isinstance(item, int) and here[:-1] == tuple(outer) and here[-1:] != (item,) and len(here) == len(holder)
+
+
+@cache
+def _models_with(key: str) -> frozenset[Model]:
+    """All models of the language that have a key, in whatever section."""
+    models: list[Model] = [StrictModel]
+    for model in models:  # it grows
+        models += model.__subclasses__()
+    return frozenset(model for model in models if key in keys_of(model))
 
 
 def _apart(one: Path, other: Path) -> int:

@@ -1,4 +1,4 @@
-"""What is wrong with one value and what to write instead, from what Pydantic and the field say."""
+"""Messages and hints for one wrong value, from the errors of Pydantic and the limits of the field."""
 
 import re
 from collections.abc import Mapping
@@ -64,8 +64,13 @@ class Found:
 
 
 def wrong_type(group: list[Found], annotation: Any, beside: tuple[object, ...] = ()) -> tuple[str, str]:
-    """What the value should be and is, and a hint; `group` holds what each member of its type (`annotation`) says.
-    `beside` are the items of the list that it stands in, itself among them."""
+    """The message and the hint for a value of the wrong type.
+
+    Args:
+        group: the errors of each member of its type.
+        annotation: that type.
+        beside: the items of the list that it stands in, itself among them.
+    """
     words: list[str] = []
     for one in group:
         words += [quote(choice) for choice in one.choices] or [TYPES[one.kind]]
@@ -110,7 +115,7 @@ def _plain(value: object) -> str:
 
 
 def wrong_value(group: list[Found], annotation: Any) -> tuple[str, str]:
-    """What the value must be and is, and a hint from what its field (`annotation`) allows."""
+    """The message and the hint for a value out of range, from the limits of its field (`annotation`)."""
     first = group[0]
     form = joined(dict.fromkeys(word for one in group for word in _limits(one)))
     return f"must be {form}, not {_given(first.value)}", _way_out(group, annotation) or f"change it to {form}"

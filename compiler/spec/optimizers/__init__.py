@@ -1,1 +1,1 @@
-"""What `train.optimizers` may list: one file per kind of optimizer."""
+"""Entries of `train.optimizers`: one file per kind of optimizer."""

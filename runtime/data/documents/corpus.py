@@ -1,4 +1,4 @@
-"""Documents from text: the standard library's own source, files, or folders of files, as streams of bytes."""
+"""Documents of a source of text: the source of the standard library, files, or folders of files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Corpus:
             raise DataError(f"{self.source}: the {self.split} split has no documents", hint)
 
     def listing(self) -> list[list[str | int]]:
-        """What decides the documents, without reading them: label, path, size and time of each file."""
+        """Label, path, size and time of change of each file: they decide the documents, without reading them."""
         rows: list[list[str | int]] = []
         for label, path in self.files:
             try:
@@ -139,7 +139,7 @@ def split_corpus(
 
 
 def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
-    found: list[tuple[str, Path]] = []
+    all_files: list[tuple[str, Path]] = []
     for source in sources:
         path = Path(source).expanduser()
         if source == "stdlib":
@@ -154,8 +154,8 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
                 raise DataError(f"{source}: cannot read documents from a {path.suffix or 'suffixless'} file", SUPPORTED)
         else:
             raise missing_source(path)
-        found += files
-    return found
+        all_files += files
+    return all_files
 
 
 def is_val(key: bytes) -> bool:
@@ -182,12 +182,12 @@ def _folder_files(root: Path) -> list[tuple[str, Path]]:
 
 
 def _walk(root: Path, skip: set[str]) -> list[tuple[str, Path]]:
-    found: list[tuple[str, Path]] = []
+    files: list[tuple[str, Path]] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         paths = [Path(folder) / name for name in names if not name.startswith(".")]
-        found += [(path.relative_to(root).as_posix(), path) for path in paths]
-    return sorted(found)
+        files += [(path.relative_to(root).as_posix(), path) for path in paths]
+    return sorted(files)
 
 
 def _is_utf8(path: Path) -> bool:

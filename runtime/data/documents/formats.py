@@ -1,4 +1,4 @@
-"""Documents of one file: text, jsonl or source, plain or compressed, as streams of bytes."""
+"""File formats of documents: text, jsonl and source code, plain or compressed."""
 
 from __future__ import annotations
 
@@ -98,28 +98,28 @@ def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
 def _separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool], may_run: bool) -> Iterator[bytes]:
     """Documents between separator lines. A document keeps its last line end; no separator is in one. `may_run` says
     that a file without any is cut."""
-    held: list[bytes] = []
+    pending: list[bytes] = []
     size = 0
     running = False
     for line, begins in _lines(file):
         if begins and ends(line):
             may_run = False
-            yield b"".join(held)
-            held, size = [], 0
+            yield b"".join(pending)
+            pending, size = [], 0
         else:
-            held.append(line)
+            pending.append(line)
             size += len(line)
             if size > DOCUMENT_BYTES:
-                _bounded(b"".join(held), path)
+                _bounded(b"".join(pending), path)
             if may_run and size >= RUNNING_BYTES:  # or else the first of its documents is a long one
                 may_run = False
                 with open_file(path) as again:
                     running = not any(begins and ends(line) for line, begins in _lines(again))
             if running and size > 2 * BLOCK_BYTES:
-                *blocks, rest = _blocks(b"".join(held))
+                *blocks, rest = _blocks(b"".join(pending))
                 yield from blocks
-                held, size = [rest], len(rest)
-    yield b"".join(held)
+                pending, size = [rest], len(rest)
+    yield b"".join(pending)
 
 
 def _blocks(text: bytes) -> Iterator[bytes]:
@@ -153,10 +153,10 @@ def _json_lines(file: io.BufferedIOBase, path: Path) -> Iterator[bytes]:
         text = record.get("text") if isinstance(record, dict) else None
         if not isinstance(text, str):
             if not isinstance(record, dict):
-                found = f"a JSON {type(record).__name__}"
+                actual = f"a JSON {type(record).__name__}"
             else:
-                found = f'"text" of type {type(text).__name__}' if "text" in record else 'an object without "text"'
-            raise DataError(f'{where}: expected an object with a string "text", found {found}', _LINE_HINT)
+                actual = f'"text" of type {type(text).__name__}' if "text" in record else 'an object without "text"'
+            raise DataError(f'{where}: expected an object with a string "text", found {actual}', _LINE_HINT)
         try:
             yield text.encode("utf-8")
         except UnicodeEncodeError:

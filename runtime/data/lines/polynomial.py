@@ -130,7 +130,7 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
 
     Word k is the little-endian u64 at 8 * (k mod BLOCK) of SHAKE-256("specc polynomial {stream} {seed} {k // BLOCK}").
     Its remainder by the product of the radices below, taken apart digit by digit from the lowest, is the line; the
-    remainder's bias is below 2 ** -23. The law, found in 400,000 lines of the set (facts of the task, measured):
+    remainder's bias is below 2 ** -23. The law, measured on 400,000 lines of the set:
 
         16:      the letter: one of sin cos tan xyz hijk, each letter as often as it stands there
         100:     0, 1, 2: V is sin, cos, tan of it; else V is the letter
@@ -286,9 +286,9 @@ def parse(factors: Iterable[str]) -> Lines:
 def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
     shown = repr(text) if len(text) <= 60 else f"{text[:60]!r}..."
     bad = DataError(f"{shown} is no product of two linear forms", "e.g. (7-3*z)*(-5*z-9), 3*x*(x+7) or -9*s**2")
-    if (found := _V.search(text)) is None or "V" in text or len(text) > LONGEST:
+    if (variable := _V.search(text)) is None or "V" in text or len(text) > LONGEST:
         raise bad
-    plain = text.replace(found[0], "V")
+    plain = text.replace(variable[0], "V")
     product = _PRODUCT.fullmatch(_FORM.sub("F", plain))
     if product is None:
         raise bad
@@ -300,7 +300,7 @@ def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
     if not all(a in _DRAWN_A and b in _DRAWN_B for a, b in forms) or outer not in _OUTERS[len(forms)]:
         raise bad
     forms += [(1, 0)] * (2 - len(forms))
-    return VARIABLES.index(found[2] or found[3]), FUNCTIONS.index(found[1] or ""), outer, forms
+    return VARIABLES.index(variable[2] or variable[3]), FUNCTIONS.index(variable[1] or ""), outer, forms
 
 
 def _factor(text: str) -> int:

@@ -21,7 +21,7 @@ MOST_DRAWN = 1 << 25  # lines, to find those; structure-disjoint, beside five mi
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How held-out lines are chosen from a stream of their own, in the order in which they are drawn.
+    """The choice of held-out lines from a stream of their own, in the order in which they are drawn.
 
     `apart` gives the number of a line that no line of the training set may share; then each line is taken once.
     None takes all as they come, repeats too: the law of the training set.
@@ -96,7 +96,7 @@ class Fresh:
         self.identity = f"{seed} {count}"
         self._seed = seed
         training = training_set(seed, count)
-        self._held = [
+        self._held_out = [
             (split.apart, np.unique(split.apart(held_out(split.name, seed, MOST_HELD_OUT, training))))
             for split in SPLITS.values()
             if split.apart is not None
@@ -108,17 +108,17 @@ class Fresh:
         left = count
         while left > 0:
             drawn = draw("train", self._seed, position, max(left + left // 4, 256))
-            kept = np.flatnonzero(~self._is_held(drawn))[:left]
-            parts.append(drawn[kept])
-            left -= len(kept)
-            position += len(drawn) if left else int(kept[-1]) + 1
+            allowed = np.flatnonzero(~self._is_held_out(drawn))[:left]
+            parts.append(drawn[allowed])
+            left -= len(allowed)
+            position += len(drawn) if left else int(allowed[-1]) + 1
         return joined(parts), position
 
-    def _is_held(self, lines: Lines) -> npt.NDArray[np.bool_]:
-        held = np.zeros(len(lines), np.bool_)
-        for apart, known in self._held:
-            held |= _in(apart(lines), known)
-        return held
+    def _is_held_out(self, lines: Lines) -> npt.NDArray[np.bool_]:
+        held_out = np.zeros(len(lines), np.bool_)
+        for apart, known in self._held_out:
+            held_out |= _in(apart(lines), known)
+        return held_out
 
 
 def overlap(lines: Lines, training: Lines) -> Overlap:
@@ -131,12 +131,12 @@ def overlap(lines: Lines, training: Lines) -> Overlap:
 
 
 def _in(some: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
-    """Which of `some` are in `ordered`, distinct or not, but sorted."""
+    """bool [N], whether each of `some` is in `ordered`, which is sorted and may repeat."""
     if not len(ordered):
         return np.zeros(len(some), np.bool_)
     places = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)
-    found: npt.NDArray[np.bool_] = ordered[places] == some
-    return found
+    present: npt.NDArray[np.bool_] = ordered[places] == some
+    return present
 
 
 class PolynomialTask(Task[Lines]):

@@ -1,4 +1,4 @@
-"""What a folder of token shards holds, and all that is wrong with it. Shards are read a piece at a time."""
+"""Reads a folder of token shards, a piece at a time, and reports its content and everything that is wrong with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Finding:
 
 @dataclass(slots=True)
 class SplitFacts:
-    """What a split holds.
+    """The content of a split.
 
     Attributes:
         marks: how often BOS stands in it; None where the id of BOS is not known.
@@ -83,17 +83,17 @@ class Checked:
     def report(self) -> Iterator[str]:
         """For people."""
         for split in ("train", "val"):
-            if (found := self.splits.get(split)) is None:
+            if (content := self.splits.get(split)) is None:
                 continue
             of = "" if self.vocab is None else f" of {self.vocab:,}"
-            yield f"{split:<6} {found.shards:,} shards, {found.tokens:,} tokens, highest {found.highest}{of}"
-            if found.marks is not None and found.tokens:
-                share = 100 * found.marks / found.tokens
-                yield f"{'':<6} BOS ({self.bos}) {found.marks:,} times, {share:.3f} % of the tokens"
-            rows = found.histogram()
+            yield f"{split:<6} {content.shards:,} shards, {content.tokens:,} tokens, highest {content.highest}{of}"
+            if content.marks is not None and content.tokens:
+                share = 100 * content.marks / content.tokens
+                yield f"{'':<6} BOS ({self.bos}) {content.marks:,} times, {share:.3f} % of the tokens"
+            rows = content.histogram()
             if rows:
                 count = sum(row[2] for row in rows)
-                yield f"{'':<6} {count:,} documents, the longest of {found.longest:,} tokens"
+                yield f"{'':<6} {count:,} documents, the longest of {content.longest:,} tokens"
                 most = max(row[2] for row in rows)
                 for low, high, documents in rows:
                     yield f"{'':<6} {low:>9,} .. {high:<10,} {documents:>12,} {'#' * -(-40 * documents // most)}"
@@ -111,15 +111,15 @@ class Checked:
         """For programs."""
         splits = {
             split: {
-                "shards": found.shards,
-                "tokens": found.tokens,
-                "highest": found.highest,
-                "bos": found.marks,
-                "longest": found.longest,
-                "lengths": [list(row) for row in found.histogram()],
-                "repeated": found.repeated,
+                "shards": content.shards,
+                "tokens": content.tokens,
+                "highest": content.highest,
+                "bos": content.marks,
+                "longest": content.longest,
+                "lengths": [list(row) for row in content.histogram()],
+                "repeated": content.repeated,
             }
-            for split, found in self.splits.items()
+            for split, content in self.splits.items()
         }
         findings = [{"where": f.where, "what": f.what, "damage": f.damage} for f in self.findings]
         return {
@@ -153,24 +153,24 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
         record.require(tokenizer, folder)
     vocab = record.vocab if record else tokenizer.vocab if tokenizer else None
     bos = record.bos if record else tokenizer.bos if tokenizer else None
-    found = Checked(folder, vocab, bos, findings=findings)
+    checked = Checked(folder, vocab, bos, findings=findings)
     if not any(folder.glob("*.bin")) and not findings:
         raise DataError(f"{folder}: no token shards in this folder", "their names end in .bin")
-    _Check(found, record, progress).run()
-    return found
+    _Check(checked, record, progress).run()
+    return checked
 
 
 class _Check:
-    def __init__(self, found: Checked, record: ShardRecord | None, progress: Progress | None) -> None:
-        self._found, self._record, self._progress = found, record, progress
-        self._marked = found.bos is not None and (record is None or record.marks == "document")
+    def __init__(self, checked: Checked, record: ShardRecord | None, progress: Progress | None) -> None:
+        self._checked, self._record, self._progress = checked, record, progress
+        self._marked = checked.bos is not None and (record is None or record.marks == "document")
         self._hashes: dict[str, str] = {}  # of tokens -> the shard that has them
         self._documents = {split: Hashes() for split in SPLITS}
         self._done = 0
 
     def run(self) -> None:
         paths = {split: self._paths(split) for split in SPLITS}
-        for path in sorted(self._found.folder.glob("*.bin")):
+        for path in sorted(self._checked.folder.glob("*.bin")):
             if split_of(path.name) is None:
                 self._wrong(path, "nothing reads it: its name says neither train nor val")
         total = sum(path.stat().st_size // 2 for some in paths.values() for path in some if path.is_file())
@@ -180,16 +180,16 @@ class _Check:
             if repeated := hashes.repeated():
                 about = "about " * bool(hashes.level)
                 self._wrong(split, f"{about}{repeated:,} of its documents are equal to an earlier one of them")
-                self._found.splits[split].repeated = repeated
+                self._checked.splits[split].repeated = repeated
         both, exact = shared(self._documents["train"], self._documents["val"])
         if both:
             self._wrong("train", f"{'' if exact else 'about '}{both:,} of its documents are in val too")
 
     def _wrong(self, where: str | Path, what: str, damage: bool = False) -> None:
-        self._found.findings.append(Finding(str(where), what, damage))
+        self._checked.findings.append(Finding(str(where), what, damage))
 
     def _paths(self, split: Split) -> list[Path]:
-        folder, listed = self._found.folder, self._record.entries(split) if self._record else {}
+        folder, listed = self._checked.folder, self._record.entries(split) if self._record else {}
         try:
             paths = find_shards(folder, split) or []
         except DataError:  # there are shards, but none of this split
@@ -205,9 +205,9 @@ class _Check:
         return paths
 
     def _split(self, split: Split, paths: list[Path], total: int) -> None:
-        facts = SplitFacts(marks=None if self._found.bos is None else 0)
-        self._found.splits[split] = facts
-        documents = _Documents(self._found.bos) if self._marked and self._found.bos is not None else None
+        facts = SplitFacts(marks=None if self._checked.bos is None else 0)
+        self._checked.splits[split] = facts
+        documents = _Documents(self._checked.bos) if self._marked and self._checked.bos is not None else None
         listed = self._record.entries(split) if self._record else {}
         for path in paths:
             try:
@@ -228,7 +228,7 @@ class _Check:
             facts.lengths, facts.longest = documents.lengths, documents.longest
             entry = self._record.splits.get(split) if self._record else None
             count = int(documents.lengths.sum())
-            damaged = any(finding.damage for finding in self._found.findings)
+            damaged = any(finding.damage for finding in self._checked.findings)
             if not damaged and entry is not None and entry.documents not in (None, count):
                 self._wrong(split, f"{count:,} documents; {RECORD} says {entry.documents:,}", True)
 
@@ -241,7 +241,7 @@ class _Check:
         documents: _Documents | None,
         total: int,
     ) -> None:
-        vocab, bos, beyond = self._found.vocab, self._found.bos, 0
+        vocab, bos, beyond = self._checked.vocab, self._checked.bos, 0
         file, content = hashlib.sha256(header_of(shard.tokens)), hashlib.sha256()
         for start in range(0, shard.tokens, PIECE):
             tokens = shard.read(start, min(PIECE, shard.tokens - start))
@@ -278,7 +278,7 @@ class _Check:
 class _Documents:
     """Cuts a stream of tokens at BOS: how long documents are, and a digest of each that is not empty.
 
-    What stands before the first BOS is counted as a document.
+    Tokens before the first BOS count as a document.
     """
 
     def __init__(self, bos: int) -> None:

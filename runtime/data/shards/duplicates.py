@@ -22,9 +22,9 @@ class Hashes:
 
     def add(self, digests: Sequence[bytes]) -> None:
         """Takes digests of DIGEST_BYTES each."""
-        found = _within(np.frombuffer(b"".join(digests), "<u8").astype(np.uint64), self.level)
-        self._parts.append(found)
-        self._count += len(found)
+        part = _within(np.frombuffer(b"".join(digests), "<u8").astype(np.uint64), self.level)
+        self._parts.append(part)
+        self._count += len(part)
         while self._count > self._most:
             self.level += 1
             self._parts = [_within(np.concatenate(self._parts), self.level)]
@@ -36,8 +36,8 @@ class Hashes:
 
     def repeated(self) -> int:
         """How many documents have come before: about, where the level is not 0."""
-        kept = self.at(self.level)
-        return (len(kept) - len(np.unique(kept))) << self.level
+        hashes = self.at(self.level)
+        return (len(hashes) - len(np.unique(hashes))) << self.level
 
 
 def shared(some: Hashes, others: Hashes) -> tuple[int, bool]:

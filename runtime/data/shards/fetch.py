@@ -24,7 +24,7 @@ from specc.runtime.data.shards.record import (
 )
 from specc.runtime.data.shards.shard_file import TokenShard, split_of, sync_folder
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import open_tokenizer
+from specc.runtime.data.tokenizers.open import open_tokenizer
 from specc.runtime.errors import EnvironmentFailure, write_failure
 
 Say = Callable[[str], None]
@@ -72,8 +72,8 @@ class _Remote:
         if self.sha256 is not None:
             return None if sha256_of(path) == self.sha256 else "its SHA-256 is not the one that the hub states"
         data = path.read_bytes()
-        found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-        return None if found == self.blob else "its git id is not the one that the hub states"
+        digest = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+        return None if digest == self.blob else "its git id is not the one that the hub states"
 
 
 def fetch(

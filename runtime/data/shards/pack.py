@@ -18,16 +18,17 @@ from specc.runtime.data.shards.record import Marks, ShardEntry, ShardRecord, Spl
 from specc.runtime.data.shards.shard_file import sync_folder
 from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import open_tokenizer, require_16_bits, require_bos, tokenizer_files
+from specc.runtime.data.tokenizers.open import open_tokenizer, tokenizer_files
+from specc.runtime.data.tokenizers.tokenizer import require_16_bits, require_bos
 from specc.runtime.errors import write_failure
 
 Progress = Callable[[Split, int], None]
-SPLITS: tuple[Split, ...] = ("val", "train")  # the small one first: that it is empty should not be found last
+SPLITS: tuple[Split, ...] = ("val", "train")  # the small one first: whether it is empty shows at once
 
 
 @dataclass(frozen=True, slots=True)
 class PackOptions:
-    """What to pack, and how.
+    """The text to pack, and how.
 
     Attributes:
         sources, validation, share, bounds: as `specc.runtime.data.documents.corpus.split_corpus` takes them.
@@ -79,11 +80,17 @@ def pack(
             _copy(file, folder / file.name)
         splits: dict[Split, SplitEntry] = {}
         for split in SPLITS:
-            told = None if progress is None else _of(progress, split)
-            files = split + "_{:06d}.bin"
-            found = write_shards(corpora[split], tokenizer, folder, files, options.shard_tokens, options.marks, told)
-            shards = tuple(ShardEntry(name=n, tokens=t, sha256=sha256_of(folder / n)) for n, t in found.shards.items())
-            splits[split] = SplitEntry(documents=found.documents, document_bytes=found.document_bytes, shards=shards)
+            report = None if progress is None else _of(progress, split)
+            name_of, size, corpus = split + "_{:06d}.bin", options.shard_tokens, corpora[split]
+            written = write_shards(corpus, tokenizer, folder, name_of, size, options.marks, report)
+            splits[split] = SplitEntry(
+                documents=written.documents,
+                document_bytes=written.document_bytes,
+                shards=tuple(
+                    ShardEntry(name=file, tokens=tokens, sha256=sha256_of(folder / file))
+                    for file, tokens in written.shards.items()
+                ),
+            )
         if [corpus.listing() for corpus in corpora.values()] != listings:
             raise DataError(f"{name}: changed while it was being packed", "run again when it is complete")
         record = ShardRecord(

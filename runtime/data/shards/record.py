@@ -43,7 +43,7 @@ class SplitEntry(StrictModel):
 
 
 class ShardRecord(StrictModel):
-    """What stands in the file.
+    """The content of the record.
 
     Attributes:
         source: where the tokens are from, for people.

@@ -1,4 +1,4 @@
-"""Text tokenized once, into a folder of shards that is found again by what they were made from."""
+"""A cache of tokenized text: a folder of shards per source, split and tokenizer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_cached(
     cache: Path,
     progress: Callable[[int], None] | None = None,
 ) -> Cached:
-    """The entry of a split of text, as `open_stream` tells of it; made first where it is not there. Raises as that."""
+    """The entry of a split of text, which is built where it does not exist. Raises as `open_stream`."""
     require_bos(tokenizer)
     corpus = find_corpus(source, split)
     key = _key(corpus, tokenizer)
@@ -100,7 +100,7 @@ def _remove_strays(folder: Path) -> None:
 def _tokenize(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Callable[[int], None] | None
 ) -> dict[str, Any]:
-    found = write_shards(corpus, tokenizer, folder, "{:06d}.bin", SHARD_TOKENS, progress=progress)
+    written = write_shards(corpus, tokenizer, folder, "{:06d}.bin", SHARD_TOKENS, progress=progress)
     return {
         "format": FORMAT,
         "source": corpus.source,
@@ -108,11 +108,11 @@ def _tokenize(
         "tokenizer": tokenizer.name,
         "tokenizer_digest": tokenizer.digest(),
         "vocab": tokenizer.vocab,
-        "documents": found.documents,
-        "document_bytes": found.document_bytes,
-        "tokens": sum(found.shards.values()),
-        "shards": list(found.shards.values()),
-        "sha256": found.sha256,
+        "documents": written.documents,
+        "document_bytes": written.document_bytes,
+        "tokens": sum(written.shards.values()),
+        "shards": list(written.shards.values()),
+        "sha256": written.sha256,
     }
 
 

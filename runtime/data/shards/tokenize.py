@@ -1,4 +1,4 @@
-"""Documents to shards: BOS and the tokens of each document, cut where a shard is full."""
+"""Writes documents as shards: BOS and the tokens of each document, cut where a shard is full."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ BATCH_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written: documents, their bytes in the source, tokens of each file by name, and the SHA-256 (hex) of all
-    tokens as little-endian u16."""
+    """The shards of a split.
+
+    Attributes:
+        documents: number of documents.
+        document_bytes: their bytes in the source.
+        shards: tokens of each file, by name.
+        sha256: SHA-256 (hex) of all tokens as little-endian u16.
+    """
 
     documents: int
     document_bytes: int
@@ -40,10 +46,23 @@ def write_shards(
     marks: Marks = "document",
     progress: Callable[[int], None] | None = None,
 ) -> Written:
-    """Writes a split into `folder`. All shards but the last have `shard_tokens` tokens; documents run on from one to
-    the next. `name` is a format of a shard's number; `progress` is called with the bytes of documents so far.
+    """Writes a split as shards. All but the last have `shard_tokens` tokens; documents run on from one to the next.
 
-    Raises DataError for the documents and what the tokenizer does not take, OSError when the disk is full.
+    Args:
+        corpus: the documents.
+        tokenizer: turns them into ids below 65,536.
+        folder: where the shards are written.
+        name: format of a file name, of the number of the shard.
+        shard_tokens: tokens of a shard.
+        marks: BOS before each document, or before the first only.
+        progress: called with the bytes of documents so far.
+
+    Returns:
+        The shards that were written.
+
+    Raises:
+        DataError: a document cannot be read, or not be tokenized.
+        OSError: a shard cannot be written, such as on a full disk.
     """
     hasher = hashlib.sha256()
     bos = np.array([tokenizer.bos], np.uint16)

@@ -28,7 +28,7 @@ def lines_of(text: str) -> list[str]:
 class CharTokenizer:
     """One token a character: 0 pad, 1 start, 2 stop, then the characters in the order of `chars`.
 
-    A line is kept as its tokens, then stop, then pad. Start is never kept: a decoder is fed it first.
+    A line is stored as its tokens, then stop, then pad. Start is not stored: it is the first input of a decoder.
 
     Raises DataError for a character that stands twice, or for more of them than fit in a byte with the marks.
     """
@@ -74,8 +74,8 @@ class CharTokenizer:
             row = int((lengths >= width).argmax())
             raise _too_long(row, "".join(map(chr, codes[row][filled[row]])), width)
         tokens = np.full((len(codes), width), PAD, np.uint8)
-        kept = min(width, codes.shape[1])
-        tokens[:, :kept] = known[:, :kept]
+        columns = min(width, codes.shape[1])
+        tokens[:, :columns] = known[:, :columns]
         tokens[np.arange(len(codes)), lengths] = STOP
         return tokens
 

@@ -8,7 +8,8 @@ from specc.compiler.spec.messages.expected import dotted
 from specc.compiler.spec.spec import Spec
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.characters import CharTokenizer
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer, open_tokenizer, require_16_bits
+from specc.runtime.data.tokenizers.open import open_tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_16_bits
 
 
 def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:

@@ -107,8 +107,8 @@ def open_stream(
     change), the split and the tokenizer, so a changed file gets a new entry. An entry is a folder that is
     renamed into place when complete: two processes may ask at once (one builds, the other waits), and one
     that is killed leaves only a temporary folder, which the next build removes. Shards (`find_shards`) are
-    opened where they are, and held to the record of `specc data`, if one lies beside them; val must be one that can be
-    scored, which is better known before the training than behind it.
+    opened where they are, and compared with the record of `specc data`, if one lies beside them. The val split must be
+    one that can be scored, so that a run does not end with data that cannot.
 
     Args:
         progress: called with the bytes of documents tokenized so far.
@@ -148,14 +148,14 @@ def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: b
             raise DataIntegrityError(f"{shard.path}: not the shard that {RECORD} describes", HINT)
     if whole and (missing := sorted(listed.keys() - {path.name for path in paths})):
         raise DataIntegrityError(f"{paths[0].parent}: lacks {missing[0]}, which {RECORD} lists", HINT)
-    found = record.splits[split] if len(shards) == len(listed) else None
+    entry_of_split = record.splits[split] if len(shards) == len(listed) else None
     digest = hashlib.sha256("\n".join(listed[path.name].sha256 for path in paths).encode()).hexdigest()
     return TokenStream(
         shards,
         _starts(shards),
         tokenizer.vocab,
-        found.documents if found else None,
-        found.document_bytes if found else None,
+        entry_of_split.documents if entry_of_split else None,
+        entry_of_split.document_bytes if entry_of_split else None,
         record.tokenizer_digest,
         digest,
     )

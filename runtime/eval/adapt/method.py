@@ -1,4 +1,4 @@
-"""What is asked of a method that adapts a model to the text it is scored on, and what it works with."""
+"""The interface of methods that adapt a model to the text that it scores."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Work:
         return batches[part.start : part.stop]
 
     def each(self, batches: range, nats: Callable[[Placed], Tensor]) -> None:
-        """Counts what `nats` gives, f32 [B, T], of each of this rank's batches among these."""
+        """Counts `nats`, f32 [B, T], of each batch that is local to this process."""
         for number in self.local_batches(batches):
             batch = self.account.read(number)
             self.account.add(batch, nats(self._placed(batch)))
@@ -89,13 +89,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way to adapt, of the `kind` of settings that it is named after.
+    """A method of adaptation, named after the `kind` of its settings.
 
     Attributes:
-        rows: how many windows a batch has, of the settings, where windows of a batch have something in common; None
-            where any number does.
-        chunk: how many targets are scored before the model changes, of the settings; None where it does not.
-        run: scores all that there is, and says how often it adapted. Several processes run it with one `world`.
+        rows: windows of a batch, from the settings, where the windows of a batch share parameters; None for any number.
+        chunk: targets that are scored before the model changes, from the settings; None where it does not change.
+        run: scores the whole text, and returns in words how often it adapted. Several processes run it in one `world`.
     """
 
     name: str
@@ -105,6 +104,6 @@ class Method:
 
 
 def method_of(settings: Adaptation) -> Method:
-    """What does as the settings say."""
+    """The method that these settings are of."""
     known: Mapping[str, Method] = catalog(adapt, Method)
     return known[settings.kind]

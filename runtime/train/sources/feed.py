@@ -1,9 +1,10 @@
-"""What a step hands to the program `train`: the batch as it comes, or with the decoder's inputs made for it."""
+"""Feeds: how a batch becomes the arguments of the program `train`."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -47,13 +48,21 @@ class Feed(Protocol):
         """The loss of a pass, f32 [], of its `arguments`. Captured in a CUDA graph with them at fixed addresses."""
         ...
 
-    def made_up(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
+    def random_batch(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
         """A batch of random tokens, rows x window, on the CPU."""
         ...
 
     def counted(self) -> tuple[int | None, int]:
         """Samples and tokens given so far to all ranks; None for samples where steps are counted in tokens alone."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """Batches, and the feed that makes arguments of them."""
+
+    loader: Batches
+    feed: Feed
 
 
 class Windows:
@@ -71,7 +80,7 @@ class Windows:
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
         return train(*arguments)
 
-    def made_up(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
+    def random_batch(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
         return tuple(torch.randint(vocabulary, (2, *shape), generator=generator))
 
     def counted(self) -> tuple[int | None, int]:
@@ -129,7 +138,7 @@ class Forced:
         source, inputs, target, weight = arguments
         return train(source, inputs, target) * weight
 
-    def made_up(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
+    def random_batch(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
         source, target = torch.randint(vocabulary, (2, *shape), generator=generator)
         return source, target, torch.ones(())
 
@@ -138,7 +147,7 @@ class Forced:
 
 
 def shifted(target: Tensor) -> Tensor:
-    """What a decoder is fed when the truth is forced everywhere: start, then the target's tokens but the last."""
+    """The decoder inputs under full teacher forcing: start, then the target's tokens but the last."""
     inputs = target.roll(1, dims=1)
     inputs[:, 0] = START
     return inputs

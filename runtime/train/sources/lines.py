@@ -24,9 +24,9 @@ from specc.runtime.distributed.world import World
 from specc.runtime.metrics.exact_match import PairValidation
 from specc.runtime.model.load import Loaded, device_of
 from specc.runtime.storage.data_digests import DataDigests
-from specc.runtime.train.sources.feed import Forced
+from specc.runtime.train.sources.feed import Forced, TrainingData
 from specc.runtime.train.sources.micro_batches import micro_batches
-from specc.runtime.train.sources.source import Drill, Epoch, Source, Supply
+from specc.runtime.train.sources.source import Epoch, Source, Supply
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _OpenLines:
         loader = stack.enter_context(PairLoader(samples, rows, passes, world.device, world.rank, world.size))
         feed = Forced(loaded.model, plan.forcing, len(self.train), plan.seed, loader)
         validation = PairValidation(self.val.within(plan.validate_tokens), self.tokenizer, self.spec)
-        return Supply(loader, feed, validation)
+        return Supply(TrainingData(loader, feed), validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
         """Batches of lines of equal lengths, without pads: a decoder that has stopped reads none, so no range may
@@ -94,13 +94,12 @@ class _OpenLines:
                 yield {name: torch.from_numpy(side.astype(np.int64)) for name, side in sides.items()}
 
 
-def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Drill:
+def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> TrainingData:
     window, tokenizer = spec.model.window, characters_of(spec)
     lines = task_of(spec.train.data).first(batches * spec.train.rows(window))
     pairs, digests = Pairs.of(lines, tokenizer, window), DataDigests(train=lines.digest, val=lines.digest)
     data = _OpenLines(spec, tokenizer, pairs, pairs, digests, None)
-    supply = data.supply(loaded, World.alone().on(torch.device(device_of(loaded.target))), stack)
-    return supply.loader, supply.feed
+    return data.supply(loaded, World.alone().on(torch.device(device_of(loaded.target))), stack).training
 
 
 def _ready(spec: Spec, search: Sequence[Path]) -> _ReadyLines:

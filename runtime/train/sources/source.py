@@ -1,4 +1,4 @@
-"""What the runtime asks of a kind of training data."""
+"""The interface of a kind of training data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.train import sources
-from specc.runtime.train.sources.feed import Batches, Feed
+from specc.runtime.train.sources.feed import TrainingData
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """What a trainer reads, and what it is scored on."""
+    """Data to train on and to score on."""
 
-    loader: Batches
-    feed: Feed
+    training: TrainingData
     validation: Validates
 
 
@@ -64,15 +63,12 @@ class OpenData(Protocol):
 class Ready(Protocol):
     @property
     def files(self) -> Sequence[Path]:
-        """What a run keeps copies of, so that it can be opened where nothing but the run is."""
+        """The files that a run copies, so that it can be opened where nothing but the run is."""
         ...
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
         """Opens `data`, as `--data` names it. What takes long is made once, in `cache`. Raises DataError."""
         ...
-
-
-Drill = tuple[Batches, Feed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +79,12 @@ class Source:
         name: the form, as `DataKind.gives` states it.
         ready: finds all that is needed to be there and to fit the model, before a run writes anything: of a spec and
             folders to look for files in. It raises DataError.
-        drill: what one process reads where only the speed of its steps counts: at least so many batches, from no file.
+        drill: data for one process where only the speed of its steps counts: at least so many batches, from no file.
     """
 
     name: str
     ready: Callable[[Spec, Sequence[Path]], Ready]
-    drill: Callable[[Spec, Loaded, int, ExitStack], Drill]
+    drill: Callable[[Spec, Loaded, int, ExitStack], TrainingData]
 
 
 def source_of(spec: Spec) -> Source:

@@ -16,15 +16,16 @@ from specc.compiler.spec.spec import Calibrate, Spec
 from specc.compiler.spec.train import BitsSpec
 from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.data.tokenizers.from_spec import tokenizer_of
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer, tokenizer_files
+from specc.runtime.data.tokenizers.open import tokenizer_files
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import Loaded
 from specc.runtime.storage.data_digests import DataDigests
-from specc.runtime.train.sources.feed import Windows
-from specc.runtime.train.sources.source import Drill, Epoch, Source, Supply
+from specc.runtime.train.sources.feed import TrainingData, Windows
+from specc.runtime.train.sources.source import Epoch, Source, Supply
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class _Streams:
         loader = Loader(self.train, rows, window, data.order, plan.seed, *share, device=world.device)
         stack.enter_context(loader)
         validation = Validation(self.val, self.tokenizer, self.spec.eval.batch, plan.validate_tokens)
-        return Supply(loader, Windows(plan.rows(window) * window), validation)
+        return Supply(TrainingData(loader, Windows(plan.rows(window) * window)), validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
         wanted = Calibrate(sequences=rows, batch=batch)
@@ -95,10 +96,10 @@ class RandomTokens:
         """It holds nothing open."""
 
 
-def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Drill:
+def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> TrainingData:
     train, window = spec.train, spec.model.window
     tokens = RandomTokens(train.at_once(), window, spec.model.vocabulary, batches)
-    return tokens, Windows(train.rows(window) * window)
+    return TrainingData(tokens, Windows(train.rows(window) * window))
 
 
 def _ready(spec: Spec, search: Sequence[Path]) -> _Text:

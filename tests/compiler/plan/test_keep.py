@@ -10,7 +10,7 @@ from tiny_models import ATTENTION, MLP, float64, pair, tiny
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
 from specc.compiler.expr import Keep
-from specc.compiler.plan.lock import NO_LOCK, Entry, Kept, Lock, Machine, group_key
+from specc.compiler.plan.lock import NO_LOCK, Entry, GroupEntry, Lock, Machine, group_key
 from specc.compiler.plan.plan import Plan, SaveChoices
 from specc.compiler.spec.spec import Spec
 from specc.runtime.tune.candidates import all_choices, tuned_choices
@@ -37,7 +37,7 @@ def locked(act: Any, target: str, keep: Keep, **changed: Any) -> Lock:
     """A lock in which a way is the fastest."""
     found = alternatives(act, target)
     kept = {"key": group_key(found.sites), "keep": keep, "ms": {"derivative": 0.5, "input": 0.25}, **changed}
-    return NO_LOCK.with_kept(target, found.name, Kept.model_validate(kept), MACHINE)
+    return NO_LOCK.with_group(target, found.name, GroupEntry.model_validate(kept), MACHINE)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,9 @@ def test_what_was_measured_for_another_group_is_not_taken() -> None:
 def test_variants_of_a_spec_share_a_lock() -> None:
     lock = locked(GELU, "sm90", "input")
     other, kept = alternatives("gelu_tanh(x)", "sm90"), {"derivative": 0.25, "input": 0.5}
-    both = lock.with_kept("sm90", other.name, Kept(key=group_key(other.sites), keep="derivative", ms=kept), MACHINE)
+    both = lock.with_group(
+        "sm90", other.name, GroupEntry(key=group_key(other.sites), keep="derivative", ms=kept), MACHINE
+    )
     assert set(both.targets["sm90"].groups) == {
         "fused_mlp linear_gelu__n16_k8",
         "fused_mlp linear_gelu_tanh__n16_k8",
@@ -132,11 +134,11 @@ def test_variants_of_a_spec_share_a_lock() -> None:
 def test_a_lock_has_the_time_of_what_is_kept() -> None:
     with pytest.raises(ValueError, match="keep"):
         locked(GELU, "sm90", "mask")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="what is kept, input, has no time"):
+    with pytest.raises(ValueError, match="what is saved, input, has no time"):
         locked(GELU, "sm90", "input", ms={"derivative": 1.0})
     elsewhere = MACHINE.model_copy(update={"gpu": "NVIDIA H100"})
-    kept = Kept(key="0" * 12, keep="input", ms={"input": 1.0})
-    moved = locked(GELU, "sm90", "input").with_kept("sm90", "fused_other", kept, elsewhere)
+    kept = GroupEntry(key="0" * 12, keep="input", ms={"input": 1.0})
+    moved = locked(GELU, "sm90", "input").with_group("sm90", "fused_other", kept, elsewhere)
     assert set(moved.targets["sm90"].groups) == {"fused_other"}
 
 
@@ -157,7 +159,7 @@ def test_the_fastest_way_is_that_of_the_least_sum() -> None:
     found = alternatives(GELU, "sm90")
     times = {"linear_gelu__": 0.75, "dgrad_mul__": 0.45, "linear_gelu_pre__": 0.5, "dgrad_gelu_pre_grad__": 0.6}
     best = fastest(found, "sm90", measured(found, times))
-    assert best == Kept(key=group_key(found.sites), keep="input", ms={"derivative": 1.2, "input": 1.1})
+    assert best == GroupEntry(key=group_key(found.sites), keep="input", ms={"derivative": 1.2, "input": 1.1})
     assert line(found, best) == (
         "blocks.*.mlp saves the input: the derivative 1.2000 ms, the input 1.1000 ms, forward and backward"
     )

@@ -17,7 +17,7 @@ from specc.compiler.kernels.tile import Tile
 from specc.compiler.plan.lock import (
     NO_LOCK,
     Entry,
-    Kept,
+    GroupEntry,
     Lock,
     Machine,
     group_digest,
@@ -157,8 +157,8 @@ def test_the_digest_of_a_group_of_earlier_versions_is_read(spec: Path) -> None:
     choices = compile_spec(spec, (), ("sm90",)).plans["sm90"].save_choices[0]
     ms = {way.group.keep: 0.5 for way in choices.options}
     for words in ({"group": group_digest(choices.sites)}, {"key": group_key(choices.sites)}):
-        kept = Kept(keep=choices.options[-1].group.keep, ms=ms, **words)
-        lock = NO_LOCK.with_kept("sm90", choices.name, kept, MACHINE)
+        kept = GroupEntry(keep=choices.options[-1].group.keep, ms=ms, **words)
+        lock = NO_LOCK.with_group("sm90", choices.name, kept, MACHINE)
         lock_path(spec, "gpt_mini").write_text(lock.text())
         assert compile_spec(spec, (), ("sm90",)).plans["sm90"].save_choices[0].measured == kept
 
@@ -304,8 +304,8 @@ def test_entries_that_apply_to_no_node_are_told(spec: Path, capsys: pytest.Captu
         ("sm80", forward.rendered.module, entry_of(forward)),
     ):
         lock = lock.with_entry(target, name, entry, MACHINE)
-    kept = Kept(group="0" * 12, keep="input", ms={"input": 1.0})
-    path.write_text(lock.with_kept("sm90", "mlp", kept, MACHINE).text())
+    kept = GroupEntry(group="0" * 12, keep="input", ms={"input": 1.0})
+    path.write_text(lock.with_group("sm90", "mlp", kept, MACHINE).text())
     idle = (f"sm42 {forward.rendered.module}", f"sm80 {forward.rendered.module}", f"sm90 {backward.rendered.module}")
     idle = (*idle, "sm90 group mlp")
     assert compile_spec(spec).lock_use == LockUse(5, idle)

@@ -15,7 +15,7 @@ from specc.compiler.passes.assign_quant import calibrated
 from specc.compiler.spec.spec import Calibrate, Spec
 from specc.runtime.calibration.calibrate import Capture, calibration_windows, capture_hessians
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
 

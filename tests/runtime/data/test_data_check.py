@@ -20,7 +20,7 @@ from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.duplicates import DIGEST_BYTES, Hashes, shared
 from specc.runtime.data.shards.pack import PackOptions, pack
 from specc.runtime.data.shards.shard_file import ShardWriter, TokenShard
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 
 
 @pytest.fixture(scope="module")

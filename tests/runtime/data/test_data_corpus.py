@@ -13,7 +13,7 @@ import pytest
 from specc.runtime.data.documents.corpus import documents, split_corpus
 from specc.runtime.data.documents.formats import BLOCK_BYTES, RUNNING_BYTES, Bounds, read_documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
 
 SEPARATOR = b"<|endoftext|>\n"

@@ -23,7 +23,7 @@ from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.fetch import SETS
 from specc.runtime.data.shards.record import read_record
 from specc.runtime.data.shards.shard_file import ShardWriter
-from specc.runtime.data.tokenizers.tokenizer import open_tokenizer
+from specc.runtime.data.tokenizers.open import open_tokenizer
 from specc.runtime.data.windows.stream import open_stream
 
 assert model  # a fixture

@@ -13,7 +13,7 @@ from specc.runtime.data.documents.formats import read_documents
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.check import check
 from specc.runtime.data.shards.pack import PackOptions, pack
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
 
 LIMIT = 1000

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.shard_file import ShardWriter
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import ORDERS, Loader, Order, epoch_order
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 

@@ -19,7 +19,8 @@ from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards import tokenize
 from specc.runtime.data.shards.shard_file import ShardWriter
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, TokenArray
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.data.tokenizers.tokenizer import TokenArray
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.errors import EnvironmentFailure
 
@@ -229,7 +230,7 @@ CHILD = """
 import os, shutil, signal, sys, time
 from pathlib import Path
 from specc.runtime.data.shards import tokenize
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import open_stream
 source, cache, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 count, pause = int(sys.argv[4]), float(sys.argv[5])

@@ -16,13 +16,10 @@ from run_samples import small_spec
 
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.shards.pack import PackOptions, pack
-from specc.runtime.data.tokenizers.tokenizer import (
-    GPT2_PATTERN,
-    SentencePieceTokenizer,
-    TiktokenTokenizer,
-    Tokenizer,
-    open_tokenizer,
-)
+from specc.runtime.data.tokenizers.open import open_tokenizer
+from specc.runtime.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from specc.runtime.data.tokenizers.tiktoken import GPT2_PATTERN, TiktokenTokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.train.train import TrainOptions, train
 
 MERGES = [b"th", b"the", b" the", b"in", b"  ", b"    ", b"\n\n", b"\xe2\x96", b"\xe2\x96\x81", b"\xf0\x9f"]

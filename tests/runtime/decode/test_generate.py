@@ -15,7 +15,9 @@ from run_samples import VARIANTS, make_run, model_of, one_thread, small_spec, wr
 from torch import Tensor, nn
 
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, SentencePieceTokenizer, Tokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.decode.text import Decoder, Sampling, SamplingError
 from specc.runtime.errors import RunFailure
 from specc.runtime.generate import Detokenizer, generate, generate_several

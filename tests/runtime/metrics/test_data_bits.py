@@ -19,7 +19,9 @@ import torch
 from specc.runtime.data.documents.corpus import documents
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.shard_file import ShardWriter
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.data.tokenizers.open import open_tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.evaluation import WindowPlan, Windows
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.metrics.bits_per_byte import BitsPerByte, ScoredText, evaluate_bits

@@ -172,7 +172,7 @@ def test_other_weights_are_shown_for_a_while(dtypes: dict[str, torch.dtype]) -> 
     masters = Masters(model, dtypes)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     other = {name: torch.full(tuple(param.shape), 0.75) for name, param in model.named_parameters()}
-    with pytest.raises(KeyError, match="stop"), masters.showing(other):
+    with pytest.raises(KeyError, match="stop"), masters.swapped(other):
         assert all(bool((param == 0.75).all()) for param in model.parameters())
         raise KeyError("stop")
     assert all(torch.equal(param.detach(), before[name]) for name, param in model.named_parameters())

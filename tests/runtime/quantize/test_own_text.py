@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specc.compiler.build import canonical
 from specc.compiler.spec.spec import Calibrate, Spec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.open_model import OpenedModel, open_model
 from specc.runtime.quantize import own_text, pipeline

@@ -17,7 +17,7 @@ from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.spec import Allocate, Calibrate
 from specc.runtime.calibration.calibrate import calibration_windows, capture_gradients, capture_hessians
 from specc.runtime.calibration.gradients import Gradients
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.solve import CELLS, Option, added_nats, knapsack, solve_bits

@@ -29,7 +29,7 @@ SPECS = Path(__file__).parents[3] / "specs"
 @pytest.mark.parametrize("path", sorted(SPECS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_run_is_read_back_as_it_was_made(tmp_path: Path, path: Path) -> None:
     overrides = ("train.seed=7", "eval.batch=3")
-    made = Run.create(tmp_path / "a" / "b", check.load(path, overrides)[0], "sm90", "data/text", overrides)
+    made = Run(tmp_path / "a" / "b", check.load(path, overrides)[0], "sm90", "data/text", overrides).create()
     opened = Run.open(made.directory)
     assert opened == made and opened.spec.train.seed == 7 and opened.overrides == overrides
     assert opened.spec_digest == made.spec_digest
@@ -51,20 +51,20 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     for directory in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(RunDirectoryError, match="is not empty") as caught:
-            Run.create(directory, gpt_mini(), "cpu", "x")
+            Run(directory, gpt_mini(), "cpu", "x").create()
         assert caught.value.exit_code == 2 and "--resume auto" in caught.value.hint
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
-    run = Run.create(tmp_path / "run", gpt_mini(), "cpu", "x")
+    run = Run(tmp_path / "run", gpt_mini(), "cpu", "x").create()
     with pytest.raises(RunDirectoryError, match="is not empty"):
-        Run.create(run.directory, gpt_mini(), "cpu", "x")
+        Run(run.directory, gpt_mini(), "cpu", "x").create()
 
 
 def test_what_a_killed_start_left_is_used(tmp_path: Path) -> None:
-    run = Run.create(tmp_path, gpt_mini(), "cpu", "x")
+    run = Run(tmp_path, gpt_mini(), "cpu", "x").create()
     (tmp_path / "spec.json").unlink()
     assert not is_run(tmp_path)
     require_free(tmp_path)
-    assert Run.create(tmp_path, gpt_mini(), "cpu", "x") == run
+    assert Run(tmp_path, gpt_mini(), "cpu", "x").create() == run
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["spec.json", "run.json"])
 @pytest.mark.parametrize("text", ["", "{}", "[1", '{"format": 1, "target": 3}', "\x00"])
 def test_a_damaged_run_is_an_integrity_error(tmp_path: Path, name: str, text: str) -> None:
-    Run.create(tmp_path, gpt_mini(), "cpu", "x")
+    Run(tmp_path, gpt_mini(), "cpu", "x").create()
     (tmp_path / name).write_text(text)
     with pytest.raises(IntegrityError, match=name) as caught:
         Run.open(tmp_path)
@@ -85,7 +85,7 @@ def test_a_damaged_run_is_an_integrity_error(tmp_path: Path, name: str, text: st
 
 
 def test_another_spec_is_told_apart(tmp_path: Path) -> None:
-    run = Run.create(tmp_path, gpt_mini(), "cpu", "x")
+    run = Run(tmp_path, gpt_mini(), "cpu", "x").create()
     run.require_same(gpt_mini(), "cpu")
     with pytest.raises(RunDirectoryError) as caught:
         run.require_same(gpt_mini("train.steps=500", "train.optimizers.0.lr=0.1", "fuse=[]"), "sm90")
@@ -103,7 +103,10 @@ def test_names_of_runs_count_up(tmp_path: Path) -> None:
     assert default_run("gpt", root) == root / "gpt-001" and newest_run("gpt", root) is None
     for name in ("gpt-001", "gpt-007", "gpt-mini-030", "gpt-12", "other-090", "gpt-1000"):
         (root / name).mkdir(parents=True)
-    assert default_run("gpt", root) == root / "gpt-1001" and newest_run("gpt", root) == root / "gpt-1000"
+    assert default_run("gpt", root) == root / "gpt-1001" and newest_run("gpt", root) is None
+    for name in ("gpt-001", "gpt-007", "gpt-mini-030"):
+        (root / name / "spec.json").touch()
+    assert newest_run("gpt", root) == root / "gpt-007"  # training never began in those after it
     assert default_run("gpt-mini", root) == root / "gpt-mini-031"
     assert default_run("new", root) == root / "new-001"
 

@@ -94,7 +94,7 @@ def test_the_model_computes_with_what_will_be_stored(dtype: torch.dtype) -> None
     model = Toy(noise=0.0)
     masters = Masters(model, dict.fromkeys(SHAPES, dtype), copied=SCHEMES)
     weights = {name: master.detach().clone() for name, master in masters.tensors.items()}
-    masters.round_to(SCHEMES)
+    masters.fake_quantize(SCHEMES)
     for name, param in model.named_parameters():
         if name == "blocks.gain":
             assert torch.equal(param.detach(), weights[name].to(dtype))
@@ -104,7 +104,7 @@ def test_the_model_computes_with_what_will_be_stored(dtype: torch.dtype) -> None
         bits = 8 if name == "embed" else 5
         assert all(len(row.unique()) <= 2**bits - 1 for row in param.detach())
         assert torch.equal(masters.tensors[name].detach(), weights[name])
-    masters.round_to(None)
+    masters.fake_quantize(None)
     assert all(torch.equal(param.detach(), weights[name].to(dtype)) for name, param in model.named_parameters())
 
 
@@ -118,7 +118,7 @@ def test_int8_weights_are_those_of_their_products_and_biases_stay(weights: str) 
     module = nn.ParameterDict({"a": drawn[0].clone(), "b": 100 * drawn[1], "bias": torch.randn(6, generator=generator)})
     given = {name: param.detach().clone() for name, param in module.items()}
     masters = Masters(module, dict.fromkeys(module, torch.float32), copied=module.keys())
-    masters.round_to(dict.fromkeys(module, scheme))
+    masters.fake_quantize(dict.fromkeys(module, scheme))
     for name in ("a", "b"):
         arrays = scheme.quantize_seen(given[name], Seen(input_scale=torch.tensor([3.0 / 127])))
         assert torch.equal(module[name].detach(), scheme.dequantize(arrays, (6, 10)))
@@ -131,7 +131,7 @@ def test_gradients_pass_as_if_nothing_were_rounded() -> None:
     w + (rounded - w).detach()."""
     model = Toy(noise=0.0)
     masters = Masters(model, dict.fromkeys(SHAPES, torch.float32), copied=SCHEMES)
-    masters.round_to(SCHEMES)
+    masters.fake_quantize(SCHEMES)
     ids, targets = torch.randint(257, (2, 3, 8), generator=torch.Generator().manual_seed(1))
     masters.clear()
     torch.autograd.backward(model(ids, targets))
@@ -154,7 +154,7 @@ def test_gradients_pass_as_if_nothing_were_rounded() -> None:
 def test_what_is_less_than_a_step_of_the_grid_adds_up() -> None:
     model = Toy(noise=0.0)
     masters = Masters(model, dict.fromkeys(SHAPES, torch.float32), copied=SCHEMES)
-    masters.round_to(SCHEMES)
+    masters.fake_quantize(SCHEMES)
     before = model.blocks.up.detach().clone()
     grid = before[0].abs()[before[0] != 0].min()
     with torch.no_grad():
@@ -171,7 +171,7 @@ def run(folder: Path, below: float = 0.55, **more: Any) -> Any:
 
 
 def shown(one: Any) -> Mapping[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in one.masters.shown.items()}
+    return {name: tensor.detach().clone() for name, tensor in one.masters.model_parameters.items()}
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
@@ -212,7 +212,7 @@ def test_rounding_in_training_lessens_what_rounding_costs(tmp_path: Path) -> Non
         train = train_spec(qat={"below": below}, steps=150, schedule={"warmdown_steps": 140})
         one = trainer(tmp_path, train, Toy(noise=0.0), grids=coarse)
         steps(one, 150)
-        one.masters.round_to(coarse)
+        one.masters.fake_quantize(coarse)
         with torch.no_grad():
             found[below] = sum(float(one._functions["score"](*one.loader.next()).mean()) for _ in range(64)) / 64
     assert found[0.9] < found[1e-9]
@@ -221,4 +221,4 @@ def test_rounding_in_training_lessens_what_rounding_costs(tmp_path: Path) -> Non
 def test_a_parameter_that_is_its_own_master_cannot_be_rounded() -> None:
     masters = Masters(Toy(), dict.fromkeys(SHAPES, torch.float32))
     with pytest.raises(ValueError, match=r"blocks\.down is its own master"):
-        masters.round_to(SCHEMES)
+        masters.fake_quantize(SCHEMES)

@@ -224,12 +224,12 @@ def test_weights_are_rounded_as_the_artifact_stores_them() -> None:
     for source in one.sources:
         scale = torch.from_numpy(one.stored.tensors[source.weight]["input_scale"].copy())
         shares[source.weight.replace(".", "_")] = (scale.double() / scale.double().max()).float()
-    masters.round_to(schemes, shares)
+    masters.fake_quantize(schemes, shares)
     for source in one.sources:
         name, scheme = source.weight, one.stored.schemes[source.weight]
         scale = torch.from_numpy(one.stored.tensors[name]["input_scale"].copy())
         arrays = scheme.quantize_seen(one.weights[name], Seen(input_scale=scale))  # without data: to nearest
-        found = masters.shown[name.replace(".", "_")].detach()
+        found = masters.model_parameters[name.replace(".", "_")].detach()
         wanted = scheme.dequantize(arrays, tuple(found.shape))
         step = torch.from_numpy(arrays["scale"].copy()).float()[:, None]
         steps = ((found - wanted) * shares[name.replace(".", "_")] / step).abs()

@@ -9,12 +9,13 @@ import torch
 from log_lines import read_log
 from run_samples import gpt_mini
 from test_optim_late import SCHEMES
-from toy import WINDOW, Toy, Watch, parameters, stream, train_spec, trainer
+from toy import WINDOW, Toy, Watch, data_of, stream, train_spec, trainable, trainer
 
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
+from specc.runtime.distributed.world import World
 from specc.runtime.errors import RunFailure
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model import cuda_graph as capture
@@ -37,8 +38,8 @@ def gpu_trainer(
     torch.manual_seed(train.seed)
     loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed)
     model = model or Toy(noise=0.0)
-    device = torch.device("cuda")
-    return Trainer(model, parameters("bf16"), train, loader, WINDOW, device, compiled, "digest", grids=grids)
+    world = World.alone().on(torch.device("cuda"))
+    return Trainer(trainable(model, "bf16", grids), train, data_of(train, loader), world, compiled)
 
 
 def test_numbers_come_a_step_late_and_are_those_of_the_cpu(tmp_path: Path) -> None:
@@ -110,7 +111,9 @@ def test_replaying_graphs_trains_as_calling_does(variant: str, tmp_path: Path, m
     assert again == pytest.approx(losses, rel=1e-3)
     for name, master in called.masters.tensors.items():
         torch.testing.assert_close(master, replayed.masters.tensors[name], rtol=2e-2, atol=2e-3)
-        torch.testing.assert_close(called.masters.shown[name], replayed.masters.shown[name], rtol=5e-2, atol=5e-2)
+        torch.testing.assert_close(
+            called.masters.model_parameters[name], replayed.masters.model_parameters[name], rtol=5e-2, atol=5e-2
+        )
 
 
 def test_what_is_not_finite_stops_a_step_later_and_is_named(tmp_path: Path) -> None:
@@ -126,7 +129,7 @@ def test_what_is_not_finite_stops_a_step_later_and_is_named(tmp_path: Path) -> N
 
 
 def test_a_run_on_the_clock(tmp_path: Path) -> None:
-    from specc.runtime.log import RunLog
+    from specc.runtime.log import Reporter, RunLog
     from specc.runtime.storage.run_directory import Run
     from specc.runtime.train.loop import Limits, Loop
 
@@ -135,7 +138,7 @@ def test_a_run_on_the_clock(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", gpt_mini(), "sm90", "text")
     run.checkpoints.mkdir(parents=True)
     log, validation = RunLog(run.log), Validation(stream(tmp_path, "val"), ByteTokenizer(), 8, 200)
-    result = Loop(run, one, validation, log, Watch(None), lambda text: None, Limits()).run()
+    result = Loop(run, one, validation, Reporter(log, Watch(None), lambda text: None), Limits()).run()
     log.close()
     steps = [record for record in read_log(run.log) if record["event"] == "step"]
     assert result.complete and [record["step"] for record in steps] == list(range(1, result.step + 1))

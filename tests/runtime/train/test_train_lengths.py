@@ -8,14 +8,17 @@ import pytest
 import torch
 from run_samples import one_thread, small_spec, write_text
 from test_golf_phases import saved, trained
+from toy import data_of
 
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.spec import Spec
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import open_stream
+from specc.runtime.distributed.world import World
 from specc.runtime.model.load import initialize, instantiate
-from specc.runtime.train.phases import LAST, Stretch, current, stretches
+from specc.runtime.train.segments import LAST, RunSegment, run_segments, segment_at
+from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 GROWING = ("train.steps=6", "train.lengths=[[0, 8], [0.3, 16], [0.66, 32]]", "train.tokens_per_step=256")
@@ -27,13 +30,13 @@ def single() -> Iterator[None]:
         yield
 
 
-def test_stretches_are_those_of_phases_and_lengths_together() -> None:
+def test_segments_are_those_of_phases_and_lengths_together() -> None:
     early = Phase(0.35, "train_once", "score_once")
-    assert stretches((), (), 32) == (Stretch(0.0, LAST, 32),)
-    run = stretches((early,), ((0.0, 8), (0.2, 16), (0.35, 24), (0.7, 32)), 32)
+    assert run_segments((), (), 32) == (RunSegment(0.0, LAST, 32),)
+    run = run_segments((early,), ((0.0, 8), (0.2, 16), (0.35, 24), (0.7, 32)), 32)
     wanted = ((0.0, early, 8), (0.2, early, 16), (0.35, LAST, 24), (0.7, LAST, 32))
-    assert run == tuple(Stretch(*one) for one in wanted)
-    assert [current(run, done) for done in (0, 0.1999, 0.2, 0.349, 0.35, 0.69, 0.7, 1)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert run == tuple(RunSegment(*one) for one in wanted)
+    assert [segment_at(run, done) for done in (0, 0.1999, 0.2, 0.349, 0.35, 0.69, 0.7, 1)] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def trainer_of(spec: Spec, folder: Path, target: str = "cpu", compiled: bool = False) -> Trainer:
@@ -43,30 +46,23 @@ def trainer_of(spec: Spec, folder: Path, target: str = "cpu", compiled: bool = F
     stream: Any = open_stream(write_text(folder / "data"), "train", ByteTokenizer(), folder / "cache")
     loader = Loader(stream, spec.train.at_once(), spec.model.window, "coprime_stride", spec.train.seed)
     device, window = torch.device("cpu" if target == "cpu" else "cuda"), spec.model.window
-    return Trainer(
-        loaded.model,
-        loaded.programs.params,
-        spec.train,
-        loader,
-        window,
-        device,
-        compiled,
-        "digest",
-        phases=loaded.programs.phases,
-    )
+    model = TrainableModel(loaded.model, loaded.programs.params, window, "digest", loaded.programs.phases)
+    return Trainer(model, spec.train, data_of(spec.train, loader, window), World.alone().on(device), compiled)
 
 
 def test_a_step_is_of_the_same_tokens_in_shorter_rows(tmp_path: Path) -> None:
     one, plain = (trainer_of(small_spec(*GROWING), tmp_path / name) for name in ("one", "plain"))
     shapes: list[tuple[int, ...]] = []
-    one._model.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
+    one._module.register_forward_pre_hook(lambda module, args: shapes.append(tuple(args[0].shape)))
     for step in range(6):
         plain.masters.restore(one.masters.tensors)
         tokens = (8, 8, 16, 16, 32, 32)[step]
         wanted = []
         for _ in range(2):  # micro-batches of 4 windows of 32
             ids, targets = plain.loader.next()
-            nats = [plain._model(ids[:, at : at + tokens], targets[:, at : at + tokens]) for at in range(0, 32, tokens)]
+            nats = [
+                plain._module(ids[:, at : at + tokens], targets[:, at : at + tokens]) for at in range(0, 32, tokens)
+            ]
             wanted.append(float(torch.stack(nats).mean().detach()))
         (known,) = one.advance()
         assert known.loss == pytest.approx(sum(wanted) / 2, rel=1e-5)
@@ -92,15 +88,15 @@ def test_warming_up_runs_every_stretch_to_come_and_leaves_all_as_it_was(tmp_path
     while trainer.done < 1:
         state = {**trainer.masters.tensors, **trainer.optimizers.state()}
         before = {name: tensor.clone() for name, tensor in state.items()}
-        number, loader = trainer._number, trainer.loader.state()
+        number, loader = trainer._index, trainer.loader.state()
         called.clear()
         trainer.warm_up(257)
-        assert set(called) == set(range(number, 4)) and trainer._number == number and trainer.coming == 3 - number
+        assert set(called) == set(range(number, 4)) and trainer._index == number and trainer.segments_left == 3 - number
         assert trainer.loader.state() == loader
         for name, tensor in before.items():
             assert torch.equal(state[name], tensor), name
         trainer.advance()
-        seen.append((trainer.stretch.phase.train, trainer.stretch.tokens))
+        seen.append((trainer.segment.phase.train, trainer.segment.tokens))
     once, looped = [("train_once", 8)] * 2 + [("train_once", 16)], [("train", 16)] + [("train", 32)] * 2
     assert seen == once + looped
     trainer.loader.close()

@@ -19,9 +19,9 @@ from toy import Hook, Toy, Watch, stream, train_spec, trainer
 
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.data.errors import DataIntegrityError
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.errors import RunFailure
-from specc.runtime.log import Lines, RunLog, Step
+from specc.runtime.log import Lines, Reporter, RunLog, Step
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import Run
@@ -50,7 +50,7 @@ def go(
     validation = Validation(stream(folder, "val"), ByteTokenizer(), 8, 200)
     say = (said if said is not None else []).append
     try:
-        return Loop(run, one, validation, log, Watch(hook), say, limits or Limits()).run()
+        return Loop(run, one, validation, Reporter(log, Watch(hook), say), limits or Limits()).run()
     finally:
         log.close()
         one.loader.close()
@@ -125,7 +125,8 @@ def test_max_seconds_ends_early(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "error", "code"), [(signal.SIGTERM, Preempted, 75), (signal.SIGINT, Interrupted, 130)]
+    ("number", "error", "code"),
+    [(signal.SIGTERM, Preempted, 75), (signal.SIGHUP, Preempted, 75), (signal.SIGINT, Interrupted, 130)],
 )
 def test_signals_save_and_the_run_goes_on_exactly(
     tmp_path: Path, number: signal.Signals, error: type[Exception], code: int
@@ -148,6 +149,14 @@ def test_signals_save_and_the_run_goes_on_exactly(
     go(tmp_path, "stopped")
     assert losses(tmp_path, "stopped") == losses(tmp_path, "whole")
     assert ends(tmp_path, "stopped") == ends(tmp_path, "whole")
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert go(tmp_path, "run", hook=lambda step: os.kill(os.getpid(), signal.SIGHUP)).complete
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_during_validation_saves(tmp_path: Path) -> None:

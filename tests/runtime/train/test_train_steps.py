@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from toy import WINDOW, Toy, stream, train_spec, trainer
 
-from specc.runtime.data.tokenizers.tokenizer import ByteTokenizer
+from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
 from specc.runtime.data.windows.loader import Loader
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.metrics.validation import Validation
@@ -144,7 +144,7 @@ def test_each_part_of_the_state_matters(tmp_path: Path) -> None:
 def test_bf16_trains_on_f32_masters(tmp_path: Path) -> None:
     low, high = (trainer(tmp_path, model=Toy(noise=0.0), dtype=dtype) for dtype in ("bf16", "f32"))
     assert steps(low, 20) == pytest.approx(steps(high, 20), rel=0.03)
-    copies = dict(low.masters.shown)
+    copies = dict(low.masters.model_parameters)
     for name, master in low.masters.tensors.items():
         assert master.dtype == torch.float32 and copies[name].dtype == torch.bfloat16
         assert torch.equal(copies[name].detach(), master.detach().bfloat16())

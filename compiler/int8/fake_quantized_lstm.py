@@ -1,4 +1,4 @@
-"""A long short-term memory as training rehearses it for int8: floats, rounded where the deployed one rounds."""
+"""A fake-quantized LSTM: training in floats that are rounded where the int8 LSTM rounds."""
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
@@ -19,11 +19,11 @@ BIASED = Pointwise(("x + bias",), ("x", "bias"))
 SUM = Pointwise(("h + x",), ("h", "x"))
 
 
-def rehearsed(
+def fake_quantized(
     edit: Editing, node: Node, name: str, x: str, state: Sequence[str], factors: Sequence[Factor], backward: bool
 ) -> tuple[str, str, str]:
-    """Adds one direction; returns y [B, T, H], h and c: one product for the gates of all steps of x, with the biases,
-    and a loop over the steps of h, which is rounded at each."""
+    """Adds one direction and returns y [B, T, H], h and c: one product for the gates of all steps of x, with the
+    biases, and a loop over the steps of h, which is rounded at each."""
     into, hidden = factors
     gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)
     for i, bias in enumerate(factor.bias for factor in factors if factor.bias):
@@ -32,9 +32,9 @@ def rehearsed(
         gates = edit.add_op(f"{name}_reversed", Reversed(), (gates,), node)
     inputs = (*state, gates, hidden.weight, edit.inverse(hidden.weight))
     step = edit.function(_step([edit.type(ref) for ref in inputs], edit.input_bits(hidden.weight)))
-    kept = [edit.type(ref) for ref in state]
-    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], kept[0].width)
-    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*kept, y)), inputs, (*kept, y)), node)
+    types = [edit.type(ref) for ref in state]
+    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], types[0].width)
+    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*types, y)), inputs, (*types, y)), node)
     out = f"{loop}:2"
     if backward:
         out = edit.add_op(f"{name}_y", Reversed(), (out,), node)

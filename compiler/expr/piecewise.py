@@ -52,15 +52,15 @@ def may_be_infinite(factors: Factors) -> bool:
     return any(exponent < 0 and not positive(base) for base, exponent in flat(factors))
 
 
-def lone_where(factors: Factors) -> Call | None:
+def single_where(factors: Factors) -> Call | None:
     match factors:
-        case ((Call("where", _) as found, Fraction(numerator=1, denominator=1)),):
-            return found
+        case ((Call("where", _) as choice, Fraction(numerator=1, denominator=1)),):
+            return choice
     return None
 
 
-def risen(base: Expr) -> Expr | None:
-    """u of 1 + exp(u)."""
+def logistic_argument(base: Expr) -> Expr | None:
+    """u, where the base is 1 + exp(u), so that its inverse is sigmoid(-u); else None."""
     match sorted(addends(base), key=lambda term: len(term[1])) if is_sum(base) else []:
         case [(1, ()), (1, ((Call("exp", (u,)), 1),))]:
             return u

@@ -1,0 +1,36 @@
+"""The tokenizer `bytes`: one id per byte."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, checked_ids
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes themselves; 256 is BOS. Lossless on any bytes."""
+
+    name = "bytes"
+    vocab = 257
+    bos: int | None = 256
+    lossless = True
+
+    def encode(self, text: bytes) -> TokenArray:
+        return np.frombuffer(text, np.uint8).astype(np.uint16)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
+        array = checked_ids(ids, self)
+        return bytes(array[array != 256].astype(np.uint8))
+
+    def piece_bytes(self) -> PieceBytes:
+        boundary = np.arange(257) == 256
+        return PieceBytes((~boundary).astype(np.int64), np.zeros(257, np.bool_), boundary)
+
+    def digest(self) -> str:
+        return hashlib.sha256(b"bytes 0..255, bos 256").hexdigest()

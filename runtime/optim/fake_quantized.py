@@ -1,0 +1,68 @@
+"""Parameters as they will be stored, for quantization-aware training."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from specc.compiler.quant.scheme import Scheme
+
+
+class FakeQuantized:
+    """Writes the masters into the model's parameters, each rounded to the grid of its scheme.
+
+    Args:
+        masters: the f32 master weights, by name.
+        parameters: the model's own, by name.
+        schemes: by name; those without a grid (floats) are left alone.
+        input_shares: f32 [K] for a weight [N, K], by name: the weight is rounded as this number times it.
+
+    Attributes:
+        schemes: as given.
+        names: the parameters that are rounded.
+
+    Raises:
+        ValueError: for a parameter that is its own master.
+    """
+
+    def __init__(
+        self,
+        masters: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
+        schemes: Mapping[str, Scheme],
+        input_shares: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.schemes = schemes
+        self.names = frozenset(name for name, scheme in schemes.items() if scheme.has_grid)
+        if same := sorted(name for name in self.names if masters[name] is parameters[name]):
+            raise ValueError(f"{same[0]} is its own master: there is nothing to round it into")
+        # By scheme and shape, so that one of each has its few kernels and not each parameter.
+        shares = input_shares or {}
+        groups: dict[tuple[Scheme, torch.Size, bool], list[str]] = {}
+        for name in masters:
+            if name in self.names:
+                group = _without_match(schemes[name]), masters[name].shape, name in shares
+                groups.setdefault(group, []).append(name)
+        self._groups = [
+            (
+                scheme,
+                [masters[name].detach() for name in names],
+                [parameters[name].detach() for name in names],
+                torch.stack([shares[name] for name in names])[:, None] if has_shares else None,
+            )
+            for (scheme, _, has_shares), names in groups.items()
+        ]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Rounds all of them, without waiting for a GPU."""
+        for scheme, masters, parameters, shares in self._groups:
+            if shares is None:
+                torch._foreach_copy_(parameters, list(scheme.on_grid(torch.stack(masters))))
+            else:
+                torch._foreach_copy_(parameters, list(scheme.on_grid(torch.stack(masters) * shares) / shares))
+
+
+def _without_match(scheme: Scheme) -> Scheme:
+    """The scheme of a rule as it compares equal to that of another rule that says the same."""
+    return scheme.model_copy(update={"match": ""}) if "match" in type(scheme).model_fields else scheme

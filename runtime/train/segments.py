@@ -1,0 +1,100 @@
+"""Run segments: which programs a model trains with and is scored with, on rows of how many tokens, and when."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from specc.compiler.programs.programs import Phase
+
+LAST = Phase(1.0, "train", "score")
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RunSegment:
+    """A part of a run with one pair of programs and one length of rows.
+
+    Attributes:
+        begins: the share of the run, 0 to 1, from which it holds.
+        phase: its programs.
+        tokens: the length of a row.
+    """
+
+    begins: float
+    phase: Phase
+    tokens: int
+
+    @property
+    def description(self) -> str:
+        return f"program {self.phase.train}, rows of {self.tokens:,} tokens"
+
+
+def run_segments(phases: Sequence[Phase], lengths: Sequence[tuple[float, int]], window: int) -> tuple[RunSegment, ...]:
+    """The segments of a run, in order.
+
+    Args:
+        phases: the phases of the run, in order; after them the run continues with LAST.
+        lengths: (share of the run, tokens of a row from there), in order and from 0.
+        window: tokens of a row where there are no `lengths`.
+    """
+    ends = (0.0, *(phase.until for phase in phases), 1.0)
+    lengths = lengths or ((0.0, window),)
+    segments = []
+    for begins in sorted({*(end for end in ends if end < 1), *(share for share, _ in lengths)}):
+        phase = next(phase for phase, (_, end) in zip((*phases, LAST), pairwise(ends), strict=True) if begins < end)
+        tokens = next(tokens for share, tokens in reversed(lengths) if share <= begins)
+        segments.append(RunSegment(begins, phase, tokens))
+    return tuple(segments)
+
+
+def segment_at(segments: Sequence[RunSegment], done: float) -> int:
+    """The index of the segment in which an update is made when the share `done` of the run is behind."""
+    return max(i for i, segment in enumerate(segments) if segment.begins <= done)
+
+
+def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compiled: bool) -> Mapping[str, Function]:
+    """The programs of all segments, by name: the mean loss of a batch, and the loss of each target. Where rows change
+    their length, each length is compiled for itself."""
+    names = dict.fromkeys(name for segment in segments for name in (segment.phase.train, segment.phase.score))
+    functions: dict[str, Function] = {name: model if name == LAST.train else getattr(model, name) for name in names}
+    if not compiled:
+        return functions
+    whole = getattr(model, "fullgraph", True)  # else it says itself what is compiled of a loop over time
+    sizes = {"dynamic": False} if len({segment.tokens for segment in segments}) > 1 else {}
+    trains = {segment.phase.train for segment in segments}
+    return {
+        name: torch.compile(function, fullgraph=whole, **(sizes if name in trains else {}))  # type: ignore[call-overload]
+        for name, function in functions.items()
+    }
+
+
+class UnusedParameters:
+    """Parameters that no program of a phase reads. An update would decay them and count a step of theirs; `restore`
+    reverts that.
+
+    Args:
+        names: the parameters.
+        masters: the f32 master weights, by name.
+        state: the optimizers' state, by `kind.slot/parameter`.
+    """
+
+    def __init__(self, names: Sequence[str], masters: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        unused = set(names)
+        self._tensors = [masters[name].detach() for name in names]
+        self._tensors += [tensor for key, tensor in state.items() if key.partition("/")[2] in unused]
+        self._saved = [tensor.clone() for tensor in self._tensors]
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Saves their values and their state."""
+        for tensor, saved in zip(self._tensors, self._saved, strict=True):
+            saved.copy_(tensor)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Reverts an update to what was saved."""
+        for tensor, saved in zip(self._tensors, self._saved, strict=True):
+            tensor.copy_(saved)
