@@ -36,7 +36,8 @@ from specc.compiler.ops.sequence import AsStep, Concat, Copy, Moves, Repeat, Rev
 from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Halves, Last, MergeHeads, PadRows, SplitHeads
 from specc.compiler.ops.sinusoid import Sinusoid
 from specc.compiler.programs import fx_witness as witness
-from specc.compiler.render.jinja import render
+from specc.compiler.render.jinja import exists, render
+from specc.compiler.render.model import OpContext
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.verify.judge import many
 
@@ -208,7 +209,12 @@ def module_of(sample: Sample) -> ModuleType:
     lines = ["import torch", "from torch import Tensor, nn", "from torch.nn import functional as F", ""]
     lines.append(f"NAMESPACE = 'spelled_{next(MODULES)}'")  # for ops that it registers
     if support := sample.op.support(types):
-        lines.append(render(f"torch/{support}.py.jinja", None, "", ""))
+        own = f"torch/ops/{support}.py.jinja"
+        lines.append(
+            render(own, OpContext(f"spelled_{next(MODULES)}"), "", "")
+            if exists(own)
+            else render(f"torch/{support}.py.jinja", None, "", "")
+        )
     text = sample.op.torch(names, types)
     lines += ["class M(nn.Module):", f"    def forward(self, {', '.join(names)}):", f"        return {text}"]
     module = ModuleType("spelled")
