@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from specc.compiler.architectures.stack import Blocks, Stack
-from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
+from specc.compiler.blocks.parts import Stage
 from specc.compiler.ir.graph import Builder
 
 
@@ -27,13 +28,13 @@ class BlocksStage(Blocks, Stage):
     def in_place(self) -> bool:
         return any(layer.in_place for layer in self.layers)
 
-    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
-        assert around.site is not None
-        return Stack(self, shape, around.site).begin(b, around)
+    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
+        assert context.site is not None
+        return Stack(self, shape, context.site).begin(b, context)
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        assert around.site is not None
-        value, state = Stack(self, shape, around.site).run(b, x, around)
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        assert context.site is not None
+        value, state = Stack(self, shape, context.site).run(b, x, context)
         side, _, title = b.scope.rpartition(".")
         b.scope = f"{side}.{norm_name(title)}"
         return Lowered(self.norm.of_no_layer.lower(b, value, "y", shape), state)

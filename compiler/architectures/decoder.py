@@ -9,10 +9,11 @@ from pydantic import Field
 from specc.compiler.architectures.architecture import Architecture
 from specc.compiler.architectures.function_table import Functions
 from specc.compiler.architectures.stack import Blocks, Stack, one_of
+from specc.compiler.blocks.context import CallSite, LoweringContext, Shape, SizeNames, Tokens
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.norm import Rms
-from specc.compiler.blocks.roles import Embed, Norm, Shape, Site, SizeNames, Surroundings, Tokens, formula_problems
+from specc.compiler.blocks.parts import Embed, Norm, formula_problems
 from specc.compiler.blocks.token import order_problems
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
@@ -252,10 +253,10 @@ class _Lowering:
         caches = self.model.blocks.state(self.shape) if start else {}
         kept = {key: b.input(f"cache.{key}", type) for key, type in caches.items()}
         place: Path = ("model", "blocks")
-        site = Site("blocks", "block", place, self.places, self.functions)
+        site = CallSite("blocks", "block", place, self.places, self.functions)
         stack = Stack(self.model.blocks, self.shape, site, order)
-        around = Surroundings(positions, shared, kept, training=training, extends=bool(start))
-        x, state = stack.run(b, x, around)
+        context = LoweringContext(positions, shared, kept, training=training, extends=bool(start))
+        x, state = stack.run(b, x, context)
         state = own | {f"cache.{key}": ref for key, ref in state.items()}
         return self.model.norm.lower(b, x, "norm", self.shape), state
 

@@ -14,9 +14,10 @@ from specc.compiler.architectures.side import Side
 from specc.compiler.architectures.stack import one_of
 from specc.compiler.architectures.stage_names import collisions
 from specc.compiler.architectures.time_loop import spans, step_name
+from specc.compiler.blocks.context import LoweringContext, Shape, SizeNames
 from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
-from specc.compiler.blocks.roles import Bridge, Layer, Part, Shape, SizeNames, Stage, Surroundings
+from specc.compiler.blocks.parts import Bridge, Layer, Part, Stage
 from specc.compiler.catalog import models
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
@@ -37,7 +38,7 @@ else:
 Stages = Annotated[tuple[AnyStage, ...], Field(min_length=1, max_length=64)]
 IDS = "i64"
 AHEAD = "use `directions: forward`"
-BEFORE_THE_LOOP = "put it before the stage that asks with a later state"
+BEFORE_THE_LOOP = "put it before the stage that attends with a later state"
 
 
 class EncoderDecoder(Architecture):
@@ -115,15 +116,17 @@ def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Pro
     if stage.starts != (i == 0):
         what = f"the {side} starts with {stage.title}" if i == 0 else f"{stage.title} is in the middle of the {side}"
         yield Problem((), "S233", what, "put one stage that starts a side first: `embed`, or in a decoder `repeat`")
-    if side == "encoder" and (stage.reads_source or stage.asks is not None or stage.reads_final):
+    if side == "encoder" and (stage.reads_source or stage.query_stage is not None or stage.reads_final):
         yield Problem((), "S234", f"{stage.title} reads an encoder, and is in one", "put it into the decoder")
     if side == "decoder" and stage.reads_future:
         yield Problem((), "S235", f"{stage.title} reads later tokens, which a decoder has not written yet", AHEAD)
     before, after = stages[:i], stages[i + 1 :]
     if stage.reads is not None and all(other.title != stage.reads for other in before):
         yield Problem((), "S236", f"{stage.title} reads {stage.reads}, which is no stage before it", "name one that is")
-    if stage.asks is not None and all(other.title != stage.asks or not other.recurrent for other in after):
-        message = f"{stage.title} asks with the state of {stage.asks}, which is no recurrent stage after it"
+    if stage.query_stage is not None and all(
+        other.title != stage.query_stage or not other.recurrent for other in after
+    ):
+        message = f"{stage.title} attends with the state of {stage.query_stage}, which is no recurrent stage after it"
         yield Problem((), "S236", message, "name an lstm that follows it")
     if isinstance(stage, Layer) and stage.residual is not None:
         message = f"{stage.title} weighs its residual branch, and outside of blocks no stage has one"
@@ -196,10 +199,10 @@ class _Lowering:
         given = TensorType(("B", "T"), IDS)
         inputs = b.input("inputs", given) if name == "train" else ""
         target = b.input("target", given)
-        around = self.read(b, source, name == "train")
+        context = self.read(b, source, name == "train")
         b.scope = ""
         ids = inputs or b.add("inputs", Shift(START), (target,))
-        x, _ = self.decoder.run(b, ids, around)
+        x, _ = self.decoder.run(b, ids, context)
         loss = CrossEntropy("mean" if name == "train" else "none", PAD)
         logits = self.head(b, x)
         return self.functions.program(b, {"loss": b.add("loss", loss, (logits, target))})
@@ -207,9 +210,9 @@ class _Lowering:
     def encode(self) -> Graph:
         """source i64[B, S] -> the state before the first token."""
         b = Builder("encode")
-        around = self.read(b, b.input("source", TensorType(("B", "S"), IDS)), False)
-        begun = self.decoder.begin(b, around)
-        state = {"encoder.seen": around.seen} if self.reads_source else {}
+        context = self.read(b, b.input("source", TensorType(("B", "S"), IDS)), False)
+        begun = self.decoder.begin(b, context)
+        state = {"encoder.seen": context.seen} if self.reads_source else {}
         state |= {key: begun[key] for key in self.decoder.state()}
         b.scope = ""
         for i, (key, ref) in enumerate(state.items()):
@@ -224,23 +227,23 @@ class _Lowering:
         start = b.input("start", TensorType((), IDS))
         seen = b.input("state.encoder.seen", TensorType(("B", "S"), "bool")) if self.reads_source else ""
         cache = {key: b.input(f"state.{key}", type) for key, type in self.decoder.state().items()}
-        x, state = self.decoder.run(b, ids, Surroundings("", {}, cache, seen=seen, extends=True), start)
+        x, state = self.decoder.run(b, ids, LoweringContext("", {}, cache, seen=seen, extends=True), start)
         b.scope = ""
         logits = self.head(b, b.add("last", Last(), (x,)))
         return self.functions.program(b, {"logits": logits, **{f"state.{key}": ref for key, ref in state.items()}})
 
-    def read(self, b: Builder, source: str, training: bool) -> Surroundings:
+    def read(self, b: Builder, source: str, training: bool) -> LoweringContext:
         """What the encoder makes of a source, as the decoder finds it."""
         b.scope = "encoder"
         seen = ""
         if self.reads_source or self.reads_seen:
             seen = b.add("seen", Seen(PAD), (source,))
-        whole = Surroundings("", {}, {}, seen=seen, causal=False, training=training)
+        whole = LoweringContext("", {}, {}, seen=seen, causal=False, training=training)
         memory, final = self.encoder.run(b, source, whole)
         self.decoder.shape = replace(self.decoder.shape, source=b.types[memory].width)
         last = next((stage.title for stage in reversed(self.model.encoder) if stage.recurrent), None)
         states = {key: final[f"encoder.{last}.{key}"] for key in ("h", "c")} if last else {}
-        return Surroundings(
+        return LoweringContext(
             "", {}, {}, memory=memory, seen=seen, final=states, start=self.start(b, states), training=training
         )
 

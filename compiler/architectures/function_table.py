@@ -21,7 +21,7 @@ class Functions:
     owners: dict[str, str] = field(default_factory=dict)
     constants: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def keep(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
+    def intern(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
         """The built function under the first free one of `names`, or the equal one that exists; its parameters are
         those under `at`."""
         for name in names:

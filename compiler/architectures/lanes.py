@@ -5,8 +5,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.init import constant
-from specc.compiler.blocks.roles import Layer, Shape
+from specc.compiler.blocks.parts import Layer
 from specc.compiler.ir.graph import Builder, output_refs
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.sequence import Concat

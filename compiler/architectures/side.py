@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from specc.compiler.architectures.stage_names import owner_of
 from specc.compiler.architectures.time_loop import Span, mismatch, spans
-from specc.compiler.blocks.roles import FunctionTable, Part, Shape, Site, Surroundings, Tokens
+from specc.compiler.blocks.context import CallSite, FunctionTable, LoweringContext, Shape, Tokens
+from specc.compiler.blocks.parts import Part
 from specc.compiler.ir.graph import Builder, TensorType, TypeRuleError
 from specc.compiler.ops.rope import Positions
 from specc.compiler.ops.sequence import StateWrite
@@ -24,10 +25,10 @@ class Side:
     places: Mapping[str, Path]
     widths: dict[str, int] = field(default_factory=dict)
 
-    def run(self, b: Builder, ids: str, around: Surroundings, start: str = "") -> tuple[str, dict[str, str]]:
+    def run(self, b: Builder, ids: str, context: LoweringContext, start: str = "") -> tuple[str, dict[str, str]]:
         """Adds the stages over ids i64[B, T], of which `start` stand before where it `extends`; returns the last one's
-        value and the state after the last token, by stage and key. `around.cache` is the state before, likewise."""
-        run = _Run(self, b, ids, around, start)
+        value and the state after the last token, by stage and key. `context.cache` is the state before, likewise."""
+        run = _Run(self, b, ids, context, start)
         for first, loop in self.parts():
             if loop is not None:
                 run.span(loop)
@@ -35,17 +36,17 @@ class Side:
                 run.stage(self.stages[first], first)
         return run.value, run.state
 
-    def begin(self, b: Builder, around: Surroundings) -> dict[str, str]:
+    def begin(self, b: Builder, context: LoweringContext) -> dict[str, str]:
         """Adds what makes the state before the first token; returns it as `run` does."""
-        run = _Run(self, b, "", around, "")
+        run = _Run(self, b, "", context, "")
         state: dict[str, str] = {}
         for first, loop in self.parts():
             if loop is not None:
-                state |= loop.begin(b, run.around_of)
+                state |= loop.begin(b, run.context_of)
             else:
                 stage = self.stages[first]
                 b.scope = f"{self.name}.{stage.title}"
-                begun = stage.begin(b, self.shape_of(stage), run.around_of(stage))
+                begun = stage.begin(b, self.shape_of(stage), run.context_of(stage))
                 state |= {f"{self.name}.{stage.title}.{key}": begun[key] for key in stage.state(self.shape_of(stage))}
         return state
 
@@ -90,7 +91,7 @@ class _Run:
     side: Side
     b: Builder
     ids: str
-    around: Surroundings
+    context: LoweringContext
     start: str
     value: str = ""
     values: dict[str, str] = field(default_factory=dict)
@@ -109,9 +110,9 @@ class _Run:
         prefix = f"{side.name}.{stage.title}"
         b.scope = prefix
         try:
-            around = self.around_of(stage)
-            lowered = stage.lower(b, self.value, shape, around)
-            lowered = replace(lowered, value=stage.dropped(b, lowered.value, around))
+            context = self.context_of(stage)
+            lowered = stage.lower(b, self.value, shape, context)
+            lowered = replace(lowered, value=stage.dropped(b, lowered.value, context))
         except TypeRuleError as error:
             raise LoweringError((mismatch(error, *side.place(i)),)) from None
         self.write(stage, lowered.state)
@@ -120,7 +121,7 @@ class _Run:
     def span(self, loop: Span) -> None:
         """Adds a loop over time."""
         given = {stage.reads: self.values[stage.reads] for stage in loop.stages if stage.reads in self.values}
-        looped = loop.run(self.b, self.value, given, self.around_of, self.around.cache)
+        looped = loop.run(self.b, self.value, given, self.context_of, self.context.cache)
         for stage in loop.stages:
             if stage.recurrent:
                 self.b.scope = f"{self.side.name}.{stage.title}"
@@ -141,15 +142,15 @@ class _Run:
         """Takes a stage's new state, which a recurrent stage that extends has yet to write."""
         prefix = f"{self.side.name}.{stage.title}"
         state = dict(state)
-        if self.around.extends and stage.recurrent:
+        if self.context.extends and stage.recurrent:
             for key, ref in state.items():
-                state[key] = self.b.add(f"{key}.kept", StateWrite(), (self.around.cache[f"{prefix}.{key}"], ref))
+                state[key] = self.b.add(f"{key}.kept", StateWrite(), (self.context.cache[f"{prefix}.{key}"], ref))
         self.state |= {f"{prefix}.{key}": ref for key, ref in state.items()}
 
     def width(self, stage: Part) -> int:
         """Features of what the stage is given; of the encoder's last state for one that starts from it."""
-        ref = self.around.final.get("h", "") if stage.reads_final else self.value
-        if stage.reads_final and not ref and not self.around.extends:
+        ref = self.context.final.get("h", "") if stage.reads_final else self.value
+        if stage.reads_final and not ref and not self.context.extends:
             problem = Problem(
                 self.side.place(0),
                 "S239",
@@ -168,8 +169,8 @@ class _Run:
         b, wanted = self.b, stage.shared(shape)
         b.scope = self.side.name
         positional = any(one.positional for one in wanted)
-        if not self.positions and (positional or stage.reads_positions or (self.around.extends and stage.in_place)):
-            given = (self.ids, self.start) if self.around.extends else (self.ids,)
+        if not self.positions and (positional or stage.reads_positions or (self.context.extends and stage.in_place)):
+            given = (self.ids, self.start) if self.context.extends else (self.ids,)
             self.positions = b.add("positions", Positions(), given)
         tokens = Tokens(self.ids, self.start, self.positions)
         own = self.own.setdefault(stage.title, {})
@@ -180,24 +181,24 @@ class _Run:
             elif one.name not in self.shared:
                 self.shared |= dict(zip(one.refs, one.lower(b, tokens), strict=True))
 
-    def around_of(self, stage: Part) -> Surroundings:
+    def context_of(self, stage: Part) -> LoweringContext:
         """What the stage can read."""
         side = self.side
         prefix = f"{side.name}.{stage.title}"
         cache = {
             key.removeprefix(f"{prefix}."): ref
-            for key, ref in self.around.cache.items()
+            for key, ref in self.context.cache.items()
             if key.startswith(f"{prefix}.")
         }
         first = next((other for other in side.stages if other.recurrent), None)
         place = side.place(list(side.stages).index(stage))
         return replace(
-            self.around,
+            self.context,
             positions=self.positions,
             shared={**self.shared, **self.own.get(stage.title, {})},
             cache=cache,
             ids=self.ids,
-            start=self.around.start if stage is first else {},
+            start=self.context.start if stage is first else {},
             values=self.values,
-            site=Site(prefix, owner_of(side.name, stage), place, side.places, side.functions),
+            site=CallSite(prefix, owner_of(side.name, stage), place, side.places, side.functions),
         )

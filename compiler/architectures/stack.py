@@ -8,21 +8,10 @@ from pydantic import Field
 
 from specc.compiler import blocks
 from specc.compiler.architectures.lanes import Lanes
+from specc.compiler.blocks.context import CallSite, LoweringContext, Shape, Shared
 from specc.compiler.blocks.init import stated
 from specc.compiler.blocks.norm import Rms
-from specc.compiler.blocks.roles import (
-    Layer,
-    LayerList,
-    Mix,
-    Norm,
-    Shape,
-    Shared,
-    Site,
-    Skips,
-    Surroundings,
-    formula_problems,
-    layer_problems,
-)
+from specc.compiler.blocks.parts import Layer, LayerList, Mix, Norm, Skips, formula_problems, layer_problems
 from specc.compiler.catalog import models
 from specc.compiler.ir.graph import Builder, Dim, Graph, TensorType, TypeRuleError, output_ref
 from specc.compiler.ops.region import Call, returned
@@ -147,12 +136,12 @@ class Stack:
 
     blocks: Blocks
     shape: Shape
-    site: Site
+    site: CallSite
     order: tuple[int, ...] | None = None
 
-    def run(self, b: Builder, x: str, around: Surroundings) -> tuple[str, dict[str, str]]:
+    def run(self, b: Builder, x: str, context: LoweringContext) -> tuple[str, dict[str, str]]:
         """Adds the calls; returns the last block's value, and the state by run, layer and key. A program that extends a
-        sequence has the state before in `around.cache`.
+        sequence has the state before in `context.cache`.
 
         A call passes, in order: the stream; what the first block was given, where blocks mix that in; what all blocks
         share or read; the state; what only some blocks share; and an earlier block's output.
@@ -161,17 +150,17 @@ class Stack:
         b.scope = self.site.at
         sources = self._sources
         order = self.runs
-        caches = blocks.state_of_one(self.shape) if around.extends else {}
+        caches = blocks.state_of_one(self.shape) if context.extends else {}
         state: dict[str, str] = {}
         outputs: list[str] = []
         for run, i in enumerate(order):
             skip = {"skip": outputs[sources[run]]} if run in sources else {}
             if skip and blocks.loops:
                 x, skip = self._joined(b, list(sources).index(run), x, skip["skip"]), {}
-            some = self._shared(around, i, False)
-            given = {**({"x0": first} if blocks.mix else {}), **self._shared(around, i, True), **self._read(around)}
-            kept = [around.cache[f"{run}.{key}"] for key in caches]
-            body, changed = self._body(b, i, around, given, caches, {**some, **skip}, x)
+            some = self._shared(context, i, False)
+            given = {**({"x0": first} if blocks.mix else {}), **self._shared(context, i, True), **self._read(context)}
+            kept = [context.cache[f"{run}.{key}"] for key in caches]
+            body, changed = self._body(b, i, context, given, caches, {**some, **skip}, x)
             args = (x, *given.values(), *kept, *some.values(), *skip.values())
             wide = b.types[x].with_shape(*b.types[x].shape[:-1], body.types[body.outputs[0][1]].width)
             returns = returned([wide, *(caches[key] for key in changed)])
@@ -209,44 +198,46 @@ class Stack:
             stream, *others = lanes.split(b, stream, self.blocks.layers)
         value = self.blocks.skips.lower(b, stream, skip, self.shape)
         value = lanes.join(b, (value, *others)) if lanes is not None else value
-        body = self.site.functions.keep(b, (method,), at, {"x": value})
+        body = self.site.functions.intern(b, (method,), at, {"x": value})
         outer.scope = ""
         joined = outer.add(at, Call(body.name, at, returned([outer.types[x]])), (x, earlier))
         outer.scope = self.site.at
         return joined
 
-    def begin(self, b: Builder, around: Surroundings) -> dict[str, str]:
+    def begin(self, b: Builder, context: LoweringContext) -> dict[str, str]:
         """Adds the calls that make every block's state before the first token; returns it as `run` does."""
         kept = self.blocks.state_of_one(self.shape)
         state: dict[str, str] = {}
         outer, b.scope = b.scope, self.site.at
         for i in range(self.blocks.count if kept else 0):
             inner = Builder("")
-            memory = inner.input("memory", b.types[around.memory])
+            memory = inner.input("memory", b.types[context.memory])
             made: dict[str, str] = {}
             for layer in self.blocks.layers:
                 inner.scope = layer.title
-                begun = layer.begin(inner, self.shape, replace(around, memory=memory))
+                begun = layer.begin(inner, self.shape, replace(context, memory=memory))
                 made |= {f"{layer.title}.{key}": ref for key, ref in begun.items()}
             outputs = {key.replace(".", "_"): made[key] for key in kept}
             at = f"{self.site.at}.{i}"
-            body = self.site.functions.keep(inner, self._names(i, ("begin",), i in self._sources), at, outputs)
+            body = self.site.functions.intern(inner, self._names(i, ("begin",), i in self._sources), at, outputs)
             call = Call(body.name, at, returned([inner.types[made[key]] for key in kept]))
-            node = b.add(str(i), call, (around.memory,))
+            node = b.add(str(i), call, (context.memory,))
             state |= {f"{i}.{key}": output_ref(node, j) for j, key in enumerate(kept)}
         b.scope = outer
         return state
 
-    def _read(self, around: Surroundings) -> dict[str, str]:
+    def _read(self, context: LoweringContext) -> dict[str, str]:
         """What every block is given besides x, its own state and what is shared, by the names that a function gives
         it."""
-        return self._source(around) | ({"positions": around.positions} if around.extends and around.positions else {})
+        return self._source(context) | (
+            {"positions": context.positions} if context.extends and context.positions else {}
+        )
 
-    def _shared(self, around: Surroundings, i: int, by_all: bool) -> dict[str, str]:
+    def _shared(self, context: LoweringContext, i: int, by_all: bool) -> dict[str, str]:
         """What block `i` reads of the values that all blocks share, or only some."""
         labels = self._labels
         shared = [one for one in self.blocks.shared(self.shape) if one.read_in(i) and (one.layers is None) == by_all]
-        return {labels[ref]: around.shared[ref] for one in shared for ref in one.refs}
+        return {labels[ref]: context.shared[ref] for one in shared for ref in one.refs}
 
     @property
     def _labels(self) -> Mapping[str, str]:
@@ -259,17 +250,17 @@ class Stack:
             for ref, label in zip(one.refs, one.labels, strict=True)
         }
 
-    def _source(self, around: Surroundings) -> dict[str, str]:
+    def _source(self, context: LoweringContext) -> dict[str, str]:
         """What the blocks read of an encoder: its value, unless they have kept what they need of it, and the mask."""
         reads = any(layer.reads_source for layer in self.blocks.layers)
-        found = {"memory": around.memory} if reads and not around.extends else {}
-        return found | ({"seen": around.seen} if reads or (self.blocks.reads_seen and not around.causal) else {})
+        found = {"memory": context.memory} if reads and not context.extends else {}
+        return found | ({"seen": context.seen} if reads or (self.blocks.reads_seen and not context.causal) else {})
 
     def _body(
         self,
         outer: Builder,
         i: int,
-        around: Surroundings,
+        context: LoweringContext,
         given: Mapping[str, str],
         caches: Mapping[str, TensorType],
         some: Mapping[str, str],
@@ -305,7 +296,7 @@ class Stack:
             except TypeRuleError as error:
                 raise LoweringError((self._mismatch(error, i, ("mix",), b),)) from None
         inside = replace(
-            around,
+            context,
             shared={ref: label for ref, label in self._labels.items() if label in given or label in some},
             positions="positions" if "positions" in given else "",
             memory="memory" if "memory" in given else "",
@@ -320,27 +311,27 @@ class Stack:
         if lanes is not None and i == lanes.first - 1:
             value = lanes.join(b, (value, value))
         outputs = {"x": value, **{key.replace(".", "_"): ref for key, ref in state.items()}}
-        method = "extend" if around.extends else "forward"
+        method = "extend" if context.extends else "forward"
         # one that only scores has a name of its own where training drops
-        methods = (method,) if around.extends or around.training else (method, "score")
+        methods = (method,) if context.extends or context.training else (method, "score")
         names = self._names(i, methods, "skip" in some)
-        return self.site.functions.keep(b, names, f"{self.site.at}.{i}", outputs), list(state)
+        return self.site.functions.intern(b, names, f"{self.site.at}.{i}", outputs), list(state)
 
     def _layered(
-        self, b: Builder, x: str, around: Surroundings, kept: Mapping[str, str]
+        self, b: Builder, x: str, context: LoweringContext, kept: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
         """The stream `x` with all layers added, and their new state."""
         state: dict[str, str] = {}
-        together = around.layer in (self.blocks.parallel or ())
+        together = context.layer in (self.blocks.parallel or ())
         normed = ""
         for j, layer in enumerate(self.blocks.layers):
             try:
                 if not (together and normed):
                     b.scope = "parallel" if together else layer.title
                     normed = self.blocks.norm.lower(b, x, "h", self.shape)
-                x = layer.join(b, x, self._branch(b, layer, normed, around, kept, state), self.shape)
+                x = layer.join(b, x, self._branch(b, layer, normed, context, kept, state), self.shape)
             except TypeRuleError as error:
-                raise LoweringError((self._mismatch(error, around.layer, ("layers", j), b),)) from None
+                raise LoweringError((self._mismatch(error, context.layer, ("layers", j), b),)) from None
         return x, state
 
     def _branch(
@@ -348,7 +339,7 @@ class Stack:
         b: Builder,
         layer: Layer,
         normed: str,
-        around: Surroundings,
+        context: LoweringContext,
         kept: Mapping[str, str],
         state: dict[str, str],
     ) -> str:
@@ -356,12 +347,12 @@ class Stack:
         prefix = f"{layer.title}."
         cache = {key.removeprefix(prefix): ref for key, ref in kept.items() if key.startswith(prefix)}
         b.scope = layer.title
-        lowered = layer.lower(b, normed, self.shape, replace(around, cache=cache))
+        lowered = layer.lower(b, normed, self.shape, replace(context, cache=cache))
         state |= {f"{prefix}{key}": ref for key, ref in lowered.state.items()}
-        return layer.dropped(b, lowered.value, around)
+        return layer.dropped(b, lowered.value, context)
 
     def _beside(
-        self, b: Builder, read: Sequence[str], lanes: Sequence[str], around: Surroundings, kept: Mapping[str, str]
+        self, b: Builder, read: Sequence[str], lanes: Sequence[str], context: LoweringContext, kept: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
         """`lanes` after a block whose layers each read one of `read`, side by side or of the last block their mean; and
         the layers' new state."""
@@ -373,13 +364,13 @@ class Stack:
             try:
                 b.scope = layer.title
                 normed = self.blocks.norm.lower(b, read[j], "h", self.shape)
-                branch = self._branch(b, layer, normed, around, kept, state)
+                branch = self._branch(b, layer, normed, context, kept, state)
                 branches.append(layer.weighed(b, branch, self.shape))
             except TypeRuleError as error:
-                raise LoweringError((self._mismatch(error, around.layer, ("layers", j), b),)) from None
+                raise LoweringError((self._mismatch(error, context.layer, ("layers", j), b),)) from None
         made = spec.written(b, lanes, branches, self.blocks.layers, self.shape)
         b.scope = ""
-        last = around.layer == self.blocks.count - 1
+        last = context.layer == self.blocks.count - 1
         return spec.mean(b, made) if last else spec.join(b, made), state
 
     def _names(self, i: int, methods: Sequence[str], skips: bool) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from specc.compiler.architectures.blocks_stage import BlocksStage, norm_name
 from specc.compiler.architectures.time_loop import spans, step_name
-from specc.compiler.blocks.roles import Part
+from specc.compiler.blocks.parts import Part
 from specc.compiler.strict import Problem
 
 LOOP = "a loop over time"

@@ -4,14 +4,15 @@ step."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specc.compiler.blocks.roles import FunctionTable, Part, Shape, Surroundings
+from specc.compiler.blocks.context import FunctionTable, LoweringContext, Shape
+from specc.compiler.blocks.parts import Part
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError, output_ref
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.region import STEP, TRAIN_STEP, Call, Scan, returned
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Path, Problem
 
-Around = Callable[[Part], Surroundings]
+ContextOf = Callable[[Part], LoweringContext]
 
 
 def spans(stages: Sequence[Part]) -> Iterator[tuple[int, int]]:
@@ -20,11 +21,11 @@ def spans(stages: Sequence[Part]) -> Iterator[tuple[int, int]]:
     titles = [stage.title for stage in stages]
     done = -1
     for first, stage in enumerate(stages):
-        if first <= done or stage.asks not in titles[first:]:
+        if first <= done or stage.query_stage not in titles[first:]:
             continue
         done = i = first
         while i <= done:
-            asked = stages[i].asks
+            asked = stages[i].query_stage
             if asked in titles[i:]:
                 done = max(done, titles.index(asked, i))
             i += 1
@@ -75,13 +76,15 @@ class Span:
     def at(self) -> str:
         return f"{self.side}.{self.name}"
 
-    def run(self, b: Builder, x: str, given: Mapping[str, str], around_of: Around, cache: Mapping[str, str]) -> Looped:
+    def run(
+        self, b: Builder, x: str, given: Mapping[str, str], context_of: ContextOf, cache: Mapping[str, str]
+    ) -> Looped:
         """Adds the loop over x [B, T, D], or one step where it `extends`; `given` are the values that stages read
         besides, by title. The state before is in `cache` where it extends, by stage and key."""
-        around = around_of(self.stages[-1])
+        context = context_of(self.stages[-1])
         besides = {title: ref for title, ref in given.items() if title != self.before}
-        step = self._step(b, x, besides, around)
-        state = cache if around.extends else self.begin(b, around_of)
+        step = self._step(b, x, besides, context)
+        state = cache if context.extends else self.begin(b, context_of)
         carried = {self._key(stage, key): (stage, key) for stage in self._recurrent for key in self._state_of(stage)}
         fixed = [
             state[self._key(stage, key)]
@@ -89,7 +92,13 @@ class Span:
             if not stage.recurrent
             for key in self._state_of(stage)
         ]
-        args = (*(state[key] for key in carried), x, *besides.values(), *([around.seen] if around.seen else []), *fixed)
+        args = (
+            *(state[key] for key in carried),
+            x,
+            *besides.values(),
+            *([context.seen] if context.seen else []),
+            *fixed,
+        )
         steps = b.types[x].shape[1]
         types = [step.types[ref] for _, ref in step.outputs]
         types[len(carried) :] = [type.with_shape(type.shape[0], steps, type.width) for type in types[len(carried) :]]
@@ -99,7 +108,7 @@ class Span:
         )
         b.scope = self.side
         op: Call | Scan = Call(step.name, self.at, returned(types), labels=labels)
-        if not around.extends:
+        if not context.extends:
             op = Scan(step.name, self.at, len(carried), 1 + len(besides), returned(types), labels)
         node = b.add(self.name, op, args)
         refs = [output_ref(node, j) for j in range(len(types))]
@@ -108,36 +117,36 @@ class Span:
             kept[stage.title][key] = ref
         return Looped(dict(zip((*self.read, self.stages[-1].title), refs[len(carried) :], strict=True)), kept)
 
-    def begin(self, b: Builder, around_of: Around) -> dict[str, str]:
+    def begin(self, b: Builder, context_of: ContextOf) -> dict[str, str]:
         """Adds what makes the state before the first step; returns it by stage and key."""
-        around = around_of(self.stages[-1])
+        context = context_of(self.stages[-1])
         inner = Builder("")
-        memory = inner.input("memory", b.types[around.memory])
+        memory = inner.input("memory", b.types[context.memory])
         state: dict[str, str] = {}
         made: dict[str, str] = {}
         for stage in self.stages:
             if stage.recurrent:
                 b.scope = f"{self.side}.{stage.title}"
-                begun = stage.begin(b, self._shape_of(stage), around_of(stage))
+                begun = stage.begin(b, self._shape_of(stage), context_of(stage))
                 state |= {self._key(stage, key): ref for key, ref in begun.items()}
             else:
                 inner.scope = stage.title
-                begun = stage.begin(inner, self._shape_of(stage), replace(around, memory=memory, start={}))
+                begun = stage.begin(inner, self._shape_of(stage), replace(context, memory=memory, start={}))
                 made |= {self._key(stage, key): begun[key] for key in self._state_of(stage)}
         names = {key: key.removeprefix(f"{self.side}.").replace(".", "_") for key in made}
         passed = {key for key, ref in made.items() if ref == memory}
         outputs = {names[key]: ref for key, ref in made.items() if key not in passed}
-        body = self.functions.keep(inner, (f"{self.side}_{self.name}.begin",), self.at, outputs)
+        body = self.functions.intern(inner, (f"{self.side}_{self.name}.begin",), self.at, outputs)
         types = [inner.types[ref] for ref in outputs.values()]
         b.scope = self.side
         labels = tuple(outputs) if len(outputs) > 1 else ()
         name = f"{self.name}.{next(iter(outputs))}" if len(outputs) == 1 else f"{self.name}.begin"
-        node = b.add(name, Call(body.name, self.at, returned(types), labels=labels), (around.memory,))
-        state |= dict.fromkeys(passed, around.memory)
+        node = b.add(name, Call(body.name, self.at, returned(types), labels=labels), (context.memory,))
+        state |= dict.fromkeys(passed, context.memory)
         keys = [key for key in made if key not in passed]
         return state | {key: output_ref(node, j) for j, key in enumerate(keys)}
 
-    def _step(self, outer: Builder, x: str, besides: Mapping[str, str], around: Surroundings) -> Graph:
+    def _step(self, outer: Builder, x: str, besides: Mapping[str, str], context: LoweringContext) -> Graph:
         """The function of one step. The state of all recurrent stages comes first among its inputs and its outputs.
 
         No two of its names are equal, whatever stages are called: words of its own have no `_`, and what belongs to a
@@ -151,8 +160,8 @@ class Span:
         value = b.input("x", _one_step(outer.types[x]))
         values = {self.before: value} if self.before else {}
         values |= {title: b.input(f"{title}_y", _one_step(outer.types[ref])) for title, ref in besides.items()}
-        seen = b.input("seen", outer.types[around.seen]) if around.seen else ""
-        inside = replace(around, memory="", seen=seen, values=values, extends=True)
+        seen = b.input("seen", outer.types[context.seen]) if context.seen else ""
+        inside = replace(context, memory="", seen=seen, values=values, extends=True)
         outputs: dict[str, str] = {}
         for i, stage in enumerate(self.stages):
             width = b.types[value].width
@@ -166,7 +175,7 @@ class Span:
                 key: b.input(self._label(stage, key), kept) for key, kept in self._state_of(stage).items()
             }
             b.scope = stage.title
-            asked = states[stage.asks] if stage.asks is not None else {}
+            asked = states[stage.query_stage] if stage.query_stage is not None else {}
             try:
                 lowered = stage.lower(b, value, self._shape_of(stage), replace(inside, cache=cache, start=asked))
                 value = values[stage.title] = stage.dropped(b, lowered.value, inside)
@@ -178,7 +187,7 @@ class Span:
         outputs["y"] = value
         drops = any(isinstance(node.op, Dropout) for node in b.nodes)  # as no step of a line that is written does
         method = TRAIN_STEP if drops else STEP
-        return self.functions.keep(b, (f"{self.side}_{self.name}.{method}",), self.at, outputs)
+        return self.functions.intern(b, (f"{self.side}_{self.name}.{method}",), self.at, outputs)
 
     @property
     def _recurrent(self) -> Sequence[Part]:

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from specc.compiler.blocks.affine import affine
-from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
+from specc.compiler.blocks.parts import Stage
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.additive import Additive
 from specc.compiler.ops.linear import Linear
@@ -29,7 +30,7 @@ class AdditiveStage(Stage):
         return True
 
     @property
-    def asks(self) -> str | None:
+    def query_stage(self) -> str | None:
         return self.query
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
@@ -40,17 +41,17 @@ class AdditiveStage(Stage):
         keys, values = shape.activation("B", "S", self.width), shape.activation("B", "S", shape.source)
         return {"keys": keys, "values": values}
 
-    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
-        size = (self.width, b.types[around.memory].width)
-        keys = affine(b, around.memory, "key", size, shape, shape.matrix_init, True)
-        return {"keys": keys, "values": around.memory}
+    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
+        size = (self.width, b.types[context.memory].width)
+        keys = affine(b, context.memory, "key", size, shape, shape.matrix_init, True)
+        return {"keys": keys, "values": context.memory}
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        h = b.add("h", AsStep(), (around.start["h"],))
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        h = b.add("h", AsStep(), (context.start["h"],))
         weight = b.param("query", shape.activation(self.width, b.types[h].width), shape.matrix_init)
         query = b.add("query", Linear(), (h, weight))
         scale = []
         if self.form == "tanh":
             scale = [b.param("score", shape.activation(self.width), shape.matrix_init)]
-        cache = around.cache
-        return Lowered(b.add("y", Additive(self.form), (query, cache["keys"], cache["values"], around.seen, *scale)))
+        cache = context.cache
+        return Lowered(b.add("y", Additive(self.form), (query, cache["keys"], cache["values"], context.seen, *scale)))

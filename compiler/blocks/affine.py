@@ -1,7 +1,7 @@
 """The matrix of a part, with or without a vector behind it."""
 
+from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.init import Init, constant
-from specc.compiler.blocks.roles import Shape
 from specc.compiler.ir.graph import Builder, Dim
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise

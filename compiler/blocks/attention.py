@@ -1,88 +1,29 @@
 """Attention to the sequence itself or to a source: grouped queries, rotary positions, normalized q and k, a window."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from specc.compiler.blocks.affine import affine
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared
+from specc.compiler.blocks.document_mask import Documents
 from specc.compiler.blocks.init import Init, constant
+from specc.compiler.blocks.parts import Layer, LayerList, layer_problems
 from specc.compiler.blocks.previous import TokenId
-from specc.compiler.blocks.roles import Layer, LayerList, Lowered, Shape, Shared, Surroundings, Tokens, layer_problems
+from specc.compiler.blocks.rope import RopeSpec, RopeTable
 from specc.compiler.blocks.values import ValueEmbedding, ValueTable
 from specc.compiler.expr import parse, variables
-from specc.compiler.ir.graph import Builder, TensorType, output_refs
+from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.attention import CacheWrite, Sdpa, SdpaCached, SdpaSeen
-from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
 from specc.compiler.ops.exclusive import Exclusive
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.previous import KeepLast
-from specc.compiler.ops.rope import Rope, RopeAngles
+from specc.compiler.ops.rope import Rope
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.ops.shape import FirstFeatures, MergeHeads, SplitHeads
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later
-
-
-class RopeSpec(StrictModel):
-    """Rotary positions over the first `dims` of each head, all of them where unset.
-
-    With `trained`, a number of tokens, a longer context turns more slowly: its base is
-    base * (context / trained) ** (dims / (dims - 2)), so that the slowest pair turns as far over the whole context as
-    over `trained` tokens at `base` (NTK-aware scaling). The context is the model's own, whatever length a program
-    sees: keys in a cache keep their angles as a text grows.
-    """
-
-    dims: Annotated[int, Field(gt=0, le=4096)] | None = None
-    base: Annotated[float, Field(gt=0, le=1e15)] = 10000.0
-    trained: Positive | None = later(None)
-
-    def angles(self, size: int, context: int) -> RopeAngles:
-        """The angles for heads of `size` channels in a model of `context` tokens."""
-        dims = self.dims or size
-        if self.trained is None or context <= self.trained:
-            return RopeAngles(dims, self.base)
-        return RopeAngles(dims, self.base * (context / self.trained) ** (dims / (dims - 2)))
-
-    def formula(self, size: int, context: int) -> str | None:
-        """How the base of these angles comes about; None where it is the spec's own."""
-        dims = self.dims or size
-        if self.trained is None or context <= self.trained:
-            return None
-        return f"{self.base:g} * ({context} / {self.trained}) ** ({dims} / {dims - 2})"
-
-
-@dataclass(frozen=True, slots=True)
-class RopeTable(Shared):
-    """Cosine and sine of the rotary angles at each position."""
-
-    angles: RopeAngles | None = None
-    formula: str | None = None
-
-    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
-        assert self.angles is not None
-        if self.formula is not None:
-            b.constant("rope_base", self.angles.base, self.formula)
-        return output_refs(b.add(self.name, self.angles, (tokens.positions,)), 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Documents(Shared):
-    """Where the document of each token starts."""
-
-    mark: int = 0
-
-    def state(self) -> Mapping[str, TensorType]:
-        return {"start": TensorType(("B", 1), "i64")}
-
-    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
-        if not tokens.start:
-            return (b.add(self.name, DocumentStarts(self.mark), (tokens.ids,)),)
-        kept = tokens.cache["start"]
-        starts = b.add(self.name, DocumentStartsKept(self.mark), (tokens.ids, kept, tokens.start))
-        return starts, b.add(f"{self.name}.last", KeepLast(), (kept, starts))
 
 
 class QkNorm(StrictModel):
@@ -223,44 +164,44 @@ class Attention(Layer):
         rows = shape.activation("B", kept, self._groups(shape), self._channels(shape))
         return {"k": rows, "v": rows}
 
-    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
+    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         if self.reads_source:
-            return self._keys(b, around.memory, shape, around)
+            return self._keys(b, context.memory, shape, context)
         _, positions, heads, size = self.state(shape)["k"].shape
         assert isinstance(positions, int) and isinstance(heads, int) and isinstance(size, int)
         empty = Zeros((positions, heads, size))
-        return {name: b.add(f"{name}.cache", empty, (around.memory,)) for name in ("k", "v")}
+        return {name: b.add(f"{name}.cache", empty, (context.memory,)) for name in ("k", "v")}
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         q = self._heads(b, x, "q", self._queries(shape), shape)
         if self.reads_source:
-            kept = around.cache or self._keys(b, around.memory, shape, around)
-            q = self._gained(b, self._positioned(b, q, "q", around, shape), shape)
-            attended = b.add("y", SdpaSeen(), (q, kept["k"], kept["v"], around.seen))
+            kept = context.cache or self._keys(b, context.memory, shape, context)
+            q = self._gained(b, self._positioned(b, q, "q", context, shape), shape)
+            attended = b.add("y", SdpaSeen(), (q, kept["k"], kept["v"], context.seen))
             return Lowered(self._out(b, self._gated(b, x, attended, shape), shape))
-        keys = self._keys(b, x, shape, around, q)
+        keys = self._keys(b, x, shape, context, q)
         q, k, v = self._gained(b, keys["q"], shape), keys["k"], keys["v"]
         state: dict[str, str] = {}
-        starts = () if self._documents is None else (around.shared[self._documents.name],)
-        if around.cache:
+        starts = () if self._documents is None else (context.shared[self._documents.name],)
+        if context.cache:
             for name, value in (("k", k), ("v", v)):
-                state[name] = b.add(f"{name}.cache", CacheWrite(), (around.cache[name], value, around.positions))
-            read = (q, state["k"], state["v"], around.positions, *starts)
+                state[name] = b.add(f"{name}.cache", CacheWrite(), (context.cache[name], value, context.positions))
+            read = (q, state["k"], state["v"], context.positions, *starts)
             attended = b.add("y", SdpaCached(self.window, bool(starts)), read)
-        elif around.causal:
+        elif context.causal:
             attended = b.add("y", Sdpa(self.window, bool(starts)), (q, k, v, *starts))
         else:
-            attended = b.add("y", SdpaSeen(), (q, k, v, around.seen))
-        attended = self._gated(b, x, self._excluded(b, attended, v, around), shape)
+            attended = b.add("y", SdpaSeen(), (q, k, v, context.seen))
+        attended = self._gated(b, x, self._excluded(b, attended, v, context), shape)
         return Lowered(self._out(b, attended, shape), state)
 
-    def _keys(self, b: Builder, x: str, shape: Shape, around: Surroundings, q: str = "") -> dict[str, str]:
+    def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
         """k and v of x; q, where it is given, gets its positions along with k."""
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
-        v = self._heads(b, x, "v", groups, shape, around)
-        found = {"q": self._positioned(b, q, "q", around, shape)} if q else {}
-        return found | {"k": self._positioned(b, k, "k", around, shape), "v": v}
+        v = self._heads(b, x, "v", groups, shape, context)
+        found = {"q": self._positioned(b, q, "q", context, shape)} if q else {}
+        return found | {"k": self._positioned(b, k, "k", context, shape), "v": v}
 
     def _gained(self, b: Builder, q: str, shape: Shape) -> str:
         if self.qk_norm is None or self.qk_norm.gain is None:
@@ -274,28 +215,28 @@ class Attention(Layer):
         return affine(b, merged, "out", size, shape, shape.output_init, self.bias)
 
     def _heads(
-        self, b: Builder, x: str, name: str, heads: int, shape: Shape, around: Surroundings | None = None
+        self, b: Builder, x: str, name: str, heads: int, shape: Shape, context: LoweringContext | None = None
     ) -> str:
         features = b.types[x].width if self.reads_source and name != "q" else shape.dim
         size = (heads * self._channels(shape), features)
         made = affine(b, x, name, size, shape, shape.matrix_init, self.bias)
         values = self._values(shape)
-        if around is not None and values is not None and values.read_in(around.layer):
+        if context is not None and values is not None and values.read_in(context.layer):
             scale = b.param("value_scale", shape.activation(1), constant(1.0))
             added = Pointwise(("v + scale * values",), ("v", "values", "scale"))
-            made = b.add("v.values", added, (made, around.shared[values.name], scale))
+            made = b.add("v.values", added, (made, context.shared[values.name], scale))
         return b.add(f"{name}.heads", SplitHeads(heads), (made,))
 
-    def _positioned(self, b: Builder, x: str, name: str, around: Surroundings, shape: Shape) -> str:
+    def _positioned(self, b: Builder, x: str, name: str, context: LoweringContext, shape: Shape) -> str:
         if self.qk_norm is not None:
             x = b.add(f"{name}.norm", RmsNorm(self.qk_norm.eps), (x,))
         rope = self._rope(shape)
         if rope is not None:
-            x = b.add(f"{name}.rope", Rope(), (x, around.shared[rope.name], around.shared[f"{rope.name}:1"]))
+            x = b.add(f"{name}.rope", Rope(), (x, context.shared[rope.name], context.shared[f"{rope.name}:1"]))
         return x
 
-    def _excluded(self, b: Builder, y: str, v: str, around: Surroundings) -> str:
-        if self.exclude is None or around.layer not in (self.exclude.layers or (around.layer,)):
+    def _excluded(self, b: Builder, y: str, v: str, context: LoweringContext) -> str:
+        if self.exclude is None or context.layer not in (self.exclude.layers or (context.layer,)):
             return y
         return b.add("y.exclusive", Exclusive(), (y, v))
 

@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from specc.compiler.blocks.context import Lowered, Shape, Tokens
 from specc.compiler.blocks.init import Init, constant
+from specc.compiler.blocks.parts import Embed
 from specc.compiler.blocks.previous import TokenId, previous
-from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
 from specc.compiler.ir.graph import Builder, Dim, TensorType
 from specc.compiler.ops.hash import BigramHash
 from specc.compiler.ops.linear import Linear

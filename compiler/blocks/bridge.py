@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Literal
 
 from specc.compiler.blocks.affine import affine
-from specc.compiler.blocks.roles import Bridge, Shape
+from specc.compiler.blocks.context import Shape
+from specc.compiler.blocks.parts import Bridge
 from specc.compiler.ir.graph import Builder, TypeRuleError
 
 

@@ -4,8 +4,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.init import Init
-from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.blocks.parts import Stage
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import Embedding
@@ -29,15 +30,15 @@ class EmbedStage(Stage):
     def reads_positions(self) -> bool:
         return self.positions is not None
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         init, dim = self.init or shape.matrix_init, shape.size("D", self.dim, "features", b.scope.replace(".", "_"))
         table = b.param("token", shape.activation(shape.vocab, dim), init)
-        y = b.add("token", Embedding(), (around.ids, table))
+        y = b.add("token", Embedding(), (context.ids, table))
         if self.positions == "learned":
             rows = b.param("positions", shape.activation(shape.context, dim), init)
-            place = b.add("place", Embedding(), (around.positions, rows))
+            place = b.add("place", Embedding(), (context.positions, rows))
         elif self.positions == "sinusoidal":
-            place = b.add("place", Sinusoid(self.dim, shape.dtype), (around.positions,))
+            place = b.add("place", Sinusoid(self.dim, shape.dtype), (context.positions,))
         if self.positions is not None:
             y = b.add("x", Pointwise(("x + place",), ("x", "place")), (y, place))
         return Lowered(y)

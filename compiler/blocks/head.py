@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.init import Init, constant
-from specc.compiler.blocks.roles import Head, Shape
+from specc.compiler.blocks.parts import Head
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
+from specc.compiler.blocks.parts import Stage
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.sequence import Concat
@@ -21,8 +22,8 @@ class ConcatStage(Stage):
     def reads(self) -> str | None:
         return self.beside
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        return Lowered(b.add("x", Concat(), (x, around.values[self.beside])))
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        return Lowered(b.add("x", Concat(), (x, context.values[self.beside])))
 
 
 class DropoutStage(Stage):
@@ -31,5 +32,5 @@ class DropoutStage(Stage):
     kind: Literal["dropout"]
     p: Annotated[float, Field(gt=0, lt=1)]
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        return Lowered(b.add("x", Dropout(self.p), (x,)) if around.training else x)
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        return Lowered(b.add("x", Dropout(self.p), (x,)) if context.training else x)

@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
 from specc.compiler.blocks.init import Init, constant
-from specc.compiler.blocks.roles import Lowered, Shape, Stage, Surroundings
+from specc.compiler.blocks.parts import Stage
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.recurrent import GATES, Lstm, LstmCell
 from specc.compiler.ops.sequence import AsStep, Repeat, Reversed, Zeros
@@ -46,19 +47,19 @@ class LstmStage(Stage):
         kept = shape.activation("B", self.width)
         return {"h": kept, "c": kept}
 
-    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
-        if around.start:
-            return around.start
-        return {name: b.add(f"{name}.zero", Zeros((self.width,)), (around.memory,)) for name in ("h", "c")}
+    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
+        if context.start:
+            return context.start
+        return {name: b.add(f"{name}.zero", Zeros((self.width,)), (context.memory,)) for name in ("h", "c")}
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        start = around.cache or self.begin(b, shape, replace(around, memory=around.memory or x))
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        start = context.cache or self.begin(b, shape, replace(context, memory=context.memory or x))
         weights = [
             weight
             for side in (("", "back_") if self.directions == "both" else ("",))
             for weight in self._weights(b, side, shape)
         ]
-        if around.cache:
+        if context.cache:
             cell = b.add("cell", LstmCell(self.biases), (x, start["h"], start["c"], *weights))
             y = b.add("y", AsStep(), (cell,))
             return Lowered(y, {"h": cell, "c": f"{cell}:1"})
@@ -91,9 +92,9 @@ class RepeatStage(Stage):
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
         return {"h": shape.activation("B", shape.dim)}
 
-    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
-        return {"h": around.final["h"]}
+    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
+        return {"h": context.final["h"]}
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
-        state = around.cache or self.begin(b, shape, around)
-        return Lowered(b.add("x", Repeat(), (state["h"], around.ids)))
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
+        state = context.cache or self.begin(b, shape, context)
+        return Lowered(b.add("x", Repeat(), (state["h"], context.ids)))

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
+from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.init import constant
-from specc.compiler.blocks.roles import Mix, Shape
+from specc.compiler.blocks.parts import Mix
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from specc.compiler.blocks.roles import Layer, Lowered, Shape, Surroundings
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape
+from specc.compiler.blocks.parts import Layer
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
@@ -63,7 +64,7 @@ class Mlp(Layer):
                 ("ratio",), "S215", f"a width of {self.width(dim)} is beyond 1,048,576", "choose a smaller ratio"
             )
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         width = shape.size("E", int(self.width(shape.dim)), "features inside the MLP", self.title)
         read = variables(parse(self.expression))
         operands = tuple(operand for operand in OPERANDS if operand in read)

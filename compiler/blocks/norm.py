@@ -3,7 +3,7 @@
 from typing import Literal
 
 from specc.compiler.blocks.init import constant
-from specc.compiler.blocks.roles import Norm
+from specc.compiler.blocks.parts import Norm
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.strict import PositiveFloat

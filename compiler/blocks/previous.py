@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from specc.compiler.blocks.roles import Tokens
+from specc.compiler.blocks.context import Tokens
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.previous import KeepLast, Previous, PreviousKept, Reset
 

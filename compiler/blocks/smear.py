@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Literal
 
+from specc.compiler.blocks.context import Lowered, Shape, Tokens
 from specc.compiler.blocks.init import constant
+from specc.compiler.blocks.parts import Embed
 from specc.compiler.blocks.previous import TokenId, previous
-from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
 from specc.compiler.ir.graph import Builder, Dim, TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise

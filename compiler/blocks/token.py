@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Literal
 
+from specc.compiler.blocks.context import Lowered, Shape, Tokens
 from specc.compiler.blocks.init import Init
-from specc.compiler.blocks.roles import Embed, Lowered, Shape, Tokens
+from specc.compiler.blocks.parts import Embed
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Literal
 
+from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.init import constant
-from specc.compiler.blocks.roles import Shape, Skips
+from specc.compiler.blocks.parts import Skips
 from specc.compiler.ir.graph import Builder, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import later

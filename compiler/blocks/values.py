@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from specc.compiler.blocks.context import Shape, Shared, Tokens
 from specc.compiler.blocks.init import Init, constant
-from specc.compiler.blocks.roles import LayerList, Shape, Shared, Tokens
+from specc.compiler.blocks.parts import LayerList
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise

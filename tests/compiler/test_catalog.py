@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from specc.compiler import blocks, kernels, ops, quant
-from specc.compiler.blocks.roles import Embed, Layer
+from specc.compiler.blocks.parts import Embed, Layer
 from specc.compiler.catalog import catalog, classes, models
 from specc.compiler.ir.graph import Op
 from specc.compiler.kernels.kernel import Kernel
@@ -33,7 +33,7 @@ def package(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModuleTy
 
 
 HEAD = (
-    "from specc.compiler.targets import Target\nfrom specc.compiler.blocks.roles import Layer\n"
+    "from specc.compiler.targets import Target\nfrom specc.compiler.blocks.parts import Layer\n"
     "from typing import Literal\n"
 )
 ONE = "T{0} = Target('{0}', 'a', 'f32', frozenset(), ())\n"

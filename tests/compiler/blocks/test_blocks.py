@@ -12,7 +12,7 @@ from late_blocks import CASES as LATE
 from tiny_models import ATTENTION, FUSE_MLP, MLP, Pair, float64, pair, tiny
 
 from specc.compiler import blocks
-from specc.compiler.blocks.roles import Embed, Layer, Mix, Norm, Skips
+from specc.compiler.blocks.parts import Embed, Layer, Mix, Norm, Skips
 from specc.compiler.catalog import models
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.programs.programs import flatten

@@ -14,7 +14,7 @@ from tiny_models import Pair, float64, pair
 from torch import Tensor
 
 from specc.compiler import blocks as kinds
-from specc.compiler.blocks.roles import Bridge, Stage
+from specc.compiler.blocks.parts import Bridge, Stage
 from specc.compiler.catalog import models
 from specc.compiler.ir.graph import walk
 from specc.compiler.ops.dropout import Dropout

@@ -1,166 +1,18 @@
-"""The parts a block can play in a model, and what each is asked. A new block picks a part and answers."""
+"""The parts that a block can play in a model, and the questions that each answers."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Literal, Protocol, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from specc.compiler.blocks.init import Init, constant, formula, stated, value_of
+from specc.compiler.blocks.context import Lowered, LoweringContext, Shape, Shared, Tokens
+from specc.compiler.blocks.init import constant, formula, stated, value_of
 from specc.compiler.expr import ExprError, parse, variables
-from specc.compiler.ir.graph import Builder, Dim, Graph, Size, TensorType, output_refs
+from specc.compiler.ir.graph import Builder, Dim, TensorType
 from specc.compiler.ops.dropout import Dropout
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.strict import PartName, Path, Problem, StrictModel
 
-
-@dataclass
-class SizeNames:
-    """The names that code has for sizes, each with what it is: `D` is a number of features."""
-
-    values: dict[str, tuple[int, str]] = field(default_factory=dict)
-
-    def size(self, name: str, value: int, words: str, title: str) -> int:
-        """`value` under `name`, or behind the `title` of its part where another size is called so; without a name where
-        both are taken."""
-        for option in (name, f"{title}_{name}".upper()):
-            if self.values.setdefault(option, (value, words))[0] == value:
-                return Size(value, option)
-        return value
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a block may know of the model around it: features, layers, tokens of context, vocabulary, compute dtype, how
-    many positions are kept between tokens, and the features of an encoder. `names` are those of sizes in code."""
-
-    dim: int
-    layers: int
-    context: int
-    vocab: int
-    dtype: str
-    matrix_init: Init
-    output_init: Init
-    kept: Dim = "S"
-    source: Dim = 0
-    names: SizeNames = field(default_factory=SizeNames, compare=False, repr=False)
-
-    def size(self, name: str, value: int, words: str, title: str = "") -> int:
-        """`value` with a name for code; `words` say what it is."""
-        return self.names.size(name, value, words, title or name)
-
-    def of_width(self, width: Dim) -> "Shape":
-        """The same around a value of `width` features."""
-        assert isinstance(width, int)
-        return replace(self, dim=width)
-
-    def activation(self, *dims: int | str) -> TensorType:
-        return TensorType(dims, self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """The value that a layer made, and the new values of the state that it keeps between tokens."""
-
-    value: str
-    state: Mapping[str, str] = field(default_factory=dict)
-
-
-class FunctionTable(Protocol):
-    """Where functions are kept. `owners` are the classes of those kept so far, by the place where they run."""
-
-    owners: dict[str, str]
-
-    def keep(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
-        """The built function under the first free one of `names`, or the equal one that exists; its parameters are
-        those under `at`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a part that is made of functions stands: their places start with `at`, their class is called after
-    `owner`, and the spec states the part at `place`. `places` are those of all nodes so far."""
-
-    at: str
-    owner: str
-    place: Path
-    places: Mapping[str, Path]
-    functions: FunctionTable
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The ids i64[B, T] that a program reads. In a program that goes on after others: how many those are, `start`
-    (i64[]), their `positions`, and the state that was kept of them, `cache`; else these are empty."""
-
-    ids: str
-    start: str = ""
-    positions: str = ""
-    cache: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Values that a part can read besides its input; what a program does not have is empty.
-
-    `positions` are those of the input's tokens; `cache` is the part's own state, where it is given one token after
-    another; `ids` are the tokens themselves. Models of pairs have a `memory`, what the encoder made of the source
-    [B, S, D], and of its positions `seen` tells which are tokens, bool[B, S]; `final` is its last state, `start` what
-    a recurrent part begins from, both by key. `start` of a part that `asks` another is that one's state. `values` are
-    those of the parts before, by title. A part that is not `causal` sees the whole sequence; one in `training` may
-    drop; one that `extends` a sequence is given its next tokens. A part that calls functions finds its `site`; one
-    in a block its `layer`, counted from 0.
-    """
-
-    positions: str
-    shared: Mapping[str, str]
-    cache: Mapping[str, str]
-    ids: str = ""
-    memory: str = ""
-    seen: str = ""
-    final: Mapping[str, str] = field(default_factory=dict)
-    start: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, str] = field(default_factory=dict)
-    causal: bool = True
-    training: bool = False
-    extends: bool = False
-    site: "Site | None" = None
-    layer: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What is computed once for all layers that read it. Equal ones are one; two of a name are equal.
-
-    `labels` are what code calls its outputs; `layers` are those that read it, all where None; `positional` where it
-    depends on the tokens' positions alone.
-    """
-
-    name: str
-    labels: tuple[str, ...]
-    layers: tuple[int, ...] | None = None
-    positional: bool = False
-
-    def state(self) -> Mapping[str, TensorType]:
-        """What it keeps between tokens."""
-        return {}
-
-    def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
-        """Adds it, in the scope of the whole model; one value a label, and behind them in a program that extends a
-        sequence the new state, of which `tokens.cache` has that before."""
-        raise TypeError(f"{type(self).__name__} does not say how it lowers")
-
-    def read_in(self, layer: int) -> bool:
-        """Whether `layer` reads it."""
-        return self.layers is None or layer in self.layers
-
-    @property
-    def refs(self) -> tuple[str, ...]:
-        """What `Surroundings.shared` calls its outputs: its name, then `name:1`."""
-        return output_refs(self.name, len(self.labels))
-
-
-# Which layers, counted from 0; all where the field is left out.
 LayerList = Annotated[tuple[Annotated[int, Field(ge=0, lt=1000)], ...], Field(min_length=1, max_length=1000)]
 
 
@@ -309,7 +161,7 @@ class Part(StrictModel):
         return None
 
     @property
-    def asks(self) -> str | None:
+    def query_stage(self) -> str | None:
         """The title of a later recurrent part whose last h it reads: then all from here to there is a loop over
         time."""
         return None
@@ -327,19 +179,19 @@ class Part(StrictModel):
         """What the part keeps between tokens, a row of each for a row of the input."""
         return {}
 
-    def begin(self, b: Builder, shape: Shape, around: Surroundings) -> Mapping[str, str]:
+    def begin(self, b: Builder, shape: Shape, context: LoweringContext) -> Mapping[str, str]:
         """The state before the first token, by its keys, where a model has an encoder; zeros where nothing else is
         said."""
         return {}
 
-    def lower(self, b: Builder, x: str, shape: Shape, around: Surroundings) -> Lowered:
+    def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         """Adds the part itself, from x [B, T, D] to its value."""
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
-    def dropped(self, b: Builder, y: str, around: Surroundings) -> str:
+    def dropped(self, b: Builder, y: str, context: LoweringContext) -> str:
         """Its value `y`, in training with each element dropped with the probability that it calls `dropout`."""
         share = getattr(self, "dropout", 0.0)
-        return b.add("dropped", Dropout(share), (y,)) if around.training and share else y
+        return b.add("dropped", Dropout(share), (y,)) if context.training and share else y
 
 
 class Stage(Part):
