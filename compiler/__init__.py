@@ -6,7 +6,7 @@ LAYERS = (
     "strict",
     "pattern",
     "targets",
-    "vocabulary",
+    "characters",
     "catalog",
     "generated_folder",
     "text",

@@ -186,7 +186,7 @@ def _files(
 ) -> Mapping[str, str]:
     from importlib.metadata import version
 
-    from specc.compiler.report.page import plan_page
+    from specc.compiler.report.plan_page import plan_page
     from specc.compiler.report.summary import Summary
 
     folders = {**plans, **{f"{target}/{DEPLOYED}": plan for target, plan in deployed.items()}}

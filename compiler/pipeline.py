@@ -11,8 +11,8 @@ from specc.compiler.passes.assign_quant import allocation, assign_quant
 from specc.compiler.passes.fuse import fuse
 from specc.compiler.passes.optimizers import assign_optimizers
 from specc.compiler.passes.select_kernels import select_kernels
-from specc.compiler.passes.uncached import uncached
 from specc.compiler.passes.verify import verify
+from specc.compiler.passes.without_cache import uncached
 from specc.compiler.plan.lock import NO_LOCK, Lock
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError, Programs

@@ -19,13 +19,13 @@ from specc.compiler.blocks.head import LogitHead
 from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.parts import Bridge, Layer, Part, Stage
 from specc.compiler.catalog import models
+from specc.compiler.characters import PAD, START, Vocabulary
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.sequence import Copy, Seen, Shift
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.strict import Path, Problem
-from specc.compiler.vocabulary import PAD, START, Vocabulary
 
 if TYPE_CHECKING:
     AnyBridge = Bridge

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from specc.compiler.characters import PAD, START, STOP
 from specc.compiler.spec.spec import Spec
-from specc.compiler.vocabulary import PAD, START, STOP
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.decode.step_graphs import Eager, Graphed, Steps
 from specc.runtime.errors import RunFailure

@@ -9,7 +9,7 @@ from specc.compiler.passes.optimizers import owners
 from specc.compiler.spec.optimizers.optimizer import OptimizerSpec
 from specc.runtime.distributed.world import World
 from specc.runtime.optim.bank import Bank
-from specc.runtime.optim.rules import rule_of
+from specc.runtime.optim.rule_of import rule_of
 
 
 def sharded_parameters(shapes: Mapping[str, tuple[int, ...]], specs: Sequence[OptimizerSpec]) -> frozenset[str]:

@@ -25,7 +25,7 @@ from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.model.load import initial_values, replace_fuse
-from specc.runtime.optim.rules import rule_of
+from specc.runtime.optim.rule_of import rule_of
 from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.submission.shake import Shaker, Symbol
 
@@ -37,8 +37,8 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("pydantic", None): ("specc.runtime.submission.records", None),
     ("platformdirs", None): (_KNOWN, None),
     ("specc.compiler.passes.optimizers", "owners"): (_KNOWN, "owners"),
-    ("specc.runtime.optim.rules", "rule_of"): (_KNOWN, "rule_of"),
-    ("specc.runtime.data.missing", "missing_source"): (_KNOWN, "missing_source"),
+    ("specc.runtime.optim.rule_of", "rule_of"): (_KNOWN, "rule_of"),
+    ("specc.runtime.data.missing_paths", "missing_source"): (_KNOWN, "missing_source"),
     ("specc.runtime.data.shards.token_cache", "open_cached"): (_KNOWN, "open_cached"),
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }

@@ -24,10 +24,10 @@ from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.support.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate, all_choices, candidates, tuned_choices
 from specc.runtime.tune.journal import Journal, key
+from specc.runtime.tune.library_times import measure_rest
 from specc.runtime.tune.measure import Measurement
 from specc.runtime.tune.merge import merged
 from specc.runtime.tune.prepare import prepare, short
-from specc.runtime.tune.rest import measure_rest
 from specc.runtime.tune.save_choice import fastest, line
 from specc.runtime.verify.random_inputs import sizes_of
 

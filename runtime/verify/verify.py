@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler import pipeline
+from specc.compiler.characters import PAD
 from specc.compiler.expr import reread, variables
 from specc.compiler.expr.grid import GRID, deviations
 from specc.compiler.kernels.kernel import Rendered, Site
@@ -25,7 +26,6 @@ from specc.compiler.programs.programs import Programs
 from specc.compiler.render.program import METHODS
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
-from specc.compiler.vocabulary import PAD
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, runs_on
 from specc.runtime.train.sources.feed import shifted

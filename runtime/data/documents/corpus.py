@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specc.runtime.data.documents.formats import SUPPORTED, Bounds, kind_of, read_documents
 from specc.runtime.data.errors import DataError
-from specc.runtime.data.missing import missing_source
+from specc.runtime.data.missing_paths import missing_source
 from specc.runtime.data.split import Split
 
 _SPLIT_NAME = re.compile(r"(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)

@@ -12,7 +12,7 @@ from specc.runtime.data.documents.corpus import is_val
 from specc.runtime.data.documents.formats import READ_ERRORS, open_file
 from specc.runtime.data.errors import DataError, DataIntegrityError, LineError
 from specc.runtime.data.lines.pairs import Pairs
-from specc.runtime.data.missing import nearest_paths
+from specc.runtime.data.missing_paths import nearest_paths
 from specc.runtime.data.tokenizers.characters import CharTokenizer, lines_of
 from specc.runtime.storage.data_digests import DataDigests
 

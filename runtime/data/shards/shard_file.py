@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
-from specc.runtime.data.missing import missing_source
+from specc.runtime.data.missing_paths import missing_source
 from specc.runtime.data.split import Split
 
 MAGIC = 20240520

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from specc.compiler.vocabulary import MOST
+from specc.compiler.characters import MOST
 from specc.runtime.data.errors import DataError, LineError
 
 Codes = npt.NDArray[np.integer[Any]]  # code points

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specc.compiler.characters import START
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.train import ForcingSpec
-from specc.compiler.vocabulary import START
 from specc.runtime.data.lines.loader import PairLoader
 from specc.runtime.decode.lines import fed
 

@@ -25,7 +25,7 @@ from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, S
 from specc.compiler.plan.lock import NO_LOCK, Entry, Lock, Machine
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import LoweringError
-from specc.compiler.report.page import plan_page
+from specc.compiler.report.plan_page import plan_page
 from specc.compiler.report.summary import Summary
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS

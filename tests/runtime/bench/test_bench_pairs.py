@@ -17,7 +17,7 @@ from pair_models import BOTH, CHARS, CROSS, EMBED, LSTM, MLP, SELF, blocks, pair
 from run_samples import SPEC, one_thread
 
 from specc.cli.app import run
-from specc.compiler.passes.uncached import uncached
+from specc.compiler.passes.without_cache import uncached
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.check import load
 from specc.runtime.bench import products, report_pairs, table

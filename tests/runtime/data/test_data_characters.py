@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from specc.compiler.vocabulary import Vocabulary
+from specc.compiler.characters import Vocabulary
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.polynomial import SYMBOLS, draw
 from specc.runtime.data.tokenizers.characters import CharTokenizer, lines_of

@@ -10,7 +10,7 @@ from pair_models import BOTH, CHARS, CROSS, EMBED, LSTM, MLP, SELF, blocks, pair
 from torch import Tensor
 from torch.nn import functional as F
 
-from specc.compiler.vocabulary import PAD, START, STOP
+from specc.compiler.characters import PAD, START, STOP
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.decode.lines import Translator, fed, translator

@@ -15,8 +15,8 @@ from specc.compiler.report.step import POINTWISE, REST
 from specc.compiler.report.summary import Summary, lines
 from specc.runtime.bench.profile import Kernel, Profile
 from specc.runtime.bench.timing import Measured
-from specc.runtime.tune import rest
-from specc.runtime.tune.rest import classes_of, library_rows, measure_rest
+from specc.runtime.tune import library_times as rest
+from specc.runtime.tune.library_times import classes_of, library_rows, measure_rest
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
