@@ -2,7 +2,7 @@
 several, which may have a `*` too."""
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 
 CHOICES = re.compile(r"(\{[^{}]*\})")
 
@@ -27,6 +27,7 @@ def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
     return starts
 
 
+@lru_cache(maxsize=2**16)  # rules ask again for each target and pass
 def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` covers the whole of `name`, e.g. `blocks.*.{up,down}` covers `blocks.3.mlp.up`.
 
