@@ -17,6 +17,7 @@ from specc.compiler.quant.scheme import Stored
 
 CHUNK_BYTES = 512 * 2**10  # of a section, before compression
 JOIN_BYTES = 16 * 2**10  # roles below it share a stream: each section costs an entry, and brotli starts anew in it
+DATA_DIGEST_BYTES = 64  # of the section of the data's digests
 CODEC_BYTES = 16  # of a text section that does not compress: headers of brotli's or LZMA2's blocks
 PREFIX_BYTES, ENTRY_BYTES, DIGEST_BYTES = 80, 44, 32  # of the header: its start, each section, its end
 

@@ -1,9 +1,7 @@
 """The bytes of an artifact before there are weights: what each stored form takes at most, and what may not fit."""
 
 import json
-import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,13 +9,11 @@ from specc.compiler.passes.assign_quant import Allocation, allocation, calibrate
 from specc.compiler.pattern import matches
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import Programs
+from specc.compiler.quant.artifact_sections import DATA_DIGEST_BYTES, overhead_bytes, streams
 from specc.compiler.quant.variants import variants
 from specc.compiler.spec.spec import QuantSpec, Spec
 
-# The format of an artifact: runtime/artifact/sections.py.
-HEADER_BYTES, SECTION_BYTES, LONGEST_SECTION = 112, 44, 512 * 2**10
-JOINED_BYTES = 16 * 2**10  # arrays of one role that are smaller share a section with others of their kind
-ENTRY_BYTES = 24  # of a row of the table of arrays that whole numbers need, compressed
+ROW_BYTES = 24  # of a row of the table of arrays of int8 products, compressed
 ROUNDED = 1024  # so that another learning rate in the spec changes no promise
 FRAME_BYTES = 24  # that compressing a section adds at most, however little it holds
 
@@ -81,17 +77,11 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
     if spec.quant is not None:
         data["quant"]["rules"] = [{"match": name, **scheme.model_dump(mode="json")} for name, scheme in schemes.items()]
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    sizes: Counter[tuple[str, str, str]] = Counter()
-    for param in programs.params:
-        alike = re.sub(r"[.][0-9]+(?=[.]|$)", ".*", param.name)
-        for stored in schemes[param.name].stored(param.shape):
-            sizes[alike, stored.suffix, stored.dtype] += stored.bytes
-    joined = {(suffix == "scale", dtype) for (_, suffix, dtype), size in sizes.items() if size < JOINED_BYTES}
-    own = sum(-(-size // LONGEST_SECTION) for size in sizes.values() if size >= JOINED_BYTES)
-    sections, arrays = 1 + own + len(joined), sum(len(schemes[p.name].stored(p.shape)) for p in programs.params)
-    table = any(scheme.integer for scheme in schemes.values())
-    entries = (SECTION_BYTES + FRAME_BYTES + ENTRY_BYTES * arrays) * table
-    exact = HEADER_BYTES + len(zlib.compress(text.encode(), 9)) + (SECTION_BYTES + FRAME_BYTES) * sections + entries
+    layout = [(p.name, stored) for p in programs.params for stored in schemes[p.name].stored(p.shape)]
+    texts = [len(zlib.compress(text.encode(), 9))]
+    texts += [ROW_BYTES * len(layout)] if any(scheme.integer for scheme in schemes.values()) else []
+    frames = FRAME_BYTES * sum(1 for stream in streams(layout) for _ in stream.cuts())
+    exact = overhead_bytes(layout, [*texts, DATA_DIGEST_BYTES]) + frames
     return -(-exact // ROUNDED) * ROUNDED
 
 

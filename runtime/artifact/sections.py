@@ -30,7 +30,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from specc.compiler.quant.artifact_sections import CHUNK_BYTES, DIGEST_BYTES, ITEM_BYTES, TEXTS, Kind, kind_of
+from specc.compiler.quant.artifact_sections import (
+    CHUNK_BYTES,
+    DATA_DIGEST_BYTES,
+    DIGEST_BYTES,
+    ITEM_BYTES,
+    TEXTS,
+    Kind,
+    kind_of,
+)
 from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact.codecs import Codec, decompressed
 from specc.runtime.errors import IntegrityError
@@ -43,9 +51,6 @@ ORDER_BYTES = 2 * 2**16  # at most, in front of a section whose rows were ordere
 
 _PREFIX = struct.Struct("<8sHHI32s32s")
 _ENTRY = struct.Struct("<BBHII32s")  # of version 1 the kind takes the first four bytes
-
-
-DATA_DIGEST_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
 from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines, failures
 from specc.runtime.errors import RunFailure
-from specc.runtime.model.load import replace_fuse
+from specc.runtime.model.load import group_function, replace_fuse
 from specc.runtime.verify.judge import Composed, composed, poisoned, upcast
 from specc.runtime.verify.random_inputs import Operands, Value, sizes_of
 
@@ -103,7 +103,7 @@ def group_rows(
             continue
         say(f"group {where}")
         members = members_of(spec, plan.programs, plan.target.name, group)
-        yield from _rows(spec, group, members, where, vars(module)[group.name], plain, device)
+        yield from _rows(spec, group, members, where, group_function(module, plan.programs, group), plain, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -5,15 +5,17 @@ import hashlib
 import importlib.util
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specc.compiler.build import DEPLOYED, compile_loaded
 from specc.compiler.generated_folder import write
 from specc.compiler.plan.lock import NO_LOCK, Lock
-from specc.compiler.programs.programs import Programs
+from specc.compiler.programs.programs import Group, Programs, group_functions
+from specc.compiler.render.function import applied
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS, Target
 from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
@@ -178,3 +180,16 @@ def device_asked_for(target: Target, wanted: str | None) -> "torch.device":
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         raise EnvironmentFailure(f"there is no device {wanted}: torch finds {count}", "GPUs are counted from 0")
     return device
+
+
+def group_function(module: ModuleType, programs: Programs, group: Group) -> Callable[..., Any]:
+    """The function of the values that `group` reads, in the order of its inputs, as the generated `module` computes
+    it: by a function of its own, or by the autograd function of the group."""
+    name = group_functions(programs)[group.name]
+    if name in vars(module):
+        own: Callable[..., Any] = vars(module)[name]
+        return own
+    names = [f"x{i}" for i in range(len(group.forward.inputs))]
+    text = applied(group, name, names)
+    applies: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {text}", dict(vars(module)))
+    return applies

@@ -10,7 +10,7 @@ from export_samples import random_arrays
 
 from specc.compiler.build import canonical
 from specc.compiler.spec.check import load
-from specc.runtime.artifact.artifact import write_artifact
+from specc.runtime.artifact.artifact import ArtifactContents, write_artifact
 from specc.runtime.artifact.deployment import deployment_of
 
 ROOT = Path(__file__).parents[2]
@@ -64,15 +64,8 @@ def test_counting_the_bytes_of_an_artifact_needs_no_torch(tmp_path: Path) -> Non
     _, deployment = deployment_of(text)
     layout = deployment.layout
     tensors = random_arrays(list(layout), 0)
-    write_artifact(
-        artifact,
-        spec=text,
-        interface=deployment.interface,
-        code=deployment.code,
-        layout=layout,
-        tensors=tensors,
-        quality=1,
-    )
+    contents = ArtifactContents(text, layout, tensors, deployment.interface, deployment.code)
+    write_artifact(artifact, contents, quality=1)
     found = imported("size", str(artifact))
     assert "torch" not in found and "numpy" in found
 

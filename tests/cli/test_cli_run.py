@@ -258,7 +258,7 @@ def test_mistakes_are_told_without_a_traceback(
     ("missing", "hint"),
     [
         ("train.text", "did you mean {data}/train.txt"),
-        ("nothing alike", "--data takes a text, jsonl or token-shard file or folder, or `stdlib`"),
+        ("nothing alike", "data are a text, jsonl or token-shard file, a folder of them, or `stdlib`"),
         ("no/such/text.txt", "there is no {data}/no"),
     ],
 )

@@ -286,10 +286,10 @@ def test_an_error_of_every_target_is_told_once() -> None:
 def test_the_interface_is_names_shapes_and_storage() -> None:
     programs = compile_spec(ROOT / "specs/gpt_mini.yaml").plans["cpu"].programs
     storage = {param.name: "int5" for param in programs.params}
-    digest = interface_digest(programs, storage)
+    digest = interface_digest(programs.params, storage)
     gpu = compile_spec(ROOT / "specs/gpt_mini.yaml").plans["sm90"].programs
-    assert interface_digest(gpu, storage) == digest
-    assert interface_digest(programs, {**storage, "embed.token": "int8"}) != digest
+    assert interface_digest(gpu.params, storage) == digest
+    assert interface_digest(programs.params, {**storage, "embed.token": "int8"}) != digest
 
 
 def command(*arguments: str) -> list[str]:

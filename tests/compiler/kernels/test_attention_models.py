@@ -8,7 +8,7 @@ from test_attention import GROUPED, POINT, spec
 from tiny_models import MLP, Pair, float64, pair, spec_data, spec_of
 
 from specc.compiler import pipeline
-from specc.runtime.model.load import import_model
+from specc.runtime.model.load import group_function, import_model
 from specc.runtime.verify.verify import verify
 
 
@@ -47,8 +47,8 @@ def test_no_gradient_reaches_a_later_token(tmp_path: Path) -> None:
     """Of what a token gives, in the gradients of q, k and v that the group's own backward makes."""
     with float64():
         loaded = pair(spec(), tmp_path)
-    function = vars(import_model(tmp_path / "fused/cpu"))["fused_attention"]
-    assert loaded.programs.groups
+    (group,) = loaded.programs.groups
+    function = group_function(import_model(tmp_path / "fused/cpu"), loaded.programs, group)
     generator = torch.Generator().manual_seed(5)
     q, k, v = (
         torch.randn(2, 7, heads, 8, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2)

@@ -21,6 +21,7 @@ from specc.compiler.kernels.kernel import Kernel, symbol
 from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad
 from specc.compiler.programs.programs import LoweringError
 from specc.runtime.bench.plain import plain_site
+from specc.runtime.model.load import group_function
 from specc.runtime.tune.candidates import candidates, tuned_choices
 from specc.runtime.verify.judge import Judge, inputs_of, sizes_of
 from specc.runtime.verify.verify import verify
@@ -187,7 +188,9 @@ def test_pads_of_a_source_and_later_tokens_do_not_leak(fused: Pair) -> None:
 
 
 def test_no_gradient_reaches_what_is_not_seen(fused: Pair) -> None:
-    function = vars(importlib.import_module(type(fused.model).__module__))["fused_cross"]
+    module = importlib.import_module(type(fused.model).__module__)
+    cross = next(group for group in fused.programs.groups if group.name == "fused_cross")
+    function = group_function(module, fused.programs, cross)
     _, q, k, v, seen = random_sees((4, 1, 2))
     free = [value.clone().requires_grad_() for value in (q, k, v)]
     function(*free, seen).square().sum().backward()

@@ -259,7 +259,7 @@ def test_a_group_is_one_op_each_way_when_it_is_compiled(tmp_path: Path) -> None:
         return make_boxed_func(graph.forward)
 
     def both(q: torch.Tensor, k: torch.Tensor, gain: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return source.fused_q(q, cos, sin, gain) + source.fused_k(k, cos, sin)
+        return source.FusedQ.apply(q, cos, sin, gain) + source.FusedK.apply(k, cos, sin)
 
     x = torch.empty(3, 7, 2, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
     gain = torch.empty(2, 1, dtype=torch.bfloat16, device="meta", requires_grad=True)

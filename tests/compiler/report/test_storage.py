@@ -9,24 +9,14 @@ from tiny_models import spec_of
 
 from specc.compiler import pipeline
 from specc.compiler.build import canonical
-from specc.compiler.passes.assign_quant import allocation
-from specc.compiler.report import storage
 from specc.compiler.report.storage import storage_of
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
-from specc.runtime.artifact import sections, streams
-from specc.runtime.artifact.artifact import measured_bytes
+from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes
 from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.artifact.table import described
-from specc.runtime.quantize.quantizer import Quantizer, plain, resolved
-
-
-def test_the_format_is_that_of_artifacts() -> None:
-    empty = sections.Header(bytes(32), bytes(32), ())
-    one = sections.Header(bytes(32), bytes(32), (sections.Section(sections.Kind.SPEC, 0, 0, bytes(32)),))
-    assert (empty.size, one.size - empty.size) == (storage.HEADER_BYTES, storage.SECTION_BYTES)
-    assert (storage.LONGEST_SECTION, storage.JOINED_BYTES) == (sections.CHUNK_BYTES, streams.JOIN_BYTES)
-
+from specc.runtime.quantize.quantizer import Quantizer
+from specc.runtime.quantize.schemes import base_schemes, resolved
 
 POLY = load(Path(__file__).parents[3] / "specs/poly_attn.yaml")[0]
 WHOLE = {**{name: spec_of(data_of(model)) for name, model in MODELS.items()}, "poly_attn": POLY}
@@ -35,7 +25,7 @@ WHOLE = {**{name: spec_of(data_of(model)) for name, model in MODELS.items()}, "p
 def checked(spec: Spec, resolved: Spec, model: QuantizedModel) -> None:
     """Holds the promise of `spec` to the size of a file of `model`, whose spec is `resolved`."""
     text, table = canonical(resolved).encode(), described(model.schemes, model.tensors)
-    size = measured_bytes(spec=text, layout=model.layout(), tensors=model.tensors, table=table)
+    size = measured_bytes(ArtifactContents(text, model.layout(), model.tensors, table=table))
     promised = storage_of(spec, pipeline.lower(spec, "cpu"), "cpu")
     assert size <= promised.bytes <= 1.25 * size
 
@@ -49,6 +39,6 @@ def test_an_artifact_of_whole_numbers_is_no_larger_than_promised(name: str) -> N
 @pytest.mark.parametrize("scheme", ["scheme: round, bits: 8", "scheme: round, bits: 5", "scheme: none, dtype: f16"])
 def test_a_small_artifact_is_no_larger_than_promised(scheme: str) -> None:
     spec = small_spec(f"quant.default={{{scheme}}}", "quant.promote=null", "quant.budget_bytes=null")
-    schemes = {name: plain(s) for name, s in allocation(spec.quant, pipeline.lower(spec, "cpu").params).items()}
-    model = Quantizer(spec, random_weights(spec), {}, {}, lambda *_: None).model(schemes)
+    schemes = base_schemes(spec.quant, pipeline.lower(spec, "cpu").params)
+    model = Quantizer(random_weights(spec)).model(schemes)
     checked(spec, resolved(spec, schemes), model)

@@ -303,7 +303,7 @@ def test_the_deployed_code_multiplies_codes_and_the_plan_tells_its_padding() -> 
     for target in ("cpu", "sm90", "sm86"):
         text = built.files[f"{target}/deployed/model.py"]
         assert "F.linear" not in text and "torch.lstm" not in text and "def forward(self, source" not in text
-        assert 'register_buffer("logits_codes", torch.empty(32, 16, dtype=torch.int8))' in text
+        assert '"head.logits_codes": ((32, 16), torch.int8)' in text
     assert "head.logits: N 31 is padded to 32" in built.files["PLAN.md"]
     assert "encoder.lstm.input: K 12 is padded to 16" in built.files["PLAN.md"]
     assert "encoder.lstm.*.recurrent.step: K 8 is padded to 16" in built.files["PLAN.md"]

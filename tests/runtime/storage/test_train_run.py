@@ -91,7 +91,7 @@ def test_another_spec_is_told_apart(tmp_path: Path) -> None:
         run.require_same(gpt_mini("train.steps=500", "train.optimizers.0.lr=0.1", "fuse=[]"), "sm90")
     for part in (
         "train.steps: 240 there, 500 now",
-        "train.optimizers[0].lr: 0.02 there, 0.1 now",
+        "train.optimizers.0.lr: 0.02 there, 0.1 now",
         "fuse: ",
         "the target: cpu there, sm90 now",
     ):

@@ -166,7 +166,7 @@ def test_weights_alone_are_rounded_by_scales_that_are_kept(tmp_path: Path, stop:
     whole = train(TrainOptions(small(*WEIGHTS_ALONE), "cpu", "polynomial", tmp_path / "whole"), said.append)
     plain = losses(go(tmp_path / "plain", "train.qat=null").run)
     assert losses(whole.run)[:7] == plain[:7] and losses(whole.run)[7] != plain[7]
-    assert any("validation, raw weights, rounded: " in line for line in said)
+    assert any("validation, raw weights, fake-quantized: " in line for line in said)
     go(tmp_path / "parts", *WEIGHTS_ALONE, stop_after_steps=stop)
     go(tmp_path / "parts", *WEIGHTS_ALONE, resume="auto")
     assert losses(tmp_path / "parts") == losses(whole.run)

@@ -12,7 +12,7 @@ from specc.cli.app import run as command
 from specc.compiler.build import canonical
 from specc.compiler.spec.check import load
 from specc.compiler.spec.spec import Spec
-from specc.runtime.artifact.artifact import write_artifact
+from specc.runtime.artifact.artifact import ArtifactContents, write_artifact
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.artifact.table import described
 from specc.runtime.data.documents.corpus import is_val
@@ -181,16 +181,15 @@ def test_an_artifact_of_generated_lines_claims_what_its_digests_tell(run: Path, 
     assert known.overlap is not None and known.overlap.lines == 0
     old = read_verified(artifact)
     deployment = Deployment.of(old.spec)
-    write_artifact(
-        tmp_path / "old.specc",
-        spec=canonical(old.spec).encode(),
-        interface=deployment.interface,
-        code=deployment.code,
-        layout=deployment.layout,
-        tensors=old.stored.tensors,
-        table=described(deployment.schemes, old.stored.tensors),
-        quality=1,
+    contents = ArtifactContents(
+        canonical(old.spec).encode(),
+        deployment.layout,
+        old.stored.tensors,
+        deployment.interface,
+        deployment.code,
+        described(deployment.schemes, old.stored.tensors),
     )
+    write_artifact(tmp_path / "old.specc", contents, quality=1)
     (unknown,) = evaluate(tmp_path / "old.specc", options).sets  # type: ignore[union-attr]
     assert unknown.score.nats == known.score.nats and unknown.overlap is None
 
