@@ -68,7 +68,7 @@ class Architecture(StrictModel):
 
     @property
     def reads_pads(self) -> bool:
-        """Whether pads after a source change its encoding, so that all sources of a batch must have the same length."""
+        """True if pads after a source change its encoding, so that sources must have equal lengths."""
         return False
 
     @property

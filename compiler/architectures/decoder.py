@@ -36,10 +36,10 @@ HALVES = ("features", "nats")  # of `score`, for adaptation to a text
 
 
 class Loop(StrictModel):
-    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times, one pass after the other.
+    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times in sequence.
 
     Until the share `after` of training is done, by steps or by the clock, each block runs once. With `after: 0` blocks
-    loop from the start; with `after: 1` they never loop. Runs of a block share its parameters. Parameters that no
+    loop from the start. With `after: 1` they never loop. Runs of a block share its parameters. Parameters that no
     program reads yet are not updated.
     """
 

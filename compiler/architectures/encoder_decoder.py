@@ -46,8 +46,8 @@ class EncoderDecoder(Architecture):
     and a decoder writes a target of at most `context` tokens.
 
     Each side is its stages in order, with residual branches only in `blocks`. `bridge` computes the first state of the
-    decoder from the last state of a recurrent encoder; if unset, the decoder's state starts at 0. `dtype` is the
-    compute dtype; if unset, that of the target.
+    decoder from the last state of a recurrent encoder. If it is unset, the decoder's state starts at 0. `dtype` is the
+    compute dtype. If it is unset, the model computes in the dtype of the target.
     """
 
     reads: ClassVar[Form] = "lines"
@@ -251,8 +251,8 @@ class _Lowering:
         )
 
     def start(self, b: Builder, final: dict[str, str]) -> dict[str, str]:
-        """Adds the bridge and returns the initial state of the decoder's first recurrent stage, by key; empty without a
-        bridge.
+        """Adds the bridge and returns the initial state of the decoder's first recurrent stage, by key. Returns an
+        empty dict if the model has no bridge.
 
         Raises LoweringError if a side has no recurrent stage, or if the bridge does not return the features of the
         decoder's state.

@@ -67,8 +67,7 @@ class Blocks(StrictModel):
 
     @property
     def loops(self) -> bool:
-        """Whether a block may run more than once. Skip connections are then functions of their own, outside the
-        blocks."""
+        """True if a block may run more than once. Skip connections are then separate functions, outside the blocks."""
         return False
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
@@ -114,7 +113,7 @@ class Blocks(StrictModel):
 
     @property
     def reads_seen(self) -> bool:
-        """Whether a block, in an encoder, needs the mask of positions that hold tokens."""
+        """True if a block, in an encoder, needs the mask of positions that hold tokens."""
         return any(layer.reads_seen for layer in self.layers)
 
     def scalars(self, i: int, layers: int) -> dict[str, float]:
@@ -201,7 +200,7 @@ class Stack:
         return self.blocks.skips.sources(len(self.runs)) if self.blocks.skips else {}
 
     def _joined(self, outer: Builder, which: int, x: str, earlier: str) -> str:
-        """Adds a skip connection as a call of its own, and returns the stream with the earlier output added.
+        """Adds a skip connection as a separate call, and returns the stream with the earlier output added.
 
         Used if blocks may loop, because the same block then runs with and without a skip.
         """
@@ -377,7 +376,8 @@ class Stack:
         kept: Mapping[str, str],
         state: dict[str, str],
     ) -> str:
-        """Adds a layer and returns its value. `normed` is its normed input; its new state is added to `state`."""
+        """Adds a layer to its normed input `normed` and returns the layer's value. Adds the layer's new state to
+        `state`."""
         prefix = f"{layer.title}."
         cache = {key.removeprefix(prefix): ref for key, ref in kept.items() if key.startswith(prefix)}
         b.scope = layer.title

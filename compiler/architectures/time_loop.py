@@ -1,4 +1,4 @@
-"""A loop over time: a stage that attends with the state of a later stage, and all stages up to that one. One function
+"""A loop over time: a stage that attends with the state of a later stage, and all stages between them. One function
 computes one step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class Looped:
     """The outputs of a loop over time.
 
     Attributes:
-        values: the values that later stages can read, by stage; the last stage's value comes last.
+        values: the values that later stages can read, by stage. The last stage's value comes last.
         state: the new state of every recurrent stage, by stage and key.
     """
 

@@ -61,7 +61,7 @@ class HeadGate(StrictModel):
 class Attention(Layer):
     """softmax(q k^T / sqrt(C)) v for `heads` query heads over `kv_heads` key and value heads (Ainslie et al., 2023).
 
-    With `of: self`, each token attends to itself and earlier tokens; in an encoder, to all tokens of the source. With
+    With `of: self`, each token attends to itself and earlier tokens, or in an encoder to all tokens of the source. With
     `of: encoder`, it attends to the source. With `bias`, each of the four matrices has a bias. With `bos`, the id that
     starts a document, a token attends only to its own document.
     """
@@ -199,7 +199,7 @@ class Attention(Layer):
         return Lowered(self._out(b, attended, shape), state)
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
-        """Adds k and v of `x` and returns them by name; also `q` with its norm and rotary positions, if it is given."""
+        """Adds k and v of `x`, and the norm and rotary positions of `q` if it is given. Returns them by name."""
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
         v = self._heads(b, x, "v", groups, shape, context)

@@ -62,8 +62,14 @@ class Shape:
     names: SizeNames = field(default_factory=SizeNames, compare=False, repr=False)
 
     def size(self, name: str, value: int, words: str, title: str = "") -> int:
-        """Returns `value` as a dim called `name` in generated code, with the description `words`; see
-        `SizeNames.size`."""
+        """Returns `value` as a dim called `name` in generated code, or `TITLE_NAME` if `name` is taken.
+
+        Args:
+            name: the preferred name, e.g. `D`.
+            value: the size.
+            words: the description of the size.
+            title: the title of the part that declares the size; `name` if empty.
+        """
         return self.names.size(name, value, words, title or name)
 
     def of_width(self, width: Dim) -> "Shape":

@@ -79,8 +79,15 @@ def _by_layer(value: float | str | None) -> bool:
 
 
 def bound(scalar: str, value: float | str | None, layer: int, layers: int) -> Mapping[str, float]:
-    """Returns the value of `scalar` in layer `layer` of `layers`, by name; empty unless the factor depends on the
-    layer."""
+    """Returns the value of a scalar in one layer, by the scalar's name. Returns an empty mapping unless the factor
+    depends on the layer.
+
+    Args:
+        scalar: the name of the scalar.
+        value: the factor: a number, a formula over `layer` and `layers`, or None.
+        layer: the index of the layer, from 0.
+        layers: the number of layers.
+    """
     if isinstance(value, str) and _by_layer(value):
         return {scalar: value_of(value, layer=float(layer), layers=float(layers))}
     return {}
@@ -150,27 +157,27 @@ class Part(StrictModel):
 
     @property
     def reads_source(self) -> bool:
-        """Whether the part reads the output of an encoder."""
+        """True if the part reads the output of an encoder."""
         return False
 
     @property
     def in_place(self) -> bool:
-        """Whether the part writes its state in place, at the positions of its tokens."""
+        """True if the part writes its state in place, at the positions of its tokens."""
         return False
 
     @property
     def reads_seen(self) -> bool:
-        """Whether the part, in an encoder, needs the mask of positions that hold tokens."""
+        """True if the part, in an encoder, needs the mask of positions that hold tokens."""
         return False
 
     @property
     def reads_positions(self) -> bool:
-        """Whether the part itself reads the positions of its tokens, apart from its shared values and cache writes."""
+        """True if the part itself reads the positions of its tokens, apart from its shared values and cache writes."""
         return False
 
     @property
     def reads_future(self) -> bool:
-        """Whether a token's value depends on later tokens. Such a part is not allowed in a decoder."""
+        """True if a token's value depends on later tokens. Such a part is not allowed in a decoder."""
         return False
 
     @property
@@ -253,7 +260,14 @@ class Layer(Part):
         return b.add("branch", Pointwise((f"{factor!r} * branch",), ("branch",)), (y,))
 
     def join(self, b: Builder, x: str, y: str, shape: Shape) -> str:
-        """Adds the branch's value `y`, times its residual factor, to the residual stream `x`; both are [B, T, D]."""
+        """Adds the branch's value, times its residual factor, to the residual stream and returns the result.
+
+        Args:
+            b: the builder of the function.
+            x: the residual stream, [B, T, D].
+            y: the branch's value, [B, T, D].
+            shape: the shape dims of the model.
+        """
         if self.residual == "learned":
             scale = b.param("residual", TensorType((shape.dim,), shape.dtype), constant(1.0))
             return b.add("x", Pointwise(("x + scale * branch",), ("x", "branch", "scale")), (x, y, scale))
@@ -293,8 +307,14 @@ class Skips(StrictModel):
         raise TypeError(f"{type(self).__name__} does not say what it connects")
 
     def lower(self, b: Builder, x: str, skip: str, shape: Shape) -> str:
-        """Adds the earlier output `skip` [B, T, D] to the stream `x` [B, T, D], at the start of a block, and returns
-        the result."""
+        """Adds an earlier block's output to the stream, at the start of a block, and returns the result.
+
+        Args:
+            b: the builder of the function.
+            x: the stream, [B, T, D].
+            skip: the earlier block's output, [B, T, D].
+            shape: the shape dims of the model.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 
@@ -322,8 +342,14 @@ class Mix(StrictModel):
     layers."""
 
     def lower(self, b: Builder, x: str, embedded: str, shape: Shape) -> str:
-        """Adds the mix of the stream `x` and `embedded`, the first block's input, both [B, T, D], and returns the
-        result."""
+        """Adds the mix of the stream with the first block's input and returns the result.
+
+        Args:
+            b: the builder of the function.
+            x: the stream, [B, T, D].
+            embedded: the first block's input, [B, T, D].
+            shape: the shape dims of the model.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
 

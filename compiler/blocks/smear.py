@@ -36,7 +36,7 @@ class Smear(Embed):
 
 class SmearByToken(Embed):
     """x + scale * sigmoid(w . x[:features]) p, for the previous token's value p (after modded-nanogpt). `scale` is one
-    learned number; both it and w start at 0. p is 0 at the same tokens as in `smear`."""
+    learned number. Both `scale` and w start at 0. p is 0 at the same tokens as in `smear`."""
 
     kind: Literal["smear_by_token"]
     features: Positive = 12

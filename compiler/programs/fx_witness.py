@@ -243,7 +243,7 @@ class _Comparison:
         """Checks a fused group: a function call or, if the group has a gradient, an application of its autograd
         function.
 
-        An autograd function may receive its rows flattened to one dim; its result is then unflattened.
+        An autograd function may receive its rows flattened to one dim. Its result is then unflattened.
         """
         assert isinstance(node.op, Fused)
         function = self.groups[node.op.group]

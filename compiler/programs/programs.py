@@ -72,7 +72,7 @@ class Group:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the group accepts its rows flattened to one dim: it has a matrix product that does not mix tokens."""
+        """True if the group accepts its rows flattened to one dim: it has a matrix product that does not mix tokens."""
         nodes = (*self.forward.nodes, *self.backward.nodes)
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
 
