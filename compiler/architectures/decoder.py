@@ -32,7 +32,7 @@ else:
 
 
 WHOLE = ("train", "score")
-HALVES = ("features", "nats")  # of `score`, for adaptation to a text
+HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
 
 
 class Loop(StrictModel):

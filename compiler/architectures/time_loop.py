@@ -1,5 +1,5 @@
-"""A loop over time: a stage that attends with the state of a later stage, and all stages between them. One function
-computes one step."""
+"""A loop over time: all stages from a stage that attends with the state of a later stage up to that later stage. One
+function computes one step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

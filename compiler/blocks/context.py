@@ -184,14 +184,14 @@ class LoweringContext:
 class Shared:
     """A computation that runs once for all layers that read its outputs.
 
-    Two parts that declare equal `Shared` values use the same computation. Two `Shared` values with the same name must
-    be equal.
+    Parts that declare equal `Shared` values use the same computation. Two `Shared` values with the same name must be
+    equal.
 
     Attributes:
         name: the name of the computation.
         labels: the names of its outputs in generated code.
         layers: the indices of the layers that read it, from 0; None means all layers.
-        positional: whether it depends only on the positions of the tokens.
+        positional: true if it depends only on the positions of the tokens.
     """
 
     name: str

@@ -38,7 +38,7 @@ def stated(value: float | str, **variables: float) -> float | str:
     return str(substitute(parse(value), {name: Const(number) for name, number in variables.items()}))
 
 
-LARGEST = 3.4028234e38  # of f32
+LARGEST = 3.4028234e38  # the largest finite f32
 Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 
 

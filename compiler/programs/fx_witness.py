@@ -277,7 +277,7 @@ class _Comparison:
 
     def call(self, node: Node, wanted: Traced, found: Any) -> None:
         name = self.called(found)
-        name = name.removesuffix(".default")  # of an op
+        name = name.removesuffix(".default")  # the overload of a Torch op
         self.expect(name == wanted.function, node.name, f"is a call of {wanted.function}", found)
         args = found.args
         self.expect(len(args) == len(wanted.args), node.name, f"takes {len(wanted.args)} arguments", found)

@@ -256,7 +256,8 @@ def group_functions(programs: Programs) -> Mapping[str, str]:
 
 
 def _computation(group: Group) -> object:
-    """Returns a key of a group's computation that ignores the names of its nodes."""
+    """Returns a key of a group's computation that ignores the names of its nodes and inputs, but not those of saved
+    values."""
     graphs: list[object] = []
     known: dict[str, str] = {}
     for graph in (group.forward, group.backward):
