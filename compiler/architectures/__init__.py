@@ -1,1 +1,1 @@
-"""Whole-model kinds: each composes blocks into programs."""
+"""The model kinds: each composes blocks into programs."""

@@ -1,15 +1,15 @@
-"""What a whole-model kind is asked."""
+"""The base class of the model kinds."""
 
 from typing import ClassVar, Literal, Self
 
 from specc.compiler.programs.programs import Programs
 from specc.compiler.strict import Path, StrictModel
 
-Form = Literal["text", "lines"]  # one stream of tokens, or pairs of a source line and a target line
+Form = Literal["text", "lines"]  # one token stream, or pairs of source and target lines
 
 
 class Architecture(StrictModel):
-    """A model kind. Its fields are blocks; it knows how they connect, and no block by name.
+    """A model kind. Its fields are blocks. It connects them without knowledge of specific block kinds.
 
     Attributes:
         reads: the form of the data that it is trained and scored on.
@@ -18,55 +18,65 @@ class Architecture(StrictModel):
     reads: ClassVar[Form] = "text"
 
     def lower(self, name: str, dtype: str, halves: bool = False) -> Programs:
-        """All programs of the model, computing in `dtype`; with `halves`, those of `score` besides, where the model
-        has such. Raises LoweringError with every problem found."""
+        """Returns all programs of the model.
+
+        Args:
+            name: the name of the model.
+            dtype: the compute dtype, unless the spec sets it.
+            halves: whether to add the two halves of the program `score`, if the model kind has them.
+
+        Raises:
+            LoweringError: if the spec does not describe a valid model.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
     @property
     def title(self) -> str:
-        """One line for plans and headers: what the model is."""
+        """A one-line description of the model for plans and headers."""
         raise TypeError(f"{type(self).__name__} does not describe itself")
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids it reads and writes."""
+        """The number of token ids that the model reads and writes."""
         raise TypeError(f"{type(self).__name__} does not state its vocabulary")
 
     @property
     def window(self) -> int:
-        """How many tokens it is trained on at a time."""
+        """The number of tokens per training window."""
         raise TypeError(f"{type(self).__name__} does not state its context")
 
     def after(self, done: float) -> Self:
-        """The model that trains when the share `done` of a run is behind, which it then is for ever."""
+        """Returns the model that trains once the share `done` of a run is complete. Changes that begin later never take
+        effect in it."""
         return self
 
     @property
     def late(self) -> tuple[tuple[Path, str, float], ...]:
-        """What begins when a share of the run is behind: where the spec says so, what, and the share."""
+        """The changes of the model that begin during a run: the spec path, a description, and the share of the run at
+        which each begins."""
         return ()
 
     @property
     def marks(self) -> tuple[tuple[Path, int], ...]:
-        """The ids that it takes for the start of a document, and where the spec says so."""
+        """The spec paths that set the id that starts a document, each with its id."""
         return ()
 
     @property
     def fed(self) -> str:
-        """The input of the program `score` that holds the tokens of the line that is scored, in order."""
+        """The name of the input of the program `score` that holds the tokens of the scored line, in order."""
         return "ids"
 
     @property
     def reads_pads(self) -> bool:
-        """Whether pads behind a source change what is made of it, so that sources have to be of one length."""
+        """True if pads after a source change its encoding, so that sources must have equal lengths."""
         return False
 
     @property
     def characters(self) -> str | None:
-        """The alphabet that the spec itself states, of a model of lines; None where a tokenizer has it."""
+        """The alphabet that the spec itself sets, for a model of lines; None if a tokenizer defines it."""
         return None
 
     @property
     def computes_in(self) -> str | None:
-        """The dtype that the spec itself states; None where it is the target's."""
+        """The compute dtype that the spec itself sets; None if it is the target's."""
         return None

@@ -1,4 +1,4 @@
-"""Blocks as one stage of an encoder or a decoder."""
+"""A stack of blocks as one stage of an encoder or a decoder."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -10,13 +10,13 @@ from specc.compiler.ir.graph import Builder
 
 
 def norm_name(title: str) -> str:
-    """What the norm behind blocks is called beside them."""
+    """Returns the name of the norm after a stage of blocks, which is in the same scope as the stage."""
     return "norm" if title == "blocks" else f"{title}_norm"
 
 
 class BlocksStage(Blocks, Stage):
-    """Blocks as a stage of an encoder or a decoder, with a norm like theirs behind the last one. That is in no layer,
-    so it has no `scale` that depends on the layer."""
+    """Blocks as a stage of an encoder or a decoder. Their norm also follows the last block, without a `scale` that
+    depends on the layer, because it is in no layer."""
 
     kind: Literal["blocks"]
 

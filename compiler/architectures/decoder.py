@@ -1,4 +1,5 @@
-"""A decoder: token ids to a distribution over the next one, through a stack of residual blocks."""
+"""The decoder: a causal language model, from token ids to a distribution over the next token through residual
+blocks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -31,14 +32,15 @@ else:
 
 
 WHOLE = ("train", "score")
-HALVES = ("features", "nats")  # of `score`, for what adapts to a text
+HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
 
 
 class Loop(StrictModel):
-    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times, one pass after the other.
+    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times in sequence.
 
-    While less than the share `after` of training is done, by steps or by the clock, each block runs once; with 1 that
-    never changes, with 0 blocks are looped from the start. Parameters are the same; those that nothing reads yet rest.
+    Until the share `after` of training is done, by steps or by the clock, each block runs once. With `after: 0` blocks
+    loop from the start. With `after: 1` they never loop. Runs of a block share its parameters. Parameters that no
+    program reads yet are not updated.
     """
 
     first: Annotated[int, Field(ge=0, lt=1000)]
@@ -48,7 +50,7 @@ class Loop(StrictModel):
 
 
 class DecoderBlocks(Blocks):
-    """Blocks of which, with `loop`, some run several times: skips then connect these runs, not the blocks."""
+    """Blocks that run several times if `loop` selects them. Skips then connect runs instead of blocks."""
 
     loop: Loop | None = later(None)
 
@@ -77,7 +79,8 @@ class DecoderBlocks(Blocks):
 
 
 class Decoder(Architecture):
-    """Causal language model: embed, blocks, norm, head; trained and used on `context` tokens at a time."""
+    """A causal language model: embed, blocks, norm, head. It is trained and used on at most `context` tokens at
+    a time."""
 
     kind: Literal["decoder"]
     vocab: Annotated[int, Field(ge=2, le=2**24)]
@@ -127,7 +130,7 @@ class Decoder(Architecture):
         return tuple((("model", *at, "bos"), mark) for at, mark in marked if mark is not None)
 
     def problems(self) -> Iterator[Problem]:
-        """What the layers say of themselves in a model of this width."""
+        """Yields the problems of the model's parts."""
         yield from (problem.under("embed") for problem in order_problems(self.embed))
         yield from (problem.under("blocks") for problem in self.blocks.problems_in(self.dim))
         last = self.norm.scale
@@ -151,7 +154,7 @@ class Decoder(Architecture):
 
 
 class _Lowering:
-    """The state of one lowering."""
+    """The lowering of one decoder."""
 
     def __init__(self, model: Decoder, name: str, dtype: str) -> None:
         self.model, self.name = model, name
@@ -197,8 +200,13 @@ class _Lowering:
         return replace(made, phases=tuple(replace(phase, rests=_unread(made, phase)) for phase in phases))
 
     def scored(self, name: str, reduction: Literal["mean", "none"], order: tuple[int, ...] | None = None) -> Graph:
-        """ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one a token. `order` is that of the
-        blocks, where it is not the model's."""
+        """Returns the program ids, targets i64[B, T] -> cross-entropy in nats, f32: the mean, or one value per token.
+
+        Args:
+            name: the name of the program.
+            reduction: `mean` for training, with dropout; `none` for one value per token.
+            order: the order in which blocks run; None for the model's own.
+        """
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", "T"), "i64"))
         targets = b.input("targets", TensorType(("B", "T"), "i64"))
@@ -208,9 +216,12 @@ class _Lowering:
         return self.functions.program(b, {"loss": loss})
 
     def halves(self) -> tuple[Graph, Graph]:
-        """`score` in two: ids i64[B, T] -> what the head reads, x [B, T, D]; and that and targets i64[B, T] ->
-        cross-entropy in nats, one a token, f32. The loss of the second is outside the head, where no fusion point finds
-        it: fused, one number a token has no gradient."""
+        """Returns `score` in two programs.
+
+        `features`: ids i64[B, T] -> the input of the head, x [B, T, D]. `nats`: x and targets i64[B, T] ->
+        cross-entropy in nats, f32, one value per token. The loss in `nats` is outside the scope of the head, so it is
+        not fused: a fused loss of one value per token has no gradient.
+        """
         b = Builder("features")
         x, _ = self.trunk(b, b.input("ids", TensorType(("B", "T"), "i64")), "", False)
         first, made = self.functions.program(b, {"x": x}), b.types[x]
@@ -225,8 +236,8 @@ class _Lowering:
         return first, self.functions.program(b, {"nats": nats})
 
     def cached(self, name: str, tokens: int | str) -> Graph:
-        """ids i64[B, T] that follow `start` (i64[]) tokens in the caches -> logits f32[B, V] of the last, and the
-        caches."""
+        """Returns the program ids i64[B, T] that follow `start` (i64[]) tokens in the caches -> logits f32[B, V] of the
+        last token, and the caches."""
         b = Builder(name)
         ids = b.input("ids", TensorType(("B", tokens), "i64"))
         start = b.input("start", TensorType((), "i64"))
@@ -237,7 +248,18 @@ class _Lowering:
     def trunk(
         self, b: Builder, ids: str, start: str, training: bool, order: tuple[int, ...] | None = None
     ) -> tuple[str, Mapping[str, str]]:
-        """Embedding and blocks; with `start`, against caches that it declares as inputs."""
+        """Adds the embedding, blocks and last norm. With `start`, declares the caches as inputs.
+
+        Args:
+            b: the builder of the program.
+            ids: the token ids, i64[B, T].
+            start: the number of tokens in the caches, i64[]; empty for a whole sequence.
+            training: whether dropout applies.
+            order: the order in which blocks run; None for the model's own.
+
+        Returns:
+            The features, [B, T, D], and the new caches by name.
+        """
         x, own = self.embedded(b, ids, start)
         wanted = self.model.blocks.shared(self.shape)
         positions = ""
@@ -261,7 +283,7 @@ class _Lowering:
         return self.model.norm.lower(b, x, "norm", self.shape), state
 
     def embedded(self, b: Builder, ids: str, start: str) -> tuple[str, dict[str, str]]:
-        """The first block's input, and the state of the steps that make it."""
+        """Adds the embedding steps. Returns the first block's input, and the new state of the steps by name."""
         x: str | None = None
         state: dict[str, str] = {}
         b.scope = "embed"
@@ -289,7 +311,7 @@ class _Lowering:
             raise LoweringError((Problem(("model", "head"), "S301", error.message, hint, related),)) from None
 
     def place_of(self, init: Init) -> Path:
-        """Where the spec says how a parameter starts."""
+        """Returns the spec path of an initialization."""
         return ("model", *next((path for found, path in _inits(self.model) if found is init), ()))
 
 
@@ -299,7 +321,7 @@ def _unread(programs: Programs, phase: Phase) -> tuple[str, ...]:
 
 
 def _inits(value: object, path: Path = ()) -> Iterator[tuple[Init, Path]]:
-    """Every start of a parameter that a spec states, and where."""
+    """Yields every initialization in a spec, with its path."""
     if isinstance(value, Init):
         yield value, path
     elif isinstance(value, StrictModel):

@@ -1,4 +1,4 @@
-"""An encoder and a decoder: a source line to the target line, a token after another."""
+"""An encoder-decoder: maps a source line to a target line, one token at a time."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,11 +42,12 @@ BEFORE_THE_LOOP = "put it before the stage that attends with a later state"
 
 
 class EncoderDecoder(Architecture):
-    """Sequence to sequence (Sutskever, Vinyals and Le, 2014): an encoder reads a source of at most `context` tokens, a
-    decoder writes a target of at most as many. Each side is its stages in order, without residuals but in `blocks`;
-    `bridge` leads from the last state of a recurrent encoder to the first of the decoder, zeros where it is unset.
+    """Sequence to sequence (Sutskever, Vinyals and Le, 2014): an encoder reads a source of at most `context` tokens,
+    and a decoder writes a target of at most `context` tokens.
 
-    `dtype` is what it computes in, the target's where it is unset.
+    Each side is its stages in order, with residual branches only in `blocks`. `bridge` computes the first state of the
+    decoder from the last state of a recurrent encoder. If it is unset, the decoder's state starts at 0. `dtype` is the
+    compute dtype. If it is unset, the model computes in the dtype of the target.
     """
 
     reads: ClassVar[Form] = "lines"
@@ -92,7 +93,7 @@ class EncoderDecoder(Architecture):
         return self.vocab.chars
 
     def problems(self) -> Iterator[Problem]:
-        """Stages that cannot stand where they do."""
+        """Yields the problems of stages at their positions in the model."""
         for side, stages in (("encoder", self.encoder), ("decoder", self.decoder)):
             titles: dict[str, int] = {}
             for i, stage in enumerate(stages):
@@ -111,7 +112,7 @@ class EncoderDecoder(Architecture):
 
 
 def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Problem]:
-    """What is wrong with a stage where it stands; paths are relative to it."""
+    """Yields the problems of a stage at its position. Paths are relative to the stage."""
     stage = stages[i]
     if stage.starts != (i == 0):
         what = f"the {side} starts with {stage.title}" if i == 0 else f"{stage.title} is in the middle of the {side}"
@@ -141,7 +142,7 @@ def _stage_problems(side: str, stages: tuple[Part, ...], i: int) -> Iterator[Pro
 
 
 def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
-    """Where the spec states what stands at the start of a node's name."""
+    """Yields pairs of a node-name prefix and the path of the part of the spec that created the node."""
     yield "head", ("model", "head")
     yield "bridge", ("model", "bridge")
     for side, stages in (("encoder", model.encoder), ("decoder", model.decoder)):
@@ -156,7 +157,7 @@ def _places(model: EncoderDecoder) -> Iterator[tuple[str, Path]]:
 
 
 class _Lowering:
-    """The state of one lowering."""
+    """The lowering of one encoder-decoder."""
 
     def __init__(self, model: EncoderDecoder, name: str, dtype: str) -> None:
         self.model, self.name = model, name
@@ -189,10 +190,11 @@ class _Lowering:
         return replace(made, sizes=sizes, layers=self.functions.layers)
 
     def scored(self, name: Literal["train", "score"]) -> Graph:
-        """source i64[B, S], target i64[B, T] -> cross-entropy in nats, f32, over the targets that are no pads.
+        """Returns the program source i64[B, S], target i64[B, T] -> cross-entropy in nats, f32, over the targets that
+        are not pads.
 
-        `train` gives the mean, and is told `inputs` i64[B, T], what the decoder is fed: it drops. `score` gives one
-        number a token, 0 at pads, and feeds the truth.
+        `train` returns the mean and applies dropout. It has a third input, the decoder inputs `inputs` i64[B, T].
+        `score` returns one value per token, 0 at pads, with teacher-forced inputs.
         """
         b = Builder(name)
         source = b.input("source", TensorType(("B", "S"), IDS))
@@ -208,7 +210,7 @@ class _Lowering:
         return self.functions.program(b, {"loss": b.add("loss", loss, (logits, target))})
 
     def encode(self) -> Graph:
-        """source i64[B, S] -> the state before the first token."""
+        """Returns the program source i64[B, S] -> the state before the first token."""
         b = Builder("encode")
         context = self.read(b, b.input("source", TensorType(("B", "S"), IDS)), False)
         begun = self.decoder.begin(b, context)
@@ -221,7 +223,8 @@ class _Lowering:
         return self.functions.program(b, {f"state.{key}": ref for key, ref in state.items()})
 
     def extend(self) -> Graph:
-        """ids i64[B, 1], the token after `start` (i64[]) others -> logits f32[B, V] of the next, and the state."""
+        """Returns the program ids i64[B, 1], the token after `start` (i64[]) tokens -> logits f32[B, V] of the next
+        token, and the new state."""
         b = Builder("extend")
         ids = b.input("ids", TensorType(("B", 1), IDS))
         start = b.input("start", TensorType((), IDS))
@@ -233,7 +236,7 @@ class _Lowering:
         return self.functions.program(b, {"logits": logits, **{f"state.{key}": ref for key, ref in state.items()}})
 
     def read(self, b: Builder, source: str, training: bool) -> LoweringContext:
-        """What the encoder makes of a source, as the decoder finds it."""
+        """Adds the encoder and returns the lowering context of the decoder."""
         b.scope = "encoder"
         seen = ""
         if self.reads_source or self.reads_seen:
@@ -248,7 +251,12 @@ class _Lowering:
         )
 
     def start(self, b: Builder, final: dict[str, str]) -> dict[str, str]:
-        """What the first recurrent stage of the decoder begins from; empty without a bridge."""
+        """Adds the bridge and returns the initial state of the decoder's first recurrent stage, by key. Returns an
+        empty dict if the model has no bridge.
+
+        Raises LoweringError if a side has no recurrent stage, or if the bridge does not return the features of the
+        decoder's state.
+        """
         bridge = self.model.bridge
         first = next((stage for stage in self.model.decoder if stage.recurrent), None)
         if bridge is None:

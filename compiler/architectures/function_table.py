@@ -1,4 +1,4 @@
-"""What the programs of a model share while it is lowered: functions by name, parameters by path."""
+"""The table of functions and parameters that the programs of a model share during lowering."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,9 +10,16 @@ from specc.compiler.programs.programs import Parameter
 
 @dataclass
 class Functions:
-    """Functions and parameters in the order in which they were found. `refused` are starts that a parameter cannot
-    have, each with the first such parameter and the reason; `owners` are the classes of functions, by the place where
-    they run; `constants` are numbers that formulas give, by a name for code."""
+    """Functions by name and parameters by path, in the order in which they were added.
+
+    Attributes:
+        layers: the number of blocks, for formulas.
+        graphs: the functions, by name.
+        params: the parameters, by path.
+        refused: the initializations that a parameter cannot have, each with the first such parameter and the reason.
+        owners: the class of the functions that run at each path.
+        constants: the values of formulas with their texts, by a name for generated code.
+    """
 
     layers: int
     graphs: dict[str, Graph] = field(default_factory=dict)
@@ -22,8 +29,18 @@ class Functions:
     constants: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def intern(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
-        """The built function under the first free one of `names`, or the equal one that exists; its parameters are
-        those under `at`."""
+        """Builds a function, or returns the equal function that the table already holds.
+
+        Args:
+            b: the builder of the function.
+            names: candidate names, in order of preference. The function gets the first name that is free or that
+                belongs to an equal function.
+            at: the path prefix of the function's parameters.
+            outputs: the output values by label.
+
+        Raises:
+            AssertionError: if every candidate name belongs to a different function.
+        """
         for name in names:
             b.name = name
             graph = b.build(outputs)
@@ -38,7 +55,7 @@ class Functions:
         return graph
 
     def program(self, b: Builder, outputs: Mapping[str, str]) -> Graph:
-        """The built program, without what nothing reads."""
+        """Builds a program without unused nodes, adds its parameters and constants, and returns it."""
         graph = _read(b.build(outputs))
         for path, type in graph.params:
             self._add(path, type, b.inits[path])
@@ -46,7 +63,8 @@ class Functions:
         return graph
 
     def _define(self, b: Builder) -> None:
-        """Takes the constants of a graph; two of a name and different values are told apart by a number."""
+        """Adds the constants of a graph. A constant whose name already has a different value gets a number after its
+        name."""
         for name, constant in b.constants.items():
             options = (name, *(f"{name}_{i}" for i in range(2, len(self.constants) + 3)))
             free = next(option for option in options if self.constants.get(option, constant) == constant)
@@ -61,7 +79,7 @@ class Functions:
 
 
 def _read(graph: Graph) -> Graph:
-    """The graph without the nodes whose values neither a node nor a caller reads."""
+    """Returns the graph without the nodes whose values are read neither by a node nor by the caller."""
     while unread := [node for node in graph.nodes if not any(map(graph.uses, node.outputs))]:
         graph = replace(graph, nodes=tuple(node for node in graph.nodes if node not in unread))
     return graph

@@ -1,4 +1,4 @@
-"""Two lanes of the residual stream: one that attention reads, one that the feed-forward layer reads."""
+"""Two residual lanes, one per layer of a block: usually one for attention and one for the feed-forward layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
@@ -16,14 +16,16 @@ from specc.compiler.strict import PositiveFloat, Problem, StrictModel
 
 
 class Lanes(StrictModel):
-    """From block `first` on, counted from 0, the stream is two lanes, one for each of a block's two layers; both begin
-    as the output of the block before. With f_j for layer j behind its norm, lane i becomes
+    """Two residual lanes from block `first` on, counted from 0: one for each of a block's two layers.
+
+    Both lanes start as the output of the previous block. With f_j for layer j after its norm, lane i becomes
 
         carry_i lane_i + to_0i f_0(lane_0) + to_1i f_1(lane_1)
 
-    so that neither layer sees what the other has just written. All factors are learned numbers, `carry` from its value
-    and the others from 1. Skips and the mix with what was embedded are of the first lane: a skip joins it, and the mix
-    is only read. Behind the last block the mean of the lanes goes on. They lie side by side in one tensor.
+    so neither layer reads what the other writes in the same block. All factors are learned numbers: `carry` starts at
+    its value, the others at 1. Skips and mixes apply to the first lane: a skip is added to it, but the result of a mix
+    is only the input of its layer. The last block returns the mean of the lanes. The lanes are concatenated in one
+    tensor.
     """
 
     first: Annotated[int, Field(ge=1, lt=1000)]
@@ -32,7 +34,14 @@ class Lanes(StrictModel):
     def problems_in(
         self, layers: Sequence[Layer], order: Sequence[int], parallel: Sequence[int], sources: Mapping[int, int]
     ) -> Iterator[Problem]:
-        """Why blocks that run in this `order`, with skips from `sources`, have no lanes."""
+        """Yields the problems of these lanes in blocks that run in this `order`.
+
+        Args:
+            layers: the layers of a block.
+            order: the block of each run.
+            parallel: the indices of parallel blocks.
+            sources: the run that each skip reads, by the run that reads it.
+        """
         if self.first not in order:
             hint = f"the last one is {max(order)}: blocks are counted from 0"
             yield Problem(("first",), "S246", f"lanes begin at block {self.first} of {max(order) + 1}", hint)
@@ -52,18 +61,26 @@ class Lanes(StrictModel):
             yield Problem(("first",), "S247", message, "let the lanes begin later")
 
     def split(self, b: Builder, x: str, layers: Sequence[Layer]) -> Sequence[str]:
-        """Adds the lanes of x [B, T, 2 D]: two values [B, T, D]."""
+        """Adds the two lanes [B, T, D] of x [B, T, 2 D] and returns them."""
         first, second = (f"{layer.title}_lane" for layer in layers)
         return output_refs(b.add("lanes.split", Halves((first, second)), (x,)), 2)
 
     def join(self, b: Builder, lanes: Sequence[str]) -> str:
-        """Adds one value [B, T, 2 D] of the lanes."""
+        """Adds the concatenation of the lanes, [B, T, 2 D], and returns it."""
         return b.add("lanes.joined", Concat(), lanes)
 
     def written(
         self, b: Builder, lanes: Sequence[str], branches: Sequence[str], layers: Sequence[Layer], shape: Shape
     ) -> Sequence[str]:
-        """Adds the lanes after a block, whose layers gave `branches`."""
+        """Adds the lanes after a block and returns them.
+
+        Args:
+            b: the builder of the block's function.
+            lanes: the lanes before the block, [B, T, D] each.
+            branches: the outputs of the block's layers, [B, T, D] each.
+            layers: the layers of the block.
+            shape: the shape dims of the model.
+        """
         made = []
         for i, layer in enumerate(layers):
             b.scope = layer.title
@@ -80,5 +97,5 @@ class Lanes(StrictModel):
         return made
 
     def mean(self, b: Builder, lanes: Sequence[str]) -> str:
-        """Adds the value behind the last block."""
+        """Adds the mean of the lanes, which is the output of the last block, and returns it."""
         return b.add("lanes.mean", Pointwise(("0.5 * (first + second)",), ("first", "second")), lanes)

@@ -1,4 +1,4 @@
-"""One side of a model of pairs: its stages in order, over whole sequences or against a state."""
+"""One side of an encoder-decoder: its stages in order, over whole sequences or against a state."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,8 @@ from specc.compiler.strict import Path, Problem
 
 @dataclass
 class Side:
-    """The stages of one side, and what is known of them: the features that each is given, by title."""
+    """One side of an encoder-decoder: its stages in order. `widths` holds the number of input features of each stage,
+    by title."""
 
     name: str
     stages: Sequence[Part]
@@ -26,8 +27,20 @@ class Side:
     widths: dict[str, int] = field(default_factory=dict)
 
     def run(self, b: Builder, ids: str, context: LoweringContext, start: str = "") -> tuple[str, dict[str, str]]:
-        """Adds the stages over ids i64[B, T], of which `start` stand before where it `extends`; returns the last one's
-        value and the state after the last token, by stage and key. `context.cache` is the state before, likewise."""
+        """Adds the stages over ids i64[B, T].
+
+        Args:
+            b: the builder of the program.
+            ids: the token ids, i64[B, T].
+            context: the values that the stages can read. `context.cache` is the previous state, by stage and key.
+            start: the number of tokens that precede `ids`, i64[], if `context.extends`.
+
+        Returns:
+            The last stage's value, and the state after the last token, by stage and key.
+
+        Raises:
+            LoweringError: if a stage does not fit the number of features of its input.
+        """
         run = _Run(self, b, ids, context, start)
         for first, loop in self.parts():
             if loop is not None:
@@ -37,7 +50,7 @@ class Side:
         return run.value, run.state
 
     def begin(self, b: Builder, context: LoweringContext) -> dict[str, str]:
-        """Adds what makes the state before the first token; returns it as `run` does."""
+        """Adds the state before the first token and returns it by stage and key."""
         run = _Run(self, b, "", context, "")
         state: dict[str, str] = {}
         for first, loop in self.parts():
@@ -51,7 +64,8 @@ class Side:
         return state
 
     def parts(self) -> Iterator[tuple[int, Span | None]]:
-        """Where each stage that is in no loop over time stands, and each loop, in order."""
+        """Yields the parts of the side in order: the index of a stage outside loops and None, or the index of the first
+        stage of a loop over time and the loop."""
         done = -1
         loops = {first: (number, last) for number, (first, last) in enumerate(spans(self.stages))}
         for i in range(len(self.stages)):
@@ -70,7 +84,8 @@ class Side:
         return Span(stages, self.name, number, self.shape, self.functions, self.widths, place, before, read)
 
     def state(self) -> Mapping[str, TensorType]:
-        """What the stages keep between tokens, by stage and key. Known once the side has run."""
+        """Returns the types of the state that the stages store between tokens, by stage and key. Valid only after
+        `run`."""
         return {
             f"{self.name}.{stage.title}.{key}": kept
             for stage in self.stages
@@ -86,7 +101,7 @@ class Side:
 
 @dataclass
 class _Run:
-    """The stages of a side in one program."""
+    """The lowering of a side's stages in one program."""
 
     side: Side
     b: Builder
@@ -96,7 +111,7 @@ class _Run:
     value: str = ""
     values: dict[str, str] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
-    own: dict[str, dict[str, str]] = field(default_factory=dict)  # shared in one stage, by its title
+    own: dict[str, dict[str, str]] = field(default_factory=dict)  # shared values of one stage, by its title
     state: dict[str, str] = field(default_factory=dict)
     positions: str = ""
 
@@ -130,7 +145,7 @@ class _Run:
         self.value = self.values[loop.stages[-1].title]
 
     def check(self, stage: Part, i: int) -> None:
-        """Raises LoweringError with what is wrong with a stage of this width."""
+        """Raises LoweringError if a stage has problems for its number of input features."""
         width = self.side.widths[stage.title]
         if any(one.state() for one in stage.shared(self.side.shape_of(stage))):
             message = f"{stage.title} ends at documents, and a model of pairs reads lines"
@@ -139,7 +154,8 @@ class _Run:
             raise LoweringError(problems)
 
     def write(self, stage: Part, state: Mapping[str, str]) -> None:
-        """Takes a stage's new state, which a recurrent stage that extends has yet to write."""
+        """Records a stage's new state. In a program that extends a sequence, also writes the state of a recurrent stage
+        to its cache."""
         prefix = f"{self.side.name}.{stage.title}"
         state = dict(state)
         if self.context.extends and stage.recurrent:
@@ -148,7 +164,8 @@ class _Run:
         self.state |= {f"{prefix}.{key}": ref for key, ref in state.items()}
 
     def width(self, stage: Part) -> int:
-        """Features of what the stage is given; of the encoder's last state for one that starts from it."""
+        """Returns the number of features of the stage's input; of the encoder's last state if the stage starts
+        from it."""
         ref = self.context.final.get("h", "") if stage.reads_final else self.value
         if stage.reads_final and not ref and not self.context.extends:
             problem = Problem(
@@ -164,8 +181,7 @@ class _Run:
         return width
 
     def positioned(self, stage: Part, shape: Shape) -> None:
-        """Adds the positions and what is shared of them, where the stage is the first to read them; and what it shares
-        of the tokens."""
+        """Adds the positions, if the stage is the first to read them, and the shared computations of the stage."""
         b, wanted = self.b, stage.shared(shape)
         b.scope = self.side.name
         positional = any(one.positional for one in wanted)
@@ -175,14 +191,14 @@ class _Run:
         tokens = Tokens(self.ids, self.start, self.positions)
         own = self.own.setdefault(stage.title, {})
         for one in wanted:
-            if not one.positional:  # of two stages they may have one name
+            if not one.positional:  # two stages may share a name for different values
                 made = replace(one, name=f"{stage.title}_{one.name}").lower(b, tokens)
                 own |= dict(zip(one.refs, made, strict=True))
             elif one.name not in self.shared:
                 self.shared |= dict(zip(one.refs, one.lower(b, tokens), strict=True))
 
     def context_of(self, stage: Part) -> LoweringContext:
-        """What the stage can read."""
+        """Returns the values that the stage can read."""
         side = self.side
         prefix = f"{side.name}.{stage.title}"
         cache = {

@@ -1,4 +1,5 @@
-"""Equal blocks, one behind the other: each is a call of a function that blocks of one text share."""
+"""A stack of blocks that differ only in their index: each run of a block is a call, and equal blocks share a
+function."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from specc.compiler.strict import Path, Problem, StrictModel, later
 
 
 def one_of(role: type[StrictModel]) -> Any:
-    """The union of all blocks that play a part, told apart by `kind`."""
+    """Returns the union of all block kinds that subclass `role`, discriminated by `kind`."""
     members = models(blocks, role, "kind")
     if len(members) == 1:
         return members[0]
@@ -37,7 +38,7 @@ else:
 
 
 class Blocks(StrictModel):
-    """`count` equal blocks; each is its `layers` in order, every one behind its own `norm`.
+    """`count` blocks with the same fields. Each block is its `layers` in order, and `norm` precedes each layer.
 
     In the blocks listed in `parallel`, counted from 0, all layers read one norm of the block's input, and their values
     are added to it together.
@@ -53,12 +54,12 @@ class Blocks(StrictModel):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The blocks in the order in which they run."""
+        """The indices of the blocks in the order in which they run."""
         return tuple(range(self.count))
 
     @property
     def orders(self) -> tuple[tuple[int, ...], ...]:
-        """Every order in which a program runs them."""
+        """Every order in which a program runs the blocks."""
         return (self.order,)
 
     def _skips_of(self, order: Sequence[int]) -> Mapping[int, int]:
@@ -66,12 +67,14 @@ class Blocks(StrictModel):
 
     @property
     def loops(self) -> bool:
-        """Whether a block may run more than once, so that what connects runs is no part of a block."""
+        """True if a block may run more than once. Skip connections are then separate functions, outside the blocks."""
         return False
 
     def problems_in(self, dim: int, layers: int = 1) -> Iterator[Problem]:
-        """What is wrong with the blocks in a model of `dim` features; paths are relative to them. They count their own
-        layers."""
+        """Yields the problems of the blocks in a model of `dim` features. Paths are relative to the blocks.
+
+        `layers` is ignored, because the blocks count their own layers.
+        """
         yield from formula_problems(self.norm.scale, ("norm", "scale"), self.count)
         if self.skips is not None and not self.skips.sources(len(self.order)):
             message = f"skips connect nothing in {self.count} block{'s' if self.count > 1 else ''}"
@@ -96,25 +99,25 @@ class Blocks(StrictModel):
                 yield Problem(here, "S207", message, "give one of them a `name:`", related)
 
     def shared(self, shape: Shape) -> tuple[Shared, ...]:
-        """What blocks read that is computed once."""
+        """Returns the computations that the blocks share, each once."""
         return tuple({one.name: one for layer in self.layers for one in layer.shared(shape)}.values())
 
     def state(self, shape: Shape) -> Mapping[str, TensorType]:
-        """What the blocks keep between tokens, by the run of a block, layer and key."""
+        """Returns the types of the state that the blocks store between tokens, by run, layer and key."""
         one = self.state_of_one(shape)
         return {f"{run}.{key}": kept for run in range(len(self.order)) for key, kept in one.items()}
 
     def state_of_one(self, shape: Shape) -> Mapping[str, TensorType]:
-        """What each block keeps, by layer and key."""
+        """Returns the types of the state that each block stores between tokens, by layer and key."""
         return {f"{layer.title}.{key}": kept for layer in self.layers for key, kept in layer.state(shape).items()}
 
     @property
     def reads_seen(self) -> bool:
-        """Whether a block in an encoder has to know which positions are tokens."""
+        """True if a block, in an encoder, needs the mask of positions that hold tokens."""
         return any(layer.reads_seen for layer in self.layers)
 
     def scalars(self, i: int, layers: int) -> dict[str, float]:
-        """The numbers that block `i` binds in a model of `layers` blocks."""
+        """Returns the scalars that block `i` binds in a model of `layers` blocks, by name."""
         found = dict(self.norm.scalars(i, layers))
         for layer in self.layers:
             found |= layer.scalars(i, layers)
@@ -122,7 +125,7 @@ class Blocks(StrictModel):
 
     @property
     def formulas(self) -> Mapping[str, str]:
-        """The formulas of these numbers."""
+        """The formulas of the scalars, by name."""
         found = dict(self.norm.formulas)
         for layer in self.layers:
             found |= layer.formulas
@@ -131,8 +134,8 @@ class Blocks(StrictModel):
 
 @dataclass(frozen=True)
 class Stack:
-    """One run of blocks in a program: they stand under the site's place, at 0, 1, ... `order` is that in which they
-    run, where it is not their own."""
+    """The lowering of blocks in one program, at the paths 0, 1, ... under the site's. `order` overrides the blocks'
+    order."""
 
     blocks: Blocks
     shape: Shape
@@ -140,11 +143,22 @@ class Stack:
     order: tuple[int, ...] | None = None
 
     def run(self, b: Builder, x: str, context: LoweringContext) -> tuple[str, dict[str, str]]:
-        """Adds the calls; returns the last block's value, and the state by run, layer and key. A program that extends a
-        sequence has the state before in `context.cache`.
+        """Adds one call per run of a block.
 
-        A call passes, in order: the stream; what the first block was given, where blocks mix that in; what all blocks
-        share or read; the state; what only some blocks share; and an earlier block's output.
+        The arguments of a call are, in order: the stream; the first block's input, if blocks mix it in; the values that
+        all blocks share or read; the state; the values that only some blocks share; and an earlier block's output.
+
+        Args:
+            b: the builder of the program.
+            x: the input of the first block, [B, T, D].
+            context: the values that the blocks can read. If it `extends` a sequence, `context.cache` is the previous
+                state.
+
+        Returns:
+            The last block's value, and the new state by run, layer and key.
+
+        Raises:
+            LoweringError: if the shapes or dtypes in a block do not match.
         """
         blocks, outer, first = self.blocks, b.scope, x
         b.scope = self.site.at
@@ -178,7 +192,7 @@ class Stack:
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """The block of each run."""
+        """The index of the block of each run."""
         return self.blocks.order if self.order is None else self.order
 
     @property
@@ -186,7 +200,10 @@ class Stack:
         return self.blocks.skips.sources(len(self.runs)) if self.blocks.skips else {}
 
     def _joined(self, outer: Builder, which: int, x: str, earlier: str) -> str:
-        """The stream joined by an earlier output, where skips are no part of a block: it runs with and without."""
+        """Adds a skip connection as a separate call, and returns the stream with the earlier output added.
+
+        Used if blocks may loop, because the same block then runs with and without a skip.
+        """
         assert self.blocks.skips is not None
         b = Builder("")
         types = [outer.types[ref].with_shape("B", "T", outer.types[ref].width) for ref in (x, earlier)]
@@ -205,7 +222,8 @@ class Stack:
         return joined
 
     def begin(self, b: Builder, context: LoweringContext) -> dict[str, str]:
-        """Adds the calls that make every block's state before the first token; returns it as `run` does."""
+        """Adds the calls that compute every block's state before the first token. Returns the state by block, layer and
+        key."""
         kept = self.blocks.state_of_one(self.shape)
         state: dict[str, str] = {}
         outer, b.scope = b.scope, self.site.at
@@ -227,21 +245,23 @@ class Stack:
         return state
 
     def _read(self, context: LoweringContext) -> dict[str, str]:
-        """What every block is given besides x, its own state and what is shared, by the names that a function gives
-        it."""
+        """Returns the values that every block reads in addition to the stream, its state and the shared values, by
+        input name."""
         return self._source(context) | (
             {"positions": context.positions} if context.extends and context.positions else {}
         )
 
     def _shared(self, context: LoweringContext, i: int, by_all: bool) -> dict[str, str]:
-        """What block `i` reads of the values that all blocks share, or only some."""
+        """Returns the shared values that block `i` reads, by input name: those of all blocks if `by_all`, else those of
+        some."""
         labels = self._labels
         shared = [one for one in self.blocks.shared(self.shape) if one.read_in(i) and (one.layers is None) == by_all]
         return {labels[ref]: context.shared[ref] for one in shared for ref in one.refs}
 
     @property
     def _labels(self) -> Mapping[str, str]:
-        """What a function calls the shared values; a label that two of all have is lengthened by the name."""
+        """The input name of each shared value in a function. A label that occurs twice is prefixed with the
+        computation's name."""
         shared = self.blocks.shared(self.shape)
         labels = [label for one in shared for label in one.labels]
         return {
@@ -251,7 +271,8 @@ class Stack:
         }
 
     def _source(self, context: LoweringContext) -> dict[str, str]:
-        """What the blocks read of an encoder: its value, unless they have kept what they need of it, and the mask."""
+        """Returns the values that the blocks read of an encoder: its output, unless their state already holds what they
+        need of it, and the mask."""
         reads = any(layer.reads_source for layer in self.blocks.layers)
         found = {"memory": context.memory} if reads and not context.extends else {}
         return found | ({"seen": context.seen} if reads or (self.blocks.reads_seen and not context.causal) else {})
@@ -266,8 +287,20 @@ class Stack:
         some: Mapping[str, str],
         x: str,
     ) -> tuple[Graph, list[str]]:
-        """The function that block `i` calls, and which of the state it gives back; blocks of one text share it. `given`
-        and, behind the state, `some` are what it passes, by the function's names."""
+        """Builds the function that block `i` calls. Equal blocks share a function.
+
+        Args:
+            outer: the builder of the program.
+            i: the index of the block.
+            context: the values that the block can read.
+            given: the arguments that precede the state, by input name.
+            caches: the types of the state, by layer and key.
+            some: the arguments that follow the state, by input name.
+            x: the stream in the program.
+
+        Returns:
+            The function, and the keys of the state that it returns.
+        """
         b = Builder("")
         stream = outer.types[x]
 
@@ -312,7 +345,7 @@ class Stack:
             value = lanes.join(b, (value, value))
         outputs = {"x": value, **{key.replace(".", "_"): ref for key, ref in state.items()}}
         method = "extend" if context.extends else "forward"
-        # one that only scores has a name of its own where training drops
+        # a function that only scores gets another name if the training function has dropout
         methods = (method,) if context.extends or context.training else (method, "score")
         names = self._names(i, methods, "skip" in some)
         return self.site.functions.intern(b, names, f"{self.site.at}.{i}", outputs), list(state)
@@ -320,7 +353,7 @@ class Stack:
     def _layered(
         self, b: Builder, x: str, context: LoweringContext, kept: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
-        """The stream `x` with all layers added, and their new state."""
+        """Adds all layers to the stream `x`. Returns the result and the layers' new state."""
         state: dict[str, str] = {}
         together = context.layer in (self.blocks.parallel or ())
         normed = ""
@@ -343,7 +376,8 @@ class Stack:
         kept: Mapping[str, str],
         state: dict[str, str],
     ) -> str:
-        """What a layer makes of its normed input; its new state goes to `state`."""
+        """Adds a layer to its normed input `normed` and returns the layer's value. Adds the layer's new state to
+        `state`."""
         prefix = f"{layer.title}."
         cache = {key.removeprefix(prefix): ref for key, ref in kept.items() if key.startswith(prefix)}
         b.scope = layer.title
@@ -354,8 +388,10 @@ class Stack:
     def _beside(
         self, b: Builder, read: Sequence[str], lanes: Sequence[str], context: LoweringContext, kept: Mapping[str, str]
     ) -> tuple[str, Mapping[str, str]]:
-        """`lanes` after a block whose layers each read one of `read`, side by side or of the last block their mean; and
-        the layers' new state."""
+        """Adds the layers of a block with lanes. Layer j reads `read[j]`, and both layers write to all `lanes`.
+
+        Returns the concatenated lanes, or in the last block their mean, and the layers' new state.
+        """
         spec = self.blocks.lanes
         assert spec is not None
         state: dict[str, str] = {}
@@ -374,8 +410,11 @@ class Stack:
         return spec.mean(b, made) if last else spec.join(b, made), state
 
     def _names(self, i: int, methods: Sequence[str], skips: bool) -> tuple[str, ...]:
-        """What a function of block `i` may be called. Those of one block belong to one class, which the first that is
-        built chooses: one of the classes of the blocks before it, or a new one."""
+        """Returns the candidate names of a function of block `i`.
+
+        All functions of a block belong to one class. The first function that is built selects it: a class of the blocks
+        before, or a new class.
+        """
         owners, at = self.site.functions.owners, self.site.at
         kind = f"skip_{self.site.owner}" if skips else self.site.owner
         before = [owner for place, owner in owners.items() if place.rpartition(".")[0] == at]
@@ -384,7 +423,7 @@ class Stack:
         return tuple(f"{owner}.{method}" for owner in classes for method in methods)
 
     def _mismatch(self, error: TypeRuleError, i: int, part: Path, b: Builder) -> Problem:
-        """A type error in a part of a block, told with both nodes and both places of the spec."""
+        """Returns the problem for a type error in a part of a block, with both nodes and both spec paths."""
         origin = b.origins["x"]
         node = error.message.partition(" ")[0]
         message = error.message.replace(node, f"{self.site.at}.{i}.{node}", 1)
@@ -394,7 +433,8 @@ class Stack:
 
 
 def _tokens(shape: Sequence[Dim], length: Dim) -> Iterator[Dim]:
-    """A shape as a function has it, which calls the tokens T, be they of a source, of a target, or a single one."""
+    """Yields the dims of a shape as a function declares it: `length`, the number of tokens of any sequence,
+    becomes T."""
     first = 1 if shape[0] == "B" else 0
     for i, dim in enumerate(shape):
         yield "T" if dim == length and (i == first or isinstance(dim, str)) else dim

@@ -1,4 +1,4 @@
-"""What the generated code calls the stages of a side and what belongs to them: no two things by one name."""
+"""The names of the stages of a side in generated code, and the check that no two names collide."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,15 @@ LOOP = "a loop over time"
 
 
 def owner_of(side: str, stage: Part) -> str:
-    """What the class of a stage's functions is called after."""
+    """Returns the base name of the class that holds the functions of a stage."""
     return f"{side}_{stage.title}".removesuffix("s")
 
 
 def collisions(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
-    """Stages that are called as something else of the side is; paths are relative to the model."""
+    """Yields a problem for each stage whose name in generated code collides with another name of the side.
+
+    Paths are relative to the model.
+    """
     titles = {stage.title: i for i, stage in enumerate(stages)}
     for i, what, name in _attributes(stages):
         if name in titles:
@@ -26,7 +29,7 @@ def collisions(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
             yield Problem((side, titles[name]), "S207", message, "give one of the two another `name:`", related)
     known: dict[str, tuple[int, str, str]] = {}
     for i, what, owner in _classes(side, stages):
-        # words are joined, so that a_1 and a1 are one class; blocks of one owner share it, and others get numbers
+        # class names drop `_`, so a_1 and a1 collide; stages of blocks with one owner may share its classes
         first, other, shared = known.setdefault(re.sub(r"_(?=\d)", "", owner), (i, what, owner))
         if first != i and (shared != owner or LOOP in (what, other)):
             message = f"{what} and {other} would be one class in the generated code"
@@ -34,7 +37,8 @@ def collisions(side: str, stages: Sequence[Part]) -> Iterator[Problem]:
 
 
 def _attributes(stages: Sequence[Part]) -> Iterator[tuple[int, str, str]]:
-    """The names of a side besides the titles of its stages, each behind the stage that it belongs to and what it is."""
+    """Yields the names of a side other than the titles of its stages. Each entry is the index of the stage that the
+    name belongs to, a description, and the name."""
     for number, (first, _) in enumerate(spans(stages)):
         yield first, LOOP, step_name(number)
     for i, stage in enumerate(stages):
@@ -43,7 +47,8 @@ def _attributes(stages: Sequence[Part]) -> Iterator[tuple[int, str, str]]:
 
 
 def _classes(side: str, stages: Sequence[Part]) -> Iterator[tuple[int, str, str]]:
-    """What classes are called after, each behind the first stage of what has it and what that is."""
+    """Yields the base names of classes. Each entry is the index of the first stage of the class, a description, and the
+    name."""
     for number, (first, _) in enumerate(spans(stages)):
         yield first, LOOP, f"{side}_{step_name(number)}"
     for i, stage in enumerate(stages):

@@ -1,5 +1,5 @@
-"""A loop over time: stages that ask with the state of later ones, up to the last that is asked. One function is a
-step."""
+"""A loop over time: all stages from a stage that attends with the state of a later stage up to that later stage. One
+function computes one step."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +16,11 @@ ContextOf = Callable[[Part], LoweringContext]
 
 
 def spans(stages: Sequence[Part]) -> Iterator[tuple[int, int]]:
-    """The first and last stage of each loop over time: from one that asks with a later state to that state's own, and
-    on to all that are asked from within."""
+    """Yields the indices of the first and last stage of each loop over time.
+
+    A loop starts at a stage that attends with the state of a later stage. It ends at that stage, or at the last stage
+    whose state is attended with from inside the loop.
+    """
     titles = [stage.title for stage in stages]
     done = -1
     for first, stage in enumerate(stages):
@@ -33,20 +36,24 @@ def spans(stages: Sequence[Part]) -> Iterator[tuple[int, int]]:
 
 
 def step_name(number: int) -> str:
-    """What the loop `number` of a side is called there, counted from 0."""
+    """Returns the name of the loop `number` of a side, counted from 0."""
     return STEP if number == 0 else f"{STEP}{number + 1}"
 
 
 def mismatch(error: TypeRuleError, *place: str | int) -> Problem:
-    """A type error in a stage, told with its place in the spec."""
+    """Returns the problem for a type error in a stage, with the stage's spec path `place`."""
     hint = "make the widths equal: each stage is given what the one before it makes"
     return Problem(place, "S301", error.message, hint)
 
 
 @dataclass(frozen=True)
 class Looped:
-    """What a loop gives: the values that later stages may read, the last stage's at the end, and the new state of every
-    recurrent stage by key; both by title."""
+    """The outputs of a loop over time.
+
+    Attributes:
+        values: the values that later stages can read, by stage. The last stage's value comes last.
+        state: the new state of every recurrent stage, by stage and key.
+    """
 
     values: Mapping[str, str]
     state: Mapping[str, Mapping[str, str]]
@@ -54,9 +61,19 @@ class Looped:
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive stages of the side `side`: its loop `number`, counted from 0. Their parameters stand under `at`, and
-    `widths` learns the features that each is given; `place` is where the spec has the first one, behind the stage
-    `before`. Later stages read the values of `read` besides the last one's."""
+    """A loop over time over consecutive stages of a side.
+
+    Attributes:
+        stages: the stages, in order.
+        side: the name of the side.
+        number: the index of the loop on its side, from 0.
+        shape: the shape dims of the model.
+        functions: the table that interns the functions.
+        widths: receives the number of input features of each stage, by title.
+        place: the spec path of the first stage.
+        before: the title of the stage before the loop; empty if there is none.
+        read: the titles of the stages, other than the last, whose values later stages read.
+    """
 
     stages: Sequence[Part]
     side: str
@@ -79,8 +96,21 @@ class Span:
     def run(
         self, b: Builder, x: str, given: Mapping[str, str], context_of: ContextOf, cache: Mapping[str, str]
     ) -> Looped:
-        """Adds the loop over x [B, T, D], or one step where it `extends`; `given` are the values that stages read
-        besides, by title. The state before is in `cache` where it extends, by stage and key."""
+        """Adds the loop over x [B, T, D], or one step if the context extends a sequence.
+
+        Args:
+            b: the builder of the program.
+            x: the input of the first stage, [B, T, D].
+            given: the values of earlier stages that stages of the loop read, by title.
+            context_of: returns the lowering context of a stage.
+            cache: the previous state, by stage and key, if the context extends a sequence.
+
+        Returns:
+            The values and the new state of the stages.
+
+        Raises:
+            LoweringError: if a stage does not fit the number of features of its input.
+        """
         context = context_of(self.stages[-1])
         besides = {title: ref for title, ref in given.items() if title != self.before}
         step = self._step(b, x, besides, context)
@@ -118,7 +148,7 @@ class Span:
         return Looped(dict(zip((*self.read, self.stages[-1].title), refs[len(carried) :], strict=True)), kept)
 
     def begin(self, b: Builder, context_of: ContextOf) -> dict[str, str]:
-        """Adds what makes the state before the first step; returns it by stage and key."""
+        """Adds the state before the first step and returns it by stage and key."""
         context = context_of(self.stages[-1])
         inner = Builder("")
         memory = inner.input("memory", b.types[context.memory])
@@ -147,10 +177,11 @@ class Span:
         return state | {key: output_ref(node, j) for j, key in enumerate(keys)}
 
     def _step(self, outer: Builder, x: str, besides: Mapping[str, str], context: LoweringContext) -> Graph:
-        """The function of one step. The state of all recurrent stages comes first among its inputs and its outputs.
+        """Returns the function of one step. The state of all recurrent stages comes first in its inputs and its
+        outputs.
 
-        No two of its names are equal, whatever stages are called: words of its own have no `_`, and what belongs to a
-        stage ends in `_` and a word without one, which is no key of a state but for state.
+        Names cannot collide, whatever the titles of stages: fixed names have no `_`. The name of a stage's value is its
+        title, `_` and a suffix without `_`. Only state has a key as its suffix.
         """
         b = Builder("")
         states = {
@@ -185,7 +216,7 @@ class Span:
                 outputs |= {self._next(stage, key): lowered.state[key] for key in self._state_of(stage)}
         outputs |= {f"{title}_y": values[title] for title in self.read}
         outputs["y"] = value
-        drops = any(isinstance(node.op, Dropout) for node in b.nodes)  # as no step of a line that is written does
+        drops = any(isinstance(node.op, Dropout) for node in b.nodes)  # only in training
         method = TRAIN_STEP if drops else STEP
         return self.functions.intern(b, (f"{self.side}_{self.name}.{method}",), self.at, outputs)
 
@@ -197,15 +228,15 @@ class Span:
         return stage.state(self._shape_of(stage))
 
     def _key(self, stage: Part, key: str) -> str:
-        """What state is called in a program."""
+        """Returns the name of a state in a program."""
         return f"{self.side}.{stage.title}.{key}"
 
     def _label(self, stage: Part, key: str) -> str:
-        """What state is called in a step: by its key alone where no other stage is recurrent."""
+        """Returns the name of a state in a step: its key alone if only this stage is recurrent."""
         return key if stage.recurrent and len(self._recurrent) == 1 else f"{stage.title}_{key}"
 
     def _next(self, stage: Part, key: str) -> str:
-        """What a step calls its new state."""
+        """Returns the name of a new state in a step."""
         label = self._label(stage, key)
         return f"next_{label}" if label == key else f"{label}_next"
 
@@ -214,5 +245,5 @@ class Span:
 
 
 def _one_step(type: TensorType) -> TensorType:
-    """The type of one step of a sequence [B, T, D]."""
+    """Returns the type of one step of a sequence [B, T, D]."""
     return type.with_shape(type.shape[0], 1, *type.shape[2:])

@@ -1,1 +1,1 @@
-"""One file a block kind: what a spec may say of it, and how it lowers."""
+"""The block kinds, one file per kind: the fields that a spec can set, and the lowering."""

@@ -1,4 +1,4 @@
-"""Additive attention to the source, asked with the state of the decoder."""
+"""Additive attention to the source. The query is the state of the decoder."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -14,10 +14,10 @@ from specc.compiler.strict import Name, Positive, Problem
 
 
 class AdditiveStage(Stage):
-    """The mean of the encoder's values under the softmax of scores (Bahdanau, Cho and Bengio, 2015).
+    """The mean of the encoder's values, weighted by the softmax of scores (Bahdanau, Cho and Bengio, 2015).
 
-    With the last h of the recurrent stage `query`, the score of a position is relu(w . [h; value] + b), or with
-    `form: tanh` w . tanh(W h + U value + b) for `width` features.
+    With the last h of the recurrent stage `query`, the score of a position is relu(w . [h; value] + b). With `form:
+    tanh` it is w . tanh(W h + U value + b), for `width` features.
     """
 
     kind: Literal["additive"]

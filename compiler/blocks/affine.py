@@ -1,4 +1,4 @@
-"""The matrix of a part, with or without a vector behind it."""
+"""A matrix product with an optional bias."""
 
 from specc.compiler.blocks.context import Shape
 from specc.compiler.blocks.init import Init, constant
@@ -8,8 +8,18 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def affine(b: Builder, x: str, name: str, size: tuple[Dim, Dim], shape: Shape, init: Init, bias: bool) -> str:
-    """x W^T, plus a bias from 0 where there is one: parameters `name` of `size` [N, K] and `name`_bias [N]. The node is
-    `name`, its sum with the bias `name`.biased."""
+    """Adds x W^T, plus a bias if `bias`, and returns the result.
+
+    Args:
+        b: the builder of the function or program.
+        x: the input, [..., K].
+        name: the name of the parameter W and of the product's node. The bias is `name`_bias [N], from 0; the node of
+            the sum is `name`.biased.
+        size: the dims [N, K] of W.
+        shape: the shape dims of the model.
+        init: the initialization of W.
+        bias: whether to add a bias.
+    """
     weight = b.param(name, shape.activation(*size), init)
     product = b.add(name, Linear(), (x, weight))
     if not bias:

@@ -1,4 +1,4 @@
-"""Attention to the sequence itself or to a source: grouped queries, rotary positions, normalized q and k, a window."""
+"""Self-attention and cross-attention: grouped queries, rotary positions, normalized q and k, a sliding window."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
@@ -27,15 +27,15 @@ from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel,
 
 
 class QkNorm(StrictModel):
-    """RMSNorm of each head of q and k; with `gain`, q is then scaled by a learned number a head, starting there."""
+    """RMSNorm of each head of q and k. With `gain`, one learned factor per head, from `gain`, then scales q."""
 
     gain: PositiveFloat | None = None
     eps: PositiveFloat = 1e-6
 
 
 class Exclude(StrictModel):
-    """Exclusive self-attention (XSA, arXiv 2603.09078): each head's result less its part along the token's own value.
-    In `layers`, counted from 0; all where unset."""
+    """Exclusive self-attention (XSA, arXiv 2603.09078): removes from each head's output its component along the token's
+    own value. Applies in `layers`, counted from 0; in all layers if unset."""
 
     layers: LayerList | None = None
 
@@ -47,8 +47,11 @@ def _gate(text: str) -> str:
 
 
 class HeadGate(StrictModel):
-    """A gate a head, `act` of one learned row each over the first `features` of the normalized input, all where unset,
-    multiplies what the head attended to. At start the rows are `init`, 0 where unset."""
+    """A gate per head that multiplies the head's attention output.
+
+    The gate is `act` of a dot product of one learned row per head with the first `features` of the normalized input, or
+    with all features if unset. The rows start at `init`, 0 by default.
+    """
 
     features: Positive | None = None
     act: Annotated[str, Field(min_length=1, max_length=500), AfterValidator(_gate)] = "2 * sigmoid(x)"
@@ -58,9 +61,9 @@ class HeadGate(StrictModel):
 class Attention(Layer):
     """softmax(q k^T / sqrt(C)) v for `heads` query heads over `kv_heads` key and value heads (Ainslie et al., 2023).
 
-    Of `self`, each token sees those up to itself, or in an encoder all tokens of the source; of `encoder`, the source.
-    With `bias` each of the four matrices adds a vector. With `bos`, the id that starts a document, a token sees its own
-    document alone.
+    With `of: self`, each token attends to itself and earlier tokens, or in an encoder to all tokens of the source. With
+    `of: encoder`, it attends to the source. With `bias`, each of the four matrices has a bias. With `bos`, the id that
+    starts a document, a token attends only to its own document.
     """
 
     kind: Literal["attention"]
@@ -90,18 +93,18 @@ class Attention(Layer):
         return True
 
     def size(self, dim: int) -> int:
-        """Channels of a head."""
+        """Returns the number of channels of a head."""
         return self.head_dim or dim // self.heads
 
     def _channels(self, shape: Shape) -> int:
         return shape.size("C", int(self.size(shape.dim)), "channels of a head", self.title)
 
     def _queries(self, shape: Shape) -> int:
-        """Query heads."""
+        """Returns the number of query heads."""
         return shape.size("H", self.heads, "heads", self.title)
 
     def _groups(self, shape: Shape) -> int:
-        """Key and value heads."""
+        """Returns the number of key and value heads."""
         if self.kv_heads in (None, self.heads):
             return self._queries(shape)
         assert self.kv_heads is not None
@@ -141,7 +144,7 @@ class Attention(Layer):
         if self.rope is None:
             return None
         angles = self.rope.angles(self.size(shape.dim), shape.context)
-        # the name tells all there is of the angles: two layers that rotate alike share them, and no others
+        # the name holds every setting of the angles, so only layers with equal rotations share a table
         name = f"rope{angles.dims}_{angles.base:.17g}".replace(".", "p").replace("+", "")
         formula = self.rope.formula(self.size(shape.dim), shape.context)
         return RopeTable(name, angles.output_labels, positional=True, angles=angles, formula=formula)
@@ -196,7 +199,7 @@ class Attention(Layer):
         return Lowered(self._out(b, attended, shape), state)
 
     def _keys(self, b: Builder, x: str, shape: Shape, context: LoweringContext, q: str = "") -> dict[str, str]:
-        """k and v of x; q, where it is given, gets its positions along with k."""
+        """Adds k and v of `x`, and the norm and rotary positions of `q` if it is given. Returns them by name."""
         groups = self._groups(shape)
         k = self._heads(b, x, "k", groups, shape)
         v = self._heads(b, x, "v", groups, shape, context)

@@ -1,4 +1,4 @@
-"""What the last two tokens together add to the embedding."""
+"""Embeddings of token pairs: adds features of the last two tokens to the embedding."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -18,10 +18,11 @@ from specc.compiler.strict import Positive
 
 
 class Bigram(Embed):
-    """BigramHash: x + scale * P E[bucket] for a table E [buckets, dim] that starts at 0, a matrix P and a learned
-    number, from `scale`. The bucket is a hash of a token and the one before it; the last one is that of a first token.
+    """BigramHash: x + scale * P E[bucket], for a table E [buckets, dim] from 0, a matrix P, and a learned number from
+    `scale`.
 
-    `bos` is the id that starts a document: it then counts as a first token too.
+    The bucket is a hash of a token and the token before it. A first token has the last bucket. With `bos`, the id that
+    starts a document, a token with that id also counts as a first token.
     """
 
     kind: Literal["bigram"]

@@ -1,4 +1,4 @@
-"""What leads from the encoder's last state to the decoder's first."""
+"""Bridges: compute the decoder's initial state from the encoder's last state."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -10,7 +10,7 @@ from specc.compiler.ir.graph import Builder, TypeRuleError
 
 
 class ConcatBridge(Bridge):
-    """The last h and c of all directions, side by side, as they are."""
+    """Returns the last h and c of all directions, concatenated and otherwise unchanged."""
 
     kind: Literal["concat"]
 
@@ -22,7 +22,7 @@ class ConcatBridge(Bridge):
 
 
 class LinearBridge(Bridge):
-    """A matrix, with a bias, from the last h of all directions, and another from c."""
+    """Applies one matrix with bias to the last h of all directions, and another to c."""
 
     kind: Literal["linear"]
 

@@ -1,4 +1,4 @@
-"""The context in which a block lowers: sizes, shared values, state, and the functions of the model."""
+"""The lowering context of a block: shape dims, shared values, state, and the functions of the model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,13 +11,22 @@ from specc.compiler.strict import Path
 
 @dataclass
 class SizeNames:
-    """The names that code has for sizes, each with what it is: `D` is a number of features."""
+    """The names of sizes in generated code, each with its value and description: `D` is a number of features."""
 
     values: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def size(self, name: str, value: int, words: str, title: str) -> int:
-        """`value` under `name`, or behind the `title` of its part where another size is called so; without a name where
-        both are taken."""
+        """Returns `value` as a dim called `name` in generated code.
+
+        If another value has that name, the dim is called `TITLE_NAME`. If both names are taken, returns the plain
+        `value`.
+
+        Args:
+            name: the preferred name, e.g. `D`.
+            value: the size.
+            words: the description of the size.
+            title: the title of the part that declares the size.
+        """
         for option in (name, f"{title}_{name}".upper()):
             if self.values.setdefault(option, (value, words))[0] == value:
                 return Size(value, option)
@@ -26,8 +35,20 @@ class SizeNames:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a block may know of the model around it: features, layers, tokens of context, vocabulary, compute dtype, how
-    many positions are kept between tokens, and the features of an encoder. `names` are those of sizes in code."""
+    """The properties of the model that a block can read when it lowers.
+
+    Attributes:
+        dim: the number of features.
+        layers: the number of blocks.
+        context: the number of tokens of context.
+        vocab: the number of token ids.
+        dtype: the compute dtype.
+        matrix_init: the initialization of matrices.
+        output_init: the initialization of the matrices that write to the residual stream.
+        kept: the number of positions that caches hold.
+        source: the number of features of the encoder's output; 0 without an encoder.
+        names: the names of sizes in generated code.
+    """
 
     dim: int
     layers: int
@@ -41,11 +62,18 @@ class Shape:
     names: SizeNames = field(default_factory=SizeNames, compare=False, repr=False)
 
     def size(self, name: str, value: int, words: str, title: str = "") -> int:
-        """`value` with a name for code; `words` say what it is."""
+        """Returns `value` as a dim called `name` in generated code, or `TITLE_NAME` if `name` is taken.
+
+        Args:
+            name: the preferred name, e.g. `D`.
+            value: the size.
+            words: the description of the size.
+            title: the title of the part that declares the size; `name` if empty.
+        """
         return self.names.size(name, value, words, title or name)
 
     def of_width(self, width: Dim) -> "Shape":
-        """The same around a value of `width` features."""
+        """Returns this shape with `dim` set to `width`."""
         assert isinstance(width, int)
         return replace(self, dim=width)
 
@@ -55,26 +83,41 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """The value that a layer made, and the new values of the state that it keeps between tokens."""
+    """The result of lowering a layer: its output value, and the new values of its state by key."""
 
     value: str
     state: Mapping[str, str] = field(default_factory=dict)
 
 
 class FunctionTable(Protocol):
-    """Where functions are kept. `owners` are the classes of those kept so far, by the place where they run."""
+    """A table of functions. `owners` maps each path at which a function runs to the class that the function
+    belongs to."""
 
     owners: dict[str, str]
 
     def intern(self, b: Builder, names: Sequence[str], at: str, outputs: Mapping[str, str]) -> Graph:
-        """The built function under the first free one of `names`, or the equal one that exists; its parameters are
-        those under `at`."""
+        """Builds a function, or returns the equal function that the table already holds.
+
+        Args:
+            b: the builder of the function.
+            names: candidate names, in order of preference. The function gets the first name that is free or that
+                belongs to an equal function.
+            at: the path prefix of the function's parameters.
+            outputs: the output values by label.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """Where a part that is made of functions stands: their places start with `at`, their class is called after
-    `owner`, and the spec states the part at `place`. `places` are those of all nodes so far."""
+    """The call site of a part that calls functions.
+
+    Attributes:
+        at: the prefix of the paths at which the functions run.
+        owner: the base name of the functions' class.
+        place: the path of the part in the spec.
+        places: the spec paths of all nodes so far, by node-name prefix.
+        functions: the table that interns the functions.
+    """
 
     at: str
     owner: str
@@ -85,8 +128,14 @@ class CallSite:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The ids i64[B, T] that a program reads. In a program that goes on after others: how many those are, `start`
-    (i64[]), their `positions`, and the state that was kept of them, `cache`; else these are empty."""
+    """The token inputs of a program.
+
+    Attributes:
+        ids: the token ids, i64[B, T].
+        start: the number of tokens that precede `ids`, i64[]; empty unless the program extends a sequence.
+        positions: the positions of the tokens, i64[T]; empty if the program has none.
+        cache: the state after the preceding tokens, by key; empty unless the program extends a sequence.
+    """
 
     ids: str
     start: str = ""
@@ -96,7 +145,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class LoweringContext:
-    """The values that a part can read in addition to its input. A value that a program does not have is empty.
+    """The values that a part can read in addition to its input. A value that the program does not have is empty.
 
     Attributes:
         positions: the positions of the input's tokens, i64[T].
@@ -104,11 +153,11 @@ class LoweringContext:
         cache: the part's own state, by key, in a program that extends a sequence.
         ids: the tokens, i64[B, T].
         memory: the output of the encoder, [B, S, D], in an encoder-decoder.
-        seen: the positions of the source that hold tokens, bool[B, S].
+        seen: the mask of source positions that hold tokens, bool[B, S].
         final: the last state of the encoder, by key.
-        start: the initial state of a recurrent part, by key; of a part with a `query_stage`, the state of that stage.
+        start: the initial state of a recurrent part, by key. For a part with a `query_stage`, the state of that stage.
         values: the outputs of earlier parts, by title.
-        causal: whether a position sees only itself and earlier positions.
+        causal: whether each position attends only to itself and earlier positions.
         training: whether dropout applies.
         extends: whether the input continues a sequence whose state is in `cache`.
         site: the call site of a part that calls functions.
@@ -133,10 +182,16 @@ class LoweringContext:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What is computed once for all layers that read it. Equal ones are one; two of a name are equal.
+    """A computation that runs once for all layers that read its outputs.
 
-    `labels` are what code calls its outputs; `layers` are those that read it, all where None; `positional` where it
-    depends on the tokens' positions alone.
+    Parts that declare equal `Shared` values use the same computation. Two `Shared` values with the same name must be
+    equal.
+
+    Attributes:
+        name: the name of the computation.
+        labels: the names of its outputs in generated code.
+        layers: the indices of the layers that read it, from 0; None means all layers.
+        positional: true if it depends only on the positions of the tokens.
     """
 
     name: str
@@ -145,22 +200,22 @@ class Shared:
     positional: bool = False
 
     def state(self) -> Mapping[str, TensorType]:
-        """What it keeps between tokens."""
+        """Returns the types of the state that it stores between tokens, by key."""
         return {}
 
     def lower(self, b: Builder, tokens: Tokens) -> tuple[str, ...]:
-        """Adds it, in the scope of the whole model; one value a label, and behind them in a program that extends a
-        sequence the new state, of which `tokens.cache` has that before."""
+        """Adds the computation to the scope of the whole model.
+
+        Returns one value per label. In a program that extends a sequence, the new state follows; `tokens.cache` holds
+        the previous state.
+        """
         raise TypeError(f"{type(self).__name__} does not say how it lowers")
 
     def read_in(self, layer: int) -> bool:
-        """Whether `layer` reads it."""
+        """Returns whether the layer with index `layer` reads it."""
         return self.layers is None or layer in self.layers
 
     @property
     def refs(self) -> tuple[str, ...]:
-        """What `LoweringContext.shared` calls its outputs: its name, then `name:1`."""
+        """The keys of its outputs in `LoweringContext.shared`: `name`, then `name:1`, and so on."""
         return output_refs(self.name, len(self.labels))
-
-
-# Which layers, counted from 0; all where the field is left out.

@@ -1,4 +1,4 @@
-"""The document mask: the position at which the document of each token starts, for all layers that read it."""
+"""The document mask: the position at which the document of each token starts, shared by all layers that read it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from specc.compiler.ops.previous import KeepLast
 
 @dataclass(frozen=True, slots=True)
 class Documents(Shared):
-    """Where the document of each token starts."""
+    """The position at which the document of each token starts, i64[B, T]. `mark` is the id that starts a document."""
 
     mark: int = 0
 

@@ -1,4 +1,4 @@
-"""The tokens of one side of a model of pairs as features."""
+"""The token embedding of one side of an encoder-decoder."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -15,8 +15,11 @@ from specc.compiler.strict import Positive
 
 
 class EmbedStage(Stage):
-    """A learned row of features for each id, table [V, D], from which a side starts. `positions` are added to it: a
-    learned table [context, D], or waves. In training each feature is dropped with probability `dropout`."""
+    """The first stage of a side: looks up a learned row of features for each id in a table [V, D].
+
+    `positions` adds position features: from a learned table [context, D], or sinusoidal. In training each feature is
+    dropped with probability `dropout`.
+    """
 
     starts: ClassVar[bool] = True
 

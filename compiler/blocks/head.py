@@ -1,4 +1,4 @@
-"""From features to logits."""
+"""The output head: computes logits from features."""
 
 from typing import Annotated
 
@@ -11,14 +11,14 @@ from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 
-# Where kernels take tanh of numbers this much smaller than 1, its cancellation shows in the logits; and no logit comes
-# near it.
+# A larger cap is useless, as no logit comes near it, and inexact: tanh of arguments that small loses precision
+# to cancellation in some kernels.
 Cap = Annotated[float, Field(gt=0, le=1e4)]
 
 
 class LogitHead(Head):
-    """One matrix to the vocabulary, the token table itself where `tied` (Press and Wolf, 2017); logits are kept within
-    +-softcap by softcap * tanh(z / softcap). `bias` adds a vector to them."""
+    """One matrix to the vocabulary: the token table itself if `tied` (Press and Wolf, 2017). `softcap` limits logits z
+    to softcap * tanh(z / softcap), which is within +-softcap. `bias` adds a learned vector to the logits."""
 
     tied: bool = True
     softcap: Cap | None = None

@@ -1,4 +1,4 @@
-"""How a parameter starts."""
+"""The initialization of parameters."""
 
 from collections.abc import Iterator
 from math import prod
@@ -12,7 +12,8 @@ from specc.compiler.strict import Problem, StrictModel
 
 
 def formula(*variables: str) -> AfterValidator:
-    """Holds a field to a number, or a text of the pointwise language over `variables`, e.g. `1/sqrt(layer + 1)`."""
+    """Returns a validator that accepts a number or a formula of the pointwise language over `variables`, e.g.
+    `1/sqrt(layer + 1)`."""
 
     def check(value: float | str) -> float | str:
         if isinstance(value, str):
@@ -23,26 +24,30 @@ def formula(*variables: str) -> AfterValidator:
 
 
 def value_of(value: float | str, **variables: float) -> float:
-    """The number that a formula stands for."""
+    """Returns the value of a number or formula.
+
+    Raises ExprError if the formula has no value.
+    """
     return number(parse(value, tuple(variables)), **variables) if isinstance(value, str) else float(value)
 
 
 def stated(value: float | str, **variables: float) -> float | str:
-    """A formula with some variables filled in, as text; a number as it is."""
+    """Returns a formula as text, with the values of `variables` substituted. Returns a number unchanged."""
     if not isinstance(value, str):
         return value
     return str(substitute(parse(value), {name: Const(number) for name, number in variables.items()}))
 
 
-LARGEST = 3.4028234e38  # of f32
+LARGEST = 3.4028234e38  # the largest finite f32
 Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 
 
 class Init(StrictModel):
-    """Exactly one of: normal with this deviation, uniform within +-bound, orthogonal with this gain, or one constant.
+    """One initialization: normal with this standard deviation, uniform within +-bound, orthogonal with this gain, or
+    constant.
 
-    Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and `layers`, the number of
-    blocks of the model, in a model of pairs those of both sides.
+    Exactly one field is set. Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and
+    `layers`, the number of blocks of the model, of both sides together in an encoder-decoder.
     """
 
     normal: Size | None = None
@@ -51,7 +56,7 @@ class Init(StrictModel):
     constant: float | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """One way to start, no more."""
+        """Yields a problem unless exactly one field is set."""
         given = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
@@ -61,9 +66,9 @@ class Init(StrictModel):
             )
 
     def numbers(self, shape: tuple[int, ...], layers: int) -> tuple[str, float]:
-        """The way to start and its number for one parameter; vectors count as matrices of one row.
+        """Returns the initialization's name and its number for one parameter. A vector counts as a matrix of one row.
 
-        Raises ExprError where the formula has no value.
+        Raises ExprError if the formula has no value.
         """
         rows, columns = shape if len(shape) == 2 else (1, prod(shape))
         names = {"fan_in": float(columns), "fan_out": float(rows), "layers": float(layers)}
@@ -71,7 +76,7 @@ class Init(StrictModel):
         return way, value_of(getattr(self, way), **names)
 
     def refusal(self, shape: tuple[int, ...], layers: int) -> str | None:
-        """Why a parameter of this shape cannot start so; None where it can."""
+        """Returns the reason why a parameter of this shape cannot start with this initialization; None if it can."""
         try:
             way, value = self.numbers(shape, layers)
         except ExprError as error:

@@ -1,4 +1,4 @@
-"""Stages that join values or drop some of them."""
+"""Stages that concatenate values or apply dropout."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ from specc.compiler.strict import Name
 
 
 class ConcatStage(Stage):
-    """The features so far and, behind them, those of the earlier stage `beside`."""
+    """Concatenates the features of its input and of the earlier stage `beside`, in that order."""
 
     kind: Literal["concat"]
     beside: Name
@@ -27,7 +27,7 @@ class ConcatStage(Stage):
 
 
 class DropoutStage(Stage):
-    """In training each feature is dropped with probability `p` (Srivastava et al., 2014)."""
+    """In training, drops each feature with probability `p` (Srivastava et al., 2014)."""
 
     kind: Literal["dropout"]
     p: Annotated[float, Field(gt=0, lt=1)]

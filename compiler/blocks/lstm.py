@@ -1,4 +1,4 @@
-"""Recurrent stages: the LSTM, and what repeats the encoder's last state for one."""
+"""Recurrent stages: the LSTM, and a stage that repeats the encoder's last state for a recurrent decoder."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,10 +18,10 @@ SPREAD = Init(uniform="2/sqrt(fan_out)")  # 1 / sqrt(hidden), as the rows are fo
 
 
 class LstmStage(Stage):
-    """A layer of long short-term memory (Hochreiter and Schmidhuber, 1997) of `hidden` features in each direction.
+    """One layer of long short-term memory (Hochreiter and Schmidhuber, 1997), with `hidden` features in each direction.
 
-    `biases` is how many vectors each direction adds, one or, as libraries do, two; `gates` the order of the input,
-    forget, cell and output gates in its matrices [4H, D] and [4H, H].
+    `biases` is the number of bias vectors in each direction: 1, or 2 as in most libraries. `gates` is the order of the
+    input, forget, cell and output gates in the matrices [4H, D] and [4H, H].
     """
 
     recurrent: ClassVar[bool] = True
@@ -36,7 +36,7 @@ class LstmStage(Stage):
 
     @property
     def width(self) -> int:
-        """Features of its value and of its state."""
+        """The number of features of its value and of its state."""
         return self.hidden * (2 if self.directions == "both" else 1)
 
     @property
@@ -72,7 +72,7 @@ class LstmStage(Stage):
         return Lowered(y, {"h": f"{made}:1", "c": f"{made}:2"})
 
     def _weights(self, b: Builder, side: str, shape: Shape) -> list[str]:
-        """The parameters of one direction."""
+        """Adds the parameters of one direction and returns their references."""
         rows, init = GATES * self.hidden, self.init or SPREAD
         found = [b.param(f"{side}input", shape.activation(rows, shape.dim), init)]
         found.append(b.param(f"{side}hidden", shape.activation(rows, self.hidden), init))
@@ -81,8 +81,8 @@ class LstmStage(Stage):
 
 
 class RepeatStage(Stage):
-    """The encoder's last h at every position: a decoder that starts with it reads no tokens, so it writes all of a
-    line at once (non-autoregressive)."""
+    """Repeats the encoder's last h at every position. A decoder that starts with this stage reads no tokens, so it
+    writes all tokens of a line at once (non-autoregressive)."""
 
     starts: ClassVar[bool] = True
     reads_final: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""What a block makes of the stream and of what was embedded."""
+"""Mixes the residual stream with the embedded tokens at the start of a block."""
 
 from typing import Literal
 
@@ -10,7 +10,8 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 class EmbeddedMix(Mix):
-    """stream * x + embedded * x0 for the embedded tokens x0, with learned numbers a feature, from 1 and from 0."""
+    """stream * x + embedded * x0 for the embedded tokens x0. Both factors are learned per feature: `stream` from 1,
+    `embedded` from 0."""
 
     kind: Literal["embedded"]
 

@@ -26,16 +26,16 @@ Expression = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(
 
 
 class NamedActivation(StrictModel):
-    """An activation with the name that its kernels carry, for two that would else be spelled alike."""
+    """An activation with an explicit name for its kernels, for activations that would otherwise have the same name."""
 
     expr: Expression
     name: Name
 
 
 class Mlp(Layer):
-    """down(act(up(x))), or down(act(up(x), gate(x))) where the activation reads `gate` (Shazeer, 2020).
+    """down(act(up(x))), or down(act(up(x), gate(x))) if the activation reads `gate` (Shazeer, 2020).
 
-    The width is `hidden`, or `ratio` times the model's.
+    The number of inner features is `hidden`, or `ratio` times the model's features.
     """
 
     kind: Literal["mlp"]

@@ -1,4 +1,4 @@
-"""The norms a block may start with."""
+"""The norms that a block may start with."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ from specc.compiler.strict import PositiveFloat
 
 
 class Rms(Norm):
-    """RMSNorm, with a learned weight where `affine`."""
+    """RMSNorm, with a learned weight if `affine`."""
 
     kind: Literal["rms"]
     eps: PositiveFloat = 1e-6

@@ -1,4 +1,4 @@
-"""The value of the token before, in whole sequences and in decoding."""
+"""The previous token's value, in whole sequences and in decoding."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -15,8 +15,19 @@ TokenId = Annotated[int, Field(ge=0, lt=2**24)]
 def previous(
     b: Builder, x: str, title: str, tokens: Tokens, bos: int | None, fill: int = 0
 ) -> tuple[str, Mapping[str, str]]:
-    """Adds, under `title`, x of the token before, `fill` where there is none or where `bos` starts a document; and the
-    new value of the state `previous`, where there is state."""
+    """Adds the previous token's value for each token of `x`.
+
+    Args:
+        b: the builder of the program.
+        x: one row per token, [B, T, ...].
+        title: the prefix of the names of the nodes.
+        tokens: the token inputs. If the program extends a sequence, `tokens.cache["previous"]` is the last row of x.
+        bos: the id that starts a document; None if documents are not separated.
+        fill: the value at a first token, and at each `bos`.
+
+    Returns:
+        The previous values, [B, T, ...], and the new value of the state `previous` if the program extends a sequence.
+    """
     state: dict[str, str] = {}
     if tokens.start:
         kept = tokens.cache["previous"]

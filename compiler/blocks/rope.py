@@ -1,4 +1,4 @@
-"""Rotary embeddings: what a spec says of them, and the angles that all layers share."""
+"""Rotary position embeddings: the spec fields, and the table of angles that layers share."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,12 +12,12 @@ from specc.compiler.strict import Positive, StrictModel, later
 
 
 class RopeSpec(StrictModel):
-    """Rotary positions over the first `dims` of each head, all of them where unset.
+    """Rotary positions over the first `dims` channels of each head; over all channels if unset.
 
-    With `trained`, a number of tokens, a longer context turns more slowly: its base is
-    base * (context / trained) ** (dims / (dims - 2)), so that the slowest pair turns as far over the whole context as
-    over `trained` tokens at `base` (NTK-aware scaling). The context is the model's own, whatever length a program
-    sees: keys in a cache keep their angles as a text grows.
+    With `trained`, a number of tokens, a longer context uses a larger base: base * (context / trained) ** (dims / (dims
+    - 2)). The slowest pair then turns as far over the whole context as it turns over `trained` tokens with `base`
+    (NTK-aware scaling). The context is always that of the model, not the length of a program's input, so cached keys
+    stay valid as a text grows.
     """
 
     dims: Annotated[int, Field(gt=0, le=4096)] | None = None
@@ -25,14 +25,14 @@ class RopeSpec(StrictModel):
     trained: Positive | None = later(None)
 
     def angles(self, size: int, context: int) -> RopeAngles:
-        """The angles for heads of `size` channels in a model of `context` tokens."""
+        """Returns the angles for heads of `size` channels in a model of `context` tokens."""
         dims = self.dims or size
         if self.trained is None or context <= self.trained:
             return RopeAngles(dims, self.base)
         return RopeAngles(dims, self.base * (context / self.trained) ** (dims / (dims - 2)))
 
     def formula(self, size: int, context: int) -> str | None:
-        """How the base of these angles comes about; None where it is the spec's own."""
+        """Returns the formula of the base of these angles; None if the base is the spec's own."""
         dims = self.dims or size
         if self.trained is None or context <= self.trained:
             return None
@@ -41,7 +41,7 @@ class RopeSpec(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class RopeTable(Shared):
-    """Cosine and sine of the rotary angles at each position."""
+    """The cosine and sine of the rotary angles at each position."""
 
     angles: RopeAngles | None = None
     formula: str | None = None

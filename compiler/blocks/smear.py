@@ -1,4 +1,4 @@
-"""SmearGate: a little of the token before in each embedded token, in its two forms."""
+"""SmearGate: adds a learned share of the previous token to each embedded token, in two forms."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -15,9 +15,9 @@ from specc.compiler.strict import Positive
 
 
 class Smear(Embed):
-    """(1 - g) x + g p for x of the token before, p, by the sigmoid g of a learned number a feature, from 0.
+    """(1 - g) x + g p, for the previous token's value p and the sigmoid g of a learned number per feature, from 0.
 
-    p is 0 at the first token and, where `bos` is the id that starts a document, at each of these.
+    p is 0 at the first token. With `bos`, the id that starts a document, p is also 0 at each token with that id.
     """
 
     kind: Literal["smear"]
@@ -35,8 +35,8 @@ class Smear(Embed):
 
 
 class SmearByToken(Embed):
-    """x + scale * sigmoid(w . x[:features]) p for x of the token before, p; scale is one learned number, and both it
-    and w start at 0 (after modded-nanogpt). p is 0 as in `smear`."""
+    """x + scale * sigmoid(w . x[:features]) p, for the previous token's value p (after modded-nanogpt). `scale` is one
+    learned number. Both `scale` and w start at 0. p is 0 at the same tokens as in `smear`."""
 
     kind: Literal["smear_by_token"]
     features: Positive = 12

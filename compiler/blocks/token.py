@@ -1,4 +1,4 @@
-"""From ids to features: the token table and what may follow it."""
+"""The token table and the embedding steps that may follow it."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -14,7 +14,7 @@ from specc.compiler.strict import Positive, PositiveFloat, Problem
 
 
 class Token(Embed):
-    """A learned row of features for each id: table [V, D]. `dim` where it is not the model's."""
+    """Looks up a learned row of features for each id in a table [V, D]. `dim` sets D if it differs from the model's."""
 
     kind: Literal["token"]
     dim: Positive | None = None
@@ -28,8 +28,8 @@ class Token(Embed):
 
 
 class Project(Embed):
-    """A matrix from the features so far to the model's: with a narrow table, factorized embedding (Lan et al.,
-    2020)."""
+    """Maps the features so far to the model's features by a matrix. With a smaller `dim` of the table, this is
+    factorized embedding (Lan et al., 2020)."""
 
     kind: Literal["project"]
 
@@ -51,7 +51,7 @@ class EmbedNorm(Embed):
 
 
 def order_problems(steps: tuple[Embed, ...]) -> Iterator[Problem]:
-    """The table comes first, and every step once."""
+    """Yields a problem if the token table is not the first step, or if a kind of step occurs twice."""
     kinds: dict[type[Embed], int] = {}
     for i, step in enumerate(steps):
         if (first := kinds.setdefault(type(step), i)) != i and not isinstance(step, Token):

@@ -1,4 +1,4 @@
-"""Long skips from the first half of the blocks to the second."""
+"""Long skip connections from the first half of the blocks to the second half."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -12,11 +12,11 @@ from specc.compiler.strict import later
 
 
 class Unet(Skips):
-    """Of L blocks, block h + i reads the output of block h - 1 - i for h = L // 2, scaled by a learned number a feature
-    from 1 (after Ronneberger et al., 2015). With odd L the last block has no partner.
+    """U-Net skip connections (after Ronneberger et al., 2015): with h = L // 2 of L blocks, block h + i reads the
+    output of block h - 1 - i, times a learned number per feature, from 1. If L is odd, the last block has no skip.
 
-    The scaled output is added to the stream x; where `gated` the two are mixed, g x + (1 - g) skip, by the sigmoid g of
-    a learned number a feature, from 0.
+    The scaled output is added to the stream x. If `gated`, the result is g x + (1 - g) skip instead, for the sigmoid g
+    of a learned number per feature, from 0.
     """
 
     kind: Literal["unet"]

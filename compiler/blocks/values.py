@@ -1,4 +1,4 @@
-"""Value embeddings: what the token itself adds to the values that attention reads."""
+"""Value embeddings: a learned embedding of each token that is added to the values of attention."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,11 @@ from specc.compiler.strict import Positive, StrictModel
 
 
 class ValueEmbedding(StrictModel):
-    """scale * P E[id] for one table E [V, dim], matrix P and learned number, from `scale`, for all of `layers` (counted
-    from 0; all where unset); each adds it to its values by a learned number, from 1."""
+    """scale * P E[id] for a table E [V, dim], a matrix P, and a learned number from `scale`, all shared by `layers`.
+
+    `layers` are counted from 0; unset means all. Each layer adds the result to its values, times a learned number from
+    1.
+    """
 
     dim: Positive
     layers: LayerList | None = None
@@ -22,7 +25,7 @@ class ValueEmbedding(StrictModel):
     init: Init = Init(normal=0.01)
 
     def table(self, title: str, features: int, shape: Shape) -> "ValueTable":
-        """What the layers named `title` share, of as many features as their values have."""
+        """Returns the computation that the layers named `title` share, with `features` output features."""
         return ValueTable(
             f"{title}_values", (f"{title}_values",), self.layers, spec=self, features=features, shape=shape
         )

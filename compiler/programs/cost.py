@@ -1,4 +1,4 @@
-"""What a model costs: parameters, floating-point operations and bytes, a node or a token, from the graph."""
+"""The cost of a model: parameters, floating-point operations and bytes, per node or per token, from the graph."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,15 @@ from specc.compiler.programs.programs import Programs, flatten
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """One node of a flattened program: operations, and the bytes it reads and writes once each."""
+    """The cost of one node of a flattened program.
+
+    Attributes:
+        name: the full name of the node.
+        op: the name of its op.
+        flops: the number of floating-point operations.
+        bytes: the bytes that it moves if it reads each input and writes each output once.
+        matrix: whether the op is a matrix product or attention.
+    """
 
     name: str
     op: str
@@ -20,8 +28,11 @@ class NodeCost:
 
 
 def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
-    """The cost of every node of a program once its symbols have `sizes`, that of a loop over time node by node for all
-    its steps. A multiply-add counts two operations."""
+    """Returns the cost of every node of a program, with its symbolic dims set to `sizes`.
+
+    A loop over time has, in addition to its own node, one entry per node of its step, with the cost of all steps. A
+    multiply-add counts as two operations.
+    """
     graph = flatten(programs, programs.program(program))
     found = list(graph_costs(graph, sizes))
     for node in graph.nodes:
@@ -35,7 +46,8 @@ def node_costs(programs: Programs, program: str, sizes: Mapping[str, int]) -> tu
 
 
 def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
-    """The cost of every node of one graph as it stands; a call or a group inside it counts no operations."""
+    """Yields the cost of every node of one graph without flattening it. Calls and groups inside it count no
+    operations."""
     types = graph.types
     for node in graph.nodes:
         inputs = [types[ref] for ref in node.inputs]
@@ -45,17 +57,18 @@ def graph_costs(graph: Graph, sizes: Mapping[str, int]) -> Iterator[NodeCost]:
 
 
 def boundary_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """What a graph moves at least, whatever happens inside: each input and each output once."""
+    """Returns the minimum number of bytes that a graph moves: each input and parameter read once, each output written
+    once."""
     read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     written = {ref for _, ref in graph.outputs} - read
     return sum(graph.types[ref].bytes(sizes) for ref in read | written)
 
 
 def flops_per_token(programs: Programs, tokens: int) -> int:
-    """Operations of matrix products and attention in a forward pass over one window, and over a source of one where
-    there is a source, divided by the window's tokens.
+    """Returns the operations of matrix products and attention in a forward pass over one window, divided by its tokens.
 
-    Training takes three times as many: each product has two gradients of its own cost.
+    A model with a source also reads a source of `tokens` tokens. Training takes three times as many operations, because
+    each product has two gradients of the same cost.
     """
     costs = node_costs(programs, "train", {"B": 1, "T": tokens, "S": tokens})
     return sum(cost.flops for cost in costs if cost.matrix) // tokens

@@ -1,4 +1,5 @@
-"""The first witness: torch.fx traces a generated module, and what it finds must be the plan, node for node."""
+"""The first witness: traces a generated module with torch.fx and checks that the trace matches the plan node by
+node."""
 
 import inspect
 import operator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
 COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
 MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
-# functions of the pointwise language whose Torch function has another name
+# pointwise functions with another name in Torch
 SPELLED = {"gelu_tanh": "gelu", "abs": "abs", "max": "maximum", "min": "minimum"}
 TORCH_DTYPES = {
     "f32": "float32",
@@ -34,17 +35,17 @@ TORCH_DTYPES = {
 
 
 class Mismatch(Exception):
-    """The generated module is not the plan; the message names the node."""
+    """Raised if the generated module differs from the plan. The message names the node."""
 
 
 def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
-    """The fx graph of one method of a generated module; the functions of model.py stay whole."""
+    """Returns the fx graph of one method of a generated module. Calls of the functions in model.py are single nodes."""
     import types
 
     from torch import arange, fx
 
     class Tracer(fx.Tracer):
-        """Leaves a loop over time whole: its length is that of its input."""
+        """A tracer that records a loop over time as one node, because its length depends on the input."""
 
         def is_leaf_module(self, m: "nn.Module", module_qualified_name: str) -> bool:
             return self.traced_func_name != "step" and hasattr(m, "step")
@@ -60,7 +61,7 @@ def trace(module: "nn.Module", source: ModuleType, method: str) -> "fx.Graph":
 
 @contextmanager
 def _whole_groups(source: ModuleType) -> Iterator[None]:
-    """Lets fx record what the autograd functions of model.py are applied to, and not what they do."""
+    """Makes fx record each application of an autograd function in model.py as one node."""
     from torch import autograd
 
     groups = [v for v in vars(source).values() if isinstance(v, type) and issubclass(v, autograd.Function)]
@@ -74,7 +75,7 @@ def _whole_groups(source: ModuleType) -> Iterator[None]:
 
 
 def _recorded(group: Any) -> Callable[..., Any]:
-    """`group.apply`, which under fx is one call of a function named as the group."""
+    """Returns a `group.apply` that, under fx, is one call of a function with the group's name."""
     apply = group.apply
 
     def run(*args: Any) -> Any:
@@ -91,8 +92,11 @@ def _recorded(group: Any) -> Callable[..., Any]:
 
 
 def round_trip(programs: Programs, program: str, traced: "fx.Graph") -> int:
-    """Holds a traced program to the plan: ops, settings, paths, wiring. Returns how many nodes agreed; raises
-    Mismatch."""
+    """Checks the ops, settings, paths and wiring of a traced program against the plan.
+
+    Returns the number of nodes that match. Raises Mismatch if the trace and the plan differ, or if the plan has a node
+    that the trace does not compute.
+    """
     graph = flatten(programs, programs.program(program), groups=False)
     seen = compare(graph, scalar_values(programs.program(program)), traced, group_functions(programs))
     if unmatched := [node.name for node in graph.nodes if node.name not in seen]:
@@ -103,13 +107,19 @@ def round_trip(programs: Programs, program: str, traced: "fx.Graph") -> int:
 def compare(
     graph: Graph, scalars: Mapping[str, float], traced: "fx.Graph", groups: Mapping[str, str] | None = None
 ) -> Mapping[str, "fx.Node"]:
-    """Holds a trace to a graph of one output: which traced node computes each of the graph's. Raises Mismatch.
+    """Checks a trace against a graph with one output.
 
     Args:
-        graph: the plan's, flat.
-        scalars: the numbers that calls bind, by place and name.
-        traced: what fx found.
-        groups: the function that runs each fused group.
+        graph: the flattened graph of the plan.
+        scalars: the values of the scalars that calls bind, by `place.name`.
+        traced: the fx graph.
+        groups: the name of the function that runs each fused group, by the group's name.
+
+    Returns:
+        The traced node that computes each node of the graph, by the node's name.
+
+    Raises:
+        Mismatch: if the trace and the graph differ.
     """
     return _Comparison(graph, scalars, groups or {}).run(traced)
 
@@ -117,7 +127,22 @@ def compare(
 def check_types(
     programs: Programs, program: str, traced: "fx.Graph", module: "nn.Module", rows: int, tokens: int
 ) -> int:
-    """Runs a traced program on fake tensors and holds every matched value to the plan's type. Raises Mismatch."""
+    """Runs a traced program on fake tensors and checks the dtype and shape of every matched value against the plan.
+
+    Args:
+        programs: the programs of the plan.
+        program: the name of the traced program.
+        traced: the fx graph.
+        module: the generated module.
+        rows: the size of the batch dim `B`.
+        tokens: the size of the dims `T` and `S`.
+
+    Returns:
+        The number of values checked.
+
+    Raises:
+        Mismatch: if the trace and the plan differ, in structure, dtype or shape.
+    """
     import torch
     from torch import fx
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -153,7 +178,8 @@ def _check_type(name: str, type: TensorType, value: Any, sizes: Mapping[str, int
 
 @dataclass
 class _Comparison:
-    """A walk from the outputs back, through plan and trace at once. `seen` maps plan nodes to what computes them."""
+    """A simultaneous walk of plan and trace, from the output back. `seen` maps plan nodes to the traced nodes that
+    compute them."""
 
     graph: Graph
     scalars: Mapping[str, float]
@@ -162,7 +188,8 @@ class _Comparison:
     waiting: list[tuple[Node, int, Any]] = field(default_factory=list)
 
     def run(self, traced: "fx.Graph") -> dict[str, "fx.Node"]:
-        """Walks from the one output; what computes each node of the plan."""
+        """Walks from the only output. Returns the traced node that computes each node of the plan, by the
+        node's name."""
         (output,) = (node for node in traced.nodes if node.op == "output")
         ((_, ref),) = self.graph.outputs
         self.value(ref, output.args[0])
@@ -171,7 +198,7 @@ class _Comparison:
         return self.seen
 
     def value(self, ref: str, found: Any) -> None:
-        """A value of the plan against what stands in its place."""
+        """Checks a traced value against the plan's value `ref`."""
         if ref[0] == "$":
             self.expect(found == self.scalars[ref[1:]], ref, f"is {self.scalars[ref[1:]]}", found)
         elif ref[0] == "@":
@@ -213,8 +240,11 @@ class _Comparison:
             self.call(node, wanted, found)
 
     def group(self, node: Node, wanted: Traced, found: Any) -> None:
-        """A fused group: a function, or the application of one that is learned through, which may take its rows as one
-        dim and give them back as several."""
+        """Checks a fused group: a function call or, if the group has a gradient, an application of its autograd
+        function.
+
+        An autograd function may receive its rows flattened to one dim. Its result is then unflattened.
+        """
         assert isinstance(node.op, Fused)
         function = self.groups[node.op.group]
         if self.called(found) == function:
@@ -236,8 +266,8 @@ class _Comparison:
             self.value(ref, have)
 
     def kernel(self, node: Node, found: Any, function: str) -> None:
-        """A call of the function of a kernel, whose name an epilogue ends, if it has one; its file may have added the
-        shape."""
+        """Checks a call of a kernel's function. An epilogue appends its title to the function's name, and the kernel's
+        file may append the shape after `__`."""
         tail = f"_{node.epilogue.title}" if isinstance(node.epilogue, Pointwise) else ""
         name, wanted = self.called(found).partition(".")[0].partition("__")[0], f"{function}{tail}"
         self.expect(name == wanted, node.name, f"is a call of {wanted}", found)
@@ -247,7 +277,7 @@ class _Comparison:
 
     def call(self, node: Node, wanted: Traced, found: Any) -> None:
         name = self.called(found)
-        name = name.removesuffix(".default")  # of an op
+        name = name.removesuffix(".default")  # the overload of a Torch op
         self.expect(name == wanted.function, node.name, f"is a call of {wanted.function}", found)
         args = found.args
         self.expect(len(args) == len(wanted.args), node.name, f"takes {len(wanted.args)} arguments", found)
@@ -257,7 +287,7 @@ class _Comparison:
             self.argument(node, want, have)
 
     def argument(self, node: Node, want: object, have: Any) -> None:
-        """One argument of a call; of a tuple each item."""
+        """Checks one argument of a call. A tuple is checked item by item."""
         if isinstance(want, Input):
             self.value(node.inputs[want.index], have)
         elif isinstance(want, Traced):
@@ -270,13 +300,13 @@ class _Comparison:
             self.expect(want == have, node.name, f"has {want}", have)
 
     def expression(self, node: Node, expr: Expr, values: Mapping[str, str], found: Any) -> None:
-        """An expression of the pointwise language against the arithmetic that was traced."""
+        """Checks traced arithmetic against an expression of the pointwise language."""
         if isinstance(expr, Var):
             if self.called(found) in ("float", "bfloat16", "half"):
                 found = found.args[0]
             self.value(values[expr.name], found)
-        elif not variables(expr):  # Python has computed it before fx saw it
-            value, filled = number(expr), self.called(found) == "full_like"  # for functions that take tensors alone
+        elif not variables(expr):  # Python evaluates constants before fx traces them
+            value, filled = number(expr), self.called(found) == "full_like"  # for functions that accept only tensors
             have = found.args[1] if filled and len(found.args) == 2 else found
             self.expect(have == value, node.name, f"has the number {value}", found)
         elif isinstance(expr, Neg) and isinstance(expr.a, Binary) and expr.a.op in ("*", "/"):
@@ -287,7 +317,7 @@ class _Comparison:
             self.operation(node, ARITHMETIC[expr.op], (expr.a, expr.b), values, found)
         elif isinstance(expr, Compare):
             op, a, b = expr.op, expr.a, expr.b
-            if not variables(a):  # Python asks the tensor, which stands on the right, the other way round
+            if not variables(a):  # Python calls the reflected method of the tensor on the right
                 op, a, b = MIRRORED[op], b, a
             self.operation(node, COMPARISONS[op], (a, b), values, found)
         elif isinstance(expr, Call):
@@ -304,7 +334,7 @@ class _Comparison:
 
     @staticmethod
     def called(found: Any) -> str:
-        """The name of what a traced node calls."""
+        """Returns the name of the function, method or module that a traced node calls."""
         target = getattr(found, "target", None)
         if isinstance(target, str):
             return target

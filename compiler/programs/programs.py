@@ -1,4 +1,4 @@
-"""What a spec lowers to: programs over one parameter table, the functions they call, the groups that fusion makes."""
+"""The result of lowering a spec: programs over one parameter table, the functions they call, and the fused groups."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from specc.compiler.strict import Path, Problem
 
 
 class LoweringError(Exception):
-    """The spec is well formed but makes no model; `problems` say where and why."""
+    """Raised if a valid spec does not describe a valid model. `problems` hold the spec paths and the reasons."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__("; ".join(problem.message for problem in problems))
@@ -20,9 +20,16 @@ class LoweringError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One learned tensor: its name is that of checkpoints, rules and reports. The optimizer owns it in f32; programs
-    read it in `dtype`. `storage` is how the deployed model stores it, empty while it is not quantized; `optimizer` is
-    an index into `train.optimizers`, None before one is assigned."""
+    """One learned tensor. The optimizer owns it in f32; programs read it in `dtype`.
+
+    Attributes:
+        name: the name in checkpoints, rules and reports.
+        shape: the dims of the tensor.
+        dtype: the dtype in which programs read it.
+        init: the initialization.
+        storage: the format in which the deployed model stores it; empty if it is not quantized.
+        optimizer: the index into `train.optimizers`; None until an optimizer is assigned.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -41,10 +48,18 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A fused group. `forward` and `backward` are graphs whose nodes carry epilogues; `saved` are the values of
-    `forward` that `backward` reads besides the incoming gradient; `members` are the nodes of the function that it
-    replaced. Where nobody takes its gradient, `backward` is empty. `others` are the same group with something else kept
-    for the backward than what `keep` names; a plan chooses."""
+    """A fused group of nodes.
+
+    Attributes:
+        name: the name of the group.
+        scope: the scope of its nodes.
+        members: the names of the nodes of the function that it replaced.
+        forward: the forward graph, whose nodes carry epilogues.
+        backward: the backward graph, whose nodes carry epilogues; empty if no gradient flows through the group.
+        saved: the values of `forward` that `backward` reads in addition to the incoming gradient.
+        keep: the kind of value that the forward saves for the backward.
+        others: the same group with the other save choices; a plan selects among them.
+    """
 
     name: str
     scope: str
@@ -57,17 +72,25 @@ class Group:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether it takes rows as one dim, however many they are in: products do, and what mixes tokens does not."""
+        """True if the group accepts its rows flattened to one dim: it has a matrix product that does not mix tokens."""
         nodes = (*self.forward.nodes, *self.backward.nodes)
         return any(node.op.matrix and not node.op.mixes_tokens for node in nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """While less than the share `until` of a run is done, the model trains with the program `train`, and is scored with
-    `score`; `rests` are the parameters that neither reads. With `rounds` that program rounds the inputs of products as
-    the deployed model will, and wants weights that are rounded too. `writes` are the programs, one for the source and
-    one for a token, by which a decoder writes what it is fed where that is not the truth."""
+    """A phase of a training run, until the share `until` of the run is done.
+
+    Attributes:
+        until: the share of the run at which the phase ends, from 0 to 1.
+        train: the program that trains the model.
+        score: the program that scores the model.
+        rests: the parameters that neither program reads.
+        rounds: whether `train` fake-quantizes the inputs of products as the deployed model quantizes them. Its weights
+            must then be fake-quantized too.
+        writes: the programs that compute decoder inputs if they are not teacher-forced: one that encodes the source,
+            and one that extends the target by a token.
+    """
 
     until: float
     train: str
@@ -79,15 +102,24 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """All of a model. Functions are named `class.method`: `block.forward` is called where a block runs.
+    """All programs of a model. A function is named `class.method`, e.g. `block.forward`; calls run it at a path.
 
-    `places` leads from the start of a node's name to the part of the spec that made it; `whole` names the programs that
-    see whole sequences at once; `phases`, in order, are those of a run, which goes on with `train` and `score` where
-    the last of them ends. No sequence has more than `context` tokens, where that is known. `buffers` are what programs
-    read besides parameters and no optimizer owns: the inverse scales of inputs that are rounded. `constants` are the
-    numbers that formulas of the spec give: a name for code, the number, the formula; `sizes` the names of dims: the
-    number, and what it is; `layers` what formulas call so: the blocks of the model, those of both sides where it has
-    two, 1 where it has none.
+    Attributes:
+        name: the name of the model.
+        params: the parameters.
+        functions: the functions that programs call.
+        programs: the programs.
+        places: pairs of a node-name prefix and the path of the part of the spec that created the node.
+        whole: the names of the programs that read whole sequences at once.
+        groups: the fused groups.
+        phases: the phases of a training run, in order. After the last phase, the run continues with `train` and
+            `score`.
+        context: the maximum number of tokens of a sequence; None if unknown.
+        buffers: tensors that programs read but no optimizer owns: the inverse scales of quantized inputs.
+        constants: the values of the spec's formulas: a name for generated code, the value, the formula.
+        sizes: the names of dims: the name, the size, the description.
+        layers: the value of `layers` in formulas: the number of blocks, of both sides in an encoder-decoder; 1 if there
+            are no blocks.
     """
 
     name: str
@@ -118,15 +150,24 @@ class Programs:
         return next(group for group in self.groups if group.name == name)
 
     def place(self, node: str) -> Path:
-        """The spec path of the longest known prefix of a node's name; the whole model where none is known."""
+        """Returns the spec path of the longest known prefix of a node's name; the path of the model if no prefix is
+        known."""
         found = [(len(prefix), path) for prefix, path in self.places if node == prefix or node.startswith(f"{prefix}.")]
         return max(found)[1] if found else ("model",)
 
 
 def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "") -> Graph:
-    """`graph`, running at `at`, with every call, and with `groups` every fused group, else those that nothing is
-    learned through, replaced by the nodes that they run, under full names; a loop over time stays. Numbers that calls
-    bind are named `$place.name`; `scalar_values` has them."""
+    """Returns `graph` with every call replaced by the nodes of its function, under full names. Loops over time are not
+    expanded.
+
+    Scalars that calls bind are named `$place.name`; `scalar_values` returns their values.
+
+    Args:
+        programs: the programs that hold the functions and groups.
+        graph: the program or function to flatten.
+        groups: whether to expand every fused group. If false, only groups without a gradient are expanded.
+        at: the path at which `graph` runs.
+    """
     nodes: list[Node] = []
     renamed = _inline(programs, graph, at, at, {name: name for name, _ in graph.inputs}, nodes, groups)
     outputs = tuple((label, renamed[ref]) for label, ref in graph.outputs)
@@ -136,13 +177,13 @@ def flatten(programs: Programs, graph: Graph, groups: bool = True, at: str = "")
 
 
 def read_by(programs: Programs, name: str) -> frozenset[str]:
-    """The parameters that the program `name` reads."""
+    """Returns the names of the parameters that the program `name` reads."""
     nodes = flatten(programs, programs.program(name)).nodes
     return frozenset(ref[1:] for node in nodes for ref in node.inputs if ref.startswith("@"))
 
 
 def scalar_values(graph: Graph) -> Mapping[str, float]:
-    """The number behind each scalar of the flattened program `graph`, by `place.name`."""
+    """Returns the value of each scalar of the program `graph` after flattening, by `place.name`."""
     calls = [(node.op.at, node.op.scalars) for node in graph.nodes if isinstance(node.op, Call)]
     return {f"{at}.{name}": value for at, scalars in calls for name, value in scalars}
 
@@ -150,8 +191,17 @@ def scalar_values(graph: Graph) -> Mapping[str, float]:
 def _inline(
     programs: Programs, graph: Graph, at: str, run: str, values: Mapping[str, str], nodes: list[Node], groups: bool
 ) -> dict[str, str]:
-    """Appends the nodes of `graph`, running over `values` with the parameters at `at`, under names that begin with
-    `run`; returns where each of its values went."""
+    """Appends the nodes of `graph` to `nodes`, under full names, and returns the new reference of each of its values.
+
+    Args:
+        programs: the programs that hold the functions and groups.
+        graph: the graph to inline.
+        at: the path prefix of its parameters.
+        run: the prefix of the names of its nodes.
+        values: the references that replace the graph's inputs.
+        nodes: the list that receives the nodes.
+        groups: whether to expand every fused group; see `flatten`.
+    """
     here = dict(values)
     prefix, own = (f"{name}." if name else "" for name in (run, at))
 
@@ -164,7 +214,7 @@ def _inline(
         if isinstance(node.op, Call):
             callee = programs.function(node.op.callee)
             given = {name: ref for (name, _), ref in zip(callee.inputs, inputs, strict=True)}
-            begins = node.name if node.op.at in ran else node.op.at  # the nodes of each run have names of their own
+            begins = node.name if node.op.at in ran else node.op.at  # each further run needs new node names
             ran.add(node.op.at)
             inner = _inline(programs, callee, f"{own}{node.op.at}", f"{prefix}{begins}", given, nodes, groups)
             results = [inner[ref] for _, ref in callee.outputs]
@@ -182,13 +232,16 @@ def _inline(
 
 
 def class_name(name: str) -> str:
-    """The name of a class of generated code: `FusedMlp` for `fused_mlp`."""
+    """Returns the name of a class in generated code, e.g. `FusedMlp` for `fused_mlp`."""
     return "".join(word.capitalize() for word in name.split("_"))
 
 
 def group_functions(programs: Programs) -> Mapping[str, str]:
-    """The function that runs each group, by the group's name. Groups that compute the same, such as the rotation of q
-    and that of k, share one: it is called after what they do."""
+    """Returns the name of the function that runs each group, by the group's name.
+
+    Groups with the same computation, such as the rotation of q and that of k, share a function, which is named after
+    its members if that name is free.
+    """
     shared: dict[object, list[Group]] = {}
     for group in programs.groups:
         shared.setdefault(_computation(group), []).append(group)
@@ -203,7 +256,8 @@ def group_functions(programs: Programs) -> Mapping[str, str]:
 
 
 def _computation(group: Group) -> object:
-    """What a group computes, whatever its nodes and values are called."""
+    """Returns a key of a group's computation that ignores the names of its nodes and inputs, but not those of saved
+    values."""
     graphs: list[object] = []
     known: dict[str, str] = {}
     for graph in (group.forward, group.backward):
@@ -218,7 +272,7 @@ def _computation(group: Group) -> object:
 
 
 def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
-    """The graph with each group that nothing is learned through replaced by its nodes: it needs no function."""
+    """Returns the graph with each group without a gradient replaced by its nodes. Such a group needs no function."""
     nodes: list[Node] = []
     names: dict[str, str] = {}
     for node in graph.nodes:
@@ -236,5 +290,5 @@ def without_scoring_groups(programs: Programs, graph: Graph) -> Graph:
 
 
 def owner(ref: str) -> str:
-    """The class that a function belongs to: `block` for `block.forward`."""
+    """Returns the class that a function belongs to: `block` for `block.forward`."""
     return node_of(ref).partition(".")[0]

@@ -1,5 +1,5 @@
-"""The second witness: runs a program from its ops' plain Torch references, in float64, sharing no code with what is
-generated."""
+"""The second witness: runs a program by the plain Torch references of its ops, in float64. It shares no code with the
+generated modules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 
-# Is told of each node, under its full name, what went in and what came out.
+# Called with each node, which has its full name, and the node's inputs and outputs.
 Observe = Callable[[Node, list["Tensor"], tuple["Tensor", ...]], None]
 
 
@@ -23,7 +23,18 @@ def run(
     params: Mapping[str, "Tensor"],
     observe: Observe | None = None,
 ) -> dict[str, "Tensor"]:
-    """The outputs of a program by label, in the precision of `params`. The programs must not be fused."""
+    """Runs a program by the references of its ops, in the precision of `params`. The programs must not be fused.
+
+    Args:
+        programs: the programs of the model.
+        program: the name of the program to run.
+        inputs: the inputs of the program, by name.
+        params: the parameters, by name.
+        observe: called with each node, its inputs and its outputs; see `Observe`.
+
+    Returns:
+        The outputs by label.
+    """
     import torch
 
     graph = flatten(programs, programs.program(program))
@@ -44,8 +55,11 @@ def _outputs(
     observe: Observe | None,
     dtype: "dtype",
 ) -> dict[str, "Tensor"]:
-    """The outputs of a flattened graph by label; `fixed` are parameters and numbers. Floats that are made of whole
-    numbers alone, as waves are, have no precision to go on with and get that of `dtype`."""
+    """Returns the outputs of a flattened graph by label.
+
+    `fixed` holds the parameters and scalars. A node without floating-point inputs, such as sinusoidal positions, has no
+    precision to inherit, so its floating-point outputs are cast to `dtype`.
+    """
     values = {**inputs, **fixed}
     for node in graph.nodes:
         given = [values[ref] for ref in node.inputs]
@@ -69,7 +83,7 @@ def _loop(
     observe: Observe | None,
     dtype: "dtype",
 ) -> tuple["Tensor", ...]:
-    """A loop over time, step by step."""
+    """Runs a loop over time step by step and returns its outputs."""
     import torch
 
     step = flatten(programs, programs.function(scan.callee), at=scan.at)
@@ -86,8 +100,11 @@ def _loop(
 
 
 def node_value(node: Node, inputs: list["Tensor"], every: Sequence["Tensor"] | None = None) -> tuple["Tensor", ...]:
-    """All outputs of one node, its epilogue included. `inputs` may be a sample of the rows of `every`; an output
-    without rows, such as a sum over them, is that of `every`."""
+    """Returns all outputs of one node, including its epilogue.
+
+    `inputs` may be a sample of the rows of `every`. Outputs without rows, such as a sum over rows, are computed from
+    `every`.
+    """
     import torch
 
     def many(value: "Tensor | tuple[Tensor, ...]") -> tuple["Tensor", ...]:
@@ -103,7 +120,8 @@ def node_value(node: Node, inputs: list["Tensor"], every: Sequence["Tensor"] | N
 
 
 def epilogue_value(node: Node, operands: tuple["Tensor", ...]) -> tuple["Tensor", ...]:
-    """An epilogue over its accumulators and operands: further outputs first, which the value may read."""
+    """Applies an epilogue to its accumulators and operands. Its further outputs come first, because the value may read
+    them."""
     from specc.compiler.expr import reread, torch_value
     from specc.compiler.ops.pointwise import Pointwise
     from specc.compiler.ops.quantized import rounded
