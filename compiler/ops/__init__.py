@@ -1,1 +1,2 @@
-"""One file an op family: type rule, cost, Torch spelling, float64 reference, derivative."""
+"""The operations of the graph, one module per family: type rule, cost, Torch expression, float64 reference,
+derivative."""
