@@ -160,8 +160,10 @@ def check(path: Path, into: Path) -> tuple[str, ...]:
 
 
 def canonical(spec: Spec) -> str:
-    """Returns the resolved spec as canonical JSON: defaults written out and keys sorted, so that equal specs have equal
-    text."""
+    """Returns the resolved spec as canonical JSON, with defaults written out and keys sorted.
+
+    Equal specs have equal text.
+    """
     return json.dumps(spec.model_dump(mode="json"), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
 
@@ -239,8 +241,9 @@ def _rendering(plan: Plan, node: str, source: Source | None) -> Iterator[None]:
 
 
 def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
-    """Renders the files of a sequence-to-sequence model that decodes without a cache, for benchmarks. No build writes
-    them.
+    """Renders the files of a sequence-to-sequence model that decodes without a cache, for benchmarks.
+
+    No build writes them.
 
     Raises ValueError if the model cannot be rewritten by `passes.without_cache`, and LoweringError if it cannot be
     lowered.

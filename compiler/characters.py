@@ -20,9 +20,7 @@ def _distinct(chars: str) -> str:
 
 
 class Vocabulary(StrictModel):
-    """A vocabulary with ids 0 for padding, 1 for start, 2 for stop, and 3 and up for the characters of `chars`, in
-    order.
-    """
+    """A vocabulary with ids 0 for padding, 1 for start, 2 for stop, then the characters of `chars` in order."""
 
     chars: Annotated[str, Field(min_length=1, max_length=MOST), AfterValidator(_distinct)]
 

@@ -92,9 +92,7 @@ class Comparison:
         yield f"backward     {self._saved()}"
 
     def _saved(self) -> str:
-        """Describes the activations that fused groups save for their backward: total MB per micro-batch and changed
-        names.
-        """
+        """Describes what fused groups save for their backward: total MB per micro-batch and changed names."""
         sizes = [f"{sum(summary.step.saved.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB a micro-batch"
         old, new = (summary.saved_names for summary in self.summaries)
@@ -212,9 +210,7 @@ def _body(text: str) -> list[str]:
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """Returns the text of kernel `old` with its name replaced by that of `new`, so that a diff shows only other
-    changes.
-    """
+    """Returns the text of kernel `old` with its name replaced by that of `new`, so that a diff omits the renaming."""
     before, after = Path(old).stem, Path(new).stem
     if before == after:
         return text

@@ -34,8 +34,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One problem, its location and a hint that states how to fix it. `related` are (note, position) pairs in the same
-    file."""
+    """One problem, its location and a hint that states how to fix it.
+
+    `related` are (note, position) pairs in the same file.
+    """
 
     code: str
     message: str
@@ -79,8 +81,7 @@ class SpecError(SpeccError):
 
 
 def quote(value: object, width: int = 60) -> str:
-    """Formats a value for a message: in backquotes, on one line, control characters escaped, at most `width`
-    characters."""
+    """Formats a value for a message in backquotes, on one line, escaped and cut to at most `width` characters."""
     text = safe(value if isinstance(value, str) else _spell(value))
     return f"`{text}`" if len(text) <= width else f"`{text[: width - 3]}...`"
 
@@ -99,8 +100,9 @@ def safe(text: str) -> str:
 
 
 def render(error: SpeccError, format: Format = "text", color: bool = False) -> str:
-    """Formats an error as text for a terminal, as a JSON list, or as GitHub annotations. The result has no final
-    newline.
+    """Formats an error as text for a terminal, as a JSON list, or as GitHub annotations.
+
+    The result has no final newline.
     """
     if not isinstance(error, SpecError):
         error = _without_place(error)
@@ -173,8 +175,10 @@ def _as_text(diagnostic: Diagnostic, lines: list[str], ink: _Ink) -> str:
 
 
 def _window(line: str, column: int) -> tuple[str, int, int]:
-    """Returns the part of a line around a column with non-printable characters replaced, the width of the text before
-    the caret, and the width of the caret. Widths are in terminal cells."""
+    """Returns the displayable part of a line around a column, and the position and width of the caret under it.
+
+    Non-printable characters are replaced. The position and the width are in terminal cells.
+    """
     start = 0 if len(line) <= SNIPPET_WIDTH else max(0, column - 1 - SNIPPET_WIDTH // 2)
     end = min(len(line), start + SNIPPET_WIDTH)
     head, tail = ("..." if start else ""), ("..." if end < len(line) else "")

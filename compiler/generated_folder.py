@@ -79,8 +79,9 @@ def diff_texts(old: Files, new: Files, before: str, after: str) -> str:
 
 
 def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, str], ...]:
-    """Makes `folder` hold `files`. Each changed file is replaced atomically, and stale files of earlier builds are
-    removed.
+    """Makes `folder` hold `files`.
+
+    Each changed file is replaced atomically, and stale files of earlier builds are removed.
 
     Args:
         folder: the generated folder; it is created if missing.
@@ -196,8 +197,7 @@ def _owned(folder: Path) -> dict[str, set[str]]:
 
 
 def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterator[str]:
-    """Yields files that would be replaced or removed and whose content was written by neither an earlier build nor this
-    build."""
+    """Yields files to be replaced or removed whose content neither an earlier build nor this build wrote."""
     for name in sorted({*files, *owned} & _present(folder) - {MANIFEST}):
         content = (folder / name).read_bytes()
         known = {*owned.get(name, ()), digest(files.get(name, ""))}
@@ -206,9 +206,7 @@ def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterat
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replaces a file atomically through a temporary file in the same folder, so that readers see the old or the new
-    text.
-    """
+    """Replaces a file atomically through a temporary file in the same folder. Readers see the old or the new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:

@@ -11,8 +11,10 @@ CHOICES = re.compile(r"(\{[^{}]*\})")
 
 @cache
 def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Splits a pattern into consecutive parts: each part is a tuple of alternatives, each alternative the texts between
-    its stars."""
+    """Splits a pattern into consecutive parts.
+
+    Each part is a tuple of alternatives, and each alternative a tuple of the texts between its stars.
+    """
     return tuple(
         tuple(tuple(choice.strip().split("*")) for choice in part[1:-1].split(","))
         if CHOICES.fullmatch(part)

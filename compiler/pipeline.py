@@ -141,8 +141,10 @@ def deployed(spec: Spec, target: str) -> Programs | None:
 
 
 def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
-    """Plans the programs of `deployed`. Returns None if there are none. Raises LoweringError if the spec cannot be
-    lowered."""
+    """Plans the programs of `deployed`.
+
+    Returns None if there are none. Raises LoweringError if the spec cannot be lowered.
+    """
     programs = deployed(spec, target)
     return select_kernels(programs, TARGETS[target], spec.model.title, source) if programs is not None else None
 

@@ -156,9 +156,7 @@ class StrictModel(BaseModel):
 
 
 def tag_of(model: type[BaseModel], field: str) -> str | None:
-    """Returns the single literal of a `Literal` field, by which a union selects a member, or None if the field has
-    none.
-    """
+    """Returns the single value of a `Literal` field, by which a union selects a member, or None if there is none."""
     info = model.model_fields.get(field)
     values: tuple[Any, ...] = get_args(info.annotation) if info is not None else ()
     return values[0] if len(values) == 1 and isinstance(values[0], str) else None

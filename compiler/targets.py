@@ -37,8 +37,7 @@ class Target:
     machine: str = ""
 
     def floor_ms(self, flops: int, moved: int) -> float | None:
-        """Returns the minimum time in ms for `flops` operations and `moved` bytes at peak rates, or None if they are
-        unknown."""
+        """Returns the minimum time in ms for `flops` operations and `moved` bytes at peak rates, or None if unknown."""
         return 1e3 * max(flops / self.flops, moved / self.bandwidth) if self.flops else None
 
 

@@ -1,5 +1,6 @@
-"""Normal form of sums and products. A term is a rational coefficient times factors; a factor is a base and a rational
-exponent.
+"""Normal form of sums and products.
+
+A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
 Rational arithmetic is exact where floats round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float represents the
 decimal number that it prints as. Terms and factors are ordered by first appearance, so that printed text resembles the
@@ -40,8 +41,10 @@ def settle(value: Fraction) -> Fraction:
 
 
 def exponent_of(value: float) -> Fraction:
-    """Converts an exponent to a fraction. A float close to a simple fraction becomes that fraction: 0.3333333333333333
-    is 1/3."""
+    """Converts an exponent to a fraction.
+
+    A float close to a simple fraction becomes that fraction: 0.3333333333333333 is 1/3.
+    """
     exact = rational(value)
     near = exact.limit_denominator(64)
     return near if abs(near - exact) < Fraction(1, 10**12) else exact
@@ -56,8 +59,7 @@ def is_sum(expr: Expr) -> bool:
 
 
 def is_quotient(expr: Expr) -> bool:
-    """Returns True if `expr` divides by an unbounded expression: a sum, min, max, where, or a product or power of
-    these."""
+    """Returns True if `expr` divides by a sum, min, max or where, or by a product or power of these."""
     return isinstance(expr, Binary) and expr.op == "/" and any(_unbounded(base) for base, _ in split(expr.b)[1])
 
 
@@ -133,8 +135,7 @@ def monomial_key(factors: Iterable[Factor]) -> Hashable:
 
 @lru_cache(maxsize=1 << 14)
 def key(expr: Expr) -> Hashable:
-    """Returns a key that is equal for expressions that differ only in the order of terms, factors, or arguments of min
-    and max."""
+    """Returns a key that is independent of the order of terms, factors, and arguments of min and max."""
     if is_sum(expr):
         return "sum", frozenset((monomial_key(factors), coefficient) for coefficient, factors in addends(expr))
     match expr:

@@ -158,8 +158,7 @@ def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
 
 
 def _rate(atom: Call, u: Var) -> Expr | None:
-    """Returns the derivative of a one-argument function in terms of its value u, or None if it is not a function of
-    u."""
+    """Returns the derivative of a one-argument function in terms of its value u, or None if u does not determine it."""
     if not all(isinstance(arg, Const) for arg in atom.args[1:]):
         return None
     t = Var("t")
@@ -178,8 +177,7 @@ def _rate(atom: Call, u: Var) -> Expr | None:
 
 
 def _with_leaky_relu(expr: Expr) -> Expr:
-    """Rewrites where(u > 0, c * u, s * u) with c > 0 as c * leaky_relu(u, s / c), whose form shows that it is
-    invertible."""
+    """Rewrites where(u > 0, c * u, s * u) with c > 0 as c * leaky_relu(u, s / c), which `_from_output` can invert."""
     match expr:
         case Call("where", (Compare(">", u, Const(0.0)), a, b)):
             (c, some), (s, more) = split(a), split(b)

@@ -91,8 +91,10 @@ def _derive(expr: Expr, var: str) -> Expr:
 
 
 def _derive_quotient(expr: Expr, var: str) -> Expr:
-    """Differentiates a simplified quotient as (a' - (a / b) b') / b, because b ** 2 may overflow although b does
-    not."""
+    """Differentiates a simplified quotient as (a' - (a / b) b') / b.
+
+    The textbook form divides by b ** 2, which may overflow although b does not.
+    """
     match expr:
         case Binary("/", a, b):
             return (_derive(a, var) - expr * _derive(b, var)) / b

@@ -50,8 +50,10 @@ SCALAR: Mapping[str, Callable[..., float]] = {
 
 
 def apply(name: str, *values: float) -> float:
-    """Applies a function, operator or comparison to floats. Raises ExprError if the result is undefined or not
-    finite."""
+    """Applies a function, operator or comparison to floats.
+
+    Raises ExprError if the result is undefined or not finite.
+    """
     try:
         result = (SCALAR.get(name) or ARITHMETIC.get(name) or COMPARISONS[name])(*values)
     except (ArithmeticError, ValueError):

@@ -20,8 +20,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """A point at which a planned value or gradient differs from a result on which Torch in float32 and float64
-    agree."""
+    """A point at which a planned value or gradient differs from the result of Torch in float32 and float64."""
 
     title: str
     at: tuple[tuple[str, float], ...]
@@ -83,8 +82,7 @@ def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: 
 
 
 def _near_overflow(expr: Expr, at: "dict[str, Tensor]") -> "Tensor":
-    """Returns a mask of the points at which a part of `expr` is finite in float32 but above HEADROOM times its
-    maximum."""
+    """Returns a mask of the points at which a part of `expr` is finite but above HEADROOM times float32's maximum."""
     import torch
 
     largest = torch.finfo(torch.float32).max

@@ -1,5 +1,7 @@
-"""Parses text to an expression with Python's grammar (`ast`) and an allowlist of node types. Python evaluates
-nothing."""
+"""Parses text to an expression with Python's grammar (`ast`) and an allowlist of node types.
+
+Python evaluates nothing.
+"""
 
 import ast
 import warnings
@@ -53,8 +55,10 @@ def _written(text: str, variables: Collection[str] | None) -> Expr:
 
 @lru_cache(maxsize=4096)
 def reread(text: str) -> Expr:
-    """Parses text that this package printed. Its limits are wider, because derivatives exceed those for written
-    text."""
+    """Parses text that this package printed.
+
+    Its limits are wider, because derivatives exceed those for written text.
+    """
     return _parse(text, None, 40 * LONGEST, 8 * DEEPEST, 2 * LARGEST_EXPONENT)
 
 

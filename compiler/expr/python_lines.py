@@ -13,8 +13,7 @@ def operand(text: str) -> str:
 
 
 def fitted(line: str, width: int) -> tuple[str, ...]:
-    """Splits a statement into lines of at most `width` characters, if possible, at its outermost brackets and
-    operators."""
+    """Splits a statement into lines of at most `width` characters, if possible, at brackets and operators."""
     indent = line[: len(line) - len(line.lstrip())]
     statement = line.strip()
     if len(line) <= width or statement.endswith(":"):

@@ -96,8 +96,7 @@ def times(coefficient: Fraction, expr: Expr) -> Expr:
 
 
 def product(parts: Iterable[Expr]) -> Expr:
-    """Builds a product with like factors collected and the piecewise factors of the same condition merged into one
-    where."""
+    """Builds a product with like factors collected and piecewise factors of the same condition merged."""
     coefficient = Fraction(1)
     factors: Factors = ()
     for part in parts:
@@ -249,8 +248,7 @@ def call(name: str, args: tuple[Expr, ...]) -> Expr:
 
 
 def compare(op: str, a: Expr, b: Expr) -> Compare:
-    """Builds a condition with its constant on the right. A comparison of one term with 0 loses the coefficient: `u >
-    0`."""
+    """Builds a condition with its constant on the right. A single term compared with 0 loses its coefficient: u > 0."""
     if variables(b) and not variables(a):
         op, a, b = FLIPPED[op], b, a
     if variables(a):
@@ -264,8 +262,10 @@ def compare(op: str, a: Expr, b: Expr) -> Compare:
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
-    """Builds a where of simplified parts. Resolves constant conditions and equal arms, and recognizes relu and
-    leaky_relu."""
+    """Builds a where of simplified parts.
+
+    Resolves constant conditions and equal arms, and recognizes relu and leaky_relu.
+    """
     assert isinstance(condition, Compare)
     if not variables(condition):
         return a if number(condition) else b

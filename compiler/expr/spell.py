@@ -73,8 +73,7 @@ def decided(expr: Expr) -> Expr:
 
 
 def is_primary(text: str) -> bool:
-    """Returns True if source text never needs parentheses: a name, member access, call, indexing, or parenthesized
-    text."""
+    """Returns True if source text never needs parentheses: a name, member, call, subscript, or parenthesized text."""
     depth = 0
     for character in text:
         if not depth and not re.match(r"[\w.(\[]", character):

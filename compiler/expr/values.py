@@ -20,8 +20,10 @@ FUNCTIONS: Mapping[str, int] = {
 
 
 class ExprError(ValueError):
-    """Raised for an invalid expression. `column` is the 0-based position in the text, and `hint` states how to fix
-    it."""
+    """Raised for an invalid expression.
+
+    `column` is the 0-based position in the text, and `hint` states how to fix it.
+    """
 
     def __init__(self, message: str, column: int = 0, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)

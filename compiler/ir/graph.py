@@ -106,8 +106,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A call that torch.fx records: the name of the function or method, positional arguments in order, keyword
-    arguments."""
+    """A call that torch.fx records: the function or method name, positional arguments, and keyword arguments."""
 
     function: str
     args: tuple[object, ...]
@@ -124,7 +123,7 @@ class Op:
     name: ClassVar[str] = ""
     # Consumers may print the expression of this value inside their own line.
     inline: ClassVar[bool] = True
-    # It computes a gradient: generated code names its value after the node, not after the value that it consumes.
+    # It computes a gradient: generated code names its value after this node, even if the node has an epilogue.
     gradient: ClassVar[bool] = False
     # It is a matrix product or attention. The FLOP count of a model includes these ops, and a plan lists them.
     matrix: ClassVar[bool] = False
@@ -186,8 +185,10 @@ class Op:
         return inputs
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        """Returns the number of floating-point operations. A multiply-add counts as two, a pointwise operation as one
-        per element."""
+        """Returns the number of floating-point operations.
+
+        A multiply-add counts as two, a pointwise operation as one per element.
+        """
         return outputs[0].count(sizes)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
@@ -202,8 +203,10 @@ class Op:
         raise TypeRuleError(f"{self.name} has no Torch spelling")
 
     def traced(self, inputs: Sequence[TensorType]) -> "Traced":
-        """Returns the calls that torch.fx records for the Torch expression. The fx witness compares generated code with
-        them."""
+        """Returns the calls that torch.fx records for the Torch expression.
+
+        The fx witness compares generated code with them.
+        """
         return Traced(self.support(inputs), tuple(map(Input, range(len(inputs)))))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":

@@ -21,8 +21,10 @@ class GraphTextError(ValueError):
 
 
 def parse_type(text: str) -> TensorType:
-    """Parses a type such as `bf16[T,1792]` or `int5:bf16[512,1792]`. Raises GraphTextError if the text is not a
-    type."""
+    """Parses a type such as `bf16[T,1792]` or `int5:bf16[512,1792]`.
+
+    Raises GraphTextError if the text is not a type.
+    """
     match = _TYPE.fullmatch(text)
     if match is None:
         raise GraphTextError(f"not a type: {text!r}")

@@ -335,8 +335,7 @@ class SdpaCached(Op):
 
 @dataclass(frozen=True, slots=True)
 class SdpaSeen(Op):
-    """Bidirectional attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] for which `seen` bool[B, S] is
-    True."""
+    """Bidirectional attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] with `seen` bool[B, S] True."""
 
     name: ClassVar[str] = "sdpa_seen"
     matrix: ClassVar[bool] = True

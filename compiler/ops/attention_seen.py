@@ -40,8 +40,10 @@ def _check(q: TensorType, k: TensorType, v: TensorType, seen: TensorType, at: in
 
 
 def _by_sequences(values: "Sequence[Tensor]", q: "Tensor", k: "Tensor") -> "Iterator[Sequence[Tensor]]":
-    """Yields slices of `values` with as many sequences as fit SCORES scores. Yields one empty slice if there are
-    none."""
+    """Yields slices of `values` with as many sequences as fit SCORES scores.
+
+    Yields one empty slice if there are none.
+    """
     step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
     for i in range(0, max(1, len(q)), step):
         yield [value[i : i + step] for value in values]

@@ -122,8 +122,7 @@ class Int8LstmStep(Int8Product):
 
 
 def _sums(codes: "Tensor", weight: "Tensor", offset: "Tensor") -> "Tensor":
-    """Returns the int32 sums [..., 4H] of codes [..., H] with w [4H, K], where K is at least H, plus the offset
-    [4H]."""
+    """Returns the int32 sums [..., 4H] of codes [..., H] times w [4H, K], K at least H, plus the offset [4H]."""
     sums = Int8Linear().reference(codes, weight[:, : codes.shape[-1]], offset)
     assert not isinstance(sums, tuple)
     return sums

@@ -63,12 +63,11 @@ class CrossEntropy(Op):
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLoss(Op):
-    """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...], computed in f32 or
-    wider.
+    """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...].
 
-    `f` is an expression over `z`. Only the first `vocab` of the W columns are logits; the others are padding. With
-    `reduction` "mean", a second output `grad` is the gradient of the mean, with the type and shape of the logits and 0
-    in the padding, so that loss and gradient need only one pass over the logits.
+    It is computed in f32 or wider. `f` is an expression over `z`. Only the first `vocab` of the W columns are logits;
+    the others are padding. With `reduction` "mean", a second output `grad` is the gradient of the mean, with the type
+    and shape of the logits and 0 in the padding, so that loss and gradient need only one pass over the logits.
     """
 
     name: ClassVar[str] = "softmax_loss"

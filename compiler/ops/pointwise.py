@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
-    """Returns the common shape of `shapes` by the usual rule: dims align at the right, and a missing dim or 1 is
-    expanded.
+    """Returns the common shape of `shapes`, with dims aligned at the right and missing dims or 1 expanded.
 
     Raises TypeRuleError if the shapes do not broadcast.
     """

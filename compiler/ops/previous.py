@@ -44,8 +44,7 @@ class Previous(Op):
 
     @staticmethod
     def _pads(x: TensorType) -> tuple[int, ...]:
-        """Returns the padding that adds a row before the first token and drops the last row, in Torch's order: last dim
-        first."""
+        """Returns the padding, last dim first, that adds a row before the first token and drops the last row."""
         return (0, 0) * (len(x.shape) - 2) + (1, -1)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
@@ -136,8 +135,7 @@ class KeepLast(Op):
 
 @dataclass(frozen=True, slots=True)
 class Reset(Op):
-    """Replaces x [B, T, ...] by `fill` at the positions where ids [B, T] equal `token`, the mark that starts a
-    document."""
+    """Replaces x [B, T, ...] by `fill` at positions where ids [B, T] equal `token`, the mark that starts a document."""
 
     name: ClassVar[str] = "reset"
     keeps_features: ClassVar[bool] = True

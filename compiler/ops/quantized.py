@@ -41,8 +41,7 @@ def two_codes(values: "Tensor") -> "tuple[Tensor, Tensor]":
 
 
 def step_of(bits: int) -> float:
-    """Returns the quantization step for 8 bits (one code) or 16 bits (two codes), in units of the step of the first
-    code."""
+    """Returns the step of 8-bit codes (one code) or 16-bit codes (two codes), in units of the first code's step."""
     return 1.0 if bits == 8 else 1.0 / FINE
 
 
@@ -53,11 +52,10 @@ def wide(bits: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeRows(Op):
-    """Quantizes x [..., K] to i8 codes [..., columns]: x * inverse, rounded with ties to even and clamped to [-127,
-    127].
+    """Quantizes x [..., K] to i8 codes [..., columns]: x * inverse, rounded and clamped to [-127, 127].
 
-    `inverse` is f32 [K]. Columns after K are 0, and NaN becomes 0. With `second`, the output is the second code of
-    `two_codes` instead of the first.
+    `inverse` is f32 [K]. Ties round to even, NaN becomes 0, and columns after K are 0. With `second`, the output is the
+    second code of `two_codes` instead of the first.
     """
 
     name: ClassVar[str] = "quantize_rows"
@@ -122,8 +120,9 @@ class Int8Product(Op):
 
 @dataclass(frozen=True, slots=True)
 class Int8Linear(Int8Product):
-    """Multiplies i8 codes x [..., K] with stored i8 codes w [N, K] and adds offset i32 [N]. The sums i32 [..., N] are
-    exact.
+    """Multiplies i8 codes x [..., K] with stored i8 codes w [N, K] and adds offset i32 [N].
+
+    The sums i32 [..., N] are exact.
 
     All operations after the sums, from their scaling on, form the epilogue. An i8 output is rounded to codes.
     """

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Positions(Op):
-    """The positions i64[T] of the tokens of ids [B, T]: 0, 1, ..., plus the second input `start` (i64[]) if there is
-    one."""
+    """The positions i64[T] of the tokens of ids [B, T]: 0, 1, ..., plus the optional second input `start` (i64[])."""
 
     name: ClassVar[str] = "positions"
     inline: ClassVar[bool] = False
@@ -86,8 +85,10 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Op):
-    """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R]. Channel i is paired with channel R +
-    i."""
+    """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
+
+    Channel i is paired with channel R + i.
+    """
 
     name: ClassVar[str] = "rope"
     keeps_features: ClassVar[bool] = True

@@ -1,9 +1,8 @@
-"""Layout of the sections of an artifact, derived from the arrays that a spec stores. The runtime's `artifact` package
-defines the format.
+"""Layout of the sections of an artifact, derived from the arrays that a spec stores.
 
-Arrays whose names differ only in numbers (`blocks.*.mlp.up`, codes) have one role. The arrays of a role are
-concatenated along rows into one stream. Roles of few bytes share one stream per kind. A stream is cut between rows into
-sections.
+The runtime's `artifact` package defines the format. Arrays whose names differ only in numbers (`blocks.*.mlp.up`,
+codes) have one role. The arrays of a role are concatenated along rows into one stream. Roles of few bytes share one
+stream per kind. A stream is cut between rows into sections.
 """
 
 from __future__ import annotations

@@ -114,11 +114,11 @@ class PerRow(Scheme):
             raise SchemeError(f"{self.scheme} cannot store {bits} bits: {reason}") from error
 
     def scales(self, clip: Tensor) -> Tensor:
-        """Returns the row scales, float16, that map each value of `clip` (the |w| of the largest code, any shape) to
-        `top`.
+        """Returns the float16 row scales that map each value of `clip` (the |w| of the largest code) to `top`.
 
-        Scales are rounded up to float16, so that no value within the clip exceeds the codes. They are at least 2^-24,
-        which is also the scale of rows of zeros. Raises SchemeError if a scale exceeds float16.
+        Scales have the shape of `clip`. They are rounded up to float16, so that no value within the clip exceeds the
+        codes. They are at least 2^-24, which is also the scale of rows of zeros. Raises SchemeError if a scale exceeds
+        float16.
         """
         exact = self._exact_scales(clip)
         if float(exact.max()) > LARGEST_SCALE:
@@ -168,8 +168,10 @@ def arrays_of(codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> dict[str,
 
 
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
-    """Returns code * scale in float32. Conversions are exact and there is one rounding, so all devices have the same
-    result."""
+    """Returns code * scale in float32.
+
+    Conversions are exact and there is one rounding, so all devices have the same result.
+    """
     rows = scale.float().reshape(-1, *([1] * (codes.dim() - 1)))
     return codes.float() * rows
 

@@ -145,8 +145,7 @@ class Scheme(StrictModel):
         """
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
-        """Returns the scale f32 [1] or [K] of an input that `weights`, [N, K] each, multiply, or None if inputs are not
-        rounded."""
+        """Returns the scale f32 [1] or [K] of the input of `weights`, [N, K] each, or None if it is not rounded."""
         return None
 
     @property
@@ -187,13 +186,17 @@ class Scheme(StrictModel):
         """
 
     def with_bits(self, bits: int) -> Self:
-        """Returns this scheme with another number of bits. Raises SchemeError if it has no such setting or rejects
-        `bits`."""
+        """Returns this scheme with another number of bits.
+
+        Raises SchemeError if it has no such setting or rejects `bits`.
+        """
         raise SchemeError(f"{self.label()} has no width to change")
 
     def with_clip(self, deviations: float) -> Self:
-        """Returns this scheme with rows clipped at `deviations` standard deviations. Raises SchemeError if it has no
-        such setting."""
+        """Returns this scheme with rows clipped at `deviations` standard deviations.
+
+        Raises SchemeError if it has no such setting.
+        """
         raise SchemeError(f"{self.label()} has no clip in standard deviations")
 
 

@@ -71,8 +71,10 @@ class Source:
         return self._find(path, lambda source, rest: source.values.get(rest))
 
     def key(self, path: Path) -> Place:
-        """Returns the position of the key at `path`. For a list item, which has no key, returns the start of its
-        value."""
+        """Returns the position of the key at `path`.
+
+        For a list item, which has no key, returns the start of its value.
+        """
         return self._find(path, lambda source, rest: source.keys.get(rest, source.values.get(rest)))
 
     def inside(self, path: Path, offset: int) -> Place:
@@ -151,8 +153,10 @@ def name_of(path: FilePath) -> str:
 
 
 def read_from(text: str, name: str, column: int = 0) -> Source:
-    """Parses `text` from character `column` on. Positions count from the beginning of `text`. The content may be
-    empty."""
+    """Parses `text` from character `column` on.
+
+    Positions count from the beginning of `text`. The content may be empty.
+    """
     _screen(text, name)
     parsed = parse(text, name, column)
     return Source(name, text, parsed.data, parsed.keys, parsed.values, parsed.spans)
@@ -199,8 +203,7 @@ def _read_file(path: FilePath) -> str:
 
 
 def _screen(text: str, name: str) -> None:
-    """Raises SpecError for text that the parser would process slowly or misread, or that would not display
-    correctly."""
+    """Raises SpecError for text that the parser would process slowly or misread, or that would display incorrectly."""
     if len(text) > MAX_BYTES:
         message = f"the text has more than {MAX_BYTES} characters"
         raise failure(name, "", "S003", message, "specs are far smaller")

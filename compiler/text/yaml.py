@@ -103,8 +103,10 @@ _SYNTAX = (
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """The data of a text as dicts, tuples and scalars, and the position of each part. The mappings are those of
-    `Source`."""
+    """The data of a text as dicts, tuples and scalars, and the position of each part.
+
+    The mappings are those of `Source`.
+    """
 
     data: object
     keys: Mapping[Path, Mark]
