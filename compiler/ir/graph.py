@@ -21,7 +21,8 @@ Sizes = Mapping[str, int]
 class Size(int):
     """An integer dim with a symbolic name for generated code, such as `D` or `H * C`.
 
-    Products of sizes, and quotients by one of their factors, have names too. All other operations return plain numbers.
+    Three operations return a Size: a size times a size, an integer times a size, and the exact quotient of a product by
+    one of its factors but the last (`H * C` // `H` is `C`). All others return plain numbers.
     """
 
     text: str
