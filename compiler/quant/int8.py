@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_OFFSET = 2**30  # largest |code| of a bias: with it, sums of int8 products fit in int32
-SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # limits of an input's scale; f32 does not overflow within
+SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # limits of an input's scale, so that f32 suffices for all values
 EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # candidates; 0 is one scale for all features
 QUIETEST = 2.0**-6  # least range of a feature relative to the largest: features rare in calibration may be larger later
 LEAST_DAMPING, BLOCK = 1e-9, 128  # of GPTQ's solver
