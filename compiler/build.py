@@ -110,7 +110,18 @@ def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[st
 def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Built:
     """Plans and renders a spec that is already loaded, as `compile_spec` does.
 
-    Accepts the arguments of `plan_loaded` and raises the same errors.
+    Args:
+        spec: the checked spec.
+        source: the text of the spec, used to locate problems. If None, `eval` settings are not checked.
+        targets: the names of the targets to build. If empty, all targets of the spec are built.
+        lock: the measured kernels and tiles to use.
+
+    Returns:
+        The plans and the text of every generated file.
+
+    Raises:
+        SpecError: with every problem, if the spec cannot be planned and `source` is given.
+        LoweringError: with every problem, if the spec cannot be planned and `source` is None.
     """
     planned = plan_loaded(spec, source, targets, lock)
     files = _files(spec, planned.plans, planned.deployed, lock, source)

@@ -68,7 +68,17 @@ def unified(folder: Path, files: Files, root: str) -> str:
 
 
 def diff_texts(old: Files, new: Files, before: str, after: str) -> str:
-    """Returns a unified diff of two sets of files, sorted by name."""
+    """Returns a unified diff of two sets of files, sorted by name.
+
+    Args:
+        old: file name -> old text.
+        new: file name -> new text.
+        before: the path prefix of old files in the headers of the diff, such as `a/generated`.
+        after: the path prefix of new files in the headers.
+
+    Returns:
+        The diff, or "" if there is no difference. A file in only one of the sets is compared with /dev/null.
+    """
     parts: list[str] = []
     for name in sorted({*old, *new}):
         left, right = old.get(name, "").splitlines(keepends=True), new.get(name, "").splitlines(keepends=True)

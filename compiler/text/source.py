@@ -163,7 +163,16 @@ def read_from(text: str, name: str, column: int = 0) -> Source:
 
 
 def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 0) -> SpecError:
-    """Creates a SpecError with one diagnostic at character `at` of a text."""
+    """Creates a SpecError with one diagnostic.
+
+    Args:
+        name: the name of the file for messages.
+        text: the text of the file, from which the diagnostic shows a line.
+        code: the code of the error, such as `S001`.
+        message: the problem.
+        hint: how to fix it.
+        at: the index in `text` of the character at fault.
+    """
     return SpecError([Diagnostic(code, message, hint, name, mark_of(text, at))], {name: text})
 
 
