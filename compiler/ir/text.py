@@ -52,8 +52,9 @@ def _op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op:
 def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
     """Parses the text of a graph, with the op classes in `ops` by name.
 
-    Raises GraphTextError if a line is not valid. The message has the line number if the form of the line is not
-    recognized, and quotes the invalid type or op otherwise.
+    Raises:
+        GraphTextError: if a line is not recognized, with its number, or if a type or op is unknown.
+        SyntaxError, ValueError, TypeError: if the settings of an op are not literals or not fields of the op.
     """
     name = ""
     inputs: tuple[Named, ...] = ()
