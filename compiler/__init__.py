@@ -1,6 +1,6 @@
-"""Compiles a model spec into generated code. Never imports torch on the way."""
+"""Compiles a model spec into generated code without importing torch."""
 
-# Folders and modules from the lowest layer to the highest. Each may import itself and what stands before it.
+# Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.
 LAYERS = (
     "errors",
     "strict",

@@ -1,6 +1,7 @@
-"""The one entry: a spec file becomes a plan a target, and the text of every generated file.
+"""Entry points of the compiler: from a spec file to one plan per target and the text of every generated file.
 
-What renders is imported when something is rendered: to check and to plan a spec needs none of it.
+The rendering modules are imported inside the functions that render, so that checking and planning a spec do not load
+them.
 """
 
 import hashlib
@@ -23,13 +24,20 @@ from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import Problem
 from specc.compiler.text.source import Source
 
-DEPLOYED = "deployed"  # the folder, below a target's, of what runs from an artifact
+DEPLOYED = "deployed"  # subfolder of a target's folder with the model that runs from an artifact
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A spec with its plans by target. `deployed` are the plans of what runs from an artifact, where these are others;
-    `lock_use` tells what of the lock applies."""
+    """A checked spec with one plan per target.
+
+    Attributes:
+        spec: the checked spec.
+        plans: target name -> plan.
+        deployed: target name -> plan of the model that runs from an artifact, for targets where it differs from
+            `plans`.
+        lock_use: the lock entries that apply to the plans and those that do not.
+    """
 
     spec: Spec
     plans: Mapping[str, Plan]
@@ -39,28 +47,43 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Built(Planned):
-    """A planned spec with its files, by path under generated/<name>/."""
+    """A planned spec with the text of its generated files. Keys of `files` are paths relative to generated/<name>/."""
 
     files: Mapping[str, str]
 
 
 def plan_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Planned:
-    """Checks a spec file and plans all or some of its targets, rendering nothing. Raises SpecError with everything
-    that is wrong: what can be planned can be built."""
+    """Checks a spec file and plans its targets without rendering code.
+
+    `overrides` are `path=value` texts laid over the spec. `targets` are target names; if empty, all targets of the spec
+    are planned. A spec that can be planned can also be built.
+
+    Raises SpecError with every problem if the spec is invalid or cannot be planned.
+    """
     spec, source = load(path, tuple(overrides))
     return plan_loaded(spec, source, tuple(targets), read_lock(lock_path(path, spec.name)))
 
 
 def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Planned:
-    """As `plan_spec`, for a spec and a lock that were read before. Raises SpecError, or LoweringError where there is
-    no source."""
+    """Plans a spec that is already loaded, as `plan_spec` does.
+
+    Args:
+        spec: the checked spec.
+        source: the text of the spec, used to locate problems. If None, `eval` settings are not checked.
+        targets: the names of the targets to plan. If empty, all targets of the spec are planned.
+        lock: the measured kernels and tiles to use.
+
+    Raises:
+        SpecError: with every problem, if the spec cannot be planned and `source` is given.
+        LoweringError: with every problem, if the spec cannot be planned and `source` is None.
+    """
     name = _source_name(spec)
     plans: dict[str, Plan] = {}
     deployed: dict[str, Plan] = {}
     problems: list[Problem] = []
     for target in targets or spec.targets:
         try:
-            if source is not None:  # `specc eval` itself tells of settings that stand in no file
+            if source is not None:  # without a source, `specc eval` reports problems of its settings itself
                 problems += [problem for problem in _of_evaluation(spec, target) if problem not in problems]
             plans[target] = pipeline.plan(spec, target, name, lock)
             if (other := pipeline.deployed_plan(spec, target, name)) is not None:
@@ -75,21 +98,38 @@ def plan_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = ()
 
 
 def compile_spec(path: Path, overrides: Iterable[str] = (), targets: Iterable[str] = ()) -> Built:
-    """The whole of a spec file, or of some of its targets, in memory. Raises SpecError with everything that is
-    wrong."""
+    """Checks, plans and renders a spec file in memory.
+
+    `overrides` and `targets` are those of `plan_spec`. Raises SpecError with every problem if the spec is invalid or
+    cannot be planned.
+    """
     spec, source = load(path, tuple(overrides))
     return compile_loaded(spec, source, tuple(targets), read_lock(lock_path(path, spec.name)))
 
 
 def compile_loaded(spec: Spec, source: Source | None, targets: tuple[str, ...] = (), lock: Lock = NO_LOCK) -> Built:
-    """As `compile_spec`, for a spec and a lock that were read before. Raises as `plan_loaded`."""
+    """Plans and renders a spec that is already loaded, as `compile_spec` does.
+
+    Args:
+        spec: the checked spec.
+        source: the text of the spec, used to locate problems. If None, `eval` settings are not checked.
+        targets: the names of the targets to build. If empty, all targets of the spec are built.
+        lock: the measured kernels and tiles to use.
+
+    Returns:
+        The plans and the text of every generated file.
+
+    Raises:
+        SpecError: with every problem, if the spec cannot be planned and `source` is given.
+        LoweringError: with every problem, if the spec cannot be planned and `source` is None.
+    """
     planned = plan_loaded(spec, source, targets, lock)
     files = _files(spec, planned.plans, planned.deployed, lock, source)
     return Built(spec, planned.plans, planned.deployed, planned.lock_use, files)
 
 
 def _source_name(spec: Spec) -> str:
-    """The spec's file, as generated files call it."""
+    """Returns the path of the spec as generated files state it."""
     return f"specs/{spec.name}.yaml"
 
 
@@ -99,13 +139,31 @@ def _of_evaluation(spec: Spec, target: str) -> list[Problem]:
 
 
 def build(path: Path, into: Path, force: bool = False) -> tuple[tuple[str, str], ...]:
-    """Writes generated/<name>/ under `into`; returns (state, file) of what changed. Raises SpecError, HandEdited."""
+    """Builds a spec file and writes the result to generated/<name>/.
+
+    Args:
+        path: the spec file.
+        into: the folder that holds one folder per spec, such as `generated`.
+        force: whether to overwrite files that were edited by hand or built from another spec file.
+
+    Returns:
+        (state, file) of each file that changed; the state is `new`, `changed` or `removed`.
+
+    Raises:
+        SpecError: if the spec is invalid or cannot be planned.
+        OtherSource: if the folder was built from another spec file of the same name and `force` is False.
+        HandEdited: if a file was edited by hand and `force` is False, or if a folder is a link.
+        EnvironmentProblem: if the disk cannot be written.
+    """
     built = compile_spec(path)
     return write(into / built.spec.name, built.files, force)
 
 
 def check(path: Path, into: Path) -> tuple[str, ...]:
-    """What in generated/<name>/ is not as a build would have it, a line each; nothing is written. Raises SpecError."""
+    """Returns one line per file in generated/<name>/ that differs from what a build would write.
+
+    Writes nothing. Raises SpecError if the spec is invalid or cannot be planned.
+    """
     built = compile_spec(path)
     return tuple(
         f"{built.spec.name}/{found.path}: {found.state}" for found in drift(into / built.spec.name, built.files)
@@ -113,31 +171,49 @@ def check(path: Path, into: Path) -> tuple[str, ...]:
 
 
 def canonical(spec: Spec) -> str:
-    """The resolved spec as JSON: every default written out, keys sorted, one text for one spec."""
+    """Returns the resolved spec as canonical JSON, with defaults written out and keys sorted.
+
+    Equal specs have equal text.
+    """
     return json.dumps(spec.model_dump(mode="json"), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
 
 def spec_of(text: str | bytes) -> Spec:
-    """The spec that `canonical` wrote. Raises pydantic.ValidationError where it is none."""
+    """Parses the output of `canonical`. Raises pydantic.ValidationError if the text is not a valid spec."""
     return Spec.model_validate_json(text)
 
 
 def interface_digest(parameters: Iterable[Parameter], storage: Mapping[str, str]) -> bytes:
-    """SHA-256 of what binds an artifact to a model: parameter names, shapes and storage, in order."""
+    """Returns the SHA-256 digest of the parameter names, shapes and storage forms, in order.
+
+    An artifact records this digest and can be loaded only by a model with the same digest.
+    """
     lines = [f"{param.name} {list(param.shape)} {storage[param.name]}" for param in parameters]
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
 def kernel_files(rendered: Rendered, key: str, source: str) -> Mapping[str, str]:
-    """The text of one kernel's files with its plan key, for the spec that generated files call `source`."""
+    """Renders the files of one kernel.
+
+    Args:
+        rendered: the templates of the kernel with their contexts, by file name.
+        key: the plan key, which the header of each file states.
+        source: the path of the spec, which the header of each file states.
+
+    Returns:
+        File name -> text.
+    """
     from specc.compiler.render.jinja import render
 
     return {name: render(template, context, source, key) for name, (template, context) in rendered.files.items()}
 
 
 def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
-    """The text of one target's files: model.py and its kernels. Raises TemplateFault, which names the line of `source`,
-    where a template renders no code."""
+    """Renders the files of one target: model.py, its ops and its kernels. Returns file name -> text.
+
+    Raises TemplateFault if a template fails to render. The message names the node and the line of `source` that it was
+    rendered for.
+    """
     from specc.compiler.render.jinja import render
     from specc.compiler.render.model import OpContext, model_context
 
@@ -160,7 +236,7 @@ def model_files(plan: Plan, source: Source | None = None) -> Mapping[str, str]:
 
 @contextmanager
 def _rendering(plan: Plan, node: str, source: Source | None) -> Iterator[None]:
-    """Lets a fault of a template also name the node, and the line of the spec, that it was rendered for."""
+    """Adds to a TemplateFault raised in the block the node, the target and the spec line that were being rendered."""
     from specc.compiler.render.jinja import TemplateFault
 
     try:
@@ -176,8 +252,13 @@ def _rendering(plan: Plan, node: str, source: Source | None) -> Iterator[None]:
 
 
 def uncached_files(spec: Spec, target: str) -> Mapping[str, str]:
-    """The text of the files of a model of pairs that decodes without a cache, as `passes.uncached` cuts it; no build
-    writes them. Raises ValueError for a model that cannot be cut, LoweringError."""
+    """Renders the files of a sequence-to-sequence model that decodes without a cache, for benchmarks.
+
+    No build writes them.
+
+    Raises ValueError if the model cannot be rewritten by `passes.without_cache`, and LoweringError if it cannot be
+    lowered.
+    """
     return model_files(pipeline.uncached_plan(spec, target, _source_name(spec)))
 
 
@@ -206,16 +287,16 @@ def _files(
 
 
 def _other_source(spec: Spec, source: Source | None) -> Mapping[str, str]:
-    """The file of a spec, from the folder of its project, where that is another than its name says."""
+    """Returns the manifest entry for the path of the spec, relative to its project, if it is not `_source_name`."""
     path = Path(source.file) if source is not None else Path()
-    if path.suffix != ".yaml":  # a text, or the spec that a run keeps
+    if path.suffix != ".yaml":  # not a spec file: a text, or the spec stored with a run
         return {}
     within = f"specs/{path.name}" if path.absolute().parent.name == "specs" else path.name
     return {"source": within} if within != _source_name(spec) else {}
 
 
 def _nodes(plan: Plan) -> Mapping[str, str]:
-    """Node path -> the file that computes it."""
+    """Maps each node path to the file that computes it. The .cu file takes precedence over its Python wrapper."""
     named = {c.site.label.split(" ")[0]: c.rendered for c in plan.choices if c.rendered.files}
     return {
         node: max(rendered.files, key=lambda name: name.endswith(".cu")) for node, rendered in sorted(named.items())

@@ -1,4 +1,4 @@
-"""Finds the features of specc: every module-level value or class of a kind inside one package."""
+"""Registries of features: all module-level instances or classes of a kind inside one package."""
 
 import importlib
 import pkgutil
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 def _modules(package: ModuleType) -> list[ModuleType]:
-    """Every module of a package and of the packages in it, in order of name."""
+    """Imports every module of a package and its subpackages and returns them sorted by name."""
     names = sorted(info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."))
     return [importlib.import_module(name) for name in names]
 
 
 @cache
 def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
-    """All module-level instances of `kind` in the modules of `package`, by their `name`, in sorted file order.
+    """Returns all module-level instances of `kind` in the modules of `package`, by `name`, in module order.
 
-    Raises ValueError when two of them carry one name.
+    Raises ValueError if two instances have the same name.
     """
     entries: dict[str, N] = {}
     for module in _modules(package):
@@ -42,9 +42,9 @@ def catalog(package: ModuleType, kind: type[N]) -> Mapping[str, N]:
 
 @cache
 def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...]:
-    """All subclasses of `base` defined in `package` whose `field` is a one-word Literal, in sorted file order.
+    """Returns all subclasses of `base` defined in `package` whose `field` is a single-valued Literal, in module order.
 
-    Raises ValueError when two of them state the same word.
+    Raises ValueError if two classes have the same literal.
     """
     by_tag: dict[str, type[M]] = {}
     for module in _modules(package):
@@ -59,9 +59,9 @@ def models(package: ModuleType, base: type[M], field: str) -> tuple[type[M], ...
 
 @cache
 def classes(package: ModuleType, base: type[T]) -> Mapping[str, type[T]]:
-    """All subclasses of `base` defined in `package` that state a `name`, by it, in sorted file order.
+    """Returns all subclasses of `base` defined in `package` that set a `name` in their body, by name, in module order.
 
-    Raises ValueError when two of them state the same name.
+    Raises ValueError if two classes have the same name.
     """
     by_name: dict[str, type[T]] = {}
     for module in _modules(package):

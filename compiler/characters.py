@@ -1,4 +1,4 @@
-"""Character vocabularies: three marks, then the characters in the order in which a spec writes them."""
+"""Character vocabularies: three special tokens, then the characters in the order of the spec."""
 
 from typing import Annotated
 
@@ -6,9 +6,9 @@ from pydantic import AfterValidator, Field
 
 from specc.compiler.strict import StrictModel
 
-PAD, START, STOP = 0, 1, 2  # what fills a row, what the decoder is fed first, what ends a line
+PAD, START, STOP = 0, 1, 2  # padding, first input of the decoder, end of a line
 MARKS = 3
-MOST = 2**8 - MARKS  # characters: data keeps a token as a byte
+MOST = 2**8 - MARKS  # largest number of characters: data files store a token id in one byte
 
 
 def _distinct(chars: str) -> str:
@@ -20,7 +20,7 @@ def _distinct(chars: str) -> str:
 
 
 class Vocabulary(StrictModel):
-    """Ids 0 pad, 1 start and 2 stop, then those of `chars`."""
+    """A vocabulary with ids 0 for padding, 1 for start, 2 for stop, then the characters of `chars` in order."""
 
     chars: Annotated[str, Field(min_length=1, max_length=MOST), AfterValidator(_distinct)]
 

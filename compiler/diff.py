@@ -1,4 +1,4 @@
-"""Compares two specs: the same summary as a plan's, old -> new, then the specs, the plans and the generated files."""
+"""Compares two specs: a summary of what changed, then unified diffs of the spec and the generated code."""
 
 import difflib
 import json
@@ -15,14 +15,14 @@ from specc.compiler.report.summary import Summary, milliseconds, quantity
 from specc.compiler.spec.check import load
 
 PLAN = "PLAN.md"
-SHOWN = 10  # tensors, tiles or files that a line of the summary names
+SHOWN = 10  # tensors, tiles or files that one line of the summary names
 WIDTH = 120
-CONTEXT = 0  # lines around a change in generated code: kernels are read beside the diff
+CONTEXT = 0  # context lines of a diff of generated code: reviewers read the kernels beside the diff
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two specs, built. `before` and `after` are their files, `spec_diff` the lines of the difference of these."""
+    """Two built specs. `before` and `after` are the spec files; `spec_diff` has the lines of their unified diff."""
 
     before: Path
     after: Path
@@ -32,8 +32,11 @@ class Comparison:
 
     @classmethod
     def of(cls, before: Path, after: Path) -> "Comparison":
-        """Builds both. A spec without a lock of its own follows the other's: a copy in another place, or of another
-        name, still computes what was measured. Raises SpecError where either does not build."""
+        """Builds both specs.
+
+        A spec that has no lock uses the lock of the other spec, so that a renamed or copied spec still selects the
+        measured tiles. Raises SpecError if either spec does not build.
+        """
         specs, locks = [load(path) for path in (before, after)], []
         for path, (spec, _) in zip((before, after), specs, strict=True):
             locks.append(read_lock(lock_path(path, spec.name)))
@@ -55,7 +58,7 @@ class Comparison:
 
     @property
     def summary(self) -> tuple[str, ...]:
-        """What matters of the difference, at most 25 lines of at most 120 columns."""
+        """Returns the most important differences as at most 25 lines of at most 120 columns."""
         rows = [f"{self.old.spec.name} -> {self.new.spec.name}", *self._sizes(), *self._times(), *self._kernels()]
         rows += [*self._shapes(), *self._files()]
         return tuple(row if len(row) <= WIDTH else f"{row[: WIDTH - 3]}..." for row in rows[:25])
@@ -89,7 +92,7 @@ class Comparison:
         yield f"backward     {self._saved()}"
 
     def _saved(self) -> str:
-        """What groups save for their backward."""
+        """Describes what fused groups save for their backward: total MB per micro-batch and changed names."""
         sizes = [f"{sum(summary.step.saved.values()) / 1e6:,.0f}" for summary in self.summaries]
         amount = f"saves {' -> '.join(dict.fromkeys(sizes))} MB a micro-batch"
         old, new = (summary.saved_names for summary in self.summaries)
@@ -97,7 +100,7 @@ class Comparison:
         return "; ".join((amount, *(f"{p}: {_change(old.get(p, 'nothing'), new.get(p, 'nothing'))}" for p in places)))
 
     def _kernels(self) -> Iterator[str]:
-        """The tiles that were measured for a node that is gone or another now."""
+        """Yields lines about measured tiles whose node was removed or changed, and the command that measures again."""
         old, new = self.summaries
         known = {choice.site.key for choice in new.main.every_choice if choice.measured is not None}
         lost = [c for c in old.main.choices if c.measured is not None and c.site.key not in known]
@@ -107,7 +110,7 @@ class Comparison:
             yield f"  measure    specc tune {self.after}"
 
     def _shapes(self) -> Iterator[str]:
-        """Parameters that are gone, new, or of another shape or form."""
+        """Yields lines about parameters that were removed, added, reshaped or given another storage form."""
         old, new = ({p.name: p for p in s.main.programs.params} for s in self.summaries)
         shapes: dict[str, None] = {}
         for name in dict.fromkeys((*old, *new)):
@@ -138,18 +141,24 @@ class Comparison:
 
     @cached_property
     def _pairs(self) -> Mapping[str, str]:
-        """Files that compute the same node: old -> new."""
+        """Maps each old file to the new file that computes the same node."""
         return dict(_pairs(self.old, self.new))
 
     def _quiet(self, name: str) -> bool:
-        """Whether a file is of a target whose code is not shown: all by Torch, where another target is not."""
+        """Returns True if `name` belongs to the CPU target while another target of either spec is a GPU.
+
+        Such files are plain Torch, so their diffs are not shown.
+        """
         target = name.partition("/")[0]
         plans = {**self.old.plans, **self.new.plans}
         return target in plans and not plans[target].target.arch and any(plan.target.arch for plan in plans.values())
 
     @property
     def details(self) -> tuple[str, ...]:
-        """Unified diffs: the specs, the accelerators' model.py and kernels paired by node; other files by name."""
+        """Returns unified diffs of the spec, model.py and the kernels, which are paired by node.
+
+        Unpaired files are listed by name. CPU files are only counted if there is a GPU target.
+        """
         lines = [*self.spec_diff]
         left, right = (_code(built) for built in (self.old, self.new))
         pairs = {name: name for name in left.keys() & right.keys()} | {
@@ -172,7 +181,7 @@ class Comparison:
         return tuple(lines)
 
     def markdown(self) -> str:
-        """A comment for a pull request: the summary, and the rest folded."""
+        """Returns the comparison as a pull-request comment, with the details folded."""
         if self.equal:
             return f"`{self.after}`: no difference\n"
         body = ["```", *self.summary, "```", "", "<details><summary>spec, model and kernels</summary>", ""]
@@ -180,7 +189,7 @@ class Comparison:
         return "\n".join([f"### specc diff `{self.before}` -> `{self.after}`", "", *body]) + "\n"
 
     def text(self) -> str:
-        """The summary and, where there is one, an empty line and the details."""
+        """Returns the summary and, if the specs differ, an empty line and the details."""
         parts = [*self.summary, *(("", *self.details) if not self.equal else ())]
         return "\n".join(parts)
 
@@ -194,14 +203,14 @@ def _code(built: Built) -> dict[str, str]:
 
 
 def _body(text: str) -> list[str]:
-    """A file's lines without the header that names its plan key: it changes whenever anything else does."""
+    """Returns the lines of a file without its header: the plan key there changes with any other line."""
     lines = text.splitlines()
     start = next((i + 1 for i, line in enumerate(lines[:10]) if "    plan " in line), 0)
     return lines[start:]
 
 
 def _renamed(text: str, old: str, new: str) -> str:
-    """A kernel's text with the name of the one that takes its place, so that what differs is what it does."""
+    """Returns the text of kernel `old` with its name replaced by that of `new`, so that a diff omits the renaming."""
     before, after = Path(old).stem, Path(new).stem
     if before == after:
         return text
@@ -212,7 +221,7 @@ def _renamed(text: str, old: str, new: str) -> str:
 
 
 def _change(old: str, new: str, difference: int | None = None) -> str:
-    """`old -> new`, or what both are."""
+    """Returns `old -> new`, with `difference` in parentheses if given, or `new, as before` if they are equal."""
     if old == new:
         return f"{new}, as before"
     return f"{old} -> {new}" + (f" ({difference:+,})" if difference is not None else "")
@@ -228,14 +237,14 @@ def _named(names: list[str]) -> str:
 
 
 def _folded(word: str, entries: list[str]) -> Iterator[str]:
-    """A line for what there are few of, else the first and how many more."""
+    """Yields one line per entry for the first three entries. The third line also states how many are left out."""
     for i, entry in enumerate(entries[:3]):
         more = f" and {len(entries) - 3} more" if i == 2 < len(entries) - 1 else ""
         yield f"{word if i == 0 else '':<12} {entry}{more}"
 
 
 def _pairs(old: Built, new: Built) -> Iterator[tuple[str, str]]:
-    """Files that compute the same node."""
+    """Yields (old, new) pairs of files that compute the same node on the same target."""
     before, after = (json.loads(built.files[MANIFEST])["nodes"] for built in (old, new))
     for target in sorted(before.keys() & after.keys()):
         for node in sorted(before[target].keys() & after[target].keys()):

@@ -1,4 +1,4 @@
-"""Diagnostics, their place and hint; how they are shown; the exit codes of the command line."""
+"""Diagnostics with their location and hint, their rendering, and the exit codes of the command line."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ EXIT_BUG = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what the system says of a disk that takes no more
+FULL = (errno.ENOSPC, errno.EDQUOT)  # error codes of a full disk or an exhausted quota
 
 Format = Literal["text", "json", "github"]
 
@@ -26,7 +26,7 @@ MESSAGE_WIDTH = 600
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """A place in a text; `line` and `column` count characters from 1."""
+    """A position in a text. `line` and `column` count characters from 1."""
 
     line: int
     column: int
@@ -34,7 +34,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One thing wrong, where it is, and what to do. `related` are (note, place) pairs of the same file."""
+    """One problem, its location and a hint that states how to fix it.
+
+    `related` are (note, position) pairs in the same file.
+    """
 
     code: str
     message: str
@@ -45,7 +48,7 @@ class Diagnostic:
 
 
 class SpeccError(Exception):
-    """An error that a user can act upon: shown without a traceback, ends the command with `exit_code`."""
+    """An error that the user can fix. It is shown without a traceback, and the command exits with `exit_code`."""
 
     exit_code: ClassVar[int] = EXIT_USAGE
 
@@ -56,13 +59,13 @@ class SpeccError(Exception):
 
 
 class EnvironmentProblem(SpeccError):
-    """This machine lacks something: a GPU, nvcc, a package, room on a disk."""
+    """An error of the machine: no GPU, no nvcc, a missing package, a full disk."""
 
     exit_code = EXIT_ENVIRONMENT
 
 
 class SpecError(SpeccError):
-    """Everything that is wrong with a spec. `texts` holds the text of each file that a diagnostic names."""
+    """All problems of a spec, sorted by location. `texts` maps each file that a diagnostic names to its text."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic], texts: Mapping[str, str]) -> None:
         distinct = set(diagnostics)
@@ -78,26 +81,29 @@ class SpecError(SpeccError):
 
 
 def quote(value: object, width: int = 60) -> str:
-    """A value as messages show it: in backquotes, on one line, without control characters, not too long."""
+    """Formats a value for a message in backquotes, on one line, escaped and cut to at most `width` characters."""
     text = safe(value if isinstance(value, str) else _spell(value))
     return f"`{text}`" if len(text) <= width else f"`{text[: width - 3]}...`"
 
 
 def one_of(words: Iterable[object], joint: str = "or") -> str:
-    """`a`, `b` or `c`."""
+    """Joins quoted words as "`a`, `b` or `c`". Returns "nothing" if there are no words."""
     quoted = [quote(word) for word in words]
     return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {joint} {quoted[-1]}" if quoted else "nothing"
 
 
 def safe(text: str) -> str:
-    """`text` with every character that could move a cursor, hide or reorder spelled as an escape."""
+    """Returns `text` with non-printable characters escaped, so that it cannot move the cursor or hide other text."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
 def render(error: SpeccError, format: Format = "text", color: bool = False) -> str:
-    """The error as text for people, as a JSON list, or as GitHub annotations; ends without a newline."""
+    """Formats an error as text for a terminal, as a JSON list, or as GitHub annotations.
+
+    The result has no final newline.
+    """
     if not isinstance(error, SpecError):
         error = _without_place(error)
     if format == "json":
@@ -169,7 +175,10 @@ def _as_text(diagnostic: Diagnostic, lines: list[str], ink: _Ink) -> str:
 
 
 def _window(line: str, column: int) -> tuple[str, int, int]:
-    """The part of a line around a column, made safe; the width before the caret; the width of the caret."""
+    """Returns the displayable part of a line around a column, and the position and width of the caret under it.
+
+    Non-printable characters are replaced. The position and the width are in terminal cells.
+    """
     start = 0 if len(line) <= SNIPPET_WIDTH else max(0, column - 1 - SNIPPET_WIDTH // 2)
     end = min(len(line), start + SNIPPET_WIDTH)
     head, tail = ("..." if start else ""), ("..." if end < len(line) else "")

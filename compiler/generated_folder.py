@@ -1,4 +1,4 @@
-"""A generated folder on disk: compare it, write it, never lose what a person edited."""
+"""A folder of generated files: compares it with a build and writes it without losing hand edits."""
 
 import difflib
 import hashlib
@@ -14,37 +14,37 @@ from typing import Literal
 from specc.compiler.errors import FULL, EnvironmentProblem, SpeccError
 
 MANIFEST = "manifest.json"
-NEXT = ".manifest.next.json"  # what a build in progress is about to write, so that one that was cut off can be told
+NEXT = ".manifest.next.json"  # manifest of a build in progress: identifies the files of an interrupted build
 TEMPORARY = ".specc-tmp"
 Files = Mapping[str, str]
 State = Literal["changed", "missing", "extra", "line endings"]
 
 
 class OtherSource(SpeccError):
-    """A generated folder is of another spec file; exit code 2."""
+    """Raised if a generated folder was built from another spec file. Exit code 2."""
 
 
 class HandEdited(SpeccError):
-    """A generated file holds what no build wrote; exit code 1."""
+    """Raised if a generated file has content that no build wrote. Exit code 1."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """One file that is not as the build would have it."""
+    """A file that differs from what the build would write."""
 
     path: str
     state: State
 
 
 def digest(text: str) -> str:
-    """SHA-256 of the text in UTF-8, in hex."""
+    """Returns the SHA-256 digest of the UTF-8 text, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def drift(folder: Path, files: Files) -> tuple[Drift, ...]:
-    """How `folder` differs from `files`; reads only."""
+    """Returns the differences between `folder` and `files`. Writes nothing."""
     return tuple(_drift(folder, files))
 
 
@@ -61,14 +61,24 @@ def _drift(folder: Path, files: Files) -> Iterator[Drift]:
 
 
 def unified(folder: Path, files: Files, root: str) -> str:
-    """A unified diff from what is on disk to what the build would leave there."""
+    """Returns a unified diff from the files on disk to those that a build would leave there."""
     present = _present(folder) & {*files, *_owned(folder)}
     old = {name: (folder / name).read_text(encoding="utf-8", errors="replace") for name in present}
     return diff_texts(old, files, f"a/{root}", f"b/{root}")
 
 
 def diff_texts(old: Files, new: Files, before: str, after: str) -> str:
-    """A unified diff of two file sets, in order of name."""
+    """Returns a unified diff of two sets of files, sorted by name.
+
+    Args:
+        old: file name -> old text.
+        new: file name -> new text.
+        before: the path prefix of old files in the headers of the diff, such as `a/generated`.
+        after: the path prefix of new files in the headers.
+
+    Returns:
+        The diff, or "" if there is no difference. A file in only one of the sets is compared with /dev/null.
+    """
     parts: list[str] = []
     for name in sorted({*old, *new}):
         left, right = old.get(name, "").splitlines(keepends=True), new.get(name, "").splitlines(keepends=True)
@@ -79,12 +89,23 @@ def diff_texts(old: Files, new: Files, before: str, after: str) -> str:
 
 
 def write(folder: Path, files: Files, force: bool = False) -> tuple[tuple[str, str], ...]:
-    """Makes `folder` hold `files`, each replaced at once and only where it differs, and removes what the last build
-    left.
+    """Makes `folder` hold `files`.
 
-    Returns (state, name) of what changed: `new`, `changed` or `removed`. Writing nothing, it raises HandEdited where a
-    file differs from what the last build wrote, and OtherSource where that was of another spec file, both unless
-    `force`, and HandEdited where a folder is a link. Raises EnvironmentProblem where the disk refuses.
+    Each changed file is replaced atomically, and stale files of earlier builds are removed.
+
+    Args:
+        folder: the generated folder; it is created if missing.
+        files: file name -> text. Must include the manifest.
+        force: whether to overwrite hand edits and files built from another spec file.
+
+    Returns:
+        (state, name) of each changed file, sorted by name; the state is `new`, `changed` or `removed`.
+
+    Raises:
+        HandEdited: if a file differs from what a build wrote and `force` is False, or if a subfolder is a link. Nothing
+            is written.
+        OtherSource: if the last build was of another spec file and `force` is False. Nothing is written.
+        EnvironmentProblem: if the disk is full or cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +141,7 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
     for name in stale:
         (folder / name).unlink()
         _prune(folder, (folder / name).parent)
-    if done:  # last: until then the old manifest tells what else is ours
+    if done:  # written last: until then the old manifest lists the other files of earlier builds
         replace_file(folder / MANIFEST, files[MANIFEST])
     for left in [path for path in folder.rglob(".*") if _passing(path)]:
         left.unlink()
@@ -128,10 +149,10 @@ def _write(folder: Path, files: Files, force: bool) -> tuple[tuple[str, str], ..
 
 
 def _require_same_source(folder: Path, files: Files) -> None:
-    """Raises OtherSource where the last build of a folder was of another spec file with the same name."""
+    """Raises OtherSource if the folder was last built from another spec file with the same name."""
     try:
         left = _source(folder.name, (folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, AttributeError):  # no build, or a manifest that was damaged: the files tell
+    except (OSError, ValueError, AttributeError):  # no manifest or a damaged manifest: the check for hand edits decides
         return
     if (own := _source(folder.name, files[MANIFEST])) != left:
         hint = f"give {own} a `name` of its own, or build with --force to replace what is there"
@@ -139,7 +160,7 @@ def _require_same_source(folder: Path, files: Files) -> None:
 
 
 def _source(name: str, manifest: str) -> str:
-    """The spec file that a manifest is of, from the folder of its project."""
+    """Returns the path of the spec that a manifest states, relative to its project."""
     return str(json.loads(manifest).get("source", f"specs/{name}.yaml"))
 
 
@@ -151,13 +172,13 @@ def _present(folder: Path) -> set[str]:
 
 
 def _passing(path: Path) -> bool:
-    """A file that lasts only as long as a build, unless that is killed."""
+    """Returns True for a temporary file of a build, which remains on disk only if the build was interrupted."""
     return path.name == NEXT or (path.name.startswith(".") and path.name.endswith(TEMPORARY))
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """One build of a folder at a time; the others wait. Windows has no such lock."""
+    """Holds an exclusive lock on a folder, so that builds of it run one at a time. Does nothing on Windows."""
     try:
         import fcntl
     except ImportError:
@@ -172,7 +193,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _owned(folder: Path) -> dict[str, set[str]]:
-    """The files that builds wrote here, with each digest that one of them gave."""
+    """Maps each file that builds wrote in the folder to the digests that their manifests record."""
     owned: dict[str, set[str]] = {}
     for name in (MANIFEST, NEXT):
         try:
@@ -186,7 +207,7 @@ def _owned(folder: Path) -> dict[str, set[str]]:
 
 
 def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterator[str]:
-    """Files that would be replaced or removed, but hold neither what a build wrote nor what this one will write."""
+    """Yields files to be replaced or removed whose content neither an earlier build nor this build wrote."""
     for name in sorted({*files, *owned} & _present(folder) - {MANIFEST}):
         content = (folder / name).read_bytes()
         known = {*owned.get(name, ()), digest(files.get(name, ""))}
@@ -195,7 +216,7 @@ def _edited(folder: Path, files: Files, owned: Mapping[str, set[str]]) -> Iterat
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes through a temporary file beside it, so that a reader sees the old text or the new."""
+    """Replaces a file atomically through a temporary file in the same folder. Readers see the old or the new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
     try:

@@ -1,5 +1,7 @@
-"""Name patterns of rules and fusion points: `*` stands for any characters, dots included; `{a,b.*}` for one of
-several, which may have a `*` too."""
+"""Name patterns of rules and fusion points.
+
+`*` matches any characters, including dots. `{a,b.*}` matches any of the listed alternatives, which may contain `*`.
+"""
 
 import re
 from functools import cache, lru_cache
@@ -9,7 +11,10 @@ CHOICES = re.compile(r"(\{[^{}]*\})")
 
 @cache
 def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """The parts that follow each other, each as its choices, each of these as the texts between its stars."""
+    """Splits a pattern into consecutive parts.
+
+    Each part is a tuple of alternatives, and each alternative a tuple of the texts between its stars.
+    """
     return tuple(
         tuple(tuple(choice.strip().split("*")) for choice in part[1:-1].split(","))
         if CHOICES.fullmatch(part)
@@ -19,7 +24,10 @@ def _parts(pattern: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
 
 
 def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
-    """Where in `name` the texts, with any characters between them, may end that begin at one of `starts`."""
+    """Returns the end positions of all matches of one alternative in `name` that begin at a position of `starts`.
+
+    `texts` must occur in order, with any characters between them.
+    """
     for i, text in enumerate(texts):
         if i and starts:
             starts = set(range(min(starts), len(name) + 1))
@@ -29,9 +37,9 @@ def _ends(name: str, starts: set[int], texts: tuple[str, ...]) -> set[int]:
 
 @lru_cache(maxsize=2**16)  # rules ask again for each target and pass
 def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` covers the whole of `name`, e.g. `blocks.*.{up,down}` covers `blocks.3.mlp.up`.
+    """Returns True if `pattern` matches the whole of `name`: `blocks.*.{up,down}` matches `blocks.3.mlp.up`.
 
-    The time grows with the product of the two lengths, whatever the pattern.
+    The run time is bounded by the product of the two lengths.
     """
     ends = {0}
     for choices in _parts(pattern):

@@ -1,4 +1,4 @@
-"""From a spec to a plan: every pass, in order."""
+"""The pass pipeline, from a spec to a plan."""
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -22,7 +22,7 @@ from specc.compiler.targets import TARGETS
 
 Form = Literal["trained", "deployed", "uncached"]
 Pass = tuple[str, Callable[[Programs, Spec], Programs]]
-LOWER, SELECT_KERNELS = "lower", "select_kernels"  # the steps before and after all passes: Spec -> Programs -> Plan
+LOWER, SELECT_KERNELS = "lower", "select_kernels"  # steps before and after all passes: Spec -> Programs -> Plan
 
 ASSIGN_OPTIMIZERS: Pass = ("assign_optimizers", lambda programs, spec: assign_optimizers(programs, spec.train))
 ASSIGN_QUANT: Pass = ("assign_quant", lambda programs, spec: assign_quant(programs, spec.quant))
@@ -31,8 +31,8 @@ FUSE: Pass = ("fuse", lambda programs, spec: fuse(programs, spec.fuse))
 QUANTIZE_PRODUCTS: Pass = ("quantize_products", lambda programs, spec: quantize_products(programs, spec.quant))
 UNCACHED: Pass = ("uncached", lambda programs, spec: uncached(programs))
 
-# The passes that make each form of a model. `deployed` runs from an artifact where products are int8; `uncached`
-# decodes pairs without a cache, the baseline of `specc bench`.
+# The passes of each form of a model. `deployed` runs from an artifact with int8 products; `uncached` is a
+# sequence-to-sequence model that decodes without a cache, the baseline of `specc bench`.
 PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
     "trained": (ASSIGN_OPTIMIZERS, ASSIGN_QUANT, FAKE_QUANTIZE, FUSE),
     "deployed": (ASSIGN_QUANT, QUANTIZE_PRODUCTS),
@@ -41,7 +41,7 @@ PIPELINES: Mapping[Form, tuple[Pass, ...]] = {
 
 
 def forms() -> Mapping[str, Form]:
-    """The name of each pass, in order, and the first form that it is part of."""
+    """Maps the name of each pass, in order, to the first form whose pipeline contains it."""
     first: dict[str, Form] = {LOWER: "trained"}
     for form, passes in PIPELINES.items():
         first |= {name: form for name, _ in passes if name not in first}
@@ -49,9 +49,18 @@ def forms() -> Mapping[str, Form]:
 
 
 def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
-    """The programs after the pass called `name`, in the first form that has it: what `specc ir` prints.
+    """Returns the programs after the pass `name`, in the first form whose pipeline contains it. `specc ir` prints them.
 
-    Raises LoweringError, KeyError for a name of no pass, ValueError for a form that the model does not have.
+    Args:
+        spec: the spec.
+        target: the name of a target.
+        name: the name of a pass, or `lower` or `select_kernels`.
+        lock: the measured kernels and tiles, which only `select_kernels` uses.
+
+    Raises:
+        LoweringError: if the spec cannot be lowered or a pass fails.
+        KeyError: if no pass has that name.
+        ValueError: if the model does not have the form.
     """
     if name == SELECT_KERNELS:
         return plan(spec, target, "", lock).programs
@@ -59,11 +68,11 @@ def after(spec: Spec, target: str, name: str, lock: Lock = NO_LOCK) -> Programs:
 
 
 def lower(spec: Spec, target: str) -> Programs:
-    """The programs of a spec as they are before any pass, in the dtype of `target`. Raises LoweringError."""
+    """Lowers a spec to programs in the dtype of `target`, before any pass. Raises LoweringError if that fails."""
     return _lowered(spec.model, spec.name, TARGETS[target].dtype, spec.eval.halves)
 
 
-@lru_cache(maxsize=8)  # a build asks for the same programs again and again: to plan, to deploy, to count
+@lru_cache(maxsize=8)  # planning, deployment and counting lower the same programs within one build
 def _lowered(model: Architecture, name: str, dtype: str, halves: bool) -> Programs:
     programs = model.lower(name, dtype, halves)
     verify(programs, LOWER)
@@ -71,20 +80,20 @@ def _lowered(model: Architecture, name: str, dtype: str, halves: bool) -> Progra
 
 
 def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained") -> Programs:
-    """The programs after all passes of a form, or after the one named `until`; each pass is verified.
+    """Runs the passes of a form on the programs of a spec and verifies the result of each.
 
     Args:
         spec: the spec.
         target: the name of a target, whose dtype the programs have.
-        until: the name of the last pass to run; `lower` for none of them, None for all.
-        form: the form of the model, which names the passes.
+        until: the name of the last pass to run. `lower` runs no pass, None runs all.
+        form: the form of the model, which selects the passes.
 
     Returns:
-        The programs.
+        The programs after the last pass.
 
     Raises:
-        LoweringError: with the problems of every pass that has some.
-        ValueError: for a form that the model does not have.
+        LoweringError: with the problems of all passes, if any pass reports a problem.
+        ValueError: if the model does not have the form.
     """
     programs = lower(spec, target)
     problems: list[Problem] = []
@@ -102,7 +111,7 @@ def run(spec: Spec, target: str, until: str | None = None, form: Form = "trained
 
 
 def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
-    """The plan of a spec on one target, with the kernels that `lock` has measured.
+    """Plans a spec on one target, with the kernels and tiles measured in `lock`.
 
     Args:
         spec: the spec.
@@ -114,30 +123,36 @@ def plan(spec: Spec, target: str, source: str, lock: Lock = NO_LOCK) -> Plan:
         The plan.
 
     Raises:
-        LoweringError: with everything that is wrong.
-        SpeccError: for a lock that this compiler cannot follow.
+        LoweringError: with every problem, if the spec cannot be lowered or planned.
+        SpeccError: if this compiler cannot use the lock.
     """
     return select_kernels(run(spec, target), TARGETS[target], spec.model.title, source, lock)
 
 
 def deployed(spec: Spec, target: str) -> Programs | None:
-    """The programs that run from an artifact, where the spec has products computed in whole numbers; None where it has
-    none, so that the artifact's weights are brought back to floats for the programs of training.
+    """Returns the programs that run from an artifact if some products are computed on int8 codes, else None.
 
-    Fusion points are of these: a deployed product has an epilogue of what follows it. Raises LoweringError.
+    With None, the artifact's weights are dequantized to floats for the programs of training. The `deployed` programs
+    have their own fusion points: the operations after an int8 product become its epilogue. Raises LoweringError if the
+    spec cannot be lowered.
     """
     schemes = allocation(spec.quant, lower(spec, target).params)
     return run(spec, target, form="deployed") if any(scheme.integer for scheme in schemes.values()) else None
 
 
 def deployed_plan(spec: Spec, target: str, source: str) -> Plan | None:
-    """The plan of `deployed`; None where that is. Raises LoweringError."""
+    """Plans the programs of `deployed`.
+
+    Returns None if there are none. Raises LoweringError if the spec cannot be lowered.
+    """
     programs = deployed(spec, target)
     return select_kernels(programs, TARGETS[target], spec.model.title, source) if programs is not None else None
 
 
 def uncached_plan(spec: Spec, target: str, source: str) -> Plan:
-    """The plan of a model of pairs that decodes without a cache. Raises ValueError for a model that cannot be cut so,
-    LoweringError."""
+    """Plans a sequence-to-sequence model that decodes without a cache.
+
+    Raises ValueError if the model cannot be rewritten that way, and LoweringError if the spec cannot be lowered.
+    """
     programs = run(spec, target, form="uncached")
     return select_kernels(programs, TARGETS[target], spec.model.title, source)

@@ -1,4 +1,4 @@
-"""The base of every spec model: strict, frozen, and no key is ever ignored."""
+"""Base classes and field types of spec models: strict types, immutable values, no unknown keys."""
 
 import keyword
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def _usable(name: str) -> str:
     return name
 
 
-# What a module of the generated code has by itself: the methods of torch.nn.Module, and specc's own words.
+# Attributes that a module of the generated code already has: those of torch.nn.Module, and names that specc generates.
 RESERVED = frozenset(
     [
         "add_module",
@@ -89,23 +89,23 @@ RESERVED = frozenset(
 )
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-# The name of a part, which the generated code uses as an attribute.
+# The name of a part, which is an attribute in the generated code.
 PartName = Annotated[Name, AfterValidator(_usable)]
 # A node inside a part, such as `act`, or `q.norm` for the norm of an attention's q.
 NodeName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}(\.[a-z][a-z0-9_]{0,63}){0,3}$")]
 
-# Covers names of parameters or nodes; see pattern.py.
+# Matches names of parameters or nodes; see pattern.py.
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _no_truth(value: object) -> object:
-    """Python takes True for 1, and with it pydantic; YAML and JSON Schema do not."""
+    """Rejects booleans. Python and pydantic treat True as 1, but YAML and JSON Schema do not."""
     if isinstance(value, bool):
         raise PydanticKnownError("literal_error", {"expected": "1"})
     return value
 
 
-One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version
+One = Annotated[Literal[1], BeforeValidator(_no_truth)]  # a version number that can only be 1
 Positive = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -116,15 +116,17 @@ Path = tuple[str | int, ...]
 
 
 def later(default: Any) -> Any:
-    """A field that was added when specs were in use already. Where it has its `default`, the canonical text of a spec
-    leaves it out: a spec that does not use it keeps its digest, and with it its runs."""
+    """Declares a field that was added after specs were already in use.
+
+    If the field has its `default`, the canonical text of the spec omits it. A spec that does not use the field keeps
+    its digest, and therefore its runs.
+    """
     return Field(default, exclude_if=lambda value: value == default)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a spec. `path` leads to the value at fault; `related` are (note, path) pairs to show
-    beside it."""
+    """One problem of a spec. `path` is the value at fault; `related` are (note, path) pairs that are shown with it."""
 
     path: Path
     code: str
@@ -133,15 +135,15 @@ class Problem:
     related: tuple[tuple[str, Path], ...] = ()
 
     def under(self, *prefix: str | int) -> "Problem":
-        """The same problem, seen from further up the spec."""
+        """Returns the problem with `prefix` prepended to every path."""
         related = tuple((note, (*prefix, *path)) for note, path in self.related)
         return Problem((*prefix, *self.path), self.code, self.message, self.hint, related)
 
 
 class StrictModel(BaseModel):
-    """Unknown keys and wrong types are errors; values are immutable.
+    """Base of spec models. Unknown keys and wrong types are errors, and values are immutable.
 
-    `untagged` says that a section which does not state its kind is this one.
+    `untagged` is True for the member of a union that a section selects if it does not state its kind.
     """
 
     untagged: ClassVar[bool] = False
@@ -149,12 +151,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True)
 
     def problems(self) -> Iterator[Problem]:
-        """The problems across this model's own fields; paths are relative to it."""
+        """Yields problems that involve several fields of this model. Paths are relative to the model."""
         yield from ()
 
 
 def tag_of(model: type[BaseModel], field: str) -> str | None:
-    """The single word of a `Literal` field, by which a union selects a member; None where there is none."""
+    """Returns the single value of a `Literal` field, by which a union selects a member, or None if there is none."""
     info = model.model_fields.get(field)
     values: tuple[Any, ...] = get_args(info.annotation) if info is not None else ()
     return values[0] if len(values) == 1 and isinstance(values[0], str) else None

@@ -1,15 +1,27 @@
-"""The targets and their features. A target is a row of data; nothing else in the compiler knows its name."""
+"""The compilation targets and their features.
+
+Each target is a row of data. No other compiler code depends on its name.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`features` are what kernels ask for; `shared_memory` is in bytes a block; `dtype` is what the model computes in.
+    """A device to compile for.
 
-    `arch` is the number Triton compiles for and `nvcc` the architecture name for CUDA C++; both are empty on the CPU.
-    `flops` a second, dense in `dtype`, and `bandwidth` in bytes a second are the ceilings of `machine`: what a plan's
-    floors are computed from, 0 where none are stated.
+    Attributes:
+        name: the name in specs, such as `sm90`.
+        title: the hardware, for people.
+        dtype: the dtype that the model computes in.
+        features: the hardware features that kernels may require, such as `wgmma`.
+        languages: the languages of the kernels that run on it.
+        shared_memory: bytes of shared memory per thread block.
+        arch: the compute capability that Triton compiles for; 0 on the CPU.
+        nvcc: the architecture name for CUDA C++; empty on the CPU.
+        flops: peak dense operations per second in `dtype`; 0 if unknown.
+        bandwidth: peak memory bandwidth in bytes per second; 0 if unknown.
+        machine: the machine that `flops` and `bandwidth` are of. A plan computes its lower bounds on time from them.
     """
 
     name: str
@@ -25,7 +37,7 @@ class Target:
     machine: str = ""
 
     def floor_ms(self, flops: int, moved: int) -> float | None:
-        """The time that so many operations and bytes take at the ceilings; None where none are stated."""
+        """Returns the minimum time in ms for `flops` operations and `moved` bytes at peak rates, or None if unknown."""
         return 1e3 * max(flops / self.flops, moved / self.bandwidth) if self.flops else None
 
 

@@ -1,5 +1,5 @@
-"""The pointwise language: parse, simplify, derive, decide what the backward saves, print as Torch, Triton
-or CUDA C++."""
+"""The pointwise expression language: parsing, simplification, differentiation, planning of the backward, and printing
+as Torch, Triton or CUDA C++."""
 
 from .backward import KEEPS, Backward, Keep, plan_backward
 from .derive import derive, homogeneous_degree

@@ -1,12 +1,13 @@
-"""Sums and products as data: a term is a rational coefficient times factors, a factor a base to a rational
-exponent.
+"""Normal form of sums and products.
 
-Rationals keep what floats lose: 30 * (x / 30) is x, 0.1 + 0.2 is 0.3. A float stands for the decimal that
-it prints as. Order is of first appearance, so that text reads as it was written; `key` is what ignores
-order.
+A term is a rational coefficient times factors. A factor is a base and a rational exponent.
 
-A quotient by a sum (`is_quotient`) is one factor, which no rule takes apart: a / b * c is not a * c / b and
-a / b / b is not a / b ** 2, as the product or the power may overflow where the quotients are of ordinary size.
+Rational arithmetic is exact where floats round: 30 * (x / 30) is x, and 0.1 + 0.2 is 0.3. A float represents the
+decimal number that it prints as. Terms and factors are ordered by first appearance, so that printed text resembles the
+input. `key` compares expressions independently of order.
+
+A quotient by a sum (`is_quotient`) is one factor, which no rule splits: a / b * c is not rewritten as a * c / b, nor a
+/ b / b as a / b ** 2, because the product or power may overflow although the quotients have moderate size.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -16,21 +17,21 @@ from operator import mul
 
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, children
 
-Factor = tuple[Expr, Fraction]  # base, exponent; the base is no product, no number, and a quotient only by a sum
+Factor = tuple[Expr, Fraction]  # base, exponent; the base is not a product or number, and a quotient only by a sum
 Factors = tuple[Factor, ...]
 Term = tuple[Fraction, Factors]
 
-LARGEST = 10**12  # numerators and denominators beyond it are rounded to a double
+LARGEST = 10**12  # fractions with a larger numerator or denominator are rounded to a double
 HALF = Fraction(1, 2)
 
 
 def rational(value: float) -> Fraction:
-    """The decimal that `value` prints as."""
+    """Returns the decimal number that `value` prints as, as a fraction."""
     return Fraction(repr(value))
 
 
 def settle(value: Fraction) -> Fraction:
-    """Rounds a fraction that has grown long to a double. ExprError on overflow."""
+    """Rounds a fraction with a numerator or denominator above LARGEST to a double. Raises ExprError if it overflows."""
     if max(abs(value.numerator), value.denominator) <= LARGEST:
         return value
     try:
@@ -40,7 +41,10 @@ def settle(value: Fraction) -> Fraction:
 
 
 def exponent_of(value: float) -> Fraction:
-    """An exponent as a fraction: 0.3333333333333333 is meant as 1/3."""
+    """Converts an exponent to a fraction.
+
+    A float close to a simple fraction becomes that fraction: 0.3333333333333333 is 1/3.
+    """
     exact = rational(value)
     near = exact.limit_denominator(64)
     return near if abs(near - exact) < Fraction(1, 10**12) else exact
@@ -55,7 +59,7 @@ def is_sum(expr: Expr) -> bool:
 
 
 def is_quotient(expr: Expr) -> bool:
-    """Whether `expr` is a division by something unbounded: by a sum, a choice, or a product or power of these."""
+    """Returns True if `expr` divides by a sum, min, max or where, or by a product or power of these."""
     return isinstance(expr, Binary) and expr.op == "/" and any(_unbounded(base) for base, _ in split(expr.b)[1])
 
 
@@ -64,7 +68,7 @@ def _unbounded(base: Expr) -> bool:
 
 
 def split(expr: Expr) -> Term:
-    """`expr` as coefficient * base ** exponent * ...; bases may repeat."""
+    """Splits `expr` into coefficient * base ** exponent * ... The same base may occur several times."""
     match expr:
         case Const(value):
             return rational(value), ()
@@ -88,7 +92,10 @@ def split(expr: Expr) -> Term:
 
 
 def ratio(a: Expr, b: Expr) -> Term:
-    """a / b as one term, of the factors of `a` and those of `b` with negative exponents."""
+    """Returns a / b as one term: the factors of `a`, then those of `b` with negated exponents.
+
+    Raises ExprError if `b` is 0.
+    """
     (left, above), (right, below) = split(a), split(b)
     if not right:
         raise ExprError(f"{a / b} divides by zero")
@@ -96,7 +103,7 @@ def ratio(a: Expr, b: Expr) -> Term:
 
 
 def flat(factors: Iterable[Factor]) -> Iterator[Factor]:
-    """The factors with those of a quotient in its place."""
+    """Yields the factors, with each quotient replaced by the factors of its numerator and denominator."""
     for base, exponent in factors:
         if is_quotient(base) and exponent.denominator == 1:
             assert isinstance(base, Binary)
@@ -106,7 +113,7 @@ def flat(factors: Iterable[Factor]) -> Iterator[Factor]:
 
 
 def addends(expr: Expr, scale: Fraction = Fraction(1)) -> list[Term]:
-    """scale * expr as terms; sums nested in it, also times a number, are opened."""
+    """Splits scale * expr into terms. Nested sums, and sums times a number, are expanded."""
     match expr:
         case Binary("+", a, b):
             return addends(a, scale) + addends(b, scale)
@@ -128,8 +135,7 @@ def monomial_key(factors: Iterable[Factor]) -> Hashable:
 
 @lru_cache(maxsize=1 << 14)
 def key(expr: Expr) -> Hashable:
-    """Equal for expressions that differ only in the order of terms, factors or the arguments of min and
-    max."""
+    """Returns a key that is independent of the order of terms, factors, and arguments of min and max."""
     if is_sum(expr):
         return "sum", frozenset((monomial_key(factors), coefficient) for coefficient, factors in addends(expr))
     match expr:
@@ -137,7 +143,7 @@ def key(expr: Expr) -> Hashable:
             return expr
         case Call("sqrt", _) | Neg() | Binary():
             coefficient, factors = split(expr)
-            if factors == ((expr, Fraction(1)),):  # a power of a number, not simplified
+            if factors == ((expr, Fraction(1)),):  # a power of a number, not yet simplified
                 return "power", *(key(part) for part in children(expr))
             return "product", coefficient, monomial_key(factors)
         case Call(function, args):
@@ -149,17 +155,20 @@ def key(expr: Expr) -> Hashable:
 
 
 def numeral(value: Fraction) -> tuple[Fraction, Fraction]:
-    """Numerator and denominator to print: 1/2 is 0.5, while 1/30, which no decimal meets, is a division by
-    30."""
+    """Returns the numerator and denominator to print for a number.
+
+    1/2 prints as 0.5. 1/30, which has no finite decimal, prints as a division by 30.
+    """
     if rational(float(value)) == value:
         return value, Fraction(1)
     return Fraction(value.numerator), Fraction(value.denominator)
 
 
 def rank(factor: Factor) -> int:
-    """Products read coefficient, operands, quotients, functions, sums; within a rank in order of appearance.
+    """Returns the sort key of a factor in a product: variables, quotients, functions, sums.
 
-    A quotient stands before what may be as large as its divisor, so that the product of the two stays small.
+    Factors of equal rank stay in order of first appearance. A quotient precedes factors that may be as large as its
+    divisor, so that intermediate products stay small.
     """
     base, _ = factor
     return 0 if isinstance(base, Var) else 1 if is_quotient(base) else 3 if is_sum(base) else 2
@@ -174,7 +183,7 @@ def raised(base: Expr, exponent: Fraction) -> Expr:
 
 
 def product_of(coefficient: Fraction, factors: Iterable[Factor]) -> Expr:
-    """The expression of a term: coefficient first, one division at the end."""
+    """Builds the expression of a term: the coefficient first, and one division at the end."""
     if not coefficient:
         return ZERO
     ordered = sorted(factors, key=rank)
@@ -197,8 +206,7 @@ def product_of(coefficient: Fraction, factors: Iterable[Factor]) -> Expr:
 
 
 def sum_of(terms: Iterable[Term]) -> Expr:
-    """The expression of a sum; begins with its first positive term, so that it reads 1 - x rather than -x +
-    1."""
+    """Builds the expression of a sum. It begins with the first positive term: 1 - x instead of -x + 1."""
     left = list(terms)
     if not left:
         return ZERO
@@ -211,7 +219,7 @@ def sum_of(terms: Iterable[Term]) -> Expr:
 
 
 def nonnegative(expr: Expr) -> bool:
-    """Whether `expr` is provably >= 0 wherever it is defined."""
+    """Returns True if `expr` is provably >= 0 wherever it is defined."""
     match expr:
         case Const(value):
             return value >= 0
@@ -230,7 +238,7 @@ def nonnegative(expr: Expr) -> bool:
 
 
 def positive(expr: Expr) -> bool:
-    """Whether `expr` is provably > 0 wherever it is defined, up to underflow."""
+    """Returns True if `expr` is provably > 0 wherever it is defined, except for underflow."""
     match expr:
         case Const(value):
             return value > 0

@@ -1,23 +1,22 @@
-"""The values that a forward saves so that the backward of a pointwise epilogue is cheap.
+"""Plans which values a forward saves so that the backward of a pointwise epilogue is cheap.
 
-In order of preference:
+Strategies, in order of preference:
 
-linear      the derivative reads constants and operands only; nothing is saved.
-output      the derivative is a function g(y) of the output, which is in memory anyway. f is read as a chain
-            of invertible maps (times a constant, to a power where the base is >= 0) around one function
-            whose derivative is a function of its own value. y may be rounded to bf16, so g must be
-            homogeneous: a relative error of y then arrives in the gradient multiplied by g's degree, which
-            may be at most 2, and no rounding changes the sign of y. exp, relu, relu ** n, sqrt and positive
-            leaky_relu pass. sigmoid and tanh do not: y (1 - y) and 1 - y ** 2 lose every digit where y
-            rounds to 1.
-derivative  the derivatives are saved as extra outputs, so the backward is one multiply without a branch. A
-            function homogeneous of degree k is then computed as slope * x / k where that is cheaper.
-inputs      as derivative, but what is saved turns out to be the inputs themselves (x * gate).
+linear      The derivative reads only constants and operands. Nothing is saved.
+output      The derivative is a function g(y) of the output, which is in memory anyway. f must be a chain of
+            invertible maps (times a constant, or to a power if the base is >= 0) around one function whose
+            derivative is a function of its own value. Because y may be rounded to bf16, g must be homogeneous of
+            a degree of at most 2: a relative error of y is multiplied by the degree in the gradient, and rounding
+            does not change the sign of y. exp, relu, relu ** n, sqrt and leaky_relu with a positive slope
+            qualify. sigmoid and tanh do not: y (1 - y) and 1 - y ** 2 lose all digits if y rounds to 1.
+derivative  The derivatives are saved as extra outputs, so that the backward is one multiplication without a
+            branch. A function homogeneous of degree k is computed as slope * x / k if that is cheaper.
+inputs      As derivative, but the saved values are the inputs themselves (x * gate).
 
-Where derivatives would be saved, a caller may ask for the inputs to be kept instead:
+A caller may request a fifth strategy instead of derivative:
 
-recomputed  the inputs of f are kept and the backward computes the derivatives. The forward has less arithmetic behind
-            its product, and the backward more behind its own; which is faster is measured.
+recomputed  The inputs of f are saved, and the backward computes the derivatives. This moves arithmetic from the
+            epilogue of the forward product to that of the backward product. Measurements decide which is faster.
 """
 
 from collections.abc import Iterable
@@ -45,9 +44,9 @@ from .values import (
     variables,
 )
 
-STEEPEST = 2.0  # how much the relative error of y may grow on its way into the gradient
+STEEPEST = 2.0  # largest factor by which the relative error of y may grow in the gradient
 
-# Rough instruction counts of one element, to compare ways of writing a value.
+# Approximate instruction counts per element, to compare ways of computing a value.
 COSTS = {
     "relu": 1, "leaky_relu": 2, "abs": 1, "min": 1, "max": 1, "where": 1, "sqrt": 4, "exp": 4, "log": 4,
     "sigmoid": 8, "tanh": 8, "silu": 9, "erf": 12, "gelu": 15, "gelu_tanh": 14,
@@ -56,17 +55,19 @@ COSTS = {
 
 Named = tuple[tuple[str, Expr], ...]
 Keep = Literal["derivative", "input"]
-KEEPS: tuple[Keep, ...] = get_args(Keep)  # what a forward may keep for its backward, what is usual first
+KEEPS: tuple[Keep, ...] = get_args(Keep)  # values that a forward may save for its backward; the default is first
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """How a pointwise y = f(...) is computed and differentiated.
+    """A plan for the value and the gradients of a pointwise y = f(...).
 
-    `saves` are extra outputs of the forward: name -> expression over f's variables. `value` is y over f's
-    variables and the saved names. `grads` maps each variable that wants a gradient to it, over `d` (the
-    gradient of y), `y`, the saved names and `needs`: the variables of f that the backward reads and that
-    must be kept for it. `strategy` is one of linear, output, derivative, inputs, recomputed.
+    Attributes:
+        saves: extra outputs of the forward: (name, expression over the variables of f).
+        value: y, as an expression over the variables of f and the saved names.
+        grads: (variable, gradient), as expressions over `d` (the gradient of y), `y`, the saved names and `needs`.
+        needs: the variables of f that the backward reads, which must be in memory then.
+        strategy: linear, output, derivative, inputs or recomputed.
     """
 
     saves: tuple[tuple[str, Expr], ...]
@@ -77,11 +78,15 @@ class Backward:
 
 
 def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -> Backward:
-    """Plans the backward of `expr` for the variables `wrt`, which are not in memory (accumulators); the
-    others are. `keep` says what to keep where something has to be kept: derivatives, or those of `wrt`
-    that the derivatives read.
+    """Plans the backward of `expr` for the variables `wrt`.
 
-    Raises ExprError if `expr` uses the names d, y or those of the saves, or if `wrt` repeats a name.
+    Args:
+        expr: the expression of y.
+        wrt: the variables to differentiate by. They are accumulators and not in memory; all other variables are.
+        keep: the values to save if some must be saved: the derivatives, or the variables of `wrt` that they read.
+
+    Raises:
+        ExprError: if `expr` uses the name d, y or that of a saved value, or if `wrt` has duplicates.
     """
     if len(set(wrt)) < len(wrt):
         raise ExprError(f"{', '.join(wrt)} repeats a name")
@@ -123,12 +128,12 @@ def _times_d(slope: Expr) -> Expr:
 
 
 def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
-    """The gradients as functions of y, or None if there are none that survive a rounded y."""
+    """Returns the gradients as functions of y, or None if there are none that tolerate rounding of y."""
     coefficient, factors = split(_with_leaky_relu(simplify(expr)))
     if len(factors) != 1:
         return None
     base, exponent = factors[0]  # f is coefficient * base ** exponent
-    root = exponent.denominator != 1  # defined only for base >= 0
+    root = exponent.denominator != 1  # a root is defined only for base >= 0
     if exponent < 0 or not (exponent == 1 or root or nonnegative(base)):
         return None
     u = Var("u")
@@ -153,8 +158,7 @@ def _from_output(expr: Expr, wrt: tuple[str, ...]) -> dict[str, Expr] | None:
 
 
 def _rate(atom: Call, u: Var) -> Expr | None:
-    """The derivative of a function of one argument in terms of its own value u; None if it is no function
-    of u."""
+    """Returns the derivative of a one-argument function in terms of its value u, or None if u does not determine it."""
     if not all(isinstance(arg, Const) for arg in atom.args[1:]):
         return None
     t = Var("t")
@@ -173,7 +177,7 @@ def _rate(atom: Call, u: Var) -> Expr | None:
 
 
 def _with_leaky_relu(expr: Expr) -> Expr:
-    """where(u > 0, c * u, s * u) with c > 0 as c * leaky_relu(u, s / c), which is invertible as it stands."""
+    """Rewrites where(u > 0, c * u, s * u) with c > 0 as c * leaky_relu(u, s / c), which `_from_output` can invert."""
     match expr:
         case Call("where", (Compare(">", u, Const(0.0)), a, b)):
             (c, some), (s, more) = split(a), split(b)
@@ -183,7 +187,7 @@ def _with_leaky_relu(expr: Expr) -> Expr:
 
 
 def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
-    """`expr` for name >= 0, or for name <= 0."""
+    """Simplifies `expr` for name >= 0 if `positive`, else for name <= 0."""
     if expr == Call("relu", (name,)):
         return name if positive else ZERO
     if expr == Call("abs", (name,)):
@@ -192,7 +196,7 @@ def _knowing_sign(expr: Expr, name: Var, positive: bool) -> Expr:
 
 
 def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: dict[str, Expr]) -> Expr:
-    """The cheapest way to write f beside its saves, which share subexpressions with it."""
+    """Returns the cheapest expression of f, given that its saved values are computed too and may be reused."""
     by_key = {key(slope): Var(name) for name, slope in saves.items() if not isinstance(slope, Var)}
 
     def reuse(part: Expr) -> Expr:
@@ -209,7 +213,10 @@ def _cheapest(expr: Expr, wrt: tuple[str, ...], saves: dict[str, Expr], grads: d
 
 
 def _singular(slope: Expr, name: str) -> bool:
-    """Whether `slope` divides by a function of `name` that may be 0: slope * x is then no number where f is one."""
+    """Returns True if `slope` divides by a function of `name` that may be 0.
+
+    slope * x is then not finite at points where f is finite.
+    """
     match slope:
         case Binary("/", _, b) if name in variables(b) and not positive(b):
             return True
@@ -219,7 +226,7 @@ def _singular(slope: Expr, name: str) -> bool:
 
 
 def _cost(exprs: Iterable[Expr]) -> int:
-    """Instructions for all of `exprs` together; equal subexpressions are computed once."""
+    """Returns the instruction count of all of `exprs` together. Equal subexpressions count once."""
     seen: set[Expr] = set()
     waiting = list(exprs)
     while waiting:

@@ -1,4 +1,4 @@
-"""Derivatives, equality by cases, and homogeneity."""
+"""Derivatives, comparison of expressions by case distinction, and degrees of homogeneity."""
 
 from collections.abc import Hashable, Mapping
 from fractions import Fraction
@@ -24,7 +24,7 @@ from .values import (
     variables,
 )
 
-# d f(x) / dx in the language itself. At a kink these are Torch's subgradients.
+# d f(x) / dx as expressions of the language. At kinks these are Torch's subgradients.
 DERIVATIVES: Mapping[str, Expr] = {
     name: parse(text)
     for name, text in {
@@ -45,14 +45,16 @@ DERIVATIVES: Mapping[str, Expr] = {
     }.items()
 }
 
-CASES = 64  # case distinctions tried before giving up
-SAMPLES = (-71.0, -3.3, -0.83, -0.0197, 0.0231, 0.71, 4.1, 67.0)  # values of the variable, none a usual kink
-TERMS = 64  # and terms of a product that is multiplied out
+CASES = 64  # maximum number of case distinctions
+SAMPLES = (-71.0, -3.3, -0.83, -0.0197, 0.0231, 0.71, 4.1, 67.0)  # no common function has a kink at these
+TERMS = 64  # maximum number of terms of an expanded product
 
 
 def derive(expr: Expr, var: str) -> Expr:
-    """The simplified derivative by `var`. Ties of min and max split the gradient in halves; where takes its
-    arm's."""
+    """Returns the simplified derivative by `var`.
+
+    At ties, min and max give each argument half of the gradient. where has the gradient of the selected arm.
+    """
     return simplify(_derive(expr, var))
 
 
@@ -74,7 +76,7 @@ def _derive(expr: Expr, var: str) -> Expr:
             exponent = number(b)
             if exponent < 0 and is_sum(a):
                 return _derive_quotient(simplify(expr), var)
-            less = float(exponent_of(exponent) - 1)  # 0.6667 of 1.6667, which floats miss
+            less = float(exponent_of(exponent) - 1)  # exact for rational exponents, unlike 1.6667 - 1 in floats
             return exponent * a**less * _derive(a, var) if exponent else ZERO
         case Call("leaky_relu", (a, slope)):
             return Call("where", (Compare(">", a, ZERO), ONE, slope)) * _derive(a, var)
@@ -89,25 +91,27 @@ def _derive(expr: Expr, var: str) -> Expr:
 
 
 def _derive_quotient(expr: Expr, var: str) -> Expr:
-    """The derivative of a simplified quotient as (a' - (a / b) b') / b: b ** 2 may overflow where b does not."""
+    """Differentiates a simplified quotient as (a' - (a / b) b') / b.
+
+    The textbook form divides by b ** 2, which may overflow although b does not.
+    """
     match expr:
         case Binary("/", a, b):
             return (_derive(a, var) - expr * _derive(b, var)) / b
-    return _derive(expr, var)  # a sigmoid, or a power
+    return _derive(expr, var)  # simplified to a sigmoid or a power
 
 
 def _extremum(name: str, a: Expr, b: Expr, first_arm: Expr, second_arm: Expr) -> Expr:
-    """`one` where min or max is `a`, `two` where it is `b`, and their mean where a == b."""
+    """Returns `first_arm` where the min or max is `a`, `second_arm` where it is `b`, and their mean where a == b."""
     first, second = (">", "<") if name == "max" else ("<", ">")
     tie = Call("where", (Compare(second, a, b), second_arm, 0.5 * first_arm + 0.5 * second_arm))
     return Call("where", (Compare(first, a, b), first_arm, tie))
 
 
 def homogeneous_degree(expr: Expr, var: str) -> float | None:
-    """k with x f'(x) == k f(x) for every x (Euler), or None if there is none or the cases are too many to
-    decide.
+    """Returns the k with x f'(x) == k f(x) for all x (Euler), or None if there is none or if there are too many cases.
 
-    f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so that f(x) = f'(x) x / 2. A zero function gives 0.
+    f(x) = leaky_relu(x, 0.5) ** 2 has k = 2, so that f(x) = f'(x) x / 2. The zero function has degree 0.
     """
     degree: Fraction | None = None
     slope = derive(expr, var)
@@ -132,19 +136,19 @@ def homogeneous_degree(expr: Expr, var: str) -> float | None:
 
 
 def _homogeneous_at_samples(expr: Expr, slope: Expr, var: str) -> bool:
-    """Whether x f'(x) / f(x) is one number at a few points. Where it is not, no case distinction is needed."""
+    """Returns True if x f'(x) / f(x) is the same at a few sample points. If not, no case distinction is necessary."""
     ratios = []
     for x in SAMPLES:
         at = {name: 0.37 + 0.11 * i for i, name in enumerate(variables(expr))} | {var: x}
         try:
             ratios.append(x * number(slope, **at) / number(expr, **at))
-        except (ExprError, ZeroDivisionError):  # outside of the domain, or 0 there
+        except (ExprError, ZeroDivisionError):  # undefined or 0 at this point
             continue
     return all(isclose(ratio, ratios[0], rel_tol=1e-6, abs_tol=1e-9) for ratio in ratios)
 
 
 def _as_where(expr: Expr) -> Expr:
-    """abs, min and max as where; relu and leaky_relu stay, as `assume` knows them."""
+    """Rewrites abs, min and max as where. relu and leaky_relu are left as they are, because `assume` handles them."""
     expr = rebuild(expr, _as_where)
     match expr:
         case Call("abs", (u,)):
@@ -155,8 +159,10 @@ def _as_where(expr: Expr) -> Expr:
 
 
 def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
-    """`exprs` in every combination of the conditions in them, free of conditions (unless there are too
-    many)."""
+    """Returns `exprs` for every combination of outcomes of the conditions in them.
+
+    The results have no conditions, unless there are more than CASES combinations.
+    """
     done: list[tuple[Expr, ...]] = []
     waiting = [tuple(simplify(expr) for expr in exprs)]
     while waiting:
@@ -170,7 +176,7 @@ def _cases(exprs: tuple[Expr, ...]) -> list[tuple[Expr, ...]]:
 
 
 def _condition(expr: Expr) -> Compare | None:
-    """The first condition that decides between pieces of `expr`, in its simplified form."""
+    """Returns the first condition, in simplified form, that selects between pieces of `expr`, or None."""
     match expr:
         case Call("where", (Compare() as condition, _, _)):
             return condition
@@ -183,8 +189,7 @@ Powers = frozenset[tuple[Hashable, Fraction]]
 
 
 def polynomial(expr: Expr) -> dict[Powers, Fraction]:
-    """A simplified expression multiplied out: monomial -> coefficient. Equal polynomials are equal
-    expressions."""
+    """Expands a simplified expression to monomial -> coefficient. Equal polynomials are equal expressions."""
     total: dict[Powers, Fraction] = {}
     for coefficient, factors in addends(expr):
         terms: dict[Powers, Fraction] = {frozenset(): coefficient}

@@ -1,5 +1,4 @@
-"""Values of an expression: as a float, and as a Torch tensor for the float64 reference every kernel is
-tested against."""
+"""Evaluates expressions: to a float, and to a Torch tensor for the float64 reference of the kernel tests."""
 
 import math
 import operator
@@ -51,8 +50,10 @@ SCALAR: Mapping[str, Callable[..., float]] = {
 
 
 def apply(name: str, *values: float) -> float:
-    """One function, operator or comparison on floats. ExprError where the result is undefined or not
-    finite."""
+    """Applies a function, operator or comparison to floats.
+
+    Raises ExprError if the result is undefined or not finite.
+    """
     try:
         result = (SCALAR.get(name) or ARITHMETIC.get(name) or COMPARISONS[name])(*values)
     except (ArithmeticError, ValueError):
@@ -65,9 +66,9 @@ def apply(name: str, *values: float) -> float:
 
 
 def number(expr: Expr, /, **values: float) -> float:
-    """The value in double precision, e.g. `number(parse("1 / sqrt(layer + 1)"), layer=3) == 0.5`.
+    """Evaluates in double precision: `number(parse("1 / sqrt(layer + 1)"), layer=3) == 0.5`.
 
-    Raises ExprError for a variable without a value and for a result that is undefined or overflows.
+    Raises ExprError if a variable has no value, or if the result is undefined or overflows.
     """
     match expr:
         case Const(value):
@@ -88,12 +89,11 @@ def number(expr: Expr, /, **values: float) -> float:
 
 
 def torch_value(expr: Expr, values: "Mapping[str, Tensor | float]") -> "Tensor":
-    """Evaluates with Torch operations, independently of the printers; differentiable, with Torch's
-    subgradients.
+    """Evaluates with Torch operations, independently of the printers. Differentiable, with Torch's subgradients.
 
-    Shapes broadcast. Constants take the dtype and device of the first tensor of floats in `values`, else of the
-    first tensor (float64 on the CPU if there is none), so float64 values give a float64 reference, beside sums in
-    whole numbers too.
+    Shapes broadcast. Constants have the dtype and device of the first floating-point tensor in `values`, else of the
+    first tensor, else float64 on the CPU. With float64 values the result is thus a float64 reference, even if integer
+    tensors are among the values.
     """
     import torch
     from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""Holds the planned backward of an expression to autograd on inputs of every magnitude."""
+"""Compares the planned backward of an expression with autograd on inputs of many magnitudes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from .values import Compare, Expr, children, variables
 if TYPE_CHECKING:
     from torch import Tensor
 
-DECADES, STEPS = range(-4, 4), 16  # from 1e-4 to 1e4, points a decade
+DECADES, STEPS = range(-4, 4), 16  # decades from 1e-4 to 1e4, points per decade
 GRID = (0.0, *(sign * 10 ** (d + step / STEPS) for d in DECADES for step in range(STEPS + 1) for sign in (1.0, -1.0)))
-SHIFTS = (0, 1, 37, 101)  # how far each further variable is ahead in the grid
-HEADROOM = 2.0**-8  # of float32's range; closer to its end, which factor of a product overflows is chance
+SHIFTS = (0, 1, 37, 101)  # offsets in the grid between consecutive variables
+HEADROOM = 2.0**-8  # fraction of float32's range; above it, overflow depends on the order of the factors
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """A point at which the planned value or gradient is not what plain Torch and float64 agree on."""
+    """A point at which a planned value or gradient differs from the result of Torch in float32 and float64."""
 
     title: str
     at: tuple[tuple[str, float], ...]
@@ -33,15 +33,14 @@ class Deviation:
 
 
 def deviations(expr: Expr, wrt: tuple[str, ...]) -> Iterator[Deviation]:
-    """The first deviation of the value and of each gradient that `plan_backward` writes, for every choice of what is
-    kept.
+    """Yields the first deviation of the value and of each gradient of `plan_backward`, for every choice of `keep`.
 
-    All are evaluated in float32 on GRID and compared with float64 autograd of `expr`. Left out are points at which
-    plain Torch in float32 is not finite either, and those at which a part of `expr` comes close to overflow.
+    Values are computed in float32 on GRID and compared with float64 autograd of `expr`. Points are excluded if plain
+    Torch in float32 is not finite there, or if a part of `expr` comes close to overflow.
 
     Args:
-        expr: The expression, differentiable by Torch.
-        wrt: The variables that the backward is planned for.
+        expr: the expression, differentiable by Torch.
+        wrt: the variables that the backward is planned for.
     """
     import torch
 
@@ -72,7 +71,7 @@ def deviations(expr: Expr, wrt: tuple[str, ...]) -> Iterator[Deviation]:
 
 
 def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: object) -> "dict[str, Tensor]":
-    """The value `y` and its gradient by each of `wrt`, by Torch in one dtype."""
+    """Returns the value `y` and its gradient by each of `wrt`, by Torch autograd in `dtype`."""
     import torch
 
     leaves = {name: column.to(dtype).requires_grad_() for name, column in at.items()}  # type: ignore[call-overload]
@@ -83,7 +82,7 @@ def _autograd(expr: Expr, wrt: tuple[str, ...], at: "dict[str, Tensor]", dtype: 
 
 
 def _near_overflow(expr: Expr, at: "dict[str, Tensor]") -> "Tensor":
-    """Where some part of `expr` is finite in float32 but within HEADROOM of its largest number."""
+    """Returns a mask of the points at which a part of `expr` is finite but above HEADROOM times float32's maximum."""
     import torch
 
     largest = torch.finfo(torch.float32).max

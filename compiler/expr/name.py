@@ -1,4 +1,4 @@
-"""The name of an epilogue, as it appears in file and kernel names."""
+"""Names of epilogues for file and kernel names."""
 
 from .evaluate import number
 from .values import Binary, Call, Expr, ExprError, Var, children, plain, variables
@@ -10,12 +10,11 @@ POWERS = {2.0: "square", 3.0: "cube", 0.5: "sqrt"}
 
 
 def name_of(expr: Expr) -> str:
-    """The functions and operators of `expr` in reading order, joined by `_`; "" for the identity.
+    """Joins the functions and operators of `expr` in reading order by `_`. The identity has the name "".
 
-    A small power of a function is its digit (relu2); of anything else a word: square, cube, pow4, pow1p5,
-    powm1. Operands do not show, nor do signs, nor a constant times or under something: 30 * tanh(x / 30) is
-    tanh, acc * slope is mul, silu(gate) * x is silu_mul, 1 / x is div, x + 1 is add. ExprError over 48
-    characters.
+    A small integer power of a function is a digit (relu2). Other powers are words: square, cube, pow4, pow1p5, powm1.
+    Operands, signs, constant factors and constant divisors are omitted: 30 * tanh(x / 30) is tanh, acc * slope is mul,
+    silu(gate) * x is silu_mul, 1 / x is div, x + 1 is add. Raises ExprError if the name exceeds 48 characters.
     """
     name = "_".join(_words(expr))
     if len(name) > LONGEST:
@@ -40,7 +39,7 @@ def _words(expr: Expr) -> list[str]:
 
 
 def _digits(exponent: float) -> str:
-    """An exponent as part of a word, in four digits; 1 / 3 is 0p3333."""
+    """Formats an exponent as part of a word, in four digits: 1 / 3 is 0p3333."""
     return plain(float(f"{exponent:.4g}")).replace(".", "p").replace("-", "m")
 
 

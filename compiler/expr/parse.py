@@ -1,5 +1,7 @@
-"""Text to expression: Python's own grammar (`ast`), white-listed node by node. Nothing is ever evaluated by
-Python."""
+"""Parses text to an expression with Python's grammar (`ast`) and an allowlist of node types.
+
+Python evaluates nothing.
+"""
 
 import ast
 import warnings
@@ -11,8 +13,8 @@ from typing import NoReturn
 from .evaluate import apply
 from .values import FUNCTIONS, Binary, Call, Compare, Const, Expr, ExprError, Var
 
-LONGEST = 500  # characters
-DEEPEST = 64  # levels of nesting
+LONGEST = 500  # maximum length in characters
+DEEPEST = 64  # maximum levels of nesting
 LARGEST_EXPONENT = 64.0
 
 OPERATORS: Mapping[type[ast.operator], str] = {
@@ -22,7 +24,7 @@ COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
 }  # fmt: skip
 
-# Names that people bring from elsewhere, and what this language calls them.
+# Function names from other languages, and the equivalent here.
 ELSEWHERE = {
     "swish": "write silu(x)", "maximum": "write max(a, b)", "minimum": "write min(a, b)",
     "pow": "write x ** n",
@@ -39,22 +41,24 @@ SIGNATURES = {
 def parse(text: str, variables: Collection[str] | None = None) -> Expr:
     """Parses one expression.
 
-    `variables` are the names it may read; None allows any identifier that is not a function's name. Raises
-    ExprError, with the column and a hint, for anything outside the language, and for text that is over
-    long, too deeply nested, or holds a constant that is not finite.
+    `variables` are the allowed variable names; None allows any identifier that is not a function name. Raises
+    ExprError, with the column and a hint, if the text is outside the language, too long or too deeply nested, or if it
+    has a constant that is not finite.
     """
     return _written(text, None if variables is None else frozenset(variables))
 
 
-@lru_cache(maxsize=4096)  # a build reads the same few texts thousands of times; expressions are immutable
+@lru_cache(maxsize=4096)  # a build parses the same few texts thousands of times; expressions are immutable
 def _written(text: str, variables: Collection[str] | None) -> Expr:
     return _parse(text, variables, LONGEST, DEEPEST, LARGEST_EXPONENT)
 
 
 @lru_cache(maxsize=4096)
 def reread(text: str) -> Expr:
-    """Parses text that this package printed: derivatives grow beyond what a person may write, so its bounds are
-    wider."""
+    """Parses text that this package printed.
+
+    Its limits are wider, because derivatives exceed those for written text.
+    """
     return _parse(text, None, 40 * LONGEST, 8 * DEEPEST, 2 * LARGEST_EXPONENT)
 
 
@@ -65,7 +69,7 @@ def _parse(text: str, variables: Collection[str] | None, longest: int, deepest: 
     _scan(text, deepest)
     try:
         with warnings.catch_warnings():
-            # Python warns about `1if`, which the white list refuses. The parentheses allow leading blanks.
+            # Python warns about `1if`, which the allowlist rejects. The parentheses permit leading blanks.
             warnings.simplefilter("ignore")
             tree = ast.parse(f"({text})", mode="eval")
     except SyntaxError as error:
@@ -77,7 +81,7 @@ def _parse(text: str, variables: Collection[str] | None, longest: int, deepest: 
 
 
 def _scan(text: str, deepest: int) -> None:
-    """Refuses what Python's tokenizer would normalise, drop or nest without end."""
+    """Raises ExprError for text that Python's tokenizer would normalize, drop, or nest without limit."""
     if not text.strip():
         raise ExprError("the expression is empty", hint="write x for the identity")
     opened: list[int] = []
@@ -101,7 +105,7 @@ def _scan(text: str, deepest: int) -> None:
 
 
 class _Reader:
-    """Reads `ast` nodes; beside each expression, its value if it has no variables."""
+    """Converts `ast` nodes to expressions. Each result comes with its value if it has no variables, else None."""
 
     def __init__(self, variables: Collection[str] | None, deepest: int, largest_exponent: float) -> None:
         self.deepest, self.largest_exponent = deepest, largest_exponent
@@ -193,8 +197,7 @@ class _Reader:
 
 
 def fold(name: str, values: tuple[float | None, ...], node: ast.expr) -> float | None:
-    """The value of an operation on constants, in floats: it cannot grow without end as Python's integers
-    do."""
+    """Evaluates an operation on constants in floats, whose size is bounded, unlike that of Python integers."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None

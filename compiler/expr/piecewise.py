@@ -1,4 +1,4 @@
-"""Facts about piecewise expressions that the rules of the simplifier ask for."""
+"""Predicates on piecewise expressions for the rules of the simplifier."""
 
 from fractions import Fraction
 
@@ -7,12 +7,12 @@ from .values import ZERO, Call, Compare, Const, Expr
 
 FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 
-# The orderings of (a, b) for which each comparison holds.
+# The orderings of (a, b), as -1, 0 and 1, for which each comparison is true.
 ORDERINGS = {"<": {-1}, "<=": {-1, 0}, ">": {1}, ">=": {1, 0}, "==": {0}, "!=": {-1, 1}}
 
 
 def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
-    """The truth of `question` where `known` has the given truth; None where that does not decide it."""
+    """Returns the truth of `question`, given that `known` has the value `truth`, or None if that is not sufficient."""
     assert isinstance(question, Compare)
     if (key(question.a), key(question.b)) != (key(known.a), key(known.b)):
         return None
@@ -23,8 +23,11 @@ def implied(question: Expr, known: Compare, truth: bool) -> bool | None:
 
 
 def decided(factor: Factor, condition: Compare, short: bool) -> bool:
-    """Whether the condition settles this factor: it has an arm per outcome, or is the operand compared with
-    0."""
+    """Returns True if the outcome of the condition simplifies this factor.
+
+    That is a where with an arm per outcome, a relu or leaky_relu of the compared operand or, if `short`, the operand
+    itself.
+    """
     base, exponent = factor
     if exponent.denominator != 1:
         return False
@@ -48,7 +51,7 @@ def has_zero_arm(expr: Expr) -> bool:
 
 
 def may_be_infinite(factors: Factors) -> bool:
-    """Whether a product divides by what may be 0."""
+    """Returns True if the product divides by an expression that may be 0."""
     return any(exponent < 0 and not positive(base) for base, exponent in flat(factors))
 
 
@@ -60,7 +63,7 @@ def single_where(factors: Factors) -> Call | None:
 
 
 def logistic_argument(base: Expr) -> Expr | None:
-    """u, where the base is 1 + exp(u), so that its inverse is sigmoid(-u); else None."""
+    """Returns u if the base is 1 + exp(u), whose reciprocal is sigmoid(-u), else None."""
     match sorted(addends(base), key=lambda term: len(term[1])) if is_sum(base) else []:
         case [(1, ()), (1, ((Call("exp", (u,)), 1),))]:
             return u

@@ -1,5 +1,4 @@
-"""The text of generated Python: a value as an operand; a line that is too long, broken at its brackets as a formatter
-would."""
+"""Formats generated Python: parenthesizes operands, and breaks long lines at brackets like a code formatter."""
 
 import ast
 from collections.abc import Iterator
@@ -8,13 +7,13 @@ BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
 def operand(text: str) -> str:
-    """Python text of a value, in parentheses where an attribute or an operator could not follow it."""
+    """Returns the text of a value, in parentheses if an attribute access or operator could not follow it directly."""
     tree = ast.parse(text, mode="eval").body
     return text if isinstance(tree, ast.Name | ast.Attribute | ast.Call | ast.Subscript) else f"({text})"
 
 
 def fitted(line: str, width: int) -> tuple[str, ...]:
-    """The statement on as many lines as it takes, broken at its outermost brackets and operators."""
+    """Splits a statement into lines of at most `width` characters, if possible, at brackets and operators."""
     indent = line[: len(line) - len(line.lstrip())]
     statement = line.strip()
     if len(line) <= width or statement.endswith(":"):
@@ -33,13 +32,16 @@ def _parsed(value: str) -> ast.expr:
 
 
 def _tuple(value: str, room: int) -> list[str]:
-    """The items of a tuple without brackets, on one line where they fit."""
+    """Returns the items of a tuple without brackets, on one line if they fit."""
     return [value] if len(value) <= room else [text for item in _items(value) for text in _item(item, room)]
 
 
 def _broken(value: str, room: int, before: int) -> list[str] | None:
-    """A value that is too long, opened at its last brackets or, where these stand too far right, its longest; None for
-    one that is no call, dict or list. `before` columns are taken by what stands ahead of it."""
+    """Breaks a long value open at its last brackets or, if these are too far right, at its longest.
+
+    `before` is the number of columns before the value. Returns None if the value is not a call, attribute, subscript,
+    dict, list or tuple with brackets.
+    """
     pairs = list(_pairs(value))
     node = _parsed(value)
     opened = ast.Call | ast.Dict | ast.List | ast.Subscript | ast.Attribute | ast.Tuple
@@ -61,7 +63,7 @@ def _broken(value: str, room: int, before: int) -> list[str] | None:
 
 
 def _item(item: str, room: int) -> list[str]:
-    """One item of several, with its comma."""
+    """Returns the lines of one item of a list, with its trailing comma."""
     if len(item) < room:
         return [f"{item},"]
     name, equals, value = item.partition("=") if item.partition("=")[0].isidentifier() else ("", "", item)
@@ -72,7 +74,7 @@ def _item(item: str, room: int) -> list[str]:
 
 
 def _operators(value: str, room: int) -> list[str]:
-    """A sum, product or choice with an operand a line, each behind its operator."""
+    """Breaks a sum, product or conditional into one line per operand, each line starting with its operator."""
     node = _parsed(value)
     if isinstance(node, ast.IfExp):
         cuts = [(node.body.end_col_offset or 0), (node.test.end_col_offset or 0)]
@@ -97,16 +99,16 @@ def _operators(value: str, room: int) -> list[str]:
 
 
 def _value(statement: str) -> tuple[str, str]:
-    """The value that a statement assigns or returns, and the text before it."""
+    """Splits a statement into the text before its assigned or returned value, and the value."""
     node = ast.parse(f"def f():\n {statement}").body[0].body[0]  # type: ignore[attr-defined]
     start = node.value.col_offset - 1
-    if isinstance(node.value, ast.Tuple):  # a tuple without parentheses starts where its first item does
+    if isinstance(node.value, ast.Tuple):  # the position of a tuple without parentheses is that of its first item
         start = statement.index(" = ") + 3 if " = " in statement and isinstance(node, ast.Assign) else len("return ")
     return statement[:start], statement[start:]
 
 
 def _pairs(text: str) -> Iterator[tuple[int, int]]:
-    """Where the outermost brackets open and close; no text of generated code has brackets in strings."""
+    """Yields (start, end) of each outermost bracket pair. Generated code has no brackets in string literals."""
     depth = opened = 0
     for i, char in enumerate(text):
         if char in BRACKETS:
@@ -118,7 +120,7 @@ def _pairs(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _items(text: str) -> list[str]:
-    """What commas outside of brackets part."""
+    """Splits text at commas outside of brackets."""
     depth, items, last = 0, [], 0
     for i, char in enumerate(text):
         depth += (char in BRACKETS) - (char in BRACKETS.values())

@@ -1,9 +1,8 @@
-"""The simplifier: one pass of rules from the leaves up, repeated until nothing changes.
+"""Simplifies expressions by rules that are applied from the leaves up and repeated to a fixed point.
 
-It works as one does on paper: on the domain where the input is defined (x / x is 1), in exact arithmetic,
-and it keeps Torch's subgradient at every kink (so max(x, 0) is not relu(x), whose derivative at 0 differs).
-Pieces merge: a product of relu, leaky_relu and where over one condition is one where, and a where that is a
-relu is written as one.
+The result equals the input on its domain (x / x is 1), computed in exact arithmetic, and has Torch's subgradient at
+every kink. So max(x, 0) is not relu(x), whose derivative at 0 differs. Piecewise parts are merged: a product of relu,
+leaky_relu and where with the same condition is one where, and a where that equals a relu is written as relu.
 """
 
 from collections.abc import Hashable, Iterable
@@ -32,12 +31,14 @@ from .evaluate import apply, number
 from .piecewise import FLIPPED, decided, has_zero_arm, implied, logistic_argument, may_be_infinite, single_where
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, rebuild, variables
 
-PASSES = 20  # a few settle every expression seen; the bound is for one that would alternate
+PASSES = 20  # known expressions need a few passes; the bound stops rules that would alternate
 
 
 def simplify(expr: Expr) -> Expr:
-    """The simplified expression; `simplify(simplify(e)) == simplify(e)`. ExprError if it divides by zero or
-    overflows."""
+    """Returns the simplified expression. `simplify(simplify(e)) == simplify(e)`.
+
+    Raises ExprError if the expression divides by zero or overflows.
+    """
     for _ in range(PASSES):
         before, expr = expr, _once(expr)
         if expr == before:
@@ -68,7 +69,7 @@ def _once(expr: Expr) -> Expr:
 
 
 def add(parts: Iterable[Expr]) -> Expr:
-    """Sum with like terms collected, and the wheres of one condition in one where."""
+    """Builds a sum with like terms collected and the wheres of the same condition merged."""
     total: dict[Hashable, Term] = {}
     for part in parts:
         for coefficient, factors in addends(part):
@@ -95,7 +96,7 @@ def times(coefficient: Fraction, expr: Expr) -> Expr:
 
 
 def product(parts: Iterable[Expr]) -> Expr:
-    """Product with like factors collected, and piecewise factors of one condition in one where."""
+    """Builds a product with like factors collected and piecewise factors of the same condition merged."""
     coefficient = Fraction(1)
     factors: Factors = ()
     for part in parts:
@@ -122,7 +123,7 @@ def _product(coefficient: Fraction, factors: Factors) -> Expr:
 
 
 def _with_sigmoid(factors: Factors) -> Factors:
-    """1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u): neither overflows."""
+    """Rewrites 1 / (1 + exp(u)) as sigmoid(-u), and exp(u) * sigmoid(-u) as sigmoid(u), which do not overflow."""
     changed = list(factors)
     for place, (base, exponent) in enumerate(changed):
         u = logistic_argument(base) if exponent < 0 and exponent.denominator == 1 else None
@@ -148,7 +149,7 @@ def _under_even_power(base: Expr) -> Expr:
 
 
 def power(base: Expr, exponent: Fraction) -> Expr:
-    """base ** exponent, spread over the factors of base where that holds for every sign."""
+    """Builds base ** exponent, distributed over the factors of base if that is valid for every sign."""
     if isinstance(base, Call) and base.function == "exp":
         return call("exp", (times(exponent, base.args[0]),))
     coefficient, factors = split(base)
@@ -164,7 +165,7 @@ def power(base: Expr, exponent: Fraction) -> Expr:
     for inner, e in factors:
         if even(e) and not nonnegative(inner):
             spread.append((call("abs", (inner,)), e * exponent))
-        elif e.denominator != 1 or nonnegative(inner):  # a root is defined only where its base is >= 0
+        elif e.denominator != 1 or nonnegative(inner):  # a root is defined only if its base is >= 0
             spread.append((inner, e * exponent))
         else:
             signed.append((inner, e))
@@ -178,7 +179,7 @@ def power(base: Expr, exponent: Fraction) -> Expr:
 
 
 def _exact(value: Fraction, exponent: int) -> Fraction:
-    """An integer power, through floats where the exact one would be long."""
+    """Computes an integer power, through floats if the exact result would be long."""
     if abs(exponent) <= 8:
         return value**exponent
     return rational(apply("**", float(value), float(exponent)))
@@ -189,8 +190,10 @@ def _constant(name: str, *values: float) -> Const:
 
 
 def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
-    """Takes into a where the factors that its condition decides; all of them if an arm is 0, so that
-    nothing is computed to be multiplied by 0. None if there is nothing to take in."""
+    """Moves the factors that the condition of a where decides into its arms. Returns None if there are none.
+
+    If an arm is 0, all factors are moved, so that no value is computed and then multiplied by 0.
+    """
     for base, exponent in factors:
         match base:
             case Call("where", (Compare() as condition, a, b)):
@@ -214,7 +217,7 @@ def _merge_pieces(coefficient: Fraction, factors: Factors) -> Expr | None:
 
 
 def call(name: str, args: tuple[Expr, ...]) -> Expr:
-    """A function of simplified arguments (all but where)."""
+    """Builds a call of any function but where, with simplified arguments."""
     if not any(map(variables, args)):
         return _constant(name, *map(number, args))
     first = args[0]
@@ -224,7 +227,7 @@ def call(name: str, args: tuple[Expr, ...]) -> Expr:
         return power(first, Fraction(1, 2))
     coefficient, factors = split(first)
     if name in ("relu", "leaky_relu", "abs") and coefficient != 1 and (coefficient > 0 or name == "abs"):
-        # The part of degree one moves out: leaky_relu(2 * x, s) is 2 * leaky_relu(x, s).
+        # Factors out the coefficient: leaky_relu(2 * x, s) is 2 * leaky_relu(x, s).
         return times(abs(coefficient), call(name, (product_of(Fraction(1), factors), *args[1:])))
     match name, args:
         case "relu", (Call("relu" | "exp" | "sigmoid" | "abs", _),):
@@ -245,8 +248,7 @@ def call(name: str, args: tuple[Expr, ...]) -> Expr:
 
 
 def compare(op: str, a: Expr, b: Expr) -> Compare:
-    """The condition with its constant on the right, and as `u > 0` without u's coefficient where it is one
-    term."""
+    """Builds a condition with its constant on the right. A single term compared with 0 loses its coefficient: u > 0."""
     if variables(b) and not variables(a):
         op, a, b = FLIPPED[op], b, a
     if variables(a):
@@ -260,7 +262,10 @@ def compare(op: str, a: Expr, b: Expr) -> Compare:
 
 
 def where(condition: Expr, a: Expr, b: Expr) -> Expr:
-    """where of simplified parts: decided, equal arms, relu and leaky_relu recognised."""
+    """Builds a where of simplified parts.
+
+    Resolves constant conditions and equal arms, and recognizes relu and leaky_relu.
+    """
     assert isinstance(condition, Compare)
     if not variables(condition):
         return a if number(condition) else b
@@ -282,7 +287,7 @@ def where(condition: Expr, a: Expr, b: Expr) -> Expr:
 
 
 def assume(expr: Expr, condition: Compare, truth: bool) -> Expr:
-    """`expr`, simplified, where `condition` is known to hold or not."""
+    """Simplifies `expr` under the assumption that `condition` has the value `truth`."""
     decided = _decide(expr, condition, truth)
     return expr if decided == expr else simplify(decided)
 
@@ -304,7 +309,7 @@ def _decide(expr: Expr, condition: Compare, truth: bool) -> Expr:
             for op, larger, smaller in (
                 (">", a, b),
                 ("<", b, a),
-            ):  # a tie decides nothing: it splits gradients
+            ):  # a tie is not decided, because it splits the gradient
                 if implied(compare(op, a, b), condition, truth):
                     return _decide(larger if name == "max" else smaller, condition, truth)
         case ((Const() | Var()), _):

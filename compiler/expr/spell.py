@@ -1,4 +1,4 @@
-"""Expressions as source text: Torch, Triton and CUDA C++."""
+"""Prints expressions as source text: Torch, Triton and CUDA C++."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,34 +31,38 @@ from .values import (
     variables,
 )
 
-LONGEST_PRODUCT = 16  # integer powers up to here print as products where the language has no power
+LONGEST_PRODUCT = 16  # largest integer power that prints as a product in languages without a power operator
 LARGEST_FLOAT = 3.4028234663852886e38
 
 
 def torch_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
-    """Python source over `torch` and `F` (torch.nn.functional), e.g. `F.leaky_relu(x, 0.5) ** 2`.
+    """Returns Python source over `torch` and `F` (torch.nn.functional), such as `F.leaky_relu(x, 0.5) ** 2`.
 
-    `names` maps a variable to its source text, which gets parentheses if it needs them. The variables are
-    tensors that broadcast; the text keeps their dtype.
+    `names` maps variables to source text, which is parenthesized if necessary. Variables are tensors that broadcast,
+    and the result has their dtype.
     """
     return _Torch(names or {}).text(decided(expr))
 
 
 def triton_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
-    """Triton source over `tl`; the variables are fp32 tensors. Finite where the function is: tanh is 2
-    sigmoid(2 x) - 1, gelu_tanh a sigmoid. NaN stays NaN, as in Torch. Raises ExprError if the text grows too
-    long, as an argument prints once for every time that its function's definition reads it."""
+    """Returns Triton source over `tl`. Variables are fp32 tensors.
+
+    The text is finite where the function is: tanh prints as 2 sigmoid(2 x) - 1, and gelu_tanh as a sigmoid. NaN stays
+    NaN, as in Torch. Raises ExprError if the text is too long: an argument is repeated for each use in a definition.
+    """
     return _Triton(names or {}).text(decided(expr))
 
 
 def cuda_text(expr: Expr, names: Mapping[str, str] | None = None) -> str:
-    """A CUDA C++ device expression; the variables are `float`. NaN stays NaN, as in Torch. Raises ExprError for a
-    constant outside float's range, and if the text grows too long."""
+    """Returns a CUDA C++ device expression. Variables are `float`. NaN stays NaN, as in Torch.
+
+    Raises ExprError if a constant exceeds the range of float, or if the text is too long.
+    """
     return _Cuda(names or {}).text(decided(expr))
 
 
 def decided(expr: Expr) -> Expr:
-    """The expression as it is printed: what has no variables is decided, as tensor functions take no plain numbers."""
+    """Evaluates the parts without variables, because tensor functions do not accept plain numbers."""
     expr = rebuild(expr, decided)
     match expr:
         case Call("where", (condition, a, b)) if not variables(condition):
@@ -69,8 +73,7 @@ def decided(expr: Expr) -> Expr:
 
 
 def is_primary(text: str) -> bool:
-    """Whether source text needs no parentheses in any place: names, members, calls, indexing, or already in
-    parentheses."""
+    """Returns True if source text never needs parentheses: a name, member, call, subscript, or parenthesized text."""
     depth = 0
     for character in text:
         if not depth and not re.match(r"[\w.(\[]", character):
@@ -80,11 +83,10 @@ def is_primary(text: str) -> bool:
 
 
 class _Target(Printer):
-    """The common part of the three target languages: floats look like floats, and an expression without variables is
-    one number."""
+    """Common base of the printers of the three target languages. Floats print with a decimal point or exponent."""
 
     functions: ClassVar[Mapping[str, str]] = {}
-    definitions: ClassVar[Mapping[str, Expr]] = {}  # what the language lacks, in terms of what it has
+    definitions: ClassVar[Mapping[str, Expr]] = {}  # functions that the language lacks, by those that it has
 
     def __init__(self, names: Mapping[str, str]) -> None:
         super().__init__()
@@ -93,7 +95,7 @@ class _Target(Printer):
     def write(self, expr: Expr) -> tuple[str, int]:
         match expr:
             case Neg(Binary("*" | "/" as op, a, b)):
-                return self.write(Binary(op, -a, b))  # -2 * x rather than -(2 * x)
+                return self.write(Binary(op, -a, b))  # -2 * x instead of -(2 * x)
             case Call(function, args) if function in self.definitions:
                 return self.write(substitute(self.definitions[function], dict(zip("xs", args, strict=False))))
         return super().write(expr)
@@ -127,8 +129,8 @@ class _Torch(_Target):
         texts = [self.text(arg) for arg in args]
         if function == "gelu_tanh":
             texts.append("approximate='tanh'")
-        # torch.maximum takes no number (and torch.clamp has another gradient at a tie); of two numbers
-        # torch.where makes a tensor of the default dtype.
+        # torch.maximum does not accept a number (and torch.clamp has another gradient at ties). torch.where of two
+        # numbers returns a tensor of the default dtype.
         match function, args:
             case (("min" | "max"), (a, b)) if not variables(b):
                 texts[1] = self.full(a, texts[1])
@@ -139,12 +141,12 @@ class _Torch(_Target):
         return f"{self.functions[function]}({', '.join(texts)})", ATOM
 
     def full(self, like: Expr, text: str) -> str:
-        """A number as a tensor of the dtype of the first operand that `like` reads."""
+        """Returns a number as a tensor with the dtype of the first variable of `like`."""
         return f"torch.full_like({self.variable(variables(like)[0])[0]}, {text})"
 
 
 class _Kernel(_Target):
-    """Triton and CUDA C++: fewer functions, and powers are products."""
+    """Common base for Triton and CUDA C++, which have fewer functions and print powers as products."""
 
     def right(self, op: str, expr: Expr, strength: int) -> str:
         if op == "*" and isinstance(expr, Binary) and expr.op == "**":
@@ -168,7 +170,7 @@ class _Kernel(_Target):
         return self.write(factors[0] if factors else Const(1.0))
 
     def general_power(self, base: Expr, n: float) -> tuple[str, int]:
-        """base ** n through logarithms; n > 0."""
+        """Prints base ** n for n > 0 through logarithms."""
         if n.is_integer():
             size = Call("exp", ((n - n % 2) * Call("log", (Call("abs", (base,)),)),))
             return self.write(base * size if n % 2 else size)
@@ -181,7 +183,7 @@ class _Triton(_Kernel):
         "sigmoid": "tl.sigmoid", "min": "tl.minimum", "max": "tl.maximum", "where": "tl.where",
     }  # fmt: skip
     definitions: ClassVar = {
-        "relu": parse("where(x < 0, 0, x)"),  # which NaN passes
+        "relu": parse("where(x < 0, 0, x)"),  # false for NaN, so that NaN is returned
         "leaky_relu": parse("where(x > 0, x, s * x)"),
         "gelu": parse("0.5 * x * (1 + erf(0.7071067811865476 * x))"),
         # 0.5 (1 + tanh(z)) is sigmoid(2 z), and 1.5957... is 2 sqrt(2 / pi)
@@ -195,15 +197,15 @@ class _Triton(_Kernel):
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         text, strength = super().call(function, args)
-        if function in ("min", "max"):  # which would drop a NaN operand
+        if function in ("min", "max"):  # the default drops a NaN operand
             text = f"{text[:-1]}, propagate_nan=tl.PropagateNan.ALL)"
         return text, strength
 
 
-# What CUDA C++ lacks, by name, each behind what it calls. None branches, so that the compiler works on many elements
-# at once, as it cannot with tanhf or a rounded division. quick_bell and quick_erf
-# take s = BELL * z, as exp2f is one instruction; the value and the slope of gelu read the same s, so that the compiler
-# finds one erf and one exp in them.
+# Functions that CUDA C++ lacks, by name, each after those that it calls. They have no branches, so that the compiler
+# interleaves many elements, which tanhf and a correctly rounded division prevent. quick_bell and quick_erf have the
+# argument s = BELL * z, because exp2f is one instruction. The value and the slope of gelu use the same s, so that the
+# compiler shares one erf and one exp between them.
 CUDA_FUNCTIONS: Mapping[str, str] = {
     "larger": """\
 // The larger of two numbers, NaN where one is; fmaxf would drop it.
@@ -230,7 +232,7 @@ BELL = 1.2011224087864498  # sqrt(log2(e))
 
 
 def cuda_functions(texts: Iterable[str]) -> str:
-    """The definitions of all functions of CUDA_FUNCTIONS that `cuda_text` wrote into `texts`, empty for none."""
+    """Returns the definitions of all functions in CUDA_FUNCTIONS that `texts` call, or "" if they call none."""
     written = "\n".join(texts)
     wanted = {name for name in CUDA_FUNCTIONS if f"{name}(" in written}
     wanted |= {called for name in wanted for called in CALLED.get(name, ())}
@@ -238,12 +240,12 @@ def cuda_functions(texts: Iterable[str]) -> str:
 
 
 class _Cuda(_Kernel):
-    # __expf is within 2 + |x| ulp of f32 and quick_erf within 5e-7: far below the rounding of what is stored.
+    # __expf is within 2 + |x| ulp of f32 and quick_erf within 5e-7: far below the rounding of stored values.
     functions: ClassVar = {
         "exp": "__expf", "log": "logf", "sqrt": "sqrtf", "erf": "quick_erf", "abs": "fabsf", "tanh": "tanhf",
         "sigmoid": "quick_sigmoid", "min": "smaller", "max": "larger",
     }  # fmt: skip
-    # Each reads what its derivative reads, so that the two are computed once where both are.
+    # Each definition shares subexpressions with its derivative, which are computed once if both are needed.
     definitions: ClassVar = {
         **{name: _Triton.definitions[name] for name in ("relu", "leaky_relu", "gelu_tanh", "silu")},
         "gelu": parse("x * (0.5 + 0.5 * erf(0.7071067811865476 * x))"),
@@ -275,5 +277,5 @@ class _Cuda(_Kernel):
 
 
 def _scaled(coefficient: float | Fraction, factors: Factors) -> Expr:
-    """BELL times a product, in as many digits as a float has."""
+    """Returns BELL times a product, with the coefficient rounded to the nine digits of a float."""
     return product_of(rational(float(f"{BELL * float(coefficient):.9g}")), factors)

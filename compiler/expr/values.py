@@ -1,11 +1,10 @@
-"""The values of the pointwise language, and their canonical text.
+"""The expression tree of the pointwise language, and its canonical text.
 
-An expression is a tree of frozen, hashable values. Arithmetic on them (`Var("x") * 2 + 1`) builds trees and
-never simplifies; `==` compares structure, as a value should. `str(e)` is canonical: `parse(str(e)) == e`
-for what `parse` accepts.
+Expressions are frozen, hashable trees. Arithmetic on them (`Var("x") * 2 + 1`) builds trees and never simplifies; `==`
+compares structure. `str(e)` is canonical: `parse(str(e)) == e` for every expression that `parse` accepts.
 
-A tree has at most LARGEST_TREE nodes. Rules such as those of derivatives may repeat a part, so that nested ones grow
-exponentially; the bound on what they build bounds the work of every function here.
+A tree has at most LARGEST_TREE nodes. Rules such as those of derivatives may repeat a part, so that nested applications
+grow exponentially. The limit bounds the work of every function in this package.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar
 
-# Arguments each function takes. leaky_relu's second is a constant, where's first a comparison.
+# Number of arguments per function. The second of leaky_relu is a constant, the first of where a comparison.
 FUNCTIONS: Mapping[str, int] = {
     "relu": 1, "leaky_relu": 2, "gelu": 1, "gelu_tanh": 1, "silu": 1, "sigmoid": 1, "tanh": 1, "exp": 1,
     "log": 1, "sqrt": 1, "erf": 1, "abs": 1, "min": 2, "max": 2, "where": 3,
@@ -21,20 +20,23 @@ FUNCTIONS: Mapping[str, int] = {
 
 
 class ExprError(ValueError):
-    """A fault of an expression (`message`), its place (0-based `column` of the text), and what to do (`hint`)."""
+    """Raised for an invalid expression.
+
+    `column` is the 0-based position in the text, and `hint` states how to fix it.
+    """
 
     def __init__(self, message: str, column: int = 0, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)
         self.message, self.column, self.hint = message, column, hint
 
 
-LARGEST_TREE = 8_000  # nodes; the longest text that is printed has fewer
+LARGEST_TREE = 8_000  # in nodes; the longest text that is printed has fewer
 
 
 class Expr:
-    """Base of the values. Operators take expressions and numbers.
+    """Base of the expression nodes. Operators accept expressions and numbers.
 
-    `size` is the number of nodes. The hash is computed once, as rules look up the same trees again and again.
+    `size` is the number of nodes. The hash is cached, because rules look up the same trees many times.
     """
 
     __slots__ = ("_hash", "size")
@@ -91,7 +93,7 @@ class Expr:
 
 @dataclass(frozen=True, slots=True)
 class Const(Expr):
-    """A finite number; -0.0 is stored as 0.0."""
+    """A finite number. -0.0 is stored as 0.0."""
 
     __hash__ = Expr.__hash__
     value: float
@@ -105,7 +107,7 @@ class Const(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Var(Expr):
-    """A named operand: a tensor, or a number known at build time."""
+    """A variable: a tensor, or a number that is known at build time."""
 
     __hash__ = Expr.__hash__
     name: str
@@ -113,7 +115,7 @@ class Var(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Call(Expr):
-    """One of `FUNCTIONS` and its arguments; `where` holds (Compare, then, otherwise)."""
+    """A call of one of `FUNCTIONS`. The arguments of `where` are (Compare, then, otherwise)."""
 
     __hash__ = Expr.__hash__
     function: str
@@ -122,7 +124,7 @@ class Call(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Binary(Expr):
-    """`a op b` with op one of + - * / **; the exponent of ** has no variables."""
+    """`a op b`, where op is one of + - * / **. The exponent of ** has no variables."""
 
     __hash__ = Expr.__hash__
     op: str
@@ -132,7 +134,7 @@ class Binary(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Neg(Expr):
-    """-a; a negative number is a Const instead, so that text and value match one to one."""
+    """The negation -a. A negative number is a Const instead, so that each text has exactly one tree."""
 
     __hash__ = Expr.__hash__
     a: Expr
@@ -145,7 +147,7 @@ class Neg(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Compare(Expr):
-    """`a op b` with op one of < <= > >= == !=; stands only as the condition of `where`."""
+    """`a op b`, where op is one of < <= > >= == !=. Only valid as the condition of `where`."""
 
     __hash__ = Expr.__hash__
     op: str
@@ -158,7 +160,7 @@ def as_expr(value: Expr | float) -> Expr:
 
 
 def children(expr: Expr) -> tuple[Expr, ...]:
-    """The direct parts of `expr`, in reading order."""
+    """Returns the direct children of `expr`, in reading order."""
     match expr:
         case Call(_, args):
             return args
@@ -173,7 +175,7 @@ ZERO, ONE = Const(0.0), Const(1.0)
 
 
 def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """`expr` with `change` applied to its direct parts."""
+    """Returns `expr` with `change` applied to its direct children."""
     match expr:
         case Call(function, args):
             return Call(function, tuple(change(arg) for arg in args))
@@ -187,26 +189,26 @@ def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 
 def variables(expr: Expr) -> tuple[str, ...]:
-    """Names of the variables, each once, in the order in which they are first read."""
+    """Returns the names of the variables without duplicates, in order of first use."""
     if isinstance(expr, Var):
         return (expr.name,)
     return tuple(dict.fromkeys(name for part in children(expr) for name in variables(part)))
 
 
 def substitute(expr: Expr, values: Mapping[str, Expr]) -> Expr:
-    """`expr` with every variable named in `values` replaced, all at once."""
+    """Replaces all variables named in `values` simultaneously."""
     if isinstance(expr, Var):
         return values.get(expr.name, expr)
     return rebuild(expr, lambda part: substitute(part, values))
 
 
-# How tightly a piece of text binds; what binds less than its place asks for gets parentheses.
+# Binding strengths of text. A part that binds less strongly than its context requires is parenthesized.
 CHOICE, COMPARE, SUM, PRODUCT, UNARY, POWER, ATOM = range(7)
-LONGEST = 20_000  # characters; a target without `silu` or `**` repeats its argument, which nesting multiplies
+LONGEST = 20_000  # in characters; targets without `silu` or `**` repeat arguments, which multiplies under nesting
 
 
 class Printer:
-    """Prints the canonical text; the printers of the target languages override what they spell otherwise."""
+    """Prints the canonical text. Subclasses print the target languages."""
 
     def __init__(self) -> None:
         self.written: dict[Expr, tuple[str, int]] = {}
@@ -221,7 +223,7 @@ class Printer:
         return text if strength >= place else f"({text})"
 
     def write(self, expr: Expr) -> tuple[str, int]:
-        """Text and how tightly it binds."""
+        """Returns the text of an expression and its binding strength."""
         match expr:
             case Const(value):
                 return self.constant(value), ATOM if value >= 0 else UNARY
@@ -247,11 +249,11 @@ class Printer:
         return name, ATOM
 
     def side(self, expr: Expr) -> str:
-        """One side of a comparison."""
+        """Returns the text of one side of a comparison."""
         return self.text(expr, SUM)
 
     def right(self, op: str, expr: Expr, strength: int) -> str:
-        """The right operand of + - * /."""
+        """Returns the text of the right operand of + - * /."""
         return self.text(expr, strength + 1)
 
     def power(self, base: Expr, exponent: Expr) -> tuple[str, int]:
@@ -262,5 +264,5 @@ class Printer:
 
 
 def plain(value: float) -> str:
-    """A number as a person writes it: 2 rather than 2.0."""
+    """Formats a number without a redundant fraction: 2 instead of 2.0."""
     return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)

@@ -1,7 +1,7 @@
-"""The typed graph that every pass reads and writes, and the builder that types each node at its birth.
+"""The typed graph that every pass reads and writes, and the builder that infers the type of each node it adds.
 
-A value is named by text: `mlp.up` is the first output of that node (or an input of the graph), `mlp.up:1` its second,
-`@mlp.up` a parameter and `$norm_scale` a number that the caller of a function fixes.
+Values are referenced by text. `mlp.up` is the first output of node `mlp.up` (or an input of the graph) and `mlp.up:1`
+its second output. `@mlp.up` is a parameter, and `$norm_scale` is a number that the caller of a function passes.
 """
 
 import math
@@ -19,7 +19,11 @@ Sizes = Mapping[str, int]
 
 
 class Size(int):
-    """A dim with a name for code, such as `D` or `H * C`; in all else the number that it is."""
+    """An integer dim with a symbolic name for generated code, such as `D` or `H * C`.
+
+    Three operations return a Size: a size times a size, an integer times a size, and the exact quotient of a product by
+    one of its factors but the last (`H * C` // `H` is `C`). All others return plain numbers.
+    """
 
     text: str
 
@@ -44,12 +48,12 @@ class Size(int):
 
 
 def spelled(dim: Dim) -> str:
-    """A dim as code has it."""
+    """Returns a dim as generated code writes it: its name if it is a Size, else the number."""
     return dim.text if isinstance(dim, Size) else str(dim)
 
 
 class TypeRuleError(ValueError):
-    """An op was given inputs that it cannot take. `inputs` are the positions of those at fault."""
+    """Raised if an op cannot accept its inputs. `inputs` are the positions of the inputs at fault."""
 
     def __init__(self, message: str, inputs: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -59,9 +63,10 @@ class TypeRuleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Shape and dtype of a value. A dim is a number or the name of a symbol (`B` rows, `T` tokens).
+    """The shape and dtype of a value.
 
-    `storage` is how a deployed parameter is kept, e.g. `int5`; empty where it is kept as it is computed with.
+    A dim is an integer or the name of a symbolic dim, such as `B` for rows and `T` for tokens. `storage` is the storage
+    form of a deployed parameter, such as `int5`. It is empty if the parameter is stored in `dtype`.
     """
 
     shape: tuple[Dim, ...]
@@ -74,19 +79,19 @@ class TensorType:
 
     @property
     def width(self) -> Dim:
-        """The last dim: features, for most values."""
+        """Returns the last dim, which is the number of features for most values."""
         return self.shape[-1]
 
     @property
     def floating(self) -> bool:
-        """Whether it has a gradient; whole numbers have none."""
+        """Returns True if the dtype is a float, so that the value can have a gradient."""
         return self.dtype in ("f64", "f32", "bf16", "f16")
 
     def with_shape(self, *shape: Dim) -> "TensorType":
         return replace(self, shape=shape)
 
     def count(self, sizes: Sizes) -> int:
-        """Elements, once the symbols have `sizes`."""
+        """Returns the number of elements, with `sizes` for the symbolic dims."""
         return math.prod(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
     def bytes(self, sizes: Sizes) -> int:
@@ -95,14 +100,14 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Stands for input `index` of an op in what the witness expects."""
+    """A placeholder for input `index` of an op in a `Traced` call."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A call that torch.fx records: the name of the function or method, its arguments in order, its keywords."""
+    """A call that torch.fx records: the function or method name, positional arguments, and keyword arguments."""
 
     function: str
     args: tuple[object, ...]
@@ -111,103 +116,116 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One kind of node; its settings are its fields. Subclasses state their `name` and answer these questions."""
+    """Base of the operations. The fields of an instance are its settings.
+
+    Subclasses set `name`, override the class attributes below if the defaults do not apply, and implement the methods.
+    """
 
     name: ClassVar[str] = ""
-    # Consumers may print this value inside their own line.
+    # Consumers may print the expression of this value inside their own line.
     inline: ClassVar[bool] = True
-    # It computes a gradient, so code names its value for itself and not for what it follows.
+    # It computes a gradient: generated code names its value after this node, even if the node has an epilogue.
     gradient: ClassVar[bool] = False
-    # A matrix product or attention: what the cost of a model is counted in, and a plan lists.
+    # It is a matrix product or attention. The FLOP count of a model includes these ops, and a plan lists them.
     matrix: ClassVar[bool] = False
-    # The class of work that a plan counts its time in.
+    # The category in which a plan counts its time.
     work: ClassVar[str] = "pointwise"
-    # The features of the output are those of the first input, so an error about them is that input's.
+    # The output has the features of the first input, so that errors about features are attributed to that input.
     keeps_features: ClassVar[bool] = False
-    # The compiler of Torch leaves it as it is, so that a program with it is no single graph.
+    # torch.compile does not compile it, so that a program with it is not a single graph.
     apart: ClassVar[bool] = False
-    # It changes its first input, a state, and gives it back.
+    # It modifies its first input, a state, and returns it.
     in_place: ClassVar[bool] = False
-    # In a fused group the plan chooses a kernel for it.
+    # Inside fused groups, the plan selects a kernel for it.
     planned: ClassVar[bool] = False
-    # The plan chooses a kernel for it outside of fused groups too.
+    # Outside of fused groups too, the plan selects a kernel for it.
     everywhere: ClassVar[bool] = False
-    # In a fused group a plan lists it, though the group could be read without it: it changes shapes.
+    # A plan lists it inside fused groups, because it changes shapes.
     listed: ClassVar[bool] = False
-    # Tokens of a sequence meet in it, so rows of sequences cannot be taken as one dim.
+    # It combines tokens of a sequence, so that the rows and tokens of sequences cannot be flattened to one dim.
     mixes_tokens: ClassVar[bool] = False
-    # Its rows, in however many dims they are, know nothing of each other; else only sequences do not.
+    # Its rows are independent of each other, in however many dims they are. If False, only sequences are independent.
     rowwise: ClassVar[bool] = False
-    # So many sums of it follow each other, each over what the one before has rounded.
+    # The number of sums in sequence, each over values that were rounded after the previous sum.
     chained: ClassVar[int] = 1
 
     @property
     def arity(self) -> int:
-        """How many inputs are the op's own; those after them belong to its epilogue."""
+        """Returns the number of the op's own inputs. Inputs of a node after these belong to its epilogue."""
         raise TypeRuleError(f"{self.name} has no fixed arity")
 
     @property
     def output_labels(self) -> tuple[str, ...]:
-        """Names of the outputs in generated code, where there are several or the node's name is too general."""
+        """Returns names of the outputs for generated code, if there are several or the node's name is too general."""
         return ()
 
     @property
     def input_labels(self) -> tuple[str, ...]:
-        """Names of the inputs in the code of a group, where their own names would be ambiguous."""
+        """Returns names of the inputs for the code of a group, if their own names would be ambiguous."""
         return ()
 
     @property
     def words(self) -> str:
-        """A short description for a plan page."""
+        """Returns a short description for a plan page."""
         return self.name
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
-        """The words for it, and for its size, in the name of a kernel: `linear` and `n3072_k768`."""
+        """Returns the parts of a kernel name for the op and its size, such as `linear` and `n3072_k768`."""
         return self.name, ""
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        """The types of the outputs. Raises TypeRuleError."""
+        """Returns the types of the outputs. Raises TypeRuleError if the op cannot accept the inputs."""
         raise TypeRuleError(f"{self.name} has no type rule")
 
     def ids_below(self, inputs: Sequence[TensorType]) -> int:
-        """The exclusive upper bound of its integer inputs, which are indices of at least 0."""
+        """Returns the exclusive upper bound of the integer inputs, which are indices of at least 0."""
         raise TypeRuleError(f"{self.name} has no whole numbers to index with")
 
     def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
-        """Random inputs such that they belong together, where some of them follow from others."""
+        """Makes random inputs consistent, if some of them are determined by others."""
         return inputs
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        """Floating-point operations; a multiply-add counts two. Pointwise work counts one an element."""
+        """Returns the number of floating-point operations.
+
+        A multiply-add counts as two, a pointwise operation as one per element.
+        """
         return outputs[0].count(sizes)
 
     def support(self, inputs: Sequence[TensorType]) -> str:
-        """The name of the function that the Torch spelling calls, with the text of templates/torch/<support>.py.jinja;
-        empty where it calls none."""
+        """Returns the name of the support function that the Torch expression calls, or "" if it calls none.
+
+        The function is defined in templates/torch/<support>.py.jinja.
+        """
         return ""
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        """The Python expression that computes it."""
+        """Returns the Python expression that computes the op, for argument expressions `args`."""
         raise TypeRuleError(f"{self.name} has no Torch spelling")
 
     def traced(self, inputs: Sequence[TensorType]) -> "Traced":
-        """The nodes that torch.fx must find where the Torch spelling ran; the witness compares generated code with
-        them."""
+        """Returns the calls that torch.fx records for the Torch expression.
+
+        The fx witness compares generated code with them.
+        """
         return Traced(self.support(inputs), tuple(map(Input, range(len(inputs)))))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """The same in plain Torch, in whatever precision the inputs have; written apart from `torch`."""
+        """Computes the op in plain Torch in the precision of the inputs, independently of the expression of `torch`."""
         raise TypeRuleError(f"{self.name} has no reference")
 
     def sampled(
         self, some: "Sequence[Tensor]", every: "Sequence[Tensor]", sums: Sequence[int] = ()
     ) -> "Tensor | tuple[Tensor, ...]":
-        """The reference of some rows, where the op is `rowwise`, or else of some sequences.
+        """Computes the reference for a subset of the rows if the op is `rowwise`, else for a subset of the sequences.
 
         Args:
-            some: inputs of these rows.
-            every: inputs of all rows, in any precision.
-            sums: the outputs that have no rows, by position: they are taken over `every`, in the precision of `some`.
+            some: the inputs, restricted to the subset.
+            every: the inputs of all rows, in any precision.
+            sums: the positions of outputs without rows. They are computed over `every`, in the precision of `some`.
+
+        Returns:
+            The outputs, those with rows restricted to the subset.
         """
         values = self.reference(*some)
         if not sums:
@@ -218,20 +236,25 @@ class Op:
         return tuple(whole[i] if i in sums else value for i, value in enumerate(values))
 
     def derivative(self, tape: "Tape") -> "Gradients | None":
-        """Adds the nodes that compute the gradient of each input, None for one that has none; it is linear in the
-        gradients of the outputs. None alone where the op states no rule."""
+        """Adds the nodes that compute the gradients of the inputs and returns one gradient per input.
+
+        An entry is None if that input has no gradient. The result is None if the op has no derivative rule. Rules are
+        linear in the gradients of the outputs.
+        """
         return None
 
     def settings(self) -> str:
-        """Its fields as text, those left at their default omitted."""
+        """Returns the fields as text, without those that have their default."""
         shown = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
         return "{" + ", ".join(shown) + "}" if shown else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The gradient `value` times the number `by`, f32[]. As every rule is linear, the number need not be multiplied
-    into `value`: it waits until a gradient leaves the group."""
+    """A gradient `value` that is still to be multiplied by the number `by`, f32[].
+
+    Because every derivative rule is linear, the multiplication is deferred until a gradient leaves the group.
+    """
 
     value: str
     by: str
@@ -241,29 +264,39 @@ Gradients = tuple[str | Scaled | None, ...]
 
 
 class Tape(Protocol):
-    """The interface of a derivative rule: the values that it may read, and where it adds nodes. A value of the forward
-    is saved for the backward only if a rule asks for it."""
+    """The interface of a derivative rule to the graph: the values it may read and the method that adds nodes.
+
+    A forward value is saved for the backward only if a rule reads it.
+    """
 
     def type(self, index: int) -> TensorType:
-        """The type of an input of the op."""
+        """Returns the type of an input of the op."""
 
     def input(self, index: int) -> str:
-        """An input of the op."""
+        """Returns a reference to an input of the op."""
 
     def output(self, index: int) -> str:
-        """An output of the op."""
+        """Returns a reference to an output of the op."""
 
     def grad(self, index: int = 0) -> str:
-        """The gradient of an output."""
+        """Returns a reference to the gradient of an output."""
 
     def add(self, suffix: str, op: Op, inputs: Sequence[str]) -> str:
-        """Adds a node named after the op's own, and returns its first output."""
+        """Adds a node whose name is the op's node name with `suffix`, and returns its first output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operation. `epilogue` is a pointwise node that joined it, over its accumulators and the inputs after
-    `op.arity`; `members` are the spec paths of the nodes that it replaced, where these were several."""
+    """One operation of a graph.
+
+    Attributes:
+        name: the path of the node, unique in its graph.
+        op: the operation.
+        inputs: references to the input values: those of `op`, then those of `epilogue`.
+        types: the types of the outputs.
+        epilogue: a pointwise op applied to the accumulators of `op`, fused into this node.
+        members: the spec paths of the nodes that this node replaced, if it replaced several.
+    """
 
     name: str
     op: Op
@@ -294,8 +327,16 @@ Named = tuple[str, TensorType]
 
 @dataclass(frozen=True)
 class Graph:
-    """A program or a function: typed inputs, numbers fixed by the caller, parameters, nodes in order, labelled
-    outputs."""
+    """A program or a function, immutable.
+
+    Attributes:
+        name: the name of the graph.
+        inputs: the name and type of each input.
+        params: the name and type of each parameter.
+        nodes: the nodes in topological order.
+        outputs: (label, value) of each output.
+        scalars: the names of the numbers that the caller passes.
+    """
 
     name: str
     inputs: tuple[Named, ...]
@@ -306,7 +347,7 @@ class Graph:
 
     @cached_property
     def types(self) -> Mapping[str, TensorType]:
-        """The type of every value that a node may name."""
+        """Maps every value that a node may reference to its type."""
         types = dict(self.inputs)
         types |= {f"@{name}": type for name, type in self.params}
         types |= {f"${name}": TensorType((), "f32") for name in self.scalars}
@@ -320,7 +361,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Node, ...]]:
-        """For each value, the nodes that read it, in order; a node that reads it twice stands twice."""
+        """Maps each value to the nodes that read it, in order. A node that reads it twice is listed twice."""
         readers: dict[str, list[Node]] = {ref: [] for ref in self.types}
         for node in self.nodes:
             for ref in node.inputs:
@@ -328,7 +369,7 @@ class Graph:
         return {ref: tuple(nodes) for ref, nodes in readers.items()}
 
     def uses(self, ref: str) -> int:
-        """How often a value is read, by nodes or as an output of the graph."""
+        """Returns the number of times that nodes and graph outputs read a value."""
         return len(self.consumers[ref]) + sum(ref == output for _, output in self.outputs)
 
     def __str__(self) -> str:
@@ -345,21 +386,23 @@ def output_ref(node: str, index: int) -> str:
     return node if index == 0 else f"{node}:{index}"
 
 
-@lru_cache(maxsize=65536)  # asked for again by every pass; a name has few counts
+@lru_cache(maxsize=65536)  # every pass requests the same few names and counts
 def output_refs(node: str, count: int) -> tuple[str, ...]:
-    """All outputs of a node that has `count`."""
+    """Returns references to the outputs of a node that has `count` outputs."""
     return tuple(output_ref(node, i) for i in range(count))
 
 
 def node_of(ref: str) -> str:
-    """The node (or graph input) that a value belongs to."""
+    """Returns the name of the node or graph input that a value belongs to."""
     return ref.partition(":")[0]
 
 
 @dataclass
 class Builder:
-    """Collects the nodes of one graph. `scope` is put before every name that is added; `constants` are numbers that a
-    formula of the spec gives, by a name for code."""
+    """Builds one graph node by node. `scope` is prepended to the name of each node and parameter.
+
+    `constants` maps a name for generated code to the value and text of a formula in the spec.
+    """
 
     name: str
     scope: str = ""
@@ -373,20 +416,23 @@ class Builder:
     constants: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def input(self, name: str, type: TensorType) -> str:
-        """Declares an input of the graph."""
+        """Declares an input of the graph and returns a reference to it."""
         self.inputs.append((name, type))
         self.types[name] = type
         return name
 
     def scalar(self, name: str) -> str:
-        """Declares a number that each caller fixes."""
+        """Declares a number that each caller passes, and returns a reference to it."""
         if name not in self.scalars:
             self.scalars.append(name)
             self.types[f"${name}"] = TensorType((), "f32")
         return f"${name}"
 
     def param(self, name: str, type: TensorType, init: object) -> str:
-        """Declares a parameter under the scope, and how it starts; the same name twice is the same parameter."""
+        """Declares a parameter under the scope with its initialization and returns a reference to it.
+
+        A second declaration of a name refers to the same parameter. Raises TypeRuleError if its type differs.
+        """
         path = self.path(name)
         self.inits.setdefault(path, init)
         if self.params.setdefault(path, type) != type:
@@ -395,7 +441,7 @@ class Builder:
         return f"@{path}"
 
     def constant(self, name: str, value: float, formula: float | str) -> float:
-        """Declares that `value` is what a formula gives, where it is one, and returns it."""
+        """Returns `value`. If `formula` is text, records the value and the formula under `name`."""
         if isinstance(formula, str):
             self.constants[name.upper()] = value, formula
         return value
@@ -404,7 +450,10 @@ class Builder:
         return f"{self.scope}.{name}" if self.scope else name
 
     def add(self, name: str, op: Op, inputs: Sequence[str]) -> str:
-        """Adds a node and returns its first output. Raises TypeRuleError, naming the node, where the op's rule does."""
+        """Adds a node and returns its first output.
+
+        Raises TypeRuleError, naming the node, if the op cannot accept the inputs or the name is already used.
+        """
         path = self.path(name)
         if path in self.types:
             raise TypeRuleError(f"two nodes are named {path}")
@@ -420,7 +469,10 @@ class Builder:
         return path
 
     def origin(self, ref: str) -> str:
-        """The node that gave a value its features: back through norms, residuals and the call into this function."""
+        """Returns the name of the node that determined the features of a value, for error messages.
+
+        Follows ops that preserve features, such as norms, and the call into this function.
+        """
         by_name = {node.name: node for node in self.nodes}
         while (node := by_name.get(node_of(ref))) is not None and node.op.keeps_features:
             ref = node.inputs[0]
@@ -434,7 +486,7 @@ class Builder:
 
 
 def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
-    """The graph with some values replaced by others wherever they are read."""
+    """Returns the graph with references to values replaced by `names`, in node inputs and graph outputs."""
 
     def other(ref: str) -> str:
         return names.get(ref, ref)
@@ -444,7 +496,7 @@ def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
 
 
 def walk(graphs: Mapping[str, Graph], start: Graph) -> Iterator[Graph]:
-    """`start` and every function that it calls, each once, callers first."""
+    """Yields `start` and every function reachable from it by calls, each once, in breadth-first order."""
     seen: list[str] = []
     queue = [start]
     while queue:

@@ -1,4 +1,4 @@
-"""Reads the text form of a graph back: `parse(str(graph), ops) == graph`."""
+"""Parses the text form of a graph: `parse(str(graph), ops) == graph`."""
 
 import ast
 import re
@@ -17,11 +17,14 @@ _RETURN = re.compile(r"  return (?P<outputs>.*)")
 
 
 class GraphTextError(ValueError):
-    """A line that is not part of a graph's text; the message names it."""
+    """Raised for text that is not the text of a graph."""
 
 
 def parse_type(text: str) -> TensorType:
-    """`bf16[T,1792]` or `int5:bf16[512,1792]`. Raises GraphTextError."""
+    """Parses a type such as `bf16[T,1792]` or `int5:bf16[512,1792]`.
+
+    Raises GraphTextError if the text is not a type.
+    """
     match = _TYPE.fullmatch(text)
     if match is None:
         raise GraphTextError(f"not a type: {text!r}")
@@ -47,7 +50,12 @@ def _op(name: str, settings: str | None, ops: Mapping[str, type[Op]]) -> Op:
 
 
 def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
-    """The graph that `text` spells, with ops looked up by name. Raises GraphTextError with the line number."""
+    """Parses the text of a graph, with the op classes in `ops` by name.
+
+    Raises:
+        GraphTextError: if a line is not recognized, with its number, or if a type or op is unknown.
+        SyntaxError, ValueError, TypeError: if the settings of an op are not literals or not fields of the op.
+    """
     name = ""
     inputs: tuple[Named, ...] = ()
     scalars: tuple[str, ...] = ()

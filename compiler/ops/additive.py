@@ -1,4 +1,4 @@
-"""Additive attention: a small network scores each position of the source (Bahdanau, Cho and Bengio, 2015)."""
+"""Additive attention: a small network scores each source position (Bahdanau, Cho and Bengio, 2015)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Additive(Op):
-    """softmax(scores) v for queries [B, T, A], keys [B, S, A] and values v [B, S, D], over the positions that
-    `seen`, bool[B, S], tells; 0 where it tells none.
+    """Computes softmax(scores) v over the source positions for which `seen` is True.
 
-    The score of a query and a key is relu(query + key), of A = 1, or w . tanh(query + key), where w [A] is the last
-    input.
+    Inputs are queries [B, T, A], keys [B, S, A], values v [B, S, D] and `seen` bool[B, S]. The output is [B, T, D]. It
+    is 0 if `seen` is False at every position.
+
+    With `form` "relu", the score of a query and a key is relu(query + key), and A is 1. With "tanh", it is w .
+    tanh(query + key), and a fifth input is the weight w [A].
     """
 
     name: ClassVar[str] = "additive"

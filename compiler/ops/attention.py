@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, whole or against a cache of keys and values, and the gradient of the whole."""
+"""Scaled dot-product attention over a whole sequence or a key-value cache, and its gradient over a whole sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,17 @@ if TYPE_CHECKING:
 
 
 def attended_to(q: "Tensor", k: "Tensor", v: "Tensor", allowed: "Tensor") -> "Tensor":
-    """Softmax attention in the precision of q, head by head; `allowed` is bool[T, S], or such with leading dims. A
-    query that sees nothing is given 0, as Torch's own attention does."""
+    """Computes softmax attention in the precision of q.
+
+    Args:
+        q: queries [B, T, H, C].
+        k: keys [B, S, G, C], where G divides H.
+        v: values [B, S, G, C].
+        allowed: bool[T, S] with optional leading dims that broadcast to [B, H]. True where a query attends to a key.
+
+    Returns:
+        The outputs [B, T, H, C]. A query that attends to no key has output 0, as in Torch's own attention.
+    """
     v = v.repeat_interleave(q.shape[-2] // v.shape[-2], dim=-2)
     blind = ~allowed.any(-1, keepdim=True)
     weights = scores_of(q, k, allowed | blind).softmax(-1).masked_fill(blind, 0.0)
@@ -21,7 +30,7 @@ def attended_to(q: "Tensor", k: "Tensor", v: "Tensor", allowed: "Tensor") -> "Te
 
 
 def scores_of(q: "Tensor", k: "Tensor", allowed: "Tensor") -> "Tensor":
-    """q k^T / sqrt(C) as [B, H, T, S], minus infinity where nothing is seen."""
+    """Returns q k^T / sqrt(C) as [B, H, T, S], with minus infinity where `allowed` is False."""
     k = k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-2)
     scores: Tensor = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) / q.shape[-1] ** 0.5
     return scores.masked_fill(~allowed, float("-inf"))
@@ -40,15 +49,22 @@ def _check_starts(q: TensorType, starts: Sequence[TensorType], at: int) -> None:
 
 
 def _within(allowed: "Tensor", column: "Tensor", starts: "Sequence[Tensor]") -> "Tensor":
-    """bool[T, S], and no further back than the `starts` [B, T] of documents, where these are given: [B, 1, T, S]."""
+    """Restricts the mask `allowed` bool[T, S] to keys within the document of each query.
+
+    `starts` is empty or has one tensor [B, T] of document start positions. With it the result is bool[B, 1, T, S], else
+    `allowed` itself.
+    """
     return (allowed & (column >= starts[0].unsqueeze(-1))).unsqueeze(1) if starts else allowed
 
 
 @dataclass(frozen=True, slots=True)
 class Sdpa(Op):
-    """softmax(q k^T / sqrt(C)) v for q [B, T, H, C] and k, v [B, T, G, C], G dividing H; each token sees itself and
-    those before it, and of them the last `window` where that is set. With `documents`, a fourth input tells where the
-    document of each token starts, i64[B, T], and it sees nothing before that."""
+    """Causal attention: softmax(q k^T / sqrt(C)) v for q [B, T, H, C] and k, v [B, T, G, C], where G divides H.
+
+    Each token attends to itself and the tokens before it. If `window` is set, it attends only to the last `window` of
+    these. With `documents`, a fourth input i64[B, T] is the position at which the document of each token starts, and
+    the token attends to nothing before that position.
+    """
 
     name: ClassVar[str] = "sdpa"
     matrix: ClassVar[bool] = True
@@ -70,7 +86,7 @@ class Sdpa(Op):
         q = inputs[0]
         tokens = q.with_shape(q.shape[1]).count(sizes)
         most = min(self.window or tokens, tokens)
-        pairs = most * tokens - most * (most - 1) // 2  # the first tokens see fewer
+        pairs = most * tokens - most * (most - 1) // 2  # the first tokens have fewer than `most` keys
         return 4 * q.count(sizes) // tokens * pairs
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
@@ -96,16 +112,19 @@ class Sdpa(Op):
 
 @dataclass(frozen=True, slots=True)
 class CausalAttention(Op):
-    """Sdpa without a window, with the log-sum-exp that its gradient reads: y [B, T, H, C] and lse f32[B, H, T], the
-    natural logarithm of the sum of exp(q k^T / sqrt(C)) over the keys that a token sees. Every kernel keeps to that,
-    so the forward of one serves the gradient of another."""
+    """Sdpa without a window, with the log-sum-exp that its gradient reads.
+
+    Outputs are y [B, T, H, C] and lse f32[B, H, T]: the natural logarithm of the sum of exp(q k^T / sqrt(C)) over the
+    keys that a token attends to. All kernels use this definition, so that the forward and the gradient can come from
+    different kernels.
+    """
 
     name: ClassVar[str] = "causal_attention"
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "attention"
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
-    chained: ClassVar[int] = 2  # scores, and values by their weights
+    chained: ClassVar[int] = 2  # two products in sequence: the scores, then the weights times the values
 
     @property
     def arity(self) -> int:
@@ -135,7 +154,10 @@ class CausalAttention(Op):
         return Sdpa().flops(inputs, outputs, sizes)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """A sequence at a time, as the scores of all would fill the memory. lse from scores in the precision of q."""
+        """Computes one sequence at a time, because the scores of all sequences would fill the memory.
+
+        lse is computed from scores in the precision of q, in f32 or wider.
+        """
         import torch
 
         q, k, v = inputs
@@ -158,10 +180,10 @@ class CausalAttention(Op):
 
 @dataclass(frozen=True, slots=True)
 class CausalAttentionGrad(Op):
-    """The gradients of CausalAttention, dq, dk and dv, from dy, q, k, v, y and lse.
+    """The gradients dq, dk and dv of CausalAttention, from dy, q, k, v, y and lse.
 
-    With p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)): dv = p^T dy, dq = ds k / sqrt(C),
-    dk = ds^T q / sqrt(C); queries that share a key add up.
+    With p = exp(q k^T / sqrt(C) - lse) and ds = p (dy v^T - sum(dy y)): dv = p^T dy, dq = ds k / sqrt(C), dk = ds^T q /
+    sqrt(C). The gradients of query heads that share a key head are added.
     """
 
     name: ClassVar[str] = "causal_attention_grad"
@@ -170,7 +192,7 @@ class CausalAttentionGrad(Op):
     gradient: ClassVar[bool] = True
     planned: ClassVar[bool] = True
     mixes_tokens: ClassVar[bool] = True
-    chained: ClassVar[int] = 3  # scores, what their weights are to blame for, and keys or queries by that
+    chained: ClassVar[int] = 3  # scores, gradient of the weights, its product with keys or queries
 
     @property
     def arity(self) -> int:
@@ -195,17 +217,17 @@ class CausalAttentionGrad(Op):
         return q, k, v
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        # five products where the forward has two: its scores once more, and two for each of the others' gradients
+        # five products instead of the forward's two: the scores again, then two for each of the two forward products
         return Sdpa().flops(inputs[1:4], outputs, sizes) * 5 // 2
 
     def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
-        """y and lse are those of q, k and v."""
+        """Replaces y and lse by the outputs of the forward for q, k and v."""
         dy, q, k, v, *_ = inputs
         y, lse = CausalAttention().reference(*(value.float() for value in (q, k, v)))
         return dy, q, k, v, y.to(q.dtype), lse
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """By autograd, through the reference of Sdpa, a sequence at a time; y and lse are not read."""
+        """Differentiates the reference of Sdpa by autograd, one sequence at a time. y and lse are not read."""
         import torch
 
         outputs = []
@@ -229,7 +251,7 @@ def heads_size(q: TensorType, k: TensorType) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheWrite(Op):
-    """The cache [B, S, G, C] with rows `positions` (i64[T]) replaced, in place, by x [B, T, G, C]."""
+    """Replaces rows `positions` (i64[T]) of a cache [B, S, G, C] by x [B, T, G, C], in place."""
 
     name: ClassVar[str] = "cache_write"
     inline: ClassVar[bool] = False
@@ -264,8 +286,11 @@ class CacheWrite(Op):
 
 @dataclass(frozen=True, slots=True)
 class SdpaCached(Op):
-    """Attention of q [B, T, H, C] at `positions` (i64[T]) over caches k, v [B, S, G, C], whose later rows it
-    ignores; with `documents`, a fifth input, as that of Sdpa."""
+    """Attention of q [B, T, H, C] at `positions` (i64[T]) over a key-value cache k, v [B, S, G, C].
+
+    Cache rows after a query's position are ignored. `window` and `documents` are those of Sdpa; with `documents`, the
+    document starts are the fifth input.
+    """
 
     name: ClassVar[str] = "sdpa_cached"
     matrix: ClassVar[bool] = True
@@ -310,8 +335,7 @@ class SdpaCached(Op):
 
 @dataclass(frozen=True, slots=True)
 class SdpaSeen(Op):
-    """Attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] that `seen`, bool[B, S], tells: all of
-    them, earlier and later."""
+    """Bidirectional attention of q [B, T, H, C] over the positions of k, v [B, S, G, C] with `seen` bool[B, S] True."""
 
     name: ClassVar[str] = "sdpa_seen"
     matrix: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Attention to what is seen of a sequence, and its gradient, as kernels compute them: with the log-sum-exp between."""
+"""Attention under a padding mask and its gradient, as kernels compute them: the forward saves the log-sum-exp."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from specc.compiler.ops.attention import SdpaSeen, check_heads, heads_size, lse_
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCORES = 1 << 24  # of sequences that a reference takes at a time
+SCORES = 1 << 24  # number of scores that a reference holds at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SeenOp(Op):
-    """Base of forward and gradient: both read `seen`, bool[B, S]."""
+    """Base of the forward and the gradient, which both read the mask `seen` bool[B, S]."""
 
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "attention"
@@ -26,7 +26,10 @@ class SeenOp(Op):
         return 2
 
     def named(self, q: TensorType, k: TensorType) -> tuple[str, str]:
-        """Attention of a sequence to another has a name of its own, as a plan gives each a kernel."""
+        """Returns the words for the op and its size in kernel names.
+
+        Attention of one sequence to another has a different name, because a plan selects its kernel separately.
+        """
         return "seen_attention" if q.shape[1] == k.shape[1] else "cross_attention", heads_size(q, k)
 
 
@@ -37,7 +40,10 @@ def _check(q: TensorType, k: TensorType, v: TensorType, seen: TensorType, at: in
 
 
 def _by_sequences(values: "Sequence[Tensor]", q: "Tensor", k: "Tensor") -> "Iterator[Sequence[Tensor]]":
-    """The values of as many sequences at a time as may have their scores in memory; at least once, of none."""
+    """Yields slices of `values` with as many sequences as fit SCORES scores.
+
+    Yields one empty slice if there are none.
+    """
     step = max(1, SCORES // max(1, q.shape[1] * q.shape[2] * k.shape[1]))
     for i in range(0, max(1, len(q)), step):
         yield [value[i : i + step] for value in values]
@@ -45,12 +51,15 @@ def _by_sequences(values: "Sequence[Tensor]", q: "Tensor", k: "Tensor") -> "Iter
 
 @dataclass(frozen=True, slots=True)
 class SeenAttention(SeenOp):
-    """SdpaSeen with the log-sum-exp that its gradient reads: y [B, T, H, C] and lse f32[B, H, T], the natural
-    logarithm of the sum of exp(q k^T / sqrt(C)) over the keys that are seen. Where none is, y and lse are 0 and no
-    gradient comes of it. Every kernel keeps to that, so the forward of one serves the gradient of another."""
+    """SdpaSeen with the log-sum-exp that its gradient reads.
+
+    Outputs are y [B, T, H, C] and lse f32[B, H, T]: the natural logarithm of the sum of exp(q k^T / sqrt(C)) over the
+    keys for which `seen` is True. If there is no such key, y, lse and all gradients are 0. All kernels use this
+    definition, so that the forward and the gradient can come from different kernels.
+    """
 
     name: ClassVar[str] = "seen_attention"
-    chained: ClassVar[int] = 2  # scores, and values by their weights
+    chained: ClassVar[int] = 2  # two products in sequence: the scores, then the weights times the values
 
     @property
     def arity(self) -> int:
@@ -80,7 +89,7 @@ class SeenAttention(SeenOp):
         return SdpaSeen().flops(inputs, outputs, sizes)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """Some sequences at a time. lse from scores in the precision of q."""
+        """Computes some sequences at a time. lse is computed from scores in the precision of q."""
         import torch
 
         outputs = []
@@ -100,12 +109,14 @@ class SeenAttention(SeenOp):
 
 @dataclass(frozen=True, slots=True)
 class SeenAttentionGrad(SeenOp):
-    """The gradients of SeenAttention, dq, dk and dv, from dy, q, k, v, y, lse and seen; the formulas are those of
-    CausalAttentionGrad, over the keys that are seen."""
+    """The gradients dq, dk and dv of SeenAttention, from dy, q, k, v, y, lse and `seen`.
+
+    The formulas are those of CausalAttentionGrad, over the keys for which `seen` is True.
+    """
 
     name: ClassVar[str] = "seen_attention_grad"
     gradient: ClassVar[bool] = True
-    chained: ClassVar[int] = 3  # scores, what their weights are to blame for, and keys or queries by that
+    chained: ClassVar[int] = 3  # scores, gradient of the weights, its product with keys or queries
 
     @property
     def arity(self) -> int:
@@ -131,17 +142,17 @@ class SeenAttentionGrad(SeenOp):
         return q, k, v
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        # five products where the forward has two: its scores once more, and two for each of the others' gradients
+        # five products instead of the forward's two: the scores again, then two for each of the two forward products
         return SdpaSeen().flops(inputs[1:4], outputs, sizes) * 5 // 2
 
     def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
-        """y and lse are those of q, k and v."""
+        """Replaces y and lse by the outputs of the forward for q, k and v."""
         dy, q, k, v, *_, seen = inputs
         y, lse = SeenAttention().reference(*(value.float() for value in (q, k, v)), seen)
         return dy, q, k, v, y.to(q.dtype), lse, seen
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """By autograd, through the reference of SdpaSeen, some sequences at a time; y and lse are not read."""
+        """Differentiates the reference of SdpaSeen by autograd, some sequences at a time. y and lse are not read."""
         import torch
 
         outputs = []

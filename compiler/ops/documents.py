@@ -1,4 +1,4 @@
-"""Where documents start in a stream of tokens that has a mark before each."""
+"""Start positions of documents in a token stream in which a mark precedes each document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DocumentStarts(Op):
-    """The position, i64[B, T], at which the document of each of ids [B, T] starts: that of the newest `mark` up to the
-    token, or 0 where there is none."""
+    """The start position, i64[B, T], of the document of each token of ids [B, T].
+
+    A document starts at the position of the last `mark` up to and including the token, or at 0 if there is none.
+    """
 
     name: ClassVar[str] = "document_starts"
     inline: ClassVar[bool] = False
@@ -50,11 +52,14 @@ class DocumentStarts(Op):
 
 @dataclass(frozen=True, slots=True)
 class DocumentStartsKept(Op):
-    """As `DocumentStarts` for tokens that follow `start` (i64[]) others: the document of the last of these starts at
-    `kept`, i64[B, 1], and positions count them."""
+    """DocumentStarts for decoding: the tokens follow `start` (i64[]) earlier tokens, and positions include them.
+
+    The second input i64[B, 1] is the state: the start position of the document of the last earlier token. It is ignored
+    if `start` is 0.
+    """
 
     name: ClassVar[str] = "document_starts_kept"
-    inline: ClassVar[bool] = False  # `kept` is overwritten after it
+    inline: ClassVar[bool] = False  # the state is overwritten after this node
     mark: int
 
     @property

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Dropout(Op):
-    """x with each element zero with probability `p`, the others divided by 1 - p. Only programs that train have it.
+    """Sets each element of x to 0 with probability `p` and divides the others by 1 - p. Only training programs have it.
 
-    It draws from Torch's generator of the device, in the order of the program; so does the reference.
+    Random numbers are drawn from Torch's generator of the device in program order, in the reference too.
     """
 
     name: ClassVar[str] = "dropout"
-    inline: ClassVar[bool] = False  # it draws in the order of the program
+    inline: ClassVar[bool] = False  # random numbers must be drawn in program order
     keeps_features: ClassVar[bool] = True
     p: float
 

@@ -1,4 +1,4 @@
-"""Exclusive self-attention: what a token attends to, without its own value."""
+"""Exclusive self-attention: removes from the attention output of a token the component along its own value."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exclusive(Op):
-    """y [B, T, H, C] less its projection on the value v [B, T, G, C] of the same token, G dividing H: y - (y . u) u for
-    u = v / |v| (XSA, arXiv 2603.09078). Query head h is served by value head h // (H / G)."""
+    """Computes y - (y . u) u with u = v / |v| (XSA, arXiv 2603.09078).
+
+    y [B, T, H, C] is the attention output and v [B, T, G, C] the value of the same token, where G divides H. Query head
+    h uses value head h // (H / G).
+    """
 
     name: ClassVar[str] = "exclusive"
     keeps_features: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Buckets of token pairs."""
+"""Hash buckets of token pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRu
 if TYPE_CHECKING:
     from torch import Tensor
 
-TOKEN, BEFORE = 36313, 27191  # the multipliers of a token and of the one before it
+TOKEN, BEFORE = 36313, 27191  # multipliers of a token id and of the previous token id
 
 
 @dataclass(frozen=True, slots=True)
 class BigramHash(Op):
-    """The bucket, i32[B, T] below `buckets`, of each token id and the one before it.
+    """The hash bucket, i32[B, T] in [0, `buckets`), of each token id and the previous id.
 
-    ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32, which wraps around; the last bucket is that of a token
-    with none before it, marked by a negative `previous`. The embedding hash of parameter-golf's BigramHash.
+    The bucket is ((36313 id) xor (27191 previous)) mod (buckets - 1) in i32 arithmetic with wraparound. A negative
+    `previous` marks a token that has no previous token; its bucket is the last. This is the embedding hash of
+    parameter-golf's BigramHash.
     """
 
     name: ClassVar[str] = "bigram_hash"
@@ -54,12 +55,12 @@ class BigramHash(Op):
         return torch.tensor(buckets, dtype=torch.int32, device=ids.device).reshape(ids.shape)
 
     def bucket(self, token: int, before: int) -> int:
-        """The bucket of one pair."""
+        """Returns the bucket of one pair of ids."""
         if before < 0:
             return self.buckets - 1
         return (_wrapped(TOKEN * token) ^ _wrapped(BEFORE * before)) % (self.buckets - 1)
 
 
 def _wrapped(value: int) -> int:
-    """A number as i32 holds it."""
+    """Wraps an integer to the range of i32."""
     return (value + 2**31) % 2**32 - 2**31

@@ -1,4 +1,4 @@
-"""One step of an LSTM whose recurrent product is of int8 codes."""
+"""One step of an LSTM whose recurrent product multiplies int8 codes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,16 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Int8LstmStep(Int8Product):
-    """The next h and c [..., H] of an LSTM. Inputs are h and c; x f32 [..., 4H], what the step's input adds to the
-    gates; and of the product with h the stored codes w i8 [4H, K], offset i32 [4H], scale f32 [4H] and inverse f32 [H].
+    """Computes the next h and c [..., H] of an LSTM with an int8 recurrent product.
 
-    h becomes codes as `QuantizeRows` makes them, zeros behind column H; their sums with w are exact in int32, offset
-    included. The gates, in the order i, f, g, o, are of x + sums * scale. Beyond the sums all of it is f32, and h and c
-    are rounded once where they are narrower.
+    Inputs, in order:
+    - h and c: the state [..., H].
+    - x: f32 [..., 4H], the contribution of the step's input to the gates.
+    - w: i8 [4H, K], the stored codes of the recurrent weight.
+    - offset: i32 [4H], added to the int32 sums.
+    - scale: f32 [4H], the value of one unit of the sums.
+    - inverse: f32 [H], the reciprocal of the scale of h.
 
-    With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`), each of which is multiplied with w: the sums of q2 are
-    exact too, and sums are those of q1, with the offset, plus those of q2 over 254 in f32. No K that int32 holds for
-    one code is too large for two.
+    h is quantized as by `QuantizeRows`, with zeros after column H. Its sums with w, including the offset, are exact in
+    int32. The gates, in the order i, f, g, o, are computed from x + sums * scale. Everything after the sums is f32; h
+    and c are rounded once if they are narrower.
+
+    With `bits` 16, h is two codes, q1 + q2 / 254 (`two_codes`), each of which is multiplied with w. The sums of q2 are
+    also exact. The total is computed in f32: the sums of q1, with the offset, plus the sums of q2 divided by 254. The
+    limit on K is the same as for one code.
     """
 
     name: ClassVar[str] = "int8_lstm_step"
@@ -88,8 +95,10 @@ class Int8LstmStep(Int8Product):
         return LARGEST + 1
 
     def belonging(self, inputs: "Sequence[Tensor]") -> "Sequence[Tensor]":
-        """Codes of both signs, with zeros behind column H; scales that bring sums near 1; inverses that are powers of
-        two, so that h has the same codes in every precision."""
+        """Makes weight codes of both signs with zeros after column H, and scales that bring the sums near 1.
+
+        The inverses are powers of two, so that h has the same codes in every precision.
+        """
         import torch
 
         h, c, x, weight, offset, scale, inverse = inputs
@@ -113,7 +122,7 @@ class Int8LstmStep(Int8Product):
 
 
 def _sums(codes: "Tensor", weight: "Tensor", offset: "Tensor") -> "Tensor":
-    """Of codes [..., H] with w [4H, K], K at least H, and the offset [4H]: i32 [..., 4H]."""
+    """Returns the int32 sums [..., 4H] of codes [..., H] times w [4H, K], K at least H, plus the offset [4H]."""
     sums = Int8Linear().reference(codes, weight[:, : codes.shape[-1]], offset)
     assert not isinstance(sums, tuple)
     return sums

@@ -1,5 +1,4 @@
-"""Matrix products: the linear layer and its two gradients. What follows one of them is an epilogue, never another
-op."""
+"""Matrix products: the linear layer and its two gradients. The operations after a product become its epilogue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,14 +12,16 @@ if TYPE_CHECKING:
 
 
 def rows(type: TensorType) -> tuple[Dim, ...]:
-    """All dims but the last: what a kernel sees as one dim of rows."""
+    """Returns all dims but the last. Kernels flatten them to one dim of rows."""
     return type.shape[:-1]
 
 
 @dataclass(frozen=True, slots=True)
 class Product(Op):
-    """A product of rows [..., K] with stored weights, which a GEMM kernel may take. `layout` is that of a weight:
-    `nk` is [N, K], `kn` is [K, N], both row-major."""
+    """A product of rows [..., K] with a stored weight, which a GEMM kernel can compute.
+
+    `layout` is the layout of the weight: `nk` is [N, K] and `kn` is [K, N], both row-major.
+    """
 
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "products"
@@ -33,11 +34,11 @@ class Product(Op):
         return self.name, f"n{n}_k{k}"
 
     def product_text(self, rows: str, weight: str) -> str:
-        """The product of rows with one weight, as Python."""
+        """Returns the product of rows with one weight as a Python expression."""
         return f"{rows} @ {weight}.T" if self.layout == "nk" else f"{rows} @ {weight}"
 
     def extent(self, weight: TensorType) -> tuple[int, int]:
-        """N and K of the product."""
+        """Returns N and K of the product."""
         n, k = weight.shape if self.layout == "nk" else reversed(weight.shape)
         assert isinstance(n, int) and isinstance(k, int)
         return n, k
@@ -45,7 +46,10 @@ class Product(Op):
 
 @dataclass(frozen=True, slots=True)
 class Linear(Product):
-    """y = x w^T for x [..., K] and `weights` matrices w [N, K] that read the same x; one accumulator each."""
+    """Computes y = x w^T for x [..., K] and one or more weights w [N, K], each with its own accumulator.
+
+    `weights` is the number of weights. All have the same shape and multiply the same x.
+    """
 
     name: ClassVar[str] = "linear"
     layout: ClassVar[Literal["nk", "kn"]] = "nk"
@@ -90,7 +94,7 @@ class Linear(Product):
 
 @dataclass(frozen=True, slots=True)
 class Dgrad(Product):
-    """The input gradient of a linear layer: dx = dy w for dy [..., N] and w [N, K] as stored."""
+    """The input gradient of a linear layer: dx = dy w for dy [..., N] and the stored weight w [N, K]."""
 
     name: ClassVar[str] = "dgrad"
     gradient: ClassVar[bool] = True

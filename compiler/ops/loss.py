@@ -1,4 +1,4 @@
-"""Cross-entropy, alone and fused with the softmax of its logits."""
+"""Cross-entropy loss, on logits and fused with a pointwise function of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,15 @@ from specc.compiler.ir.graph import Gradients, Input, Op, Scaled, Sizes, Tape, T
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROWS = 1 << 11  # of logits that a reference takes at a time
+ROWS = 1 << 11  # rows of logits that a reference computes at a time
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy(Op):
-    """-log softmax(logits)[target] in nats for logits f32[B, T, V] and targets i64[B, T]: the mean, or one a token.
+    """The loss -log softmax(logits)[target] in nats, for logits f32[B, T, V] and targets i64[B, T].
 
-    Targets that are `ignore` do not count: the mean is over the others, and one a token is 0 there.
+    With `reduction` "mean" the output is f32[], with "none" f32[B, T]. Targets equal to `ignore` are excluded from the
+    mean, and their loss is 0 with "none".
     """
 
     name: ClassVar[str] = "cross_entropy"
@@ -62,11 +63,11 @@ class CrossEntropy(Op):
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLoss(Op):
-    """-log softmax(f(z))[target] in nats for logits z [..., W] and targets i64[...], computed in f32 or wider.
+    """The loss -log softmax(f(z))[target] in nats, for logits z [..., W] and targets i64[...].
 
-    `f` is an expression over `z`. Only the first `vocab` of the W columns are logits, the rest is padding. With the
-    mean it also gives `grad`, the mean's gradient, in type and shape of the logits and 0 in the padding: whoever
-    reads the logits once for the one has all that the other takes.
+    It is computed in f32 or wider. `f` is an expression over `z`. Only the first `vocab` of the W columns are logits;
+    the others are padding. With `reduction` "mean", a second output `grad` is the gradient of the mean, with the type
+    and shape of the logits and 0 in the padding, so that loss and gradient need only one pass over the logits.
     """
 
     name: ClassVar[str] = "softmax_loss"
@@ -116,7 +117,7 @@ class SoftmaxLoss(Op):
     def sampled(
         self, some: "Sequence[Tensor]", every: "Sequence[Tensor]", sums: Sequence[int] = ()
     ) -> "Tensor | tuple[Tensor, ...]":
-        """The mean is that of every row, of which a gigabyte or so is computed at a time."""
+        """Computes the gradient of some rows and the mean over all rows, ROWS rows at a time to bound memory."""
         import torch
 
         if self.reduction == "none":

@@ -20,7 +20,7 @@ def _check(inputs: Sequence[TensorType]) -> TensorType:
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm(Op):
-    """x / sqrt(mean(x^2) + eps), times a weight [D] where one is given. Zhang and Sennrich, 2019."""
+    """Computes x / sqrt(mean(x^2) + eps), times a weight [D] if `affine` (Zhang and Sennrich, 2019)."""
 
     name: ClassVar[str] = "rms_norm"
     keeps_features: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class RmsNorm(Op):
         return f"F.rms_norm({args[0]}, ({spelled(inputs[0].width)},){weight}, eps={self.eps})"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        weight = (("weight", Input(1)),) if self.affine else ()  # fx records it by keyword
+        weight = (("weight", Input(1)),) if self.affine else ()  # torch.fx records it by keyword
         return Traced("rms_norm", (Input(0), (inputs[0].width,)), (*weight, ("eps", self.eps)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
@@ -53,7 +53,7 @@ class RmsNorm(Op):
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm(Op):
-    """(x - mean) / sqrt(variance + eps), times a weight [D], plus a bias [D]. Ba, Kiros and Hinton, 2016."""
+    """Computes (x - mean) / sqrt(variance + eps), times a weight [D], plus a bias [D] (Ba, Kiros and Hinton, 2016)."""
 
     name: ClassVar[str] = "layer_norm"
     keeps_features: ClassVar[bool] = True
@@ -73,7 +73,7 @@ class LayerNorm(Op):
         return f"F.layer_norm({args[0]}, ({spelled(inputs[0].width)},), {args[1]}, {args[2]}, eps={self.eps})"
 
     def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        learned = (("weight", Input(1)), ("bias", Input(2)))  # fx records them by keyword
+        learned = (("weight", Input(1)), ("bias", Input(2)))  # torch.fx records them by keyword
         return Traced("layer_norm", (Input(0), (inputs[0].width,)), (*learned, ("eps", self.eps)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":

@@ -9,12 +9,12 @@ from specc.compiler.ir.graph import Dim, Gradients, Op, Sizes, Tape, TensorType,
 if TYPE_CHECKING:
     from torch import Tensor
 
-USUAL_EPS = 1e-6  # neither names nor plans tell it
+USUAL_EPS = 1e-6  # the default, which names and plans omit
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRotation(Op):
-    """Base of the op and its gradient. Without `eps` nothing is normalized; with `gain` each head has a number."""
+    """Base of NormRope and its gradient. With `eps` None nothing is normalized. With `gain` each head has a factor."""
 
     planned: ClassVar[bool] = True
     work: ClassVar[str] = "norm and rotary"
@@ -23,13 +23,13 @@ class HeadRotation(Op):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The operations on a head, in order, each as one word."""
+        """Returns one word per operation on a head, in order, for kernel names."""
         norm = f"norm{'' if self.eps == USUAL_EPS else _letters(self.eps)}" if self.eps is not None else ""
         return tuple(filter(None, (norm, "rotary", "gain" if self.gain else "")))
 
     @property
     def description(self) -> str:
-        """The operations on a head, for people."""
+        """Returns the operations on a head as text for people."""
         norm = "rms_norm" if self.eps is not None else ""
         norm += f" of eps {self.eps}" if self.eps not in (None, USUAL_EPS) else ""
         return ", ".join(filter(None, (norm, "rope", "gain" if self.gain else "")))
@@ -37,10 +37,10 @@ class HeadRotation(Op):
 
 @dataclass(frozen=True, slots=True)
 class NormRope(HeadRotation):
-    """rope(rms_norm(x)) * gain for x [..., T, H, C], angles cos and sin f32[T, R] and gain [H, 1].
+    """Computes rope(rms_norm(x)) * gain for x [..., T, H, C], angles cos and sin f32[T, R] and gain [H, 1].
 
-    The first 2R of C channels are turned; pairs are channel i and channel R + i. Computed in f32 or wider, rounded
-    once. The angles get no gradient.
+    The first 2R of C channels are rotated; channel i is paired with channel R + i. Kernels compute in f32 or wider and
+    round once. The angles have no gradient.
     """
 
     name: ClassVar[str] = "norm_rope"
@@ -66,7 +66,7 @@ class NormRope(HeadRotation):
         return _turns(inputs[0], inputs[1], sizes) + (4 * (self.eps is not None) + self.gain) * inputs[0].count(sizes)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """With one rounding for each of its parts, as Torch's own norm and a product have."""
+        """Rounds after the norm, the rotation and the gain, as separate Torch operations do."""
         import torch
 
         x, cos, sin, *gain = inputs
@@ -90,11 +90,11 @@ class NormRope(HeadRotation):
 
 @dataclass(frozen=True, slots=True)
 class NormRopeGrad(HeadRotation):
-    """The gradients of NormRope: dx, and with a gain dgain [H, 1], from dy, x, cos, sin and gain.
+    """The gradients of NormRope from dy, x, cos, sin and gain: dx and, with a gain, dgain [H, 1].
 
-    With r = 1 / sqrt(mean(x^2) + eps), dz = dy turned back and s = sum(dz * x * r) over a head's channels:
-    dx = r * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. Where nothing is normalized and
-    there is no gain, dx = dz, and x is no input.
+    With r = 1 / sqrt(mean(x^2) + eps), dz = dy rotated back and s = sum(dz * x * r) over the channels of a head: dx = r
+    * gain * (dz - x * r * s / C), and dgain is the sum of s over all tokens. With neither norm nor gain, dx = dz, and x
+    is not an input.
     """
 
     name: ClassVar[str] = "norm_rope_grad"
@@ -129,12 +129,12 @@ class NormRopeGrad(HeadRotation):
         return (x, *gain)
 
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        # a sum of squares and a multiple of x; s, and a factor
+        # the norm needs a sum of squares and a multiple of x; norm and gain need s and a factor
         each = 4 * (self.eps is not None) + 3 * self.reads_x
         return _turns(inputs[0], inputs[1 + self.reads_x], sizes) + each * inputs[0].count(sizes)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """By autograd, through the reference of NormRope."""
+        """Differentiates the reference of NormRope by autograd."""
         import torch
 
         dy, *given = (value.detach() for value in inputs)
@@ -149,7 +149,7 @@ class NormRopeGrad(HeadRotation):
 
 
 def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[TensorType]) -> None:
-    """Raises TypeRuleError where heads, angles and gain do not fit each other."""
+    """Raises TypeRuleError if the shapes of heads, angles and gain do not match."""
     if len(x.shape) < 3:
         raise TypeRuleError(f"takes heads [..., T, H, C]; {{input}} gives {x}", (0,))
     (tokens, heads), channels, pairs = x.shape[-3:-1], x.width, cos.width
@@ -163,7 +163,7 @@ def _check(x: TensorType, cos: TensorType, sin: TensorType, gain: Sequence[Tenso
 
 
 def _turns(x: TensorType, cos: TensorType, sizes: Sizes) -> int:
-    """Operations of the rotation: a pair takes four products and two sums."""
+    """Returns the operations of the rotation: four products and two sums per pair of channels."""
     assert isinstance(cos.width, int)
     return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
 
@@ -174,5 +174,5 @@ def _size(x: TensorType, cos: TensorType) -> str:
 
 
 def _letters(number: float) -> str:
-    """A number as a part of a name: 1e-05 is 1em05."""
+    """Formats a number as part of a name: 1e-05 becomes 1em05."""
     return f"{number:g}".replace("-", "m").replace(".", "p").replace("+", "")

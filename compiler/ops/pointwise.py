@@ -1,4 +1,4 @@
-"""The one pointwise op: any expressions of the pointwise language over values that broadcast together."""
+"""The pointwise op: expressions of the pointwise language over values that broadcast together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
-    """The common shape by the usual rule: dims align at the right, and a missing one or a 1 stretches."""
+    """Returns the common shape of `shapes`, with dims aligned at the right and missing dims or 1 expanded.
+
+    Raises TypeRuleError if the shapes do not broadcast.
+    """
     longest = max(shapes, key=len)
     result: list[Dim] = []
     for back in range(len(longest), 0, -1):
@@ -26,10 +29,14 @@ def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Pointwise(Op):
-    """`outputs` are expressions over `variables`, which stand for the inputs in order; `labels` name further outputs.
+    """Evaluates expressions element by element.
 
-    `title` is the name that kernels give it, where the spec sets one. With `dtype` the inputs are converted first
-    and the outputs have that dtype; else that of the first input.
+    Attributes:
+        outputs: one expression per output.
+        variables: the names of the inputs in the expressions, in order.
+        labels: the names of the outputs in generated code; empty for a single unnamed output.
+        dtype: the dtype to which inputs are converted and which outputs have; if empty, that of the first input.
+        title: the name in kernel names, if the spec sets it.
     """
 
     name: ClassVar[str] = "pointwise"
@@ -50,7 +57,7 @@ class Pointwise(Op):
 
     @property
     def formula(self) -> str:
-        """The expressions as text, without the title: `(d, slope) -> d * slope`."""
+        """Returns the expressions as text, without the title: `(d, slope) -> d * slope`."""
         labels = self.labels or ("",) * len(self.outputs)
         values = (f"{label} = {text}" if label else text for label, text in zip(labels, self.outputs, strict=True))
         return f"({', '.join(self.variables)}) -> {', '.join(values)}" + (f" as {self.dtype}" if self.dtype else "")
@@ -90,7 +97,7 @@ _CAST = {"f32": "float", "bf16": "bfloat16", "f16": "half"}
 
 @dataclass(frozen=True, slots=True)
 class SumTo(Op):
-    """The sum of x over the dims along which a value of `shape` was stretched to meet it."""
+    """Sums x over the dims along which a value of `shape` was broadcast: the gradient of broadcasting."""
 
     name: ClassVar[str] = "sum_to"
     shape: tuple[Dim, ...]

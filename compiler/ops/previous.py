@@ -1,4 +1,4 @@
-"""The previous token's value: a shift of a whole sequence, or the cached state in decoding."""
+"""The value of the previous token, from a shift of the whole sequence or from the state in decoding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Previous(Op):
-    """x [B, T, ...] one token later: row t holds x of token t - 1, the first row `fill`."""
+    """Shifts x [B, T, ...] by one token: row t has x of token t - 1, and the first row is `fill`."""
 
     name: ClassVar[str] = "previous"
     keeps_features: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class Previous(Op):
 
     @staticmethod
     def _pads(x: TensorType) -> tuple[int, ...]:
-        """One row more before the first token, and the last token's row off; dims in Torch's order, last first."""
+        """Returns the padding, last dim first, that adds a row before the first token and drops the last row."""
         return (0, 0) * (len(x.shape) - 2) + (1, -1)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
@@ -58,12 +58,14 @@ class Previous(Op):
 
 @dataclass(frozen=True, slots=True)
 class PreviousKept(Op):
-    """As `Previous` for tokens that follow `start` (i64[]) others: the first row is `kept` [B, 1, ...], of the last
-    of these, or `fill` where there are none."""
+    """Previous for decoding: the tokens follow `start` (i64[]) earlier tokens.
+
+    The first row is the state `kept` [B, 1, ...], the value of the last earlier token, or `fill` if `start` is 0.
+    """
 
     name: ClassVar[str] = "previous_kept"
     keeps_features: ClassVar[bool] = True
-    inline: ClassVar[bool] = False  # `kept` is overwritten after it
+    inline: ClassVar[bool] = False  # the state is overwritten after this node
     fill: int = 0
 
     @property
@@ -101,7 +103,7 @@ class PreviousKept(Op):
 
 @dataclass(frozen=True, slots=True)
 class KeepLast(Op):
-    """State `kept` [B, 1, ...] overwritten, in place, by the last token of x [B, T, ...]."""
+    """Overwrites the state `kept` [B, 1, ...] in place with the last token of x [B, T, ...]."""
 
     name: ClassVar[str] = "keep_last"
     inline: ClassVar[bool] = False
@@ -133,7 +135,7 @@ class KeepLast(Op):
 
 @dataclass(frozen=True, slots=True)
 class Reset(Op):
-    """x [B, T, ...] with `fill` where ids [B, T] are `token`, the mark at which a document starts."""
+    """Replaces x [B, T, ...] by `fill` at positions where ids [B, T] equal `token`, the mark that starts a document."""
 
     name: ClassVar[str] = "reset"
     keeps_features: ClassVar[bool] = True

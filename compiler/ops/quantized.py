@@ -1,4 +1,4 @@
-"""Products in whole numbers: rows as int8 codes, their product with stored codes, and what padding adds taken off."""
+"""Integer products: quantization of rows to int8 codes, products with stored codes, and removal of padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,46 +12,51 @@ from specc.compiler.ops.sequence import Moves
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST = 127  # of a code; -128 is none, so that codes are symmetric
-FINE = 2 * LARGEST  # steps of a second code in one of the first: what rounding leaves, half a step, is all 127 of them
-ALIGNMENT = 16  # codes that one load takes: K and N of an int8 product are multiples of it
-LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT  # so many products and a bias below 2^30 stay within int32
+LARGEST = 127  # largest code; -128 is not used, so that codes are symmetric
+FINE = 2 * LARGEST  # steps of the second code per step of the first: 127 for half a step, the largest rounding error
+ALIGNMENT = 16  # codes per vector load: K and N of an int8 product are multiples of it
+LARGEST_K = 2**30 // LARGEST**2 // ALIGNMENT * ALIGNMENT  # with it, all products and a bias below 2^30 sum within int32
 
 
 def padded(extent: int) -> int:
-    """`extent` as an int8 product takes it."""
+    """Rounds `extent` up to a multiple of ALIGNMENT."""
     return -(-extent // ALIGNMENT) * ALIGNMENT
 
 
 def rounded(values: "Tensor") -> "Tensor":
-    """The codes i8 nearest to `values`, halves to even; NaN becomes 0."""
+    """Returns the i8 codes nearest to `values`, with ties to even. NaN becomes 0."""
     import torch
 
     return values.round().clamp(-LARGEST, LARGEST).nan_to_num(0.0).to(torch.int8)
 
 
 def two_codes(values: "Tensor") -> "tuple[Tensor, Tensor]":
-    """The codes i8 nearest to `values`, and those nearest to what is left of them in steps of 1 / FINE. Beyond the
-    largest code nothing is left."""
+    """Returns the i8 codes nearest to `values`, and the i8 codes of the remainder in steps of 1 / FINE.
+
+    Values are clamped to [-LARGEST, LARGEST] first, so that values out of range have remainder 0.
+    """
     within = values.clamp(-LARGEST, LARGEST)
     first = rounded(within)
     return first, rounded((within - first) * FINE)
 
 
 def step_of(bits: int) -> float:
-    """The step of codes of 8 bits, or of two codes, which are 16, in steps of the first."""
+    """Returns the step of 8-bit codes (one code) or 16-bit codes (two codes), in units of the first code's step."""
     return 1.0 if bits == 8 else 1.0 / FINE
 
 
 def wide(bits: int) -> str:
-    """The suffix of names where an input has more than 8 bits."""
+    """Returns the suffix of names for inputs of more than 8 bits."""
     return "" if bits == 8 else f"_i{bits}"
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeRows(Op):
-    """x [..., K] as codes i8 [..., columns]: x * inverse for f32 inverse [K], rounded, halves to even, within -127 and
-    127; zeros behind column K. NaN becomes 0. With `second` the second of `two_codes`, of which those are the first."""
+    """Quantizes x [..., K] to i8 codes [..., columns]: x * inverse, rounded and clamped to [-127, 127].
+
+    `inverse` is f32 [K]. Ties round to even, NaN becomes 0, and columns after K are 0. With `second`, the output is the
+    second code of `two_codes` instead of the first.
+    """
 
     name: ClassVar[str] = "quantize_rows"
     keeps_features: ClassVar[bool] = True
@@ -95,8 +100,10 @@ class QuantizeRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class Int8Product(Op):
-    """Base of the ops that multiply by stored codes w i8 [N, K], their input `stored`. A kernel of its own computes
-    it."""
+    """Base of the ops that multiply by stored i8 codes w [N, K], which are input number `stored`.
+
+    Each is computed by its own kernel, inside and outside of fused groups.
+    """
 
     matrix: ClassVar[bool] = True
     planned: ClassVar[bool] = True
@@ -105,7 +112,7 @@ class Int8Product(Op):
     stored: ClassVar[int]
 
     def extent(self, weight: TensorType) -> tuple[int, int]:
-        """N and K of the product."""
+        """Returns N and K of the product."""
         n, k = weight.shape
         assert isinstance(n, int) and isinstance(k, int)
         return n, k
@@ -113,9 +120,11 @@ class Int8Product(Op):
 
 @dataclass(frozen=True, slots=True)
 class Int8Linear(Int8Product):
-    """Codes x i8 [..., K] times stored codes w i8 [N, K], plus offset i32 [N]: the exact sums, i32 [..., N].
+    """Multiplies i8 codes x [..., K] with stored i8 codes w [N, K] and adds offset i32 [N].
 
-    What follows, from the scale of the sums on, is an epilogue. An output of type i8 is rounded to a code.
+    The sums i32 [..., N] are exact.
+
+    All operations after the sums, from their scaling on, form the epilogue. An i8 output is rounded to codes.
     """
 
     name: ClassVar[str] = "int8_linear"
@@ -168,7 +177,7 @@ class Int8Linear(Int8Product):
 
 @dataclass(frozen=True, slots=True)
 class CropColumns(Moves):
-    """The first `columns` columns of [..., N]: what padding added, taken off."""
+    """Returns the first `columns` columns of [..., N], which removes padding."""
 
     name: ClassVar[str] = "crop_columns"
     keeps_features: ClassVar[bool] = True
@@ -193,7 +202,7 @@ class CropColumns(Moves):
 
 @dataclass(frozen=True, slots=True)
 class RowByRow(Moves):
-    """The same values, row by row in memory; a copy only where they are not yet."""
+    """Makes a value contiguous in row-major order. Copies only if it is not contiguous already."""
 
     name: ClassVar[str] = "row_by_row"
     keeps_features: ClassVar[bool] = True
@@ -213,8 +222,10 @@ class RowByRow(Moves):
 
 @dataclass(frozen=True, slots=True)
 class TimeMajor(Moves):
-    """[B, T, D] as [T, B, D], row by row in memory, `backward` in time; with `back`, a view of such a value as
-    [B, T, D]."""
+    """Transposes [B, T, D] to a contiguous [T, B, D], reversed in time if `backward`.
+
+    With `back`, the input is time-major, and the output is a view of it as [B, T, D].
+    """
 
     name: ClassVar[str] = "time_major"
     keeps_features: ClassVar[bool] = True
@@ -242,7 +253,7 @@ class TimeMajor(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Part(Moves):
-    """The features [..., D] of one of `parts` equal parts of [..., parts D]."""
+    """Returns the features [..., D] of part `index` of `parts` equal parts of [..., parts D]."""
 
     name: ClassVar[str] = "part"
     index: int

@@ -1,5 +1,7 @@
-"""The long short-term memory of Hochreiter and Schmidhuber (1997), gates in the order i, f, g, o: over a whole
-sequence, by the library, or one step."""
+"""Long short-term memory (Hochreiter and Schmidhuber, 1997), over a whole sequence or one step.
+
+The gates are in the order i, f, g, o. Torch's library computes whole sequences.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +16,10 @@ GATES = 4
 
 
 def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[TensorType]) -> int:
-    """The hidden size of one direction, whose weights are input [4H, D], hidden [4H, H] and biases [4H]."""
+    """Checks the shapes of one direction and returns its hidden size H.
+
+    The weights are input [4H, D], hidden [4H, H] and biases [4H]. Raises TypeRuleError if a shape does not match.
+    """
     into, hidden, *_ = weights
     size = hidden.width
     assert isinstance(size, int)
@@ -29,13 +34,13 @@ def _check(x: TensorType, h: TensorType, c: TensorType, weights: Sequence[Tensor
 
 
 def _step(x: "Tensor", h: "Tensor", c: "Tensor", weights: Sequence["Tensor"]) -> tuple["Tensor", "Tensor"]:
-    """One step of one direction, in the precision of x [B, D]; returns h and c."""
+    """Computes one step of one direction in the precision of x [B, D] and returns h and c."""
     into, hidden, *biases = weights
     return updated(x @ into.T + h @ hidden.T + sum(biases), c)
 
 
 def updated(sums: "Tensor", c: "Tensor") -> tuple["Tensor", "Tensor"]:
-    """The new h and c [..., H] of the sums of the gates [..., 4H] and the old c."""
+    """Computes the new h and c [..., H] from the gate sums [..., 4H] and the old c [..., H]."""
     i, f, g, o = sums.chunk(GATES, -1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     return o.sigmoid() * c.tanh(), c
@@ -43,10 +48,11 @@ def updated(sums: "Tensor", c: "Tensor") -> tuple["Tensor", "Tensor"]:
 
 @dataclass(frozen=True, slots=True)
 class Lstm(Op):
-    """x [B, T, D] through `directions` LSTMs, forward in time and, with two, backward; their features lie side by side.
+    """Runs x [B, T, D] through one LSTM or, with `directions` 2, one forward and one backward in time.
 
-    Inputs are x, then h and c [B, directions H] to start from, then the weights of each direction: input [4H, D],
-    hidden [4H, H] and `biases` vectors [4H]. Outputs are y [B, T, directions H] and the last h and c.
+    Inputs are x, the initial h and c [B, directions H], then the weights of each direction: input [4H, D], hidden [4H,
+    H] and `biases` vectors [4H]. Outputs are y [B, T, directions H] and the last h and c. The features of the
+    directions are concatenated.
     """
 
     name: ClassVar[str] = "lstm"
@@ -105,8 +111,10 @@ class Lstm(Op):
 
 @dataclass(frozen=True, slots=True)
 class LstmCell(Op):
-    """One step of an LSTM: x [B, 1, D], h and c [B, H] and the weights of one direction, as of `Lstm`; gives h and
-    c."""
+    """Runs one step of an LSTM. Outputs are the new h and c [B, H].
+
+    Inputs are x [B, 1, D], h and c [B, H], and the weights of one direction as in `Lstm`.
+    """
 
     name: ClassVar[str] = "lstm_cell"
     matrix: ClassVar[bool] = True

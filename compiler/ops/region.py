@@ -1,4 +1,4 @@
-"""Nodes that run another graph: a function called at a place, a fused group, a loop over time."""
+"""Ops that run another graph: a function call, a fused group, a loop over time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,15 +6,22 @@ from typing import ClassVar
 
 from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced
 
-STEP, TRAIN_STEP = "step", "train_step"  # methods of a loop over time: the second is there where training drops
+STEP, TRAIN_STEP = "step", "train_step"  # methods of a loop over time; the second is used by training with dropout
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Call(Op):
-    """Runs function `callee` with the parameters that stand under `at`, and with `scalars` for the numbers that it
-    takes from its caller, of which `formulas` has what the spec says. `returns` are the shapes and dtypes that it
-    gives back, `labels` what code calls them."""
+    """Calls function `callee`.
+
+    Attributes:
+        callee: the name of the function.
+        at: the path under which the parameters of this call are.
+        returns: the shapes and dtypes of the outputs.
+        scalars: the values of the numbers that the caller passes, by name.
+        labels: the names of the outputs in generated code.
+        formulas: the formula in the spec of a scalar, by name, for scalars that have one.
+    """
 
     name: ClassVar[str] = "call"
     inline: ClassVar[bool] = False
@@ -42,7 +49,7 @@ class Call(Op):
 
 @dataclass(frozen=True, slots=True)
 class Fused(Op):
-    """A fused group: its forward graph, and a backward composed from its members' rules. See passes/group.py."""
+    """Runs a fused group: a forward graph and a backward derived from the rules of its members. See passes/group.py."""
 
     name: ClassVar[str] = "fused"
     group: str
@@ -64,11 +71,11 @@ class Fused(Op):
 
 @dataclass(frozen=True, slots=True)
 class Scan(Op):
-    """Runs function `callee` once for each step of time; its first `carried` outputs are the next step's first inputs.
+    """Runs function `callee` once per time step. Its first `carried` outputs are the first inputs of the next step.
 
-    Inputs are the first carried values, then `stepped` sequences [B, T, ...], of which each step is given its own
-    [B, 1, ...], then what all steps read. Outputs are the last carried values and the other outputs of all steps, one
-    behind the other.
+    Inputs are the initial carried values, then `stepped` sequences [B, T, ...], then the values that all steps read.
+    Each step receives its own slice [B, 1, ...] of a sequence. Outputs are the last carried values, then the other
+    outputs of all steps, concatenated along time.
     """
 
     name: ClassVar[str] = "scan"
@@ -87,7 +94,7 @@ class Scan(Op):
 
     @property
     def drops(self) -> bool:
-        """Whether its step is one of training alone."""
+        """Returns True if the step is the one for training, which applies dropout."""
         return self.callee.rpartition(".")[2] == TRAIN_STEP
 
     @property
@@ -102,5 +109,5 @@ class Scan(Op):
 
 
 def returned(types: Sequence[TensorType]) -> Types:
-    """The form in which a region states the types it gives back."""
+    """Converts types to the form of `returns`."""
     return tuple((type.shape, type.dtype) for type in types)

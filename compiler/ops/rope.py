@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) over the first dims of each head, in halves."""
+"""Rotary position embedding (Su et al., 2021) of the first channels of each head, paired in halves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Positions(Op):
-    """The position of each token of ids [B, T], as i64[T]: 0, 1, ..., counted from `start` (i64[]) where it is
-    given."""
+    """The positions i64[T] of the tokens of ids [B, T]: 0, 1, ..., plus the optional second input `start` (i64[])."""
 
     name: ClassVar[str] = "positions"
     inline: ClassVar[bool] = False
@@ -45,7 +44,7 @@ class Positions(Op):
 
 @dataclass(frozen=True, slots=True)
 class RopeAngles(Op):
-    """cos and sin, f32[T, dims/2], of position * base^(-2i/dims)."""
+    """Returns cos and sin, f32[T, dims/2], of the angles position * base^(-2i/dims)."""
 
     name: ClassVar[str] = "rope_angles"
     inline: ClassVar[bool] = False
@@ -86,8 +85,10 @@ class RopeAngles(Op):
 
 @dataclass(frozen=True, slots=True)
 class Rope(Op):
-    """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R]: pairs are channel i and channel R +
-    i."""
+    """Rotates the first 2R of C channels of x [B, T, H, C] by the angles [T, R].
+
+    Channel i is paired with channel R + i.
+    """
 
     name: ClassVar[str] = "rope"
     keeps_features: ClassVar[bool] = True
@@ -122,4 +123,4 @@ class Rope(Op):
         x, cos, sin = inputs
         half = cos.shape[-1]
         turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, -sin)[:, None]
-        return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1).to(x.dtype)  # angles may be wider
+        return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1).to(x.dtype)  # angles may be wider than x

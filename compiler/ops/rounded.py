@@ -1,5 +1,4 @@
-"""Fake quantization: training in place of int8 products, with inputs rounded as these round them. Gradients pass
-unchanged."""
+"""Fake quantization: training with inputs rounded as int8 products round them, with straight-through gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RoundRows(Op):
-    """x [..., K] as `QuantizeRows` would round it, and back: with f32 inverse [K], x * inverse rounded, halves to even,
-    within -127 and 127, over inverse. NaN stays NaN. With `bits` 16, as two such codes (`two_codes`) stand for it.
+    """Quantizes x [..., K] as `QuantizeRows` does and dequantizes the result.
 
-    Its gradient is that of the same without the rounding: 1 within -127 and 127, and 0 beyond, where a larger x
-    changes nothing. The straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.
+    x * inverse, for inverse f32 [K], is rounded with ties to even, clamped to [-127, 127] and divided by inverse. NaN
+    stays NaN. With `bits` 16, the result is the sum of two codes (`two_codes`).
+
+    The gradient ignores the rounding: it is 1 within [-127, 127] and 0 outside, where the result is constant. This is
+    the straight-through estimator (Bengio et al. 2013), clipped as in Jacob et al. 2018.
     """
 
     name: ClassVar[str] = "round_rows"
@@ -61,7 +62,7 @@ class RoundRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class LstmGates(Op):
-    """The new h and c [B, H] of the sums of the gates [B, 4H], in the order i, f, g, o, and the old c."""
+    """Computes the new h and c [B, H] from the gate sums [B, 4H], in the order i, f, g, o, and the old c [B, H]."""
 
     name: ClassVar[str] = "lstm_gates"
 

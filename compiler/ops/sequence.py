@@ -1,4 +1,4 @@
-"""Operations on sequences of encoder-decoder models: start and stop marks, masks, states, time steps."""
+"""Sequence operations of encoder-decoder models: shifts, masks, states, time steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Moves(Op):
-    """Moves values and computes nothing."""
+    """Base of ops that move values and do no arithmetic."""
 
     @property
     def arity(self) -> int:
@@ -25,7 +25,7 @@ class Moves(Op):
 
 @dataclass(frozen=True, slots=True)
 class Seen(Moves):
-    """Which of ids i64[B, S] are tokens and no `pad`: bool[B, S]."""
+    """The padding mask bool[B, S] of ids i64[B, S]: True for tokens, False for `pad`."""
 
     name: ClassVar[str] = "seen"
     inline: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class Seen(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Shift(Moves):
-    """`start` and then all but the last of ids i64[B, T]: what a decoder is fed where each token is the truth."""
+    """The decoder inputs for teacher forcing: `start`, then all but the last of ids i64[B, T]."""
 
     name: ClassVar[str] = "shift"
     inline: ClassVar[bool] = False
@@ -70,7 +70,7 @@ class Shift(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Zeros(Moves):
-    """Zeros [B, *shape] for x [B, ...], in its dtype: a state in which nothing is kept yet."""
+    """Zeros [B, *shape] in the dtype of x [B, ...]: an empty state."""
 
     name: ClassVar[str] = "zeros"
     inline: ClassVar[bool] = False
@@ -95,7 +95,7 @@ class Zeros(Moves):
 
 @dataclass(frozen=True, slots=True)
 class StateWrite(Moves):
-    """The state of the first input, replaced in place by the second, of its shape."""
+    """Replaces the state, the first input, in place by the second input, which has the same shape."""
 
     name: ClassVar[str] = "state_write"
     inline: ClassVar[bool] = False
@@ -123,7 +123,7 @@ class StateWrite(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Copy(Moves):
-    """A value of its own: what is kept in two places changes in one at a time."""
+    """Copies a value, so that in-place changes of the copy do not affect the original."""
 
     name: ClassVar[str] = "copy"
     inline: ClassVar[bool] = False
@@ -143,7 +143,7 @@ class Copy(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Concat(Moves):
-    """Features side by side: [..., D1] and [..., D2] give [..., D1 + D2]."""
+    """Concatenates features: [..., D1] and [..., D2] become [..., D1 + D2]."""
 
     name: ClassVar[str] = "concat"
 
@@ -173,7 +173,7 @@ class Concat(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Reversed(Moves):
-    """x [B, T, D] backward in time, pads and all."""
+    """Reverses x [B, T, D] in time, including padding."""
 
     name: ClassVar[str] = "reversed"
 
@@ -193,7 +193,7 @@ class Reversed(Moves):
 
 @dataclass(frozen=True, slots=True)
 class AsStep(Moves):
-    """Features [B, D] as a sequence of one step, [B, 1, D]."""
+    """Returns features [B, D] as a sequence of one step, [B, 1, D]."""
 
     name: ClassVar[str] = "as_step"
     keeps_features: ClassVar[bool] = True
@@ -214,7 +214,7 @@ class AsStep(Moves):
 
 @dataclass(frozen=True, slots=True)
 class Repeat(Moves):
-    """Features [B, D] at every position of ids i64[B, T]: [B, T, D]."""
+    """Repeats features [B, D] at every position of ids i64[B, T]: [B, T, D]."""
 
     name: ClassVar[str] = "repeat"
 

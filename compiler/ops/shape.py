@@ -1,4 +1,4 @@
-"""Ops that move no arithmetic: embedding rows, heads, first features, the last position, padding."""
+"""Ops that only move data: embedding lookup, heads, slices, padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Embedding(Op):
-    """Row ids[...] of a table [V, D], for ids in [0, V)."""
+    """Looks up row ids[...] of a table [V, D], for ids in [0, V)."""
 
     name: ClassVar[str] = "embedding"
 
@@ -41,7 +41,7 @@ class Embedding(Op):
 
 @dataclass(frozen=True, slots=True)
 class SplitHeads(Op):
-    """[..., H C] -> [..., H, C] for `heads` heads of equal size."""
+    """Reshapes [..., H C] to [..., H, C] for `heads` heads of equal size."""
 
     name: ClassVar[str] = "split_heads"
     heads: int
@@ -75,7 +75,7 @@ class SplitHeads(Op):
 
 @dataclass(frozen=True, slots=True)
 class MergeHeads(Op):
-    """[..., H, C] -> [..., H C]."""
+    """Reshapes [..., H, C] to [..., H C]."""
 
     name: ClassVar[str] = "merge_heads"
 
@@ -104,7 +104,7 @@ class MergeHeads(Op):
 
 @dataclass(frozen=True, slots=True)
 class FirstFeatures(Op):
-    """The first `features` of x [..., D]."""
+    """Returns the first `features` features of x [..., D]."""
 
     name: ClassVar[str] = "first_features"
     keeps_features: ClassVar[bool] = True
@@ -135,7 +135,7 @@ class FirstFeatures(Op):
 
 @dataclass(frozen=True, slots=True)
 class Halves(Op):
-    """The first and the second half of the features of x [..., 2 D]; `labels` are what code calls them."""
+    """Splits the features of x [..., 2 D] into two halves. `labels` are their names in generated code."""
 
     name: ClassVar[str] = "halves"
     inline: ClassVar[bool] = False
@@ -172,7 +172,7 @@ class Halves(Op):
 
 @dataclass(frozen=True, slots=True)
 class Last(Op):
-    """The last position of [B, T, D], as [B, D]."""
+    """Returns the last position of [B, T, D], as [B, D]."""
 
     name: ClassVar[str] = "last"
     keeps_features: ClassVar[bool] = True
@@ -200,7 +200,7 @@ class Last(Op):
 
 @dataclass(frozen=True, slots=True)
 class PadRows(Op):
-    """A matrix [N, K] with rows of zeros behind it, [rows, K]."""
+    """Pads a matrix [N, K] with rows of zeros at the end to [rows, K]."""
 
     name: ClassVar[str] = "pad_rows"
     listed: ClassVar[bool] = True
@@ -243,7 +243,7 @@ class PadRows(Op):
 
 @dataclass(frozen=True, slots=True)
 class CropRows(Op):
-    """The first `rows` rows of a matrix [N, K]."""
+    """Returns the first `rows` rows of a matrix [N, K]."""
 
     name: ClassVar[str] = "crop_rows"
     listed: ClassVar[bool] = True

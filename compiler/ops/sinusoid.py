@@ -1,4 +1,4 @@
-"""Positions as waves (Vaswani et al., 2017)."""
+"""Sinusoidal position encoding (Vaswani et al., 2017)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sinusoid(Op):
-    """For positions i64[T], the sines and then the cosines of position * 10000^(-2i/dim), in `dtype`: [T, dim]."""
+    """Encodes positions i64[T] as [T, dim] in `dtype`: the sines, then the cosines, of position * 10000^(-2i/dim)."""
 
     name: ClassVar[str] = "sinusoid"
     inline: ClassVar[bool] = False

@@ -1,1 +1,1 @@
-"""Quantization schemes, one file each: what is stored of a parameter, and how to get there and back."""
+"""Quantization schemes, one module each: the arrays stored for a parameter, and the conversions in both directions."""

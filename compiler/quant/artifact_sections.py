@@ -1,9 +1,8 @@
-"""The sections of an artifact, as they follow from the arrays that a spec stores; the format is that of the runtime's
-`artifact` package.
+"""Layout of the sections of an artifact, derived from the arrays that a spec stores.
 
-Arrays of one role, which have the same name but for numbers (`blocks.*.mlp.up`, codes), stand in one stream one below
-the other, as the rows of one matrix; roles of few bytes share one stream per kind. A stream is cut between rows, each
-part a section.
+The runtime's `artifact` package defines the format. Arrays whose names differ only in numbers (`blocks.*.mlp.up`,
+codes) have one role. The arrays of a role are concatenated along rows into one stream. Roles of few bytes share one
+stream per kind. A stream is cut between rows into sections.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ PREFIX_BYTES, ENTRY_BYTES, DIGEST_BYTES = 80, 44, 32  # of the header: its start
 
 
 class Kind(IntEnum):
-    """The contents of a section. All arrays of one kind have one item size."""
+    """The content of a section. All arrays of one kind have the same item size."""
 
     SPEC = 0
     CODES = 1
@@ -47,11 +46,11 @@ ITEM_BYTES = {
     Kind.TABLE: 1,
     Kind.DATA_DIGESTS: 1,
 }
-TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)  # at most one section each, in front, in this order
+TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)  # at most one section each, before all others, in this order
 
 
 def kind_of(stored: Stored) -> Kind:
-    """The kind of an array. Row scales keep to themselves: among other floats they compress worse."""
+    """Returns the kind of an array. Row scales have their own kind, because they compress worse among other floats."""
     if stored.dtype == "i8":
         return Kind.CODES
     if stored.dtype == "i32":
@@ -63,7 +62,7 @@ def kind_of(stored: Stored) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """`rows` of `columns` items each, of the arrays `members` (places in the layout), one after the other."""
+    """The concatenation of the arrays `members` (indices in the layout) as `rows` rows of `columns` items."""
 
     kind: Kind
     columns: int
@@ -75,13 +74,13 @@ class Stream:
         return self.columns * ITEM_BYTES[self.kind]
 
     def cuts(self) -> Iterator[int]:
-        """The rows of each of its sections: about as many each, and at most 512 KiB."""
+        """Yields the number of rows of each section. Sections are about equal and at most 512 KiB."""
         count = -(-self.rows // (CHUNK_BYTES // self.row_bytes))
         yield from (self.rows * (i + 1) // count - self.rows * i // count for i in range(count))
 
 
 def streams(layout: Sequence[tuple[str, Stored]]) -> list[Stream]:
-    """The streams of an artifact of this layout, in file order; arrays of no bytes are in none."""
+    """Returns the streams of an artifact with this layout, in file order. Empty arrays are in no stream."""
     roles: dict[tuple[Kind, str, int], list[int]] = {}
     for place, (name, stored) in enumerate(layout):
         if stored.bytes:
@@ -102,22 +101,23 @@ def streams(layout: Sequence[tuple[str, Stored]]) -> list[Stream]:
 
 
 def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -> int:
-    """The bytes of an artifact besides its compressed arrays, at most.
+    """Returns an upper bound on the bytes of an artifact in addition to its compressed arrays.
 
-    The header is exact. Each text section counts with its bytes before compression, which a codec exceeds by a few
-    bytes at most.
+    The header is exact. A text section counts as its size before compression plus CODEC_BYTES, an upper bound on the
+    size of incompressible text.
 
     Args:
-        layout: the stored arrays, as `Scheme.stored` gives them, in order.
-        texts: the bytes of each text section: the resolved spec's canonical JSON, the table of arrays of int8 products
-            where there are any, and the 64 bytes of the data's digests.
+        layout: (parameter name, stored array) of all arrays in order, from `Scheme.stored`.
+        texts: the bytes of each text section: the canonical JSON of the resolved spec, the table of arrays of int8
+            products
+            if there are any, and the 64 bytes of data digests.
     """
     sections = len(texts) + sum(1 for stream in streams(layout) for _ in stream.cuts())
     return PREFIX_BYTES + ENTRY_BYTES * sections + DIGEST_BYTES + sum(size + CODEC_BYTES for size in texts)
 
 
 def _columns(stored: Stored) -> int:
-    """Items of a row; a row too long for a section counts as many of one item."""
+    """Returns the items per row of an array, or 1 for scalars and for rows too long for a section."""
     item = ITEM_BYTES[kind_of(stored)]
     columns = stored.bytes // (stored.shape[0] * item) if stored.shape else 1
     return columns if columns * item <= CHUNK_BYTES else 1

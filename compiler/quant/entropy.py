@@ -1,8 +1,8 @@
-"""The size of compressed codes, estimated before there are weights.
+"""Estimates the compressed size of codes before weights exist.
 
-Of all rows of one variance those that are normally distributed have the most entropy (Cover and Thomas, "Elements of
-Information Theory", theorem 8.6.5), and brotli-11 comes within 1 % of the order-0 entropy of codes. Trained rows have
-heavier tails, and take less.
+Among all distributions of the same variance, the normal distribution has the most entropy (Cover and Thomas, "Elements
+of Information Theory", theorem 8.6.5), and brotli-11 comes within 1 % of the order-0 entropy of codes. Trained rows
+have heavier tails and compress better.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from statistics import NormalDist
 
 
 def normal_bits(clip: float, top: int) -> float:
-    """The entropy, in bits a value, of normal values of deviation 1 as codes -top .. top, of which `top` stands for
-    `clip`."""
+    """Returns the entropy, in bits per value, of standard normal values quantized to codes -top .. top.
+
+    Code `top` represents `clip`, in standard deviations.
+    """
     step = clip / top
     edges = [-math.inf, *((code - 0.5) * step for code in range(1 - top, top + 1)), math.inf]
     below = [0.5 * math.erfc(-edge / math.sqrt(2)) for edge in edges]
@@ -23,7 +25,9 @@ def normal_bits(clip: float, top: int) -> float:
 
 
 def normal_clip(columns: int, quantile: float = 1.0) -> float:
-    """About the `quantile` of |row|, of `columns` values of a normal distribution of deviation 1; of 1 the median of
-    the largest."""
+    """Returns the approximate `quantile` of |row| for `columns` standard normal values.
+
+    It is at most the median of the largest |value|, which is the result for quantile 1.
+    """
     largest = 0.5 ** (1 / columns)
     return NormalDist().inv_cdf((1 + min(quantile, largest)) / 2)

@@ -1,4 +1,4 @@
-"""GPTQ: rounds a matrix column by column and lets the columns still open make up for the error."""
+"""GPTQ: rounds a matrix column by column and adjusts the remaining columns to compensate for the error."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
 
 Quantile = Annotated[float, Field(gt=0, le=1)]
 
-# Values held at once while solving, over all candidates; rows beyond it are solved in turn.
+# Maximum number of values in memory while solving, over all candidates. More rows are solved in several chunks.
 CHUNK_VALUES = 2**24
 
 
 class Gptq(PerRow):
-    """Error-compensating rounding (Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for
-    Generative Pre-trained Transformers", arXiv 2210.17323).
+    """Error-compensating rounding (Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative
+    Pre-trained Transformers", arXiv 2210.17323).
 
-    `damping` is the share of the Hessian's mean diagonal added to its diagonal; `order` is the order in which
-    columns are rounded, by descending diagonal or as they stand; `block` columns are rounded before the error
-    is propagated to the rest (it changes the time, and the codes only through float64 rounding).
+    `damping` is the fraction of the Hessian's mean diagonal that is added to its diagonal. `order` is the order in
+    which columns are rounded: by descending diagonal or in natural order. `block` is the number of columns that are
+    rounded before the error is propagated to the rest. It affects the time, and the codes only through float64
+    rounding.
 
-    Each row is solved once for each of `clip_quantiles` of |row|, and rounded to nearest as well; the codes
-    with the smallest Hessian-weighted error dw H dw^T are kept, row by row. Rows do not interact, so that
-    choice is exact, and no row, hence no matrix, ends worse than rounding to nearest.
+    Each row is solved once per quantile of |row| in `clip_quantiles`, and is also rounded to nearest. For each row, the
+    codes with the smallest Hessian-weighted error dw H dw^T are selected. Because rows do not interact, the selection
+    is exact, and no row or matrix has a larger error than with rounding to nearest.
 
     `clip_stds` replaces the quantiles by multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf
-    PR 1394): coarser steps than the error alone would choose, whose fewer codes compress to fewer bytes. A row is then
-    also rounded to nearest by each of them, and not by its maximum.
+    PR 1394). These steps are coarser than the error alone would select, but the smaller codes compress to fewer bytes.
+    Each row is then also rounded to nearest with each of these clips, instead of with its maximum.
     """
 
     scheme: Literal["gptq"] = "gptq"
@@ -63,10 +64,10 @@ class Gptq(PerRow):
         return self.quantize_seen(weight, Seen(hessian))
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """As in the base class. The Hessian [columns, columns] must be symmetric positive semidefinite.
+        """Quantizes with the Hessian [columns, columns], which must be symmetric positive semidefinite.
 
-        Raises SchemeError also when it is missing, has another shape, holds NaN or infinity, or stays
-        indefinite under the largest damping.
+        In addition to the conditions of the base class, raises SchemeError if the Hessian is missing, has another
+        shape, holds NaN or infinity, or is indefinite under the largest damping.
         """
         import torch
 
@@ -99,7 +100,7 @@ class Gptq(PerRow):
         return magnitude.amax(1) if widest == 1.0 else row_quantile(magnitude.sort(1).values, widest)
 
     def _clips(self, weight: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The clips of rounding to nearest, and those of the solutions."""
+        """Returns the clips for rounding to nearest and the clips for solving, each [rows]."""
         if self.clip_stds:
             clips = [factor * _deviation(weight) for factor in self.clip_stds]
             return clips, clips
@@ -107,12 +108,12 @@ class Gptq(PerRow):
         return [magnitude[:, -1]], [row_quantile(magnitude, quantile) for quantile in self.clip_quantiles]
 
     def _rows(self, weight: Tensor, factor: Factor) -> tuple[Tensor, Tensor]:
-        """The codes and scales of some rows [rows, columns] in float64."""
+        """Returns the codes and scales of a chunk of rows [rows, columns], float64."""
         import torch
 
         nearest, solved = ([self.scales(clip) for clip in clips] for clips in self._clips(weight))
         scales = [*nearest, *solved]
-        # The candidates are stacked as rows, so that the sequential loop over columns runs once for all.
+        # The candidates are stacked as rows, so that the sequential loop over columns runs only once.
         repeated = weight.repeat(len(solved), 1)
         solution = solve(repeated, torch.cat(solved).double(), factor, self.top, self.block)
         codes = [*(self.nearest(weight, scale) for scale in nearest), *solution.chunk(len(solved))]
@@ -120,12 +121,12 @@ class Gptq(PerRow):
             weighted_error(weight - dequantized(q, s).double(), factor.hessian)
             for q, s in zip(codes, scales, strict=True)
         ]
-        # Rounding to nearest stands first: argmin takes the first of equals.
+        # Rounding to nearest comes first, so that argmin prefers it in a tie.
         best = torch.stack(errors).argmin(0)
         each = torch.arange(weight.shape[0], device=weight.device)
         return torch.stack(codes)[best, each], torch.stack(scales)[best, each]
 
 
 def _deviation(rows: Tensor) -> Tensor:
-    """The root mean square of each row: a row of equal values, which deviates from its mean by nothing, has one too."""
+    """Returns the root mean square of each row: the deviation about 0, which is positive for constant rows too."""
     return rows.square().mean(1).sqrt()

@@ -1,9 +1,8 @@
 """The linear algebra of GPTQ, in float64.
 
-With H^-1 = U^T U, U upper triangular, rounding columns from left to right needs only the rows of U: the error
-of column j, e = (w_j - q_j) / U_jj, moves each later column k by -e U_jk (Frantar et al. 2022, step 3). Here
-U comes from one factorization: with the order of columns reversed, Cholesky gives H = R R^T with R upper
-triangular, and U = R^-1.
+With H^-1 = U^T U, U upper triangular, rounding columns from left to right needs only the rows of U: the error of column
+j, e = (w_j - q_j) / U_jj, changes each later column k by -e U_jk (Frantar et al. 2022, step 3). Here U comes from one
+factorization: with the order of columns reversed, Cholesky yields H = R R^T with R upper triangular, and U = R^-1.
 """
 
 from __future__ import annotations
@@ -16,12 +15,19 @@ from specc.compiler.quant.scheme import SchemeError, Solution
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST_DAMPING = 10.0  # in mean diagonals; beyond it the solution is rounding to nearest in all but name
+LARGEST_DAMPING = 10.0  # in mean diagonals; with more damping the solution is practically rounding to nearest
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """`hessian` undamped, scaled to a mean diagonal of 1; `upper` is U for the columns in `order`; what it took."""
+    """A factorized Hessian.
+
+    Attributes:
+        hessian: the undamped Hessian [n, n], scaled to a mean diagonal of 1 over columns with input.
+        upper: the matrix U [n, n] for the columns in `order`.
+        order: i64[n], the order in which columns are rounded.
+        solution: the damping used and the number of columns without input.
+    """
 
     hessian: Tensor
     upper: Tensor
@@ -30,10 +36,13 @@ class Factor:
 
 
 def factorize(hessian: Tensor, damping: float, order: Literal["descending", "natural"]) -> Factor:
-    """The factor of `hessian` [n, n] float64, symmetric positive semidefinite.
+    """Factorizes `hessian` [n, n], float64, symmetric positive semidefinite.
 
-    Columns without input (a zero on the diagonal) are decoupled: they are rounded to nearest. Where Cholesky
-    fails, the damping grows tenfold, up to 10 mean diagonals; then SchemeError is raised.
+    Columns without input (a zero on the diagonal) are decoupled and therefore rounded to nearest. If Cholesky fails,
+    the damping is multiplied by 10, up to 10 mean diagonals.
+
+    Raises SchemeError if Cholesky fails with the largest damping, or if the Hessian is not finite or has a negative
+    diagonal.
     """
     import torch
 
@@ -43,7 +52,7 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
     if float(diagonal.min()) < 0:
         raise SchemeError("its Hessian has a negative diagonal, so it is not X^T X of any input")
     dead = diagonal == 0
-    # Divided by the largest entry first: a sum of diagonals near the end of float64 would overflow.
+    # Divided by the largest entry first, because a sum of diagonals near the maximum of float64 would overflow.
     largest = torch.where(hessian.abs().max() > 0, hessian.abs().max(), torch.ones_like(diagonal[0]))
     scaled = hessian / largest
     live = scaled.diagonal()[~dead]
@@ -73,10 +82,17 @@ def factorize(hessian: Tensor, damping: float, order: Literal["descending", "nat
 
 
 def solve(weight: Tensor, scale: Tensor, factor: Factor, top: int, block: int) -> Tensor:
-    """The codes (whole numbers in float64) of `weight` [rows, n] under the row scales `scale` [rows].
+    """Returns the codes of `weight`, as whole numbers in float64 [rows, n].
 
-    Columns go in the order of `factor`, `block` at a time: within a block the error moves the block's own
-    later columns at once, and the columns after it in one product at its end.
+    Columns are rounded in the order of `factor`, in blocks. The error of a column is applied to the later columns of
+    its block at once, and to the columns after the block in one product at the end of the block.
+
+    Args:
+        weight: float64 [rows, n].
+        scale: the row scales, float64 [rows].
+        factor: the factorized Hessian.
+        top: the largest code; the smallest is -top.
+        block: the number of columns per block.
     """
     import torch
 
@@ -99,5 +115,5 @@ def solve(weight: Tensor, scale: Tensor, factor: Factor, top: int, block: int) -
 
 
 def weighted_error(delta: Tensor, hessian: Tensor) -> Tensor:
-    """dw H dw^T of each row of `delta` [rows, n], float64, never below 0."""
+    """Returns dw H dw^T for each row of `delta` [rows, n], float64, at least 0."""
     return (delta @ hessian).mul_(delta).sum(1).clamp_(min=0.0)

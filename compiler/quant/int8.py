@@ -1,4 +1,4 @@
-"""Weights, inputs and biases of products as whole numbers: int8 codes times int8 codes, sums in int32."""
+"""Products on int8 codes: quantization of weights, inputs and biases, with sums in int32."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from specc.compiler.strict import later
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGEST_OFFSET = 2**30  # of a bias in whole numbers: with it no sum of int8 products leaves int32
-SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # of an input's scale: within, no code, step or output leaves f32
-EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # 0 is one scale for all features
-QUIETEST = 2.0**-6  # of a feature's largest magnitude, as a share of all: what was hardly seen may come louder later
+LARGEST_OFFSET = 2**30  # largest |code| of a bias: with it, sums of int8 products fit in int32
+SMALLEST_INPUT, LARGEST_INPUT = 2.0**-40, 2.0**40  # limits of an input's scale, so that f32 suffices for all values
+EXPONENTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # candidates; 0 is one scale for all features
+QUIETEST = 2.0**-6  # least range of a feature relative to the largest: features rare in calibration may be larger later
 LEAST_DAMPING, BLOCK = 1e-9, 128  # of GPTQ's solver
-# A row below this share of the largest weight keeps the step that such a row has.
+# Rows whose largest |w| is below this fraction of the matrix's largest use the step of a row at the limit.
 FAINTEST = 2.0**-12
 
 
 class Int8(PerRow):
-    """Products computed in int8. A weight [N, K] is codes in [-127, 127] and one scale s_w a row; its input is
-    quantized with one scale s_in, the largest magnitude that calibration saw divided by 127; the bias beside it is
-    int32, round(b / (s_in * s_w)), and joins the int32 sums exactly. Symmetric throughout: there is no zero point.
+    """Products computed on int8 codes.
 
-    `weights: per_tensor` gives all rows of a matrix one scale. `activations: per_channel` gives each feature k of the
-    input a scale s_in r_k, r_k <= 1, and the weight that is rounded is W_nk r_k: the sums are the same, and what is
-    small beside the other features keeps more digits (SmoothQuant, Xiao et al. 2022, whose exponent is chosen here by
-    the error to expect, see `input_scale`).
+    A weight [N, K] is stored as codes in [-127, 127] with one scale s_w per row. Its input is quantized with one scale
+    s_in, the largest magnitude in calibration divided by 127. The bias of the product is int32,
+    round(b / (s_in * s_w)), and is added to the int32 sums exactly. All codes are symmetric: there is no zero point.
 
-    `activation_bits: 16` gives the input 16 bits, as the 16x8 of TensorFlow Lite does: it is two codes,
-    s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. Of the hidden weights of an LSTM the input is h,
-    which is rounded at every step.
+    `weights: per_tensor` uses one scale for all rows of a matrix. `activations: per_channel` uses a scale s_in r_k,
+    r_k <= 1, for each feature k of the input, and rounds the weights W_nk r_k. The sums are the same, and features that
+    are small compared to the others have more precision (SmoothQuant, Xiao et al. 2022; here the exponent minimizes the
+    expected error, see `input_scale`).
+
+    `activation_bits: 16` quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does: the input is two
+    codes, s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. For the hidden weights of an LSTM the
+    input is h, which is rounded at every step.
     """
 
     integer: ClassVar[bool] = True
@@ -49,9 +51,7 @@ class Int8(PerRow):
     weights: Literal["per_channel", "per_tensor"] = "per_channel"
     activations: Literal["per_tensor", "per_channel"] = "per_tensor"
     activation_bits: Literal[8, 16] = later(8)
-    correction_rank: Annotated[int, Field(ge=0, le=0)] = later(
-        0
-    )  # a correction would be a product of floats beside that of whole numbers
+    correction_rank: Annotated[int, Field(ge=0, le=0)] = later(0)  # a correction would add a float product
 
     def label(self) -> str:
         inputs = [" per channel"] if self.activations == "per_channel" else []
@@ -74,7 +74,10 @@ class Int8(PerRow):
         raise SchemeError("int8 needs the range of its product's input, and nothing was calibrated")
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """A weight wants `seen.input_scale`, a bias `seen.weight`. Raises SchemeError for what is no whole number."""
+        """Quantizes a weight with `seen.input_scale`, or a bias with `seen.weight`, the stored arrays of its weight.
+
+        Raises SchemeError if these are missing, or if a value cannot be quantized.
+        """
         shape = tuple(weight.shape)
         check_shape(self, shape)
         check_finite(weight)
@@ -92,9 +95,12 @@ class Int8(PerRow):
         return {**arrays_of(codes, scale, shape), "input_scale": given}
 
     def _solved(self, weight: Tensor, scale: Tensor, nearest: Tensor, seen: Seen, given: Array) -> Tensor:
-        """The codes of GPTQ, or of a row whose sums they make no better the `nearest`. The Hessian is the mean of x^T x
-        for inputs x. What is multiplied is x_k / r_k, rounded: its second moments, with the rounding's own variance,
-        which is all the damping that there is."""
+        """Returns the codes of GPTQ, or `nearest` for rows whose error GPTQ does not reduce.
+
+        `seen.hessian` is the mean of x^T x for inputs x [.., K]. The product multiplies the rounded values of x_k /
+        r_k, so the solver uses their second moments, including the variance of the rounding. This variance is the only
+        damping, except for LEAST_DAMPING.
+        """
         import torch
 
         assert seen.hessian is not None
@@ -117,13 +123,14 @@ class Int8(PerRow):
         return self.activations == "per_channel"
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor:
-        """The scale f32 [1] or [K] of an input that `weights`, [N, K] each, are multiplied by; 1 / 127 for one that is
-        always 0.
+        """Returns the scale f32 [1] or [K] of an input that `weights`, [N, K] each, multiply.
 
-        By feature it is s_k = top^(1 - a) * largest_k^a / 127, top the largest of all, with the exponent a of
-        EXPONENTS that makes the expected squared error of all sums least: s_k^2 / 12 * W_nk^2 of rounding the input,
-        and step_n^2 / 12 * E[x_k^2] / s_k^2 of rounding W_nk s_k to the step of its row, summed over n and k. For
-        inputs of 16 bits it is chosen alike, as if they had 8.
+        It is 1 / 127 for an input of zeros.
+
+        The scale of feature k is s_k = top^(1 - a) * largest_k^a / 127, where top is the largest of all features and a
+        is the value of EXPONENTS that minimizes the expected squared error of all sums. The error is, summed over n and
+        k, s_k^2 / 12 * W_nk^2 for rounding the input plus step_n^2 / 12 * E[x_k^2] / s_k^2 for rounding W_nk s_k to the
+        step of its row. Inputs of 16 bits use the same exponent as inputs of 8 bits.
         """
         top = float(seen.largest.max())
         if not self.input_by_feature or not top:
@@ -142,7 +149,7 @@ class Int8(PerRow):
         return chosen.float()
 
     def on_grid(self, weights: Tensor) -> Tensor:
-        """Of biases, whose steps are those of their input and far below them, what they are."""
+        """Rounds weights [P, N, K]. Returns biases [P, N] unchanged, because their steps s_in * s_w are negligible."""
         import torch
 
         if weights.dim() == 2:
@@ -189,11 +196,14 @@ class Int8(PerRow):
         return (dequantized(codes, torch.from_numpy(arrays["scale"].copy())) / _shares(arrays["input_scale"])).float()
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """The entropy of the codes of normal rows (entropy.py), and 2 % that brotli-11 needs above it for the small
-        matrices of int8 models, unless features have scales of their own, which give the weights heavier tails; all of
-        the other arrays of a weight; 5 of the 8 bytes of a number of a bias.
+        """Estimates the compressed bytes of a weight or bias.
 
-        Source: poly_attn after 30 steps, 413 kB, by feature 406; 1.7 bytes of a bias's code and 3.1 of its scale.
+        A weight counts as the entropy of the codes of normal rows (entropy.py) plus its other arrays. With one input
+        scale per tensor, 2 % are added for brotli-11 on the small matrices of int8 models. Scales per feature give the
+        weights heavier tails, so nothing is added. A bias counts 5 of its 8 bytes per number.
+
+        Source: poly_attn after 30 steps has 413 kB, and 406 kB by feature. Per number of a bias, the code takes 1.7
+        bytes and the scale 3.1.
         """
         if len(shape) == 1:
             return 5 * shape[0]
@@ -203,14 +213,14 @@ class Int8(PerRow):
 
 
 def steps(weight: Mapping[str, Array]) -> Tensor:
-    """s_in * s_w, f32 [N]: what one of the int32 sums is worth, for the stored arrays of a weight."""
+    """Returns s_in * s_w, f32 [N]: the value of one unit of the int32 sums, from the stored arrays of a weight."""
     import torch
 
     return float(weight["input_scale"].max()) * torch.from_numpy(weight["scale"].copy()).float()
 
 
 def _shares(input_scale: Array) -> Tensor:
-    """r_k, f64 [1] or [K]: the scale of each feature of an input as a share of the largest, s_in."""
+    """Returns r_k, f64 [1] or [K]: the scale of each input feature relative to the largest, s_in."""
     import torch
 
     scale = torch.from_numpy(input_scale.copy()).double()
@@ -218,7 +228,7 @@ def _shares(input_scale: Array) -> Tensor:
 
 
 def _check_scales(what: str, scale: Array, smallest: float, largest: float) -> None:
-    """Raises SchemeError, naming the first that is not, unless all are numbers from `smallest` to `largest`."""
+    """Raises SchemeError, naming the first invalid scale, unless all are numbers from `smallest` to `largest`."""
     wrong = ~((scale >= smallest) & (scale <= largest))
     if wrong.any():
         where = int(wrong.argmax())

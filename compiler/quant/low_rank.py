@@ -1,7 +1,7 @@
 """A low-rank correction of a quantized matrix: W ~ codes * scale + L R (LQER, Zhang et al. 2024, arXiv 2402.02446).
 
-L [rows, rank] is kept in 2 bits, -2 to 1, with one scale a column; R [rank, columns] in 4 bits, -8 to 7, with one scale
-for each 64 columns of a row.
+L [rows, rank] is stored in 2 bits, -2 to 1, with one scale per column. R [rank, columns] is stored in 4 bits, -8 to 7,
+with one scale per 64 columns of a row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 64
-LEFT, RIGHT = (-2, 1), (-8, 7)  # the least and the largest code
-DAMPING = 0.01  # mean diagonals of the Hessian added to its diagonal, before its square root is taken
-SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
+LEFT, RIGHT = (-2, 1), (-8, 7)  # smallest and largest code
+DAMPING = 0.01  # in mean diagonals, added to the Hessian's diagonal before its factorization
+SMALLEST_SCALE = 2.0**-24  # smallest positive float16
 
 
 def stored(rows: int, columns: int, rank: int) -> tuple[Stored, ...]:
-    """The arrays of a correction of a matrix."""
+    """Returns the arrays of the correction of a matrix."""
     groups = -(-columns // GROUP)
     return (
         Stored("left", "i8", (rows, rank)),
@@ -32,16 +32,25 @@ def stored(rows: int, columns: int, rank: int) -> tuple[Stored, ...]:
 
 
 def bits(rows: int, columns: int, rank: int) -> int:
-    """The bits of a correction, scales included, were they packed."""
+    """Returns the size of a correction in bits if codes were packed, including scales."""
     return rank * (2 * rows + 4 * columns + 16 + 16 * -(-columns // GROUP))
 
 
 def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Array]:
-    """The arrays of the correction nearest to `error` [rows, columns] float64, by its own norm or by that of its
-    outputs, tr(E H E^T), with the `hessian` [columns, columns] of the inputs.
+    """Returns the arrays of the correction L R that minimizes the remaining error E - L R.
 
-    With H = C C^T, the best L R of a rank is the truncated singular value decomposition of E C, times C^-1; here L is
-    rounded first, and R then fits what it became. Where the stored one does not bring E nearer to 0, it is 0.
+    With H = C C^T, the best L R of a given rank is the truncated singular value decomposition of E C, times C^-1. Here
+    L is rounded first, and R is then fitted to the rounded L. If the stored correction does not reduce the error, it is
+    0.
+
+    Args:
+        error: the error E of the codes [rows, columns], float64.
+        rank: the rank of the correction.
+        hessian: X^T X of the inputs [columns, columns], to minimize the error of the outputs, tr(E H E^T). If None, the
+            Frobenius norm of the error is minimized.
+
+    Raises:
+        SchemeError: if the damped Hessian is not positive definite.
     """
     import torch
 
@@ -58,11 +67,11 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     known = min(rank, s.numel())
     left = error.new_zeros(rows, rank)
     left[:, :known] = u[:, :known] * s[:known]
-    # -2 reaches further than 1: what is largest in a column shall be negative
+    # -2 has a larger range than 1, so the largest entry of a column is made negative
     left *= -left.gather(0, left.abs().argmax(0, keepdim=True)).sign()
     left_scale = _scale(left.abs().amax(0) / 1.5)
     codes = (left / left_scale.double()).round().clamp(*LEFT)
-    right = torch.linalg.pinv(codes * left_scale.double()) @ error  # the best for this L, in any metric of the outputs
+    right = torch.linalg.pinv(codes * left_scale.double()) @ error  # best for this L, in any metric of the outputs
     grouped = torch.nn.functional.pad(right, (0, -columns % GROUP)).reshape(rank, -1, GROUP)
     right_scale = _scale(grouped.abs().amax(2) / 7.5)
     right_codes = (grouped / right_scale.double()[..., None]).round().clamp(*RIGHT).flatten(1)[:, :columns]
@@ -74,15 +83,15 @@ def correction(error: Tensor, rank: int, hessian: Tensor | None) -> dict[str, Ar
     }
     rest = error - product(arrays).to(error)
     if float((rest @ metric * rest).sum()) >= float((error @ metric * error).sum()):
-        arrays["left"][:] = arrays["right"][:] = 0  # and constant scales: what says nothing compresses to nothing
+        arrays["left"][:] = arrays["right"][:] = 0  # constant scales too, so that the arrays compress to almost nothing
         arrays["left_scale"][:] = arrays["right_scale"][:] = SMALLEST_SCALE
     return arrays
 
 
 def product(arrays: Mapping[str, Array]) -> Tensor:
-    """L R in float64 on the CPU, summed in the order of the ranks: no device can differ.
+    """Computes L R in float64 on the CPU, summed in the order of the ranks, so that all devices have the same result.
 
-    Raises SchemeError for arrays that `correction` cannot have written.
+    Raises SchemeError if `correction` cannot have written the arrays.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""No quantization: a parameter kept as floating-point numbers."""
+"""No quantization: parameters stored as floating-point numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Unquantized(Scheme):
-    """The parameter in `dtype`, rounded to nearest even; any shape, scalars too."""
+    """The parameter in `dtype`, rounded to nearest even. Any shape, including scalars."""
 
     scheme: Literal["none"] = "none"
     dtype: Literal["f16", "bf16", "f32"]
@@ -51,5 +51,5 @@ class Unquantized(Scheme):
         return weight
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """The bytes uncompressed: trained floats shrink by 5 to 15 %, which is too little to promise."""
+        """Returns the uncompressed bytes. Trained floats compress by only 5 to 15 %, which is not enough to rely on."""
         return self.stored(shape)[0].bytes

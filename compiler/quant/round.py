@@ -1,4 +1,4 @@
-"""Round to nearest: each row of a parameter to symmetric integers, without data."""
+"""Rounds each row of a parameter to the nearest symmetric integers, without calibration data."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 
 
 class Round(PerRow):
-    """Symmetric rounding to `bits` with one scale a row, e.g. for embeddings.
+    """Symmetric rounding to `bits` with one scale per row, for example for embeddings.
 
-    `clip` is the quantile of |row| that maps to the largest code; what lies above is clipped. 1 is the
-    maximum.
+    `clip` is the quantile of |row| that maps to the largest code; larger values are clipped. 1 is the maximum.
     """
 
     scheme: Literal["round"] = "round"

@@ -1,8 +1,8 @@
-"""Symmetric integer codes with one float16 scale a row: what `round` and `gptq` have in common.
+"""Symmetric integer codes with one float16 scale per row: the common base of `round`, `gptq` and `int8`.
 
-A value is code * scale, the code in [-(2^(bits-1) - 1), 2^(bits-1) - 1] and one byte each. Codes are not
-packed: brotli reaches their entropy from bytes, and packed bits hide it (13 % larger at int6, 25 % at int5).
-A row is one index of the first axis; the other axes are flattened.
+A value is code * scale, with the code in [-(2^(bits-1) - 1), 2^(bits-1) - 1] stored in one byte. Codes are not packed:
+brotli compresses bytes to their entropy, whereas packed bits hide it (13 % larger at int6, 25 % at int5). A row is one
+index of the first axis; the other axes are flattened.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from specc.compiler.strict import later
 if TYPE_CHECKING:
     from torch import Tensor
 
-SMALLEST_SCALE = 2.0**-24  # the smallest positive float16
-LARGEST_SCALE = 65504.0  # the largest finite float16
+SMALLEST_SCALE = 2.0**-24  # smallest positive float16
+LARGEST_SCALE = 65504.0  # largest finite float16
 
 
 class PerRow(Scheme):
-    """Integer codes and row scales. `bits` is narrowed by each scheme.
+    """Integer codes and row scales. Each scheme restricts the range of `bits`.
 
-    `clip_floor` is the least |w| that maps to the largest code: rows smaller than it share one step and so
-    compress better. Parameter-golf's records use 1.0 (their scale is at least 1/31 at int6); 0 lets every row
-    have its own. `correction_rank` ranks of 2 and 4 bits mend what rounding leaves (low_rank.py).
+    `clip_floor` is the least |w| that maps to the largest code. Rows with smaller values share one step and therefore
+    compress better. Parameter-golf's records use 1.0 (their scale is at least 1/31 at int6). With 0, every row has its
+    own step. `correction_rank` is the rank of a low-rank correction of the rounding error, in 2 and 4 bits
+    (low_rank.py).
     """
 
     scheme: str
@@ -43,7 +44,7 @@ class PerRow(Scheme):
 
     @property
     def top(self) -> int:
-        """The largest code; the smallest is its negative."""
+        """Returns the largest code. The smallest is its negative."""
         return (1 << (self.bits - 1)) - 1
 
     def label(self) -> str:
@@ -81,7 +82,7 @@ class PerRow(Scheme):
         return (plain.double() + low_rank.product(arrays).reshape(shape)).float()
 
     def mended(self, arrays: dict[str, Array], weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
-        """`arrays` of codes and scales of `weight`, with those of the correction where there is to be one."""
+        """Adds the arrays of the low-rank correction, if the scheme has one, to the codes and scales of `weight`."""
         import torch
 
         if not self.correction_rank:
@@ -91,13 +92,15 @@ class PerRow(Scheme):
         return arrays | low_rank.correction(error.flatten(1), self.correction_rank, hessian)
 
     def with_correction(self, rank: int) -> Self:
-        """This scheme with a correction of `rank`."""
+        """Returns this scheme with a correction of rank `rank`."""
         return self.model_copy(update={"correction_rank": rank})
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """The entropy of the codes of normal rows (entropy.py), and 2 bytes a row: what a model takes that is hardly
-        trained. Trained matrices with clips near the maximum took 3.65 bits a value at int5, where normal rows of 512
-        take 4.28."""
+        """Returns the entropy of the codes of normal rows (entropy.py) plus 2 bytes per row and the packed correction.
+
+        This is the size of a hardly trained model. Trained matrices with clips near the maximum took 3.65 bits per
+        value at int5, compared to 4.28 for normal rows of 512.
+        """
         columns = math.prod(shape[1:])
         bits = normal_bits(self.normal_clip(columns), self.top)
         codes = math.ceil(math.prod(shape) * bits / 8) + 2 * shape[0]
@@ -111,10 +114,11 @@ class PerRow(Scheme):
             raise SchemeError(f"{self.scheme} cannot store {bits} bits: {reason}") from error
 
     def scales(self, clip: Tensor) -> Tensor:
-        """The row scales, float16, that map each of `clip` (the |w| of the largest code, any shape) to `top`.
+        """Returns the float16 row scales that map each value of `clip` (the |w| of the largest code) to `top`.
 
-        Rounded up to a float16, so that no value within the clip leaves the codes; never below 2^-24, which
-        is what a row of zeros gets. Raises SchemeError when a scale would exceed float16.
+        Scales have the shape of `clip`. They are rounded up to float16, so that no value within the clip exceeds the
+        codes. They are at least 2^-24, which is also the scale of rows of zeros. Raises SchemeError if a scale exceeds
+        float16.
         """
         exact = self._exact_scales(clip)
         if float(exact.max()) > LARGEST_SCALE:
@@ -131,56 +135,59 @@ class PerRow(Scheme):
         return (codes * scale).reshape(weights.shape)
 
     def normal_clip(self, columns: int) -> float:
-        """About the least clip, in deviations, that normal rows of so many columns get."""
+        """Returns the approximate least clip, in standard deviations, of normal rows with `columns` values."""
         return normal_clip(columns)
 
     @abstractmethod
     def clip_without_data(self, rows: Tensor) -> Tensor:
-        """The |w| of the largest code of each of the rows [N, columns], where there is no Hessian to choose it by."""
+        """Returns the |w| of the largest code for each of the rows [N, columns], selected without a Hessian."""
 
     def _exact_scales(self, clip: Tensor) -> Tensor:
         return (clip.double().clamp(min=self.clip_floor) / self.top).clamp(min=SMALLEST_SCALE)
 
     def nearest(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """The codes nearest to `weight` [rows, columns], float64; halves go to the even code."""
+        """Returns the codes nearest to `weight` [rows, columns], in float64, with ties to even."""
         return (weight.double() / scale.double()[:, None]).round_().clamp_(-self.top, self.top)
 
 
 def correctable(scheme: Scheme) -> TypeGuard[PerRow]:
-    """Whether a correction of low rank can mend what `scheme` leaves."""
+    """Returns True if `scheme` supports a low-rank correction."""
     return isinstance(scheme, PerRow) and not scheme.integer
 
 
 def largest_rank(shape: tuple[int, ...]) -> int:
-    """Of a correction: a matrix has no more ranks than rows and columns, and more of them would be stored as zeros."""
+    """Returns the largest useful rank of a correction. A matrix has no more ranks than rows or columns."""
     return min(shape[0], math.prod(shape[1:]))
 
 
 def arrays_of(codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> dict[str, Array]:
-    """The stored arrays: int8 codes of `shape` and float16 scales."""
+    """Returns the stored arrays: int8 codes of `shape` and float16 scales."""
     import torch
 
     return {"codes": codes.to(torch.int8).reshape(shape).cpu().numpy(), "scale": scale.cpu().numpy()}
 
 
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
-    """code * scale in float32: one exact conversion each and one rounding, so no device can differ."""
+    """Returns code * scale in float32.
+
+    Conversions are exact and there is one rounding, so all devices have the same result.
+    """
     rows = scale.float().reshape(-1, *([1] * (codes.dim() - 1)))
     return codes.float() * rows
 
 
 def _rounded_up(exact: Tensor) -> Tensor:
-    """Positive float64 numbers within float16's range, up to the next float16."""
+    """Rounds positive float64 numbers in the range of float16 up to float16."""
     import torch
 
     nearest = exact.half()
-    # Positive float16 values are ordered like their bits, so the next one up is the bits plus one.
+    # Positive float16 values are ordered like their bits, so the next larger value has the bits plus one.
     up = (nearest.view(torch.int16) + 1).view(torch.float16)
     return torch.where(nearest.double() < exact, up, nearest)
 
 
 def row_quantile(magnitude: Tensor, quantile: float) -> Tensor:
-    """The `quantile` of each row of `magnitude`, whose rows are sorted, linearly interpolated."""
+    """Returns the `quantile` of each row of `magnitude`, linearly interpolated. Rows must be sorted."""
     position = quantile * (magnitude.shape[1] - 1)
     low = math.floor(position)
     high = min(low + 1, magnitude.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""The interface of a quantization scheme: the arrays that it stores of a parameter, and both conversions."""
+"""The interface of quantization schemes: the arrays stored for a parameter, and the conversions in both directions."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[Any]
 else:
-    Array = Any  # the compiler imports without numpy
+    Array = Any  # the compiler can be imported without numpy
 
 StoredType = Literal["i8", "i32", "f16", "bf16", "f32"]
 
-# numpy has no bfloat16: its 16 bits are held as uint16, never converted.
+# numpy has no bfloat16: its 16 bits are stored as uint16 without conversion.
 NUMPY_TYPES: Mapping[StoredType, str] = {"i8": "<i1", "i32": "<i4", "f16": "<f2", "bf16": "<u2", "f32": "<f4"}
 ITEM_BYTES: Mapping[StoredType, int] = {"i8": 1, "i32": 4, "f16": 2, "bf16": 2, "f32": 4}
 
 
 class SchemeError(ValueError):
-    """A parameter that a scheme cannot quantize, or stored arrays that it cannot have written.
+    """Raised if a scheme cannot quantize a parameter, or cannot have written stored arrays.
 
-    It does not know the parameter's name; the runtime adds it.
+    The message does not name the parameter; the runtime adds the name.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One array that is stored of a parameter, such as its codes or its row scales.
+    """One stored array of a parameter, such as its codes or its row scales.
 
-    `dtype` "i8" is one signed code a byte, "i32" one in four; "bf16" arrays are numpy uint16 holding the 16 bits.
+    `dtype` "i8" is one signed code per byte, and "i32" one per four bytes. "bf16" arrays are numpy uint16 with the 16
+    bits.
     """
 
     suffix: str
@@ -46,11 +47,11 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        """Bytes before compression."""
+        """Returns the size in bytes before compression."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The little-endian numpy dtype of the array."""
+        """Returns the little-endian numpy dtype of the array."""
         import numpy as np
 
         return np.dtype(NUMPY_TYPES[self.dtype])
@@ -58,9 +59,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Calibration statistics of a product's input x [.., K], in f64: the `largest` magnitude of each feature [K], and
-    the mean of x^T x as `products` [K, K]. Where the input has a scale already, `beyond` [K] is the mean square of what
-    its codes cut off, and `clipped` the share of all numbers that lose more than half a scale so."""
+    """Calibration statistics of the input x [.., K] of a product, in f64.
+
+    Attributes:
+        largest: the largest magnitude of each feature [K].
+        products: the mean of x^T x [K, K].
+        beyond: for an input that already has a scale, the mean square of what clipping to its codes removes [K].
+        clipped: the fraction of all values that lose more than half a scale by clipping.
+    """
 
     largest: Tensor
     products: Tensor
@@ -69,14 +75,19 @@ class Range:
 
     @property
     def square(self) -> Tensor:
-        """The mean square of each feature [K]."""
+        """Returns the mean square of each feature [K]."""
         return self.products.diagonal()
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """How a matrix was solved for by a Hessian: the damping that was `asked`, and the one that let Cholesky succeed, in
-    mean diagonals of the Hessian; how many columns are `dead`: without input, so that they were rounded to nearest."""
+    """A report on how a Hessian was used to solve for a matrix.
+
+    Attributes:
+        asked: the requested damping, in mean diagonals of the Hessian.
+        damping: the damping with which Cholesky succeeded, in mean diagonals.
+        dead: the number of columns without input, which were rounded to nearest.
+    """
 
     asked: float
     damping: float
@@ -85,9 +96,14 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Calibration statistics of the product that a parameter is the weight of: X^T X of its input as `hessian`; the
-    scale of its input, f32 [1] or [K], as its scheme chose it. Of a bias, `weight` are the stored arrays of the weight
-    beside it. `solved` is told how the Hessian was used, where it was."""
+    """Calibration data of the product that a parameter is the weight or bias of.
+
+    Attributes:
+        hessian: X^T X [K, K] of the input of a weight.
+        input_scale: the scale of the input of a weight, f32 [1] or [K], from `Scheme.input_scale`.
+        weight: for a bias, the stored arrays of the weight of the same product.
+        solved: called with a `Solution` if the Hessian is used.
+    """
 
     hessian: Tensor | None = None
     input_scale: Tensor | None = None
@@ -96,92 +112,102 @@ class Seen:
 
 
 class Scheme(StrictModel):
-    """The base of every scheme. A subclass names itself by a `scheme` Literal and adds its settings."""
+    """Base of all schemes. A subclass names itself by a `scheme` Literal and adds its settings."""
 
     needs_hessian: ClassVar[bool] = False
-    # The deployed model multiplies with it in whole numbers, instead of bringing it back to floats when it is loaded.
+    # The deployed model multiplies by the integer codes, instead of dequantizing them on load.
     integer: ClassVar[bool] = False
     has_grid: ClassVar[bool] = False
 
     @abstractmethod
     def label(self) -> str:
-        """The scheme as the plan and the reports spell it, such as `int5 gptq, per row`."""
+        """Returns the scheme as plans and reports print it, such as `int5 gptq, per row`."""
 
     @abstractmethod
     def bits_per_value(self) -> float:
-        """Bits of one stored value, scales not counted; the plan groups parameters by it."""
+        """Returns the bits of one stored value without scales. The plan groups parameters by it."""
 
     @abstractmethod
     def stored(self, shape: tuple[int, ...]) -> tuple[Stored, ...]:
-        """The arrays that a parameter of `shape` is stored as, in file order."""
+        """Returns the arrays that are stored for a parameter of `shape`, in file order."""
 
     @abstractmethod
     def rejects(self, shape: tuple[int, ...]) -> str | None:
-        """Why this scheme cannot take a parameter of `shape`; None where it can."""
+        """Returns the reason why this scheme cannot store a parameter of `shape`, or None if it can."""
 
     @abstractmethod
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
-        """`weight` (any float dtype and device) as the arrays of `stored`, by suffix.
+        """Converts `weight` (any float dtype and device) to the arrays of `stored`, by suffix.
 
-        `hessian` is X^T X [columns, columns] up to a positive factor; schemes with `needs_hessian` False
-        ignore it. Raises SchemeError for a shape that `rejects` refuses, for NaN or infinity, and for values
-        out of range.
+        `hessian` is X^T X [columns, columns] up to a positive factor. Schemes with `needs_hessian` False ignore it.
+        Raises SchemeError if `rejects` refuses the shape, if the weight holds NaN or infinity, or if a value is out of
+        range.
         """
 
     def input_scale(self, seen: Range, weights: Sequence[Tensor]) -> Tensor | None:
-        """The scale f32 [1] or [K] of an input that `weights`, [N, K] each, are multiplied by, where the scheme rounds
-        inputs."""
+        """Returns the scale f32 [1] or [K] of the input of `weights`, [N, K] each, or None if it is not rounded."""
         return None
 
     @property
     def input_bits(self) -> Literal[8, 16]:
-        """Bits of the input that a weight is multiplied by, where the scheme rounds inputs."""
+        """Returns the bits of the input of a product, if the scheme rounds inputs."""
         return 8
 
     @property
     def input_by_feature(self) -> bool:
-        """Whether `input_scale` is one number a feature, [K]; all weights that share an input have to agree."""
+        """Returns True if `input_scale` has one number per feature, [K]. All weights that share an input must agree."""
         return False
 
     def quantize_seen(self, weight: Tensor, seen: Seen) -> dict[str, Array]:
-        """As `quantize`, for a scheme that may ask for more than a Hessian."""
+        """Quantizes as `quantize` does, for schemes that may need more calibration data than a Hessian."""
         return self.quantize(weight, seen.hessian)
 
     @abstractmethod
     def dequantize(self, arrays: Mapping[str, Array], shape: tuple[int, ...]) -> Tensor:
-        """The float32 parameter of `shape`, the same bits in every process and on every device.
+        """Returns the float32 parameter of `shape`, bitwise equal in every process and on every device.
 
-        Raises SchemeError when the arrays are not ones that `quantize` can have written.
+        Raises SchemeError if `quantize` cannot have written the arrays.
         """
 
     def on_grid(self, weights: Tensor) -> Tensor:
-        """`dequantize` of `quantize` without calibration data: f32 [P, ...], P parameters of one shape, each
-        rounded on its own, on their device, without waiting for it. Only schemes with `has_grid` have it; values out of
-        range are clipped."""
+        """Quantizes and dequantizes without calibration data, for fake quantization.
+
+        `weights` is [P, ...]: P parameters of one shape, each rounded separately. The result is f32 of the same shape
+        on the same device, computed without synchronizing with it. Values out of range are clipped. Raises SchemeError
+        if `has_grid` is False.
+        """
         raise SchemeError(f"{self.label()} has no grid to round to")
 
     @abstractmethod
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the parameter in an artifact, after compression, at most about, estimated before there are weights,
-        of which trained ones take less."""
+        """Estimates the bytes of the parameter in an artifact, after compression and before weights exist.
+
+        The estimate is approximately an upper bound: trained weights take less.
+        """
 
     def with_bits(self, bits: int) -> Self:
-        """This scheme at another width. Raises SchemeError where it has none or cannot take `bits`."""
+        """Returns this scheme with another number of bits.
+
+        Raises SchemeError if it has no such setting or rejects `bits`.
+        """
         raise SchemeError(f"{self.label()} has no width to change")
 
     def with_clip(self, deviations: float) -> Self:
-        """This scheme with rows clipped at so many standard deviations. Raises SchemeError where it cannot be."""
+        """Returns this scheme with rows clipped at `deviations` standard deviations.
+
+        Raises SchemeError if it has no such setting.
+        """
         raise SchemeError(f"{self.label()} has no clip in standard deviations")
 
 
 def check_shape(scheme: Scheme, shape: tuple[int, ...]) -> None:
-    """Raises SchemeError with the scheme's reason when it rejects `shape`."""
+    """Raises SchemeError with the scheme's reason if it rejects `shape`."""
     if reason := scheme.rejects(shape):
         raise SchemeError(reason)
 
 
 def check_finite(weight: Tensor) -> None:
-    """Raises SchemeError when `weight` holds NaN or infinity."""
+    """Raises SchemeError if `weight` holds NaN or infinity."""
     if not bool(weight.isfinite().all()):
         raise SchemeError("it holds NaN or infinity")
 

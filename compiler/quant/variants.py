@@ -1,4 +1,4 @@
-"""The forms of a scheme that an allocation of bits chooses among."""
+"""The variants of a scheme among which a bit allocation selects."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from specc.compiler.quant.scheme import Scheme, SchemeError
 
 
 def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) -> tuple[Scheme, ...]:
-    """The scheme at every width and clip that it can have, of few bits first, of one width the widest clip first."""
+    """Returns the scheme with each supported number of bits and clip: ascending bits, then descending clip."""
     schemes: list[Scheme] = []
     for width in sorted(set(bits)):
         try:

@@ -1,1 +1,1 @@
-"""Text of specs: guarded YAML, the place of every value, and overrides of it."""
+"""Spec text: a safe YAML subset, the location of every value, and overrides of values."""

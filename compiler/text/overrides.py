@@ -1,4 +1,4 @@
-"""`--set path=value`: lays values over a spec, each remembered as the place that errors about it name."""
+"""`--set path=value` overrides of spec values. Errors about an overridden value are located in the override."""
 
 import re
 from collections.abc import Iterable
@@ -13,10 +13,11 @@ FLAG = "--set"
 
 
 def apply_overrides(source: Source, overrides: Iterable[str]) -> Source:
-    """The source with each `path=value` laid over it, later over earlier ones.
+    """Applies `path=value` texts to a source in order, so that later overrides take precedence.
 
-    A path is dotted, list items by number from 0 (`model.embed.0.dim=64`); values are YAML. A path may
-    add a key; whether there is such a key is for the check that follows. Raises SpecError (S014).
+    A path is dotted, with list items numbered from 0 (`model.embed.0.dim=64`). A value is YAML. A path may add a key;
+    later validation reports unknown keys. Raises SpecError (S014) if an override is malformed or its path does not
+    exist.
     """
     for text in overrides:
         source = _laid(source, text)
@@ -36,7 +37,10 @@ def _laid(source: Source, text: str) -> Source:
 
 
 def _path(data: Any, dots: str, name: str, text: str) -> tuple[Path, int]:
-    """The keys and indices that a dotted path names, and where the last begins; keys may hold dots."""
+    """Splits a dotted path into keys and indices. Returns them with the character index at which the last part begins.
+
+    Keys of the data may contain dots; the longest matching key is used.
+    """
     parts, at, last = dots.split("."), 0, 0
     path: Path = ()
     while parts:

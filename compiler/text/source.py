@@ -1,4 +1,4 @@
-"""Spec text -> plain data and the place of every key and value; hostile text is refused early."""
+"""Reads spec text into plain data with the location of every key and value. Unsafe text is rejected before parsing."""
 
 import difflib
 import re
@@ -13,8 +13,8 @@ from specc.compiler.text.yaml import MAX_NODES, mark_of, parse
 
 MAX_BYTES = 1 << 20
 MAX_LINE = 10_000
-STDIN = FilePath("specs/<stdin>")  # stands for standard input: a spec as those in specs/, with the locks there
-_OWN_PIPES = (FilePath("/dev"), FilePath("/dev/fd"), FilePath("/proc/self/fd"))  # are open already
+STDIN = FilePath("specs/<stdin>")  # represents standard input; located in specs/ so that the locks there apply
+_OWN_PIPES = (FilePath("/dev"), FilePath("/dev/fd"), FilePath("/proc/self/fd"))  # FIFOs here are open already
 
 # Control characters, line separators that editors do not show as lines, and marks that reorder text.
 _UNSEEN = re.compile(
@@ -22,14 +22,14 @@ _UNSEEN = re.compile(
 )
 _TAB = re.compile(r"^ *\t", re.MULTILINE)
 _SEPARATOR = re.compile(r"[,\[{\n]")
-# One character of a quoted scalar as written.
+# One character of a quoted scalar as written, in single and in double quotes.
 _SINGLE = re.compile(r"''|.")
 _DOUBLE = re.compile(r"\\x..|\\u.{4}|\\U.{8}|\\.|.")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A mark in a file, or in an override that is shown like one."""
+    """A position in a file or in an override, which is displayed like a file."""
 
     file: str
     mark: Mark
@@ -37,11 +37,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The content of a text (`data`: dicts, tuples, scalars) and the place of each part.
+    """The parsed data of a text and the location of each part.
 
-    `keys` and `values` map a path in the data to where its key and where its value begins; `spans` has
-    the characters of each string scalar as written. `overlays` are sources laid over this one, each at a path
-    and with that path, dotted, at the beginning of its text.
+    Attributes:
+        file: the name of the file for messages.
+        text: the text of the file.
+        data: the content, as dicts, tuples and scalars.
+        keys: path in the data -> position of its key.
+        values: path in the data -> position of its value.
+        spans: path in the data -> (start, end) character indices of the string scalar as written.
+        overlays: overrides, each with the path it replaces. The text of an override begins with that path, dotted.
     """
 
     file: str
@@ -53,29 +58,39 @@ class Source:
     overlays: tuple[tuple[Path, "Source"], ...] = ()
 
     def place(self, path: Path) -> Place:
-        """Where to show what is wrong at `path`: a scalar itself, the key of a larger value, its holder."""
+        """Returns the position to display for a problem at `path`.
+
+        This is the value of a scalar and the key of a list or mapping. If `path` does not exist, its nearest existing
+        parent is used.
+        """
         known, value = self._known(path)
         return self.key(known) if isinstance(value, dict | tuple) else self.value(known)
 
     def value(self, path: Path) -> Place:
-        """Where the value at `path` begins; where there is none, the nearest one around it."""
+        """Returns the start of the value at `path`, or of the nearest enclosing value if there is none."""
         return self._find(path, lambda source, rest: source.values.get(rest))
 
     def key(self, path: Path) -> Place:
-        """Where the key at `path` stands; items of a list, which have none, where they begin."""
+        """Returns the position of the key at `path`.
+
+        For a list item, which has no key, returns the start of its value.
+        """
         return self._find(path, lambda source, rest: source.keys.get(rest, source.values.get(rest)))
 
     def inside(self, path: Path, offset: int) -> Place:
-        """Where character `offset` of the string at `path` stands, as far as quoting lets one tell."""
+        """Returns the position of character `offset` of the string at `path`.
+
+        For strings over several lines, returns the start of the string.
+        """
         return self._find(path, lambda source, rest: source._inside(rest, offset))
 
     @property
     def texts(self) -> dict[str, str]:
-        """The text of every file that a place of this source can be in."""
+        """Maps the name of this file and of each override to its text."""
         return {self.file: self.text} | {over.file: over.text for _, over in self.overlays}
 
     def _known(self, path: Path) -> tuple[Path, object]:
-        """The longest beginning of `path` that is in the data, and what is there."""
+        """Returns the longest prefix of `path` that exists in the data, and its value."""
         value = self.data
         for depth, part in enumerate(path):
             inner = step(value, part)
@@ -108,7 +123,7 @@ class Source:
 
 
 def step(value: object, part: str | int) -> tuple[object] | None:
-    """The item `part` of `value`, alone in a tuple; None where there is none."""
+    """Returns item `part` of `value` in a 1-tuple, or None if there is no such item."""
     if isinstance(value, dict) and isinstance(part, str) and part in value:
         return (value[part],)
     if isinstance(value, tuple) and isinstance(part, int) and 0 <= part < len(value):
@@ -117,9 +132,9 @@ def step(value: object, part: str | int) -> tuple[object] | None:
 
 
 def read(origin: FilePath | str, name: str = "<text>") -> Source:
-    """The source of a file (a path) or of a text (a string, shown as `name`).
+    """Reads a spec from a file (a Path) or from text (a str, displayed as `name`).
 
-    Raises SpecError (S001-S013) for what cannot be read, or is no YAML that a spec may use.
+    Raises SpecError (S001-S013) if the file cannot be read, is empty, or is not in the YAML subset of specs.
     """
     if isinstance(origin, FilePath):
         name, text = name_of(origin), _read_file(origin)
@@ -133,19 +148,31 @@ def read(origin: FilePath | str, name: str = "<text>") -> Source:
 
 
 def name_of(path: FilePath) -> str:
-    """A spec file as messages name it."""
+    """Returns the path of a spec file as messages display it."""
     return path.name if path == STDIN else str(path)
 
 
 def read_from(text: str, name: str, column: int = 0) -> Source:
-    """The source of `text` from character `column` on, which may be empty; marks count from its beginning."""
+    """Parses `text` from character `column` on.
+
+    Positions count from the beginning of `text`. The content may be empty.
+    """
     _screen(text, name)
     parsed = parse(text, name, column)
     return Source(name, text, parsed.data, parsed.keys, parsed.values, parsed.spans)
 
 
 def failure(name: str, text: str, code: str, message: str, hint: str, at: int = 0) -> SpecError:
-    """A SpecError of one diagnostic, at character `at` of a text."""
+    """Creates a SpecError with one diagnostic.
+
+    Args:
+        name: the name of the file for messages.
+        text: the text of the file, from which the diagnostic shows a line.
+        code: the code of the error, such as `S001`.
+        message: the problem.
+        hint: how to fix it.
+        at: the index in `text` of the character at fault.
+    """
     return SpecError([Diagnostic(code, message, hint, name, mark_of(text, at))], {name: text})
 
 
@@ -155,7 +182,7 @@ def _read_file(path: FilePath) -> str:
         if path == STDIN:
             raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
-            if path.is_fifo() and path.parent not in _OWN_PIPES:  # to open it could wait for a writer forever
+            if path.is_fifo() and path.parent not in _OWN_PIPES:  # opening it could block forever waiting for a writer
                 hint = "name a file, or give the text on standard input, as `-`"
                 raise failure(name, "", "S001", "this is a named pipe", hint)
             with path.open("rb") as file:
@@ -185,7 +212,7 @@ def _read_file(path: FilePath) -> str:
 
 
 def _screen(text: str, name: str) -> None:
-    """Refuses by cheap searches what the parser would take long over, misread, or show wrongly."""
+    """Raises SpecError for text that the parser would process slowly or misread, or that would display incorrectly."""
     if len(text) > MAX_BYTES:
         message = f"the text has more than {MAX_BYTES} characters"
         raise failure(name, "", "S003", message, "specs are far smaller")

@@ -1,7 +1,7 @@
-"""YAML text -> plain data and the place of each part, in one pass over the parser's events.
+"""Parses YAML text into plain data with the position of each part, in one pass over the events of ruamel.yaml.
 
-The language is YAML 1.2 with its core schema (`no` is a word, `1e-3` a number) and less freedom: one
-document, no anchors, aliases, merge keys, tags or directives, no key twice, and keys are words.
+The language is a subset of YAML 1.2 with its core schema (`no` is a string, `1e-3` a number). A text has one document.
+Anchors, aliases, merge keys, tags, directives, duplicate keys and keys that are not strings are errors.
 """
 
 import re
@@ -45,7 +45,7 @@ _BEYOND = re.compile(r"\\U(?!000|0010)")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = ("an escape that YAML does not have", "use 'single quotes' where backslashes stand")
 _UNCLOSED = ("a quoted text that is not closed", "add the closing quote")
-# What the parser says (a part of it), how it is said here, and whether what it began to read was left open.
+# Part of the parser's message, our message, our hint, and whether the construct it began to read was left open.
 _SYNTAX = (
     (
         "mapping values are not allowed",
@@ -103,8 +103,10 @@ _SYNTAX = (
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """The content of a text (`data`: dicts, tuples, scalars) and the place of each part, as `source.Source` has
-    them."""
+    """The data of a text as dicts, tuples and scalars, and the position of each part.
+
+    The mappings are those of `Source`.
+    """
 
     data: object
     keys: Mapping[Path, Mark]
@@ -113,21 +115,21 @@ class Parsed:
 
 
 def parse(text: str, name: str, column: int = 0) -> Parsed:
-    """The data of `text` from character `column` on; marks count from the beginning of `text`.
+    """Parses `text` from character `column` on. Positions count from the beginning of `text`.
 
-    Raises SpecError for what is no YAML or is YAML that a spec may not use.
+    Raises SpecError if the text is not valid YAML or uses a feature that specs do not allow.
     """
     return _Reading(name, text, column).parsed()
 
 
 def mark_of(text: str, index: int) -> Mark:
-    """The line and column of character `index`."""
+    """Returns the line and column of character `index`."""
     return Mark(text.count("\n", 0, index) + 1, index - text.rfind("\n", 0, index))
 
 
 @dataclass(slots=True)
 class _Open:
-    """A list or mapping whose end has not been seen; `names` holds where each key of a mapping stands."""
+    """A list or mapping whose end has not been reached. `names` maps each key of a mapping to its position."""
 
     path: Path
     items: list[object] = field(default_factory=list)
@@ -139,7 +141,7 @@ class _Open:
 
 
 class _Reading:
-    """One pass over the parser's events: builds the data without recursion and notes every place."""
+    """One pass over the parser's events. Builds the data without recursion and records the position of every part."""
 
     def __init__(self, name: str, text: str, column: int) -> None:
         self.name, self.text = name, text
@@ -170,7 +172,7 @@ class _Reading:
         except MarkedYAMLError as error:
             raise self._syntax(str(error.problem or error.context), error.problem_mark, error.context_mark) from None
         except (YAMLError, ValueError, OverflowError, LookupError, TypeError, AttributeError) as error:
-            # Some of the parser's paths end in a Python error: known is an escape beyond Unicode.
+            # The parser raises Python errors for some inputs, for example for an escape beyond Unicode.
             escape = _BEYOND.search(self.text)
             if escape:
                 self._say("S007", *_ESCAPE, mark_of(self.text, escape.start()))
@@ -180,7 +182,11 @@ class _Reading:
             raise SpecError(self.found, {self.name: self.text}) from None
 
     def _syntax(self, problem: str, stopped: Any, began: Any) -> SpecError:
-        """`found` is the parser's mark of where it stopped, `began` of where what it was reading began."""
+        """Converts a parser error to a SpecError.
+
+        `stopped` is the parser's mark of the position at which it stopped, `began` that of the start of the construct
+        it was reading.
+        """
         stop_index, start_index = (
             min(mark.index, len(self.text.rstrip())) if mark is not None else 0 for mark in (stopped or began, began)
         )
@@ -200,9 +206,9 @@ class _Reading:
         return SpecError(self.found, {self.name: self.text})
 
     def _long_quote(self, stop: int) -> tuple[Mark, Mark] | None:
-        """Where a quoted text of several lines begins and ends, if the error at character `stop` is on its last line.
+        """Returns the start and end of a multi-line quoted text, if the error at character `stop` is on its last line.
 
-        The quote that ends it was then meant to begin or to stand in another text.
+        In that case its closing quote was probably meant to open another text.
         """
         quoted = None
         try:
@@ -270,7 +276,7 @@ class _Reading:
                 )
             self.stack.append(_Open(path, names={} if isinstance(event, MappingStartEvent) else None))
         elif isinstance(event, ScalarEvent):
-            # A value that is left out has no place of its own.
+            # An omitted value has no position of its own.
             empty = event.start_mark.index == event.end_mark.index
             self.values[path] = self.keys.get(path, mark) if empty else mark
             value = self._scalar(event, mark)
@@ -310,7 +316,7 @@ class _Reading:
         self.keys[(*top.path, key)] = mark
 
     def _scalar(self, event: ScalarEvent, mark: Mark) -> object:
-        """The value of a scalar by the core schema of YAML 1.2, section 10.3.2."""
+        """Resolves a scalar by the core schema of YAML 1.2, section 10.3.2."""
         text = str(event.value)
         if event.style is not None:
             if _SURROGATE.search(text):
