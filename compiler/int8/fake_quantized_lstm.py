@@ -88,8 +88,8 @@ def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
 
 
 def cells_apart(graph: Graph, wanted: Container[str]) -> Graph:
-    """Returns the graph with each `LstmCell` whose recurrent bias or first vector is in `wanted` split into its
-    products and the gates."""
+    """Returns the graph with each `LstmCell` whose input weight, a ref, is in `wanted` split into its two
+    products and the op of the gates."""
     nodes = []
     for node in graph.nodes:
         nodes += _cell(graph, node) if isinstance(node.op, LstmCell) and node.inputs[3] in wanted else [node]
