@@ -70,5 +70,15 @@ class Fusion:
 
 
 def node(name: str, op: Op, inputs: Sequence[tuple[str, TensorType]], members: Sequence[str] = ()) -> Node:
-    """Returns a node with the output types that its op infers. `members` are the names of the nodes it replaces."""
+    """Creates a node without an epilogue.
+
+    Args:
+        name: The name of the node.
+        op: Its op.
+        inputs: Ref and type of each input, in order.
+        members: The names of the nodes that it replaces.
+
+    Returns:
+        The node, with the output types that its op infers.
+    """
     return Node(name, op, tuple(ref for ref, _ in inputs), op.infer([type for _, type in inputs]), None, tuple(members))

@@ -15,8 +15,17 @@ def unbroken(text: str) -> str:
 
 
 def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> str:
-    """Returns the text wrapped to `width` columns. Every line starts with `indent`, and lines after the first also with
-    `rest`. Words are never broken, so a long word may exceed `width`."""
+    """Wraps text. Words are never broken, so a long word may exceed the width.
+
+    Args:
+        text: The words, separated by spaces. `unbroken` marks spaces at which no line is broken.
+        indent: The prefix of every line.
+        rest: A further prefix of every line but the first.
+        width: The maximum number of columns.
+
+    Returns:
+        The lines, joined by newlines.
+    """
     lines = wrap(
         text,
         width,

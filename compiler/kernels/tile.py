@@ -27,13 +27,33 @@ def counted(count: int, word: str) -> str:
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
-    """Raises ValueError, with `name` in its message, unless `value` is from `least` to `most`."""
+    """Checks that a setting of a tile is within its bounds.
+
+    Args:
+        name: The name of the setting, for the message.
+        value: The value to check.
+        least: The smallest valid value.
+        most: The largest valid value.
+
+    Raises:
+        ValueError: If `value` is out of bounds.
+    """
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}, and not from {least} to {most}")
 
 
 def power(name: str, value: int, least: int, most: int) -> None:
-    """Raises ValueError, with `name` in its message, unless `value` is a power of two from `least` to `most`."""
+    """Checks that a setting of a tile is a power of two within its bounds.
+
+    Args:
+        name: The name of the setting, for the message.
+        value: The value to check.
+        least: The smallest valid value.
+        most: The largest valid value.
+
+    Raises:
+        ValueError: If `value` is out of bounds or not a power of two.
+    """
     if not least <= value <= most or value & (value - 1):
         raise ValueError(f"{name} is {value}, and not a power of two from {least} to {most}")
 
@@ -85,6 +105,9 @@ def tile_of(target: Target, epilogue: Epilogue, n: int, k: int) -> Tile:
         epilogue: The product and its epilogue.
         n: Output columns of each weight.
         k: Elements of the reduction dim.
+
+    Returns:
+        The tile, with two to four stages.
     """
     count = len(epilogue.accumulators)
     size = BYTES[epilogue.x.type.dtype]
