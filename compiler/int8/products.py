@@ -34,7 +34,7 @@ class Unfit(Exception):
         """Returns the problem to report, at the path in the spec that requests int8."""
         pattern = covering(self.names)
         if self.at_once:
-            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # a rule sooner than the default
+            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # prefer the path of a rule to that of the default
             hint = f'give all of them one scheme, by a single rule {{match: "{pattern}", ...}} or by the default'
             return Problem(path, "S312", self.message, hint)
         scheme = next(schemes[name] for name in self.names if schemes[name].integer)

@@ -171,8 +171,8 @@ def _split(drafts: list[_Draft]) -> None:
 
 
 def _values(graphs: Sequence[Graph], drafts: Sequence[_Draft]) -> dict[tuple[int, str], str]:
-    """Returns the merged name of every value of every variant. A name that is an input of any variant is not given to a
-    node."""
+    """Returns the merged name of every value of every variant. An input of one variant may be a node of another, so no
+    node gets the name of an input."""
     values: dict[tuple[int, str], str] = {}
     taken = {name for graph in graphs for name, _ in graph.inputs}
     for draft in drafts:

@@ -200,8 +200,8 @@ def _arguments(programs: Programs, call: Node) -> Mapping[str, str]:
 
 
 def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
-    """Returns one order of all names that is consistent with each of `orders`. If they contradict each other, the first
-    one wins."""
+    """Returns one order of all names that is consistent with each of `orders`. If they contradict each other, the
+    first order decides."""
     merged: list[str] = []
     while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
         free = (left[0] for left in rest if all(left[0] not in other[1:] for other in rest))

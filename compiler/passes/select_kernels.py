@@ -206,7 +206,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
         raise SpeccError(f"{file}, {site.target.name}: {error.message}", error.hint) from None
     reason: str | None = dict(rejected).get(kernel.name, "computes something else")
     if any(other.name == kernel.name for other in taking):
-        reason = kernel.rejects(site)  # with the tile that was measured
+        reason = kernel.rejects(site)  # also checks the measured tile
     if reason is not None:
         message = f"the lock chose {kernel.name} for {entry.node}, which {reason}"
         raise SpeccError(f"{file}, {site.target.name}: {message}", MEASURE_AGAIN)

@@ -49,7 +49,7 @@ CUDNN = Library("cuDNN", "cudnn", 128, home=DATA_CENTRE)
 FLASH = Library("Torch's flash attention", "flash", 256)
 # Torch's dispatch rejects these for training on sm86, sm89 and sm120, which have less shared memory per block.
 REFUSED, ROOM = range(193, 225), 131_072
-# With 8 channels, its dq is wrong on an H200 (4.0.0b36), without an error. With 64 and 128 it was verified.
+# With 8 channels, its dq is wrong on an H200 (4.0.0b36), without an error. With 64 and 128 it was observed to be right.
 FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, "torch/attention_flash_4_import.py.jinja", extra=True)
 
 

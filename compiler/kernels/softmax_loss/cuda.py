@@ -26,9 +26,9 @@ from specc.compiler.targets import Target
 
 ELEMENTS = {"bf16": "__nv_bfloat16", "f32": "float"}
 VECTOR = 16  # bytes that a thread loads at a time; row sizes must be multiples of it
-RESERVED = 1024  # bytes of shared memory that CUDA reserves per block; Target.shared_memory already excludes one block's
+RESERVED = 1024  # bytes of shared memory reserved per block; Target.shared_memory already excludes those of one block
 ALIGNED = 128  # bytes; the alignment of the row in shared memory
-MOST_STEPS = 32  # steps per row, each a group of copies in flight; a thread waits until all but the later groups are complete
+MOST_STEPS = 32  # steps per row; with cp.async, each step is a group of copies in flight
 WARP = 32  # threads; with bulk copies, a further warp issues the copies
 TANH = parse("2 * sigmoid(2 * x) - 1")  # avoids the branches of tanhf
 
