@@ -28,7 +28,7 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
     the inputs are `programs.buffers`. Rounding weights is the caller's responsibility.
 
     Args:
-        programs: The programs, before any pass.
+        programs: The programs, before any pass that rewrites graphs.
         quant: The quantization of the spec, or None.
         train: The training spec.
 
@@ -36,8 +36,7 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
         The programs with copies and new phases. Unchanged if the spec requests no rounding of inputs.
 
     Raises:
-        LoweringError: If no scheme rounds, if a time loop other than an LSTM contains int8 products, if a product
-        cannot
+        LoweringError: If no scheme rounds, if a time loop other than an LSTM contains int8 products, if a product cannot
             be computed in int8, or if the share of the run at which rounding begins is undefined.
     """
     if quant is None or train.qat is None:

@@ -34,7 +34,7 @@ class Unfit(Exception):
         """Returns the problem to report, at the path in the spec that requests int8."""
         pattern = covering(self.names)
         if self.at_once:
-            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # prefer the path of a rule to that of the default
+            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # prefers a rule to the default
             hint = f'give all of them one scheme, by a single rule {{match: "{pattern}", ...}} or by the default'
             return Problem(path, "S312", self.message, hint)
         scheme = next(schemes[name] for name in self.names if schemes[name].integer)
@@ -80,7 +80,7 @@ class Source:
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
     """Returns the products that the deployed model computes in int8, in order of the parameter table. Their inputs must
-    be calibrated. `programs` are the programs before any pass."""
+    be calibrated. `programs` are the programs before any pass that rewrites graphs."""
     by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):
@@ -111,7 +111,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     [N, K], offset [N] and scale [N] of each weight, and inverse [K] of each input.
 
     Args:
-        programs: The programs before any pass.
+        programs: The programs, before any pass that rewrites graphs.
         quant: The quantization of the spec. If it is None, the programs are returned unchanged.
 
     Raises:

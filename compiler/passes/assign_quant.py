@@ -34,8 +34,9 @@ def allocation(
         looked: Names of the tables whose lookups calibration observes, from `looked_up`.
 
     Raises:
-        LoweringError: If a rule matches nothing, overlaps another, or cannot store a parameter it matches, or if no
-            parameter can have the requested additional bits, alternative bits or corrections. Lists all problems.
+        LoweringError: If a rule matches nothing, overlaps another, or cannot store a parameter it matches, if a scheme
+            needs inputs that calibration does not observe, or if parameters cannot have the requested promotion,
+            allocation or correction. Lists all problems.
     """
     if quant is None:
         return {param.name: Unquantized(dtype="f32") for param in params}
@@ -221,8 +222,8 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def calibrated(programs: Programs) -> frozenset[str]:
-    """Returns the parameters whose inputs calibration observes: the weights of products in `score`, before any pass, of
-    a text model. Empty for other models."""
+    """Returns the parameters whose inputs calibration observes: the weights of products in `score` of a text model. Empty
+    for other models. `programs` are the programs before any pass that rewrites graphs."""
     return _second_of(programs, Linear)
 
 

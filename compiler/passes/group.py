@@ -61,8 +61,8 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Raises Unfusable if a member other than the last is read from outside or not at all, or if a member reads a number
-    that differs from layer to layer."""
+    """Raises Unfusable if a member other than the last is read from outside or not at all, or if a member reads a
+    number that differs from layer to layer."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:

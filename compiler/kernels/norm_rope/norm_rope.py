@@ -59,8 +59,7 @@ class HeadContext:
         how: A description of the kernel's algorithm.
         inside: The mask of valid elements of a tile.
         halves: Whether a program holds the two halves of each head in separate tiles, so that every pair is loaded
-        once.
-            Otherwise it holds whole heads, and also loads the other channel of each pair.
+            once. Otherwise it holds whole heads, and also loads the other channel of each pair.
         signed: The sine with the sign that each channel of a whole head needs.
         body: The template of the kernel's loop.
         before: Lines before the loop.
