@@ -36,8 +36,8 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
         The programs with copies and new phases. Unchanged if the spec requests no rounding of inputs.
 
     Raises:
-        LoweringError: If no scheme rounds, if a time loop other than an LSTM contains int8 products, if a product cannot
-            be computed in int8, or if the share of the run at which rounding begins is undefined.
+        LoweringError: If no scheme rounds, if a time loop other than an LSTM contains int8 products, if a product
+            cannot be computed in int8, or if the share of the run at which rounding begins is undefined.
     """
     if quant is None or train.qat is None:
         return programs

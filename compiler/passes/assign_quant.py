@@ -222,8 +222,8 @@ def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def calibrated(programs: Programs) -> frozenset[str]:
-    """Returns the parameters whose inputs calibration observes: the weights of products in `score` of a text model. Empty
-    for other models. `programs` are the programs before any pass that rewrites graphs."""
+    """Returns the parameters whose inputs calibration observes: the weights of products in `score` of a text model.
+    Empty for other models. `programs` are the programs before any pass that rewrites graphs."""
     return _second_of(programs, Linear)
 
 
