@@ -64,6 +64,9 @@ def loop_of(step: str, name: str, backward: bool, types: Sequence[TensorType]) -
         name: The name of the direction.
         backward: Whether the direction runs backward in time.
         types: The types of h, c and y.
+
+    Returns:
+        The op, with outputs h, c and y.
     """
     scope, _, word = name.rpartition(".")
     at = f"{scope}.{'back_' if backward else ''}steps"

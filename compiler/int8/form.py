@@ -38,7 +38,8 @@ class Factor:
 
 
 class Editing(Protocol):
-    """A graph whose products are being replaced. Refs are those of the original graph."""
+    """A graph whose products are being replaced. Names and refs are those of the original graph, unless a new node
+    is meant."""
 
     @property
     def graph(self) -> Graph: ...
@@ -71,7 +72,17 @@ class Editing(Protocol):
         """Inserts a new node at the position of the original node `at`. Returns the ref of its first output."""
 
     def add_op(self, name: str, op: Op, inputs: Sequence[str], at: Node) -> str:
-        """Does the same as `add`, for a node without an epilogue whose types its op infers."""
+        """Inserts a new node without an epilogue, with the output types that its op infers.
+
+        Args:
+            name: The name of the node.
+            op: Its op.
+            inputs: Refs of its inputs.
+            at: The original node at whose position it is inserted.
+
+        Returns:
+            The ref of its first output.
+        """
 
     def function(self, graph: Graph) -> str:
         """Adds a function, unless an equal function exists. Returns its name."""

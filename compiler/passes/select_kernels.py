@@ -36,6 +36,9 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
         source: The source of the plan.
         lock: The measurements.
 
+    Returns:
+        The plan, with the groups of the chosen save choices.
+
     Raises:
         LoweringError: If no kernel accepts a node, or if names of kernels clash. Lists all such nodes with reasons.
         SpeccError: If a lock entry cannot be followed.

@@ -72,6 +72,9 @@ def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -
         tile: The tile, passed to the templates.
         leaf: CUTLASS code by name: `evt` is the type of the tree, `sum` the arguments of the sums, and `column` and
             `tile` those of a loaded operand, as format strings over its `element` type and `name`.
+
+    Returns:
+        The files, with the Python function that launches the kernel.
     """
     epilogue = int8_epilogue(site)
     op = int8_function(site, epilogue)
