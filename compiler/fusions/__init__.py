@@ -1,1 +1,2 @@
-"""One file a fusion: what it takes of a fusion point's members, and the larger ops that it makes of them."""
+"""Fusions that are more than a pointwise epilogue, one file per fusion: each rewrites members of a fusion point to ops
+that cover several of them."""

@@ -1,4 +1,5 @@
-"""Attention as a choice of kernels: a forward that keeps its log-sum-exp, and a gradient that reads it."""
+"""Fuses attention into ops with a choice of kernels: a forward that saves its log-sum-exp, and a gradient that reads
+it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ from specc.compiler.ops.attention_seen import SeenAttention
 
 @dataclass(frozen=True, slots=True)
 class AttentionFusion(Fusion):
-    """Takes attention over whole sequences, alone and without a window: to all earlier tokens, or to what is seen of a
-    sequence, which may be another. Outside a group it is the library's own choice; in one, the plan chooses a kernel
-    for the forward and one for the gradient, each for itself."""
+    """Accepts a single attention node over whole sequences, without a window.
+
+    The node is either causal (`Sdpa`) or reads the keys that its mask `seen` marks, of the same or of another sequence
+    (`SdpaSeen`). Outside a group, Torch chooses the attention kernel. In a group, the plan chooses the kernels of the
+    forward and of the gradient independently.
+    """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
         attention = next(member for member in members if isinstance(member.op, Sdpa | SdpaSeen))

@@ -1,19 +1,20 @@
-"""The interface of a fusion: whether it takes the members of a fusion point, and what it rewrites them to."""
+"""The interface of a fusion: whether it accepts the members of a fusion point, and the nodes it rewrites them to."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from specc.compiler.ir.graph import Graph, Node, Op, TensorType
 
-POINTWISE = frozenset({"outputs", "variables", "labels", "dtype", "title"})  # of Pointwise, what rewrites take over
+POINTWISE = frozenset({"outputs", "variables", "labels", "dtype", "title"})  # fields of Pointwise that rewrites keep
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """The members as a fusion leaves them, in order.
+    """The nodes that replace the members of a fusion point, in order.
 
-    The last node gives what the last member gave. The nodes read from outside what the members read. Without `learns`
-    nothing takes a gradient of them, and the group has no backward.
+    The last node has the value of the last member. The nodes read only their own values and the values that the members
+    read from outside the group. If `learns` is false, no gradient of the members is computed and the group has no
+    backward.
     """
 
     nodes: tuple[Node, ...]
@@ -24,15 +25,16 @@ class Rewrite:
 class Fusion:
     """A rewrite that is more than a pointwise epilogue.
 
-    One module-level value of each subclass is what the catalogue finds. A fusion is asked only where a member has one
-    of `ops`, by name; where such a member is left over, its reason is reported.
+    The catalogue discovers one module-level instance of each subclass. A fusion is tried only if the op of a member is
+    in `ops`, by name. If such a member cannot be put into a group, the reason of the fusion's refusal is reported.
 
-    `reads` names, for each op that the rewrite replaces, the fields of it that the rewrite takes over or checks. A
-    member with another field, as of a subclass or one that was added to the op later, is refused unless the field has
-    its default: no fusion drops what it does not know.
+    `reads` maps each op type that the rewrite replaces to the fields that the rewrite preserves or checks. A member
+    with a non-default value in any other field, e.g. a field of a subclass or a field added to the op later, is
+    refused. A fusion therefore never drops a setting that it does not know.
 
-    Members follow each other as in `graph`; all but the last are read by members only. Those that an earlier fusion
-    has rewritten are in `members` alone. Every op that comes out is linear, pointwise, or states its derivative.
+    Members are in the order of `graph`. All members but the last are read by members only. Members that an earlier
+    fusion has rewritten exist in `members` but not in `graph`. Every op in the result must be linear, pointwise, or
+    define its own derivative.
     """
 
     name: str
@@ -40,18 +42,18 @@ class Fusion:
     reads: Mapping[type[Op], frozenset[str]] = field(default_factory=dict)
 
     def refusal(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """Why the fusion does not apply, in words that follow its name; None where it does."""
+        """Returns why the fusion does not apply, as text that follows its name, or None if it applies."""
         return next(filter(None, map(self._unknown_field, members)), None) or self.refuses(graph, members)
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
-        """As `refusal`, for members of which all fields are known. Subclasses state it."""
+        """Returns the same as `refusal`, for members whose fields are all known. Subclasses must override it."""
         raise TypeError(f"{type(self).__name__} does not say what it takes")
 
     def rewrite(self, graph: Graph, members: Sequence[Node]) -> Rewrite:
-        """The members rewritten. Only called where `refusal` gave None.
+        """Returns the rewritten members. Called only if `refusal` returned None. Subclasses must override it.
 
         Raises:
-            ExprError: An expression is too long.
+            ExprError: If an expression is too long.
         """
         raise TypeError(f"{type(self).__name__} does not say what it makes")
 
@@ -68,5 +70,15 @@ class Fusion:
 
 
 def node(name: str, op: Op, inputs: Sequence[tuple[str, TensorType]], members: Sequence[str] = ()) -> Node:
-    """A node with the types that its op's rule gives; `members` are those that it replaces."""
+    """Creates a node without an epilogue.
+
+    Args:
+        name: The name of the node.
+        op: Its op.
+        inputs: Ref and type of each input, in order.
+        members: The names of the nodes that it replaces.
+
+    Returns:
+        The node, with the output types that its op infers.
+    """
     return Node(name, op, tuple(ref for ref, _ in inputs), op.infer([type for _, type in inputs]), None, tuple(members))

@@ -1,4 +1,5 @@
-"""The rotary embedding of attention heads with the norm before it and the gain behind it: one reading of the heads."""
+"""Fuses the rotary embedding of attention heads with the norm before it and the gain after it, so that the heads are
+read once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from specc.compiler.ops.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members that become one. `scale` is the gain's value, where there is a gain."""
+    """The members to fuse. `scale` is the ref of the gain's value, or empty if there is no gain."""
 
     norm: Node | None
     rope: Node
@@ -24,8 +25,8 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class NormRopeFusion(Fusion):
-    """Takes a rope, the RMSNorm without a weight that it reads, and the product with a number a head that reads it;
-    norm and product may be missing. Nothing else may be in the group."""
+    """Accepts a rope, an optional RMSNorm without a weight that it reads, and an optional product of its output with
+    one gain per head. The group may have no other members."""
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
         parts = _parts(graph, members)
@@ -45,7 +46,7 @@ class NormRopeFusion(Fusion):
 
 
 def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
-    """The members in their parts, or why they are none."""
+    """Returns the members by role, or the reason why the fusion does not accept them."""
     by_name = {member.name: member for member in members}
     ropes = [member for member in members if isinstance(member.op, Rope)]
     if len(ropes) != 1:
@@ -71,7 +72,7 @@ def _parts(graph: Graph, members: Sequence[Node]) -> Parts | str:
 
 
 def _factor(rope: Node, gain: Node) -> str:
-    """The value that a node multiplies the rope with; empty where it does anything else."""
+    """Returns the ref that a node multiplies the rope's output with, or "" if the node computes anything else."""
     if not isinstance(gain.op, Pointwise) or len(gain.op.outputs) > 1 or gain.types != rope.types:
         return ""
     given: dict[Expr, str] = {Var(name): ref for name, ref in zip(gain.op.variables, gain.inputs, strict=True)}

@@ -1,4 +1,5 @@
-"""Logits, what keeps them in bounds, and their cross-entropy: loss and gradient from one reading of the logits."""
+"""Fuses logits, an optional function that bounds them, and their cross-entropy, so that loss and gradient need one read
+of the logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +12,13 @@ from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.shape import PadRows
 
-VECTOR = 8  # columns; of bf16, the 16 bytes that one load takes: with rows of another length cuBLAS is six times slower
-LINE = 64  # columns; of bf16, the 128 bytes of a cache line: every row starts on one, and no tile of a GEMM is narrower
+VECTOR = 8  # columns: 16 bytes of bf16, one vector load. cuBLAS is six times slower with rows of other lengths
+LINE = 64  # columns: 128 bytes of bf16, one cache line. Rows start on a line, and no GEMM tile is narrower
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The members that become one: `bound` is the pointwise node between logits and loss, where there is one."""
+    """The members to fuse. `bound` is the pointwise node between logits and loss, or None if there is none."""
 
     product: Node
     bound: Node | None
@@ -30,7 +31,7 @@ class Parts:
 
     @property
     def f(self) -> str:
-        """The function of a logit `z` before the softmax."""
+        """The function that is applied to a logit `z` before the softmax, as text."""
         if self.bound is None:
             return "z"
         assert isinstance(self.bound.op, Pointwise)
@@ -40,10 +41,11 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLossFusion(Fusion):
-    """Takes a linear layer, at most one pointwise node, and the cross-entropy of that.
+    """Accepts a linear layer, at most one pointwise node that reads it, and the cross-entropy of the result.
 
-    The weight gets rows of zeros where the vocabulary is no multiple of 8, so that every row of logits is aligned.
-    The mean comes with the gradient; one number a token, which is what a model is scored by, comes alone.
+    If the vocabulary size is not a multiple of 8, the weight is padded with rows of zeros so that every row of logits
+    is aligned. A mean loss is computed together with its gradient. A loss per token, which is used to score a model,
+    has no gradient.
     """
 
     def refuses(self, graph: Graph, members: Sequence[Node]) -> str | None:
@@ -64,7 +66,7 @@ class SoftmaxLossFusion(Fusion):
         scope, dot, _ = parts.product.name.rpartition(".")
         logits, padding = _padded(parts.product, graph, f"{scope}{dot}padded")
         names = [parts.loss.name, *([parts.bound.name] if parts.bound else [])]
-        if not learns:  # under a name of its own, as the plan tells of both
+        if not learns:  # a distinct name, since the plan lists both losses
             names = [f"{scope}{dot}nats", *names[1:], parts.loss.name]
         targets = parts.loss.inputs[1]
         given = [(logits.name, logits.type), (targets, graph.types[targets])]
@@ -76,7 +78,7 @@ class SoftmaxLossFusion(Fusion):
 
 
 def _padded(product: Node, graph: Graph, name: str) -> tuple[Node, tuple[Node, ...]]:
-    """The product with as many columns as it is quick with, and the node that pads its weight, where one has to."""
+    """Returns the product with an aligned number of columns, and the node that pads its weight (none if aligned)."""
     x, weight = product.inputs
     vocab = product.type.width
     assert isinstance(vocab, int)
@@ -87,7 +89,7 @@ def _padded(product: Node, graph: Graph, name: str) -> tuple[Node, tuple[Node, .
 
 
 def _parts(members: Sequence[Node]) -> Parts | str:
-    """The members that this fusion is about, or what is missing."""
+    """Returns the members by role, or the reason why the fusion does not accept them."""
     by_name = {member.name: member for member in members}
     losses = [member for member in members if isinstance(member.op, CrossEntropy)]
     if len(losses) != 1:

@@ -1,1 +1,1 @@
-"""Products deployed in int8: their forms, and the passes that make them."""
+"""Products deployed in int8: the int8 form of each op, and the passes that rewrite graphs to these forms."""

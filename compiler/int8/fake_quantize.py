@@ -1,5 +1,5 @@
-"""The end of training with int8 products ahead: programs that round the inputs of products as the deployed model
-will."""
+"""Quantization-aware training: copies of training programs that fake-quantize the inputs of int8 products as the
+deployed model will."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,13 +20,24 @@ SUFFIX = "_rounded"
 
 
 def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) -> Programs:
-    """With quantization-aware training of int8 products' inputs, the programs with one more for each phase that
-    `train.qat` reaches: its training program with each input of an int8 product rounded to the codes that the deployed
-    model will make of it, states of recurrences at every step. Where a decoder is not always fed the truth, what it
-    writes instead is of such copies too. Their scales are `programs.buffers`.
+    """Adds training programs that fake-quantize the inputs of int8 products, if `train.qat` requests it.
 
-    Weights are the caller's to round. All other specs get back what they gave. Raises LoweringError for a quantization
-    with nothing to round, a loop over time that is no LSTM, and for a beginning that no share of the run tells.
+    Each phase of the run that `train.qat` reaches gets a copy of its training program. The copy rounds each input of an
+    int8 product to the values that the deployed model's codes will represent. Recurrent states are rounded at every
+    step. If the decoder is not always teacher-forced, the programs that write its inputs are copied too. The scales of
+    the inputs are `programs.buffers`. Rounding weights is the caller's responsibility.
+
+    Args:
+        programs: The programs, before any pass that rewrites graphs.
+        quant: The quantization of the spec, or None.
+        train: The training spec.
+
+    Returns:
+        The programs with copies and new phases. Unchanged if the spec requests no rounding of inputs.
+
+    Raises:
+        LoweringError: If no scheme rounds, if a time loop other than an LSTM contains int8 products, if a product
+            cannot be computed in int8, or if the share of the run at which rounding begins is undefined.
     """
     if quant is None or train.qat is None:
         return programs
@@ -56,8 +67,13 @@ def round_inputs(programs: Programs, quant: QuantSpec | None, train: TrainSpec) 
 
 
 def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Programs:
-    """With a copy of each of the programs `names`, NAME_rounded, that rounds the inputs of int8 products. Raises
-    LoweringError, Unfit."""
+    """Returns the programs with a copy of each of the programs `names`, named NAME_rounded, that rounds the inputs of
+    int8 products.
+
+    Raises:
+        LoweringError: If a time loop other than an LSTM contains int8 products.
+        Unfit: If a product cannot be computed in int8.
+    """
     sources = {source.weight: source for source in integer_products(programs, schemes)}
     copied = _Copied(programs, schemes, sources)
     for name in dict.fromkeys(names):
@@ -72,7 +88,7 @@ def rounded(programs: Programs, schemes: Allocation, names: Sequence[str]) -> Pr
 
 
 def _begins(train: TrainSpec) -> float:
-    """The share of the run after which the learning rate is below the limit of `qat`."""
+    """Returns the share of the run after which the learning rate is below the limit of `qat`."""
     assert train.qat is not None
     schedule = train.schedule
     if train.steps is not None:
@@ -85,7 +101,7 @@ def _begins(train: TrainSpec) -> float:
 
 
 def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
-    """The phases of a run with what comes after `begins` rounded."""
+    """Yields the phases of a run, with rounding in the part after the share `begins`."""
     start = 0.0
     for phase in phases:
         if start < min(begins, phase.until):
@@ -96,13 +112,13 @@ def _split(phases: Sequence[Phase], begins: float) -> Iterable[Phase]:
 
 
 class _Copied:
-    """Training programs as they are copied, with the functions that they call.
+    """Copies of training programs, with the functions that they call.
 
     Attributes:
-        programs: the copies.
-        functions: copied functions, by the name of what they are of.
-        made: functions that the copies call besides.
-        buffers: the types of what the copies read besides parameters, by full name.
+        programs: The copies.
+        functions: Copied functions, by the name of the original.
+        made: New functions that the copies also call.
+        buffers: The types of the values that the copies read in addition to parameters, by full name.
     """
 
     def __init__(self, programs: Programs, schemes: Allocation, sources: Mapping[str, Source]) -> None:
@@ -113,7 +129,12 @@ class _Copied:
         self.buffers: dict[str, TensorType] = {}
 
     def program(self, program: Graph) -> None:
-        """Copies one program. Raises LoweringError, Unfit."""
+        """Copies one program.
+
+        Raises:
+            LoweringError: If a time loop other than an LSTM contains int8 products.
+            Unfit: If a product cannot be computed in int8.
+        """
         places: dict[str, list[str]] = {}
         for graph, at in sites(replace(self._all, programs=(program,))):
             places.setdefault(graph.name, []).append(at)
@@ -127,7 +148,8 @@ class _Copied:
                 self.functions.setdefault(graph.name, edited)
 
     def _refuse_loops(self, graphs: Sequence[Graph], places: Mapping[str, list[str]]) -> None:
-        """Loops over time are not copied: what an LSTM becomes is one already."""
+        """Raises LoweringError if a time loop contains int8 products. Such loops are not copied. An LSTM is a single
+        node at this point, and becomes a time loop only in the copy."""
         table = {graph.name: graph for graph in self._all.graphs}
         for loop in [node for graph in graphs for node in graph.nodes if isinstance(node.op, Scan)]:
             assert isinstance(loop.op, Scan)
@@ -152,7 +174,8 @@ class _Copied:
                 raise LoweringError((Problem(("train", "qat"), "S274", message, hint),))
 
     def _edited(self, graph: Graph, places: tuple[str, ...]) -> Graph:
-        """A graph with its products' inputs rounded, under its new name; itself where there is nothing to do."""
+        """Returns a copy of the graph, under a new name, with the inputs of its products rounded. Returns a function
+        unchanged if there is nothing to round."""
         integer = {f"@{name}" for name, _ in graph.params if self._schemes[places[0] + name].integer}
         editor = _Rounding(cells_apart(graph, integer), places, self._schemes, self._sources, self.made)
         edited = editor.run()
@@ -164,14 +187,14 @@ class _Copied:
         return replace(edited, name=f"{graph.name}{SUFFIX}", nodes=nodes)
 
     def _calling(self, node: Node) -> Node:
-        """A node that calls the copy of what it called."""
+        """Returns the node, redirected to the copy of its callee if there is one."""
         if not isinstance(node.op, Call) or node.op.callee not in self.functions:
             return node
         return replace(node, op=replace(node.op, callee=self.functions[node.op.callee].name))
 
 
 class _Rounding(Editor):
-    """A graph while the inputs of its products are rounded."""
+    """A graph in which the inputs of products are being rounded."""
 
     def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
         form.fake_quantize(self, node, factors)

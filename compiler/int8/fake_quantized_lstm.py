@@ -1,4 +1,4 @@
-"""A fake-quantized LSTM: training in floats that are rounded where the int8 LSTM rounds."""
+"""A fake-quantized LSTM for training: float ops that round wherever the int8 LSTM rounds."""
 
 from collections.abc import Container, Sequence
 from dataclasses import replace
@@ -22,8 +22,21 @@ SUM = Pointwise(("h + x",), ("h", "x"))
 def fake_quantized(
     edit: Editing, node: Node, name: str, x: str, state: Sequence[str], factors: Sequence[Factor], backward: bool
 ) -> tuple[str, str, str]:
-    """Adds one direction and returns y [B, T, H], h and c: one product for the gates of all steps of x, with the
-    biases, and a loop over the steps of h, which is rounded at each."""
+    """Adds one direction of an LSTM: one product for the gates of all steps of x, with the biases, and a loop over the
+    steps of h, which is rounded at each step.
+
+    Args:
+        edit: The graph.
+        node: The original LSTM node, whose position new nodes take.
+        name: Prefix of the names of new nodes.
+        x: Ref of the input.
+        state: Refs of the initial h and c.
+        factors: The products of the direction, with x and with h.
+        backward: Whether the direction runs backward in time.
+
+    Returns:
+        Refs of y [B, T, H] and of the final h and c.
+    """
     into, hidden = factors
     gates = edit.add_op(f"{name}_x", Linear(), (*edit.codes(x, into.weight, node), into.weight), node)
     for i, bias in enumerate(factor.bias for factor in factors if factor.bias):
@@ -42,15 +55,27 @@ def fake_quantized(
 
 
 def loop_of(step: str, name: str, backward: bool, types: Sequence[TensorType]) -> Scan:
-    """The loop of one direction, `name`, over `step`; `types` are those of h, c and y. It stands inside its stage,
-    where no other stage's name can be."""
+    """Returns the op of one direction's loop over the function `step`.
+
+    The loop's path is inside the scope of `name`, so that paths of different stages cannot clash.
+
+    Args:
+        step: The name of the function of one step.
+        name: The name of the direction.
+        backward: Whether the direction runs backward in time.
+        types: The types of h, c and y.
+
+    Returns:
+        The op, with outputs h, c and y.
+    """
     scope, _, word = name.rpartition(".")
     at = f"{scope}.{'back_' if backward else ''}steps"
     return Scan(step, at, 2, 1, returned(types), tuple(f"{word}_{w}" for w in "hcy"))
 
 
 def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
-    """The function of one step: h, c, the gates of x at that step, then what all steps read."""
+    """Returns the function of one step. `types` are those of h, c, the gates of x over all steps, and the constants
+    that all steps read."""
     names = ("h", "c", "x", "weight", "inverse")
     b = Builder(f"lstm_{types[0].width}{wide(bits)}_rounded.step")
     h, c, x, weight, inverse = (
@@ -66,7 +91,8 @@ def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
 
 
 def cells_apart(graph: Graph, wanted: Container[str]) -> Graph:
-    """The graph with each single step of an LSTM whose weights are `wanted` as its products, and what follows them."""
+    """Returns the graph with each `LstmCell` whose input weight, a ref, is in `wanted` split into its two
+    products and the op of the gates."""
     nodes = []
     for node in graph.nodes:
         nodes += _cell(graph, node) if isinstance(node.op, LstmCell) and node.inputs[3] in wanted else [node]

@@ -1,5 +1,5 @@
-"""The last rewrites of graphs of int8 products: no value that nothing reads, codes without a pass of their own,
-operands that lie row by row, a title for each epilogue."""
+"""The final rewrites of graphs with int8 products: removes dead nodes, lets products write codes directly, copies
+operands to contiguous rows, and gives each epilogue a unique title."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -10,8 +10,10 @@ from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, RowByRow
 
 
 def without_dead_nodes(nodes: Sequence[Node], outputs: Sequence[str], made: Collection[str]) -> list[Node]:
-    """`nodes` without those of the names `made` that neither another node nor `outputs`, refs, read: a form gives all
-    that the op before gave, and of a recurrence the graph may want only a part."""
+    """Returns `nodes` without those nodes of the names `made` that neither another node nor the refs `outputs` read.
+
+    An int8 form computes all outputs of the op it replaces, but the graph may read only some outputs of a recurrence.
+    """
     read = set(map(node_of, outputs))
     nodes_read: list[Node] = []
     for node in reversed(nodes):
@@ -22,13 +24,14 @@ def without_dead_nodes(nodes: Sequence[Node], outputs: Sequence[str], made: Coll
 
 
 def finished(graph: Graph) -> Graph:
-    """The graph in which each int8 product writes codes where all its readers quantize it, and reads no views."""
+    """Returns the graph in which an int8 product writes codes if its only reader quantizes it, and no product reads a
+    view."""
     return _row_by_row(_requantized(graph))
 
 
 def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
-    """The graphs with different titles for different epilogues of int8 products: a title names neither factors nor
-    operands, and no spec gave it."""
+    """Returns the graphs with different titles for different epilogues of int8 products. By itself, a title names
+    neither scale factors nor operands, and it does not come from the spec."""
     seen: dict[str, list[tuple[object, ...]]] = {}
 
     def titled(graph: Graph, node: Node) -> Node:
@@ -47,8 +50,8 @@ def with_unique_titles(graphs: Iterable[Graph]) -> tuple[Graph, ...]:
 
 
 def _row_by_row(graph: Graph) -> Graph:
-    """The graph with every operand of a product's shape that no product wrote laid out as its kernel reads it: it may
-    be a view, as of features that are repeated in time."""
+    """Returns the graph with operands of a product's shape copied to contiguous rows, as its kernel reads them, unless
+    an int8 product wrote them. Such an operand may be a view, e.g. of features that are repeated in time."""
     nodes: list[Node] = []
     laid: dict[str, str] = {}
     for node in graph.nodes:
@@ -71,7 +74,7 @@ def _row_by_row(graph: Graph) -> Graph:
 
 
 def _requantized(graph: Graph) -> Graph:
-    """The graph in which every int8 product whose readers all quantize it writes these codes itself."""
+    """Returns the graph in which every int8 product that only a quantization reads writes these codes itself."""
     for node in graph.nodes:
         if not isinstance(node.op, QuantizeRows):
             continue

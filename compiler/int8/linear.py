@@ -1,4 +1,4 @@
-"""A linear layer in int8: the bias joins the sums, what follows joins the epilogue."""
+"""The int8 form of a linear layer: the bias is added to the integer sums, and following nodes join the epilogue."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +11,16 @@ from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import CropColumns, Int8Linear
 
-WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # of the kernel
+WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # reserved names of the kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Int8LinearForm(Int8Form):
-    """`x w^T`, the vector added to it if that is int8 too, and the pointwise nodes behind it as long as each is the
-    only reader of the one before, over numbers a column or values of the same shape."""
+    """Covers `x w^T`, a bias vector if it is also int8, and following pointwise nodes.
+
+    A pointwise node joins the epilogue if it is the only reader of the node before, and if its other operands are
+    vectors [N] or values of the product's shape.
+    """
 
     takes: ClassVar[type[Op]] = Linear
 
@@ -69,7 +72,7 @@ class Int8LinearForm(Int8Form):
 
 
 def _biased(graph: Graph, node: Node) -> Node | None:
-    """The node that adds a vector to a product, if that is all that reads the product."""
+    """Returns the node that adds a parameter vector to a product, or None if the product has other readers."""
     readers = graph.consumers[node.name]
     if graph.uses(node.name) != 1 or not readers:
         return None
@@ -87,13 +90,13 @@ def _other(reader: Node, name: str) -> str:
 
 
 def _tail(edit: Editing, last: Node, operands: Mapping[str, str]) -> Node | None:
-    """The pointwise node that can join behind `last`."""
+    """Returns the pointwise node that can join the epilogue after `last`, or None."""
     graph = edit.graph
     readers = graph.consumers[last.name]
     if graph.uses(last.name) != 1 or not readers or not isinstance(readers[0].op, Pointwise):
         return None
     (epilogue,) = readers
-    if edit.taken(epilogue):  # it reads two products, and the other has it
+    if edit.taken(epilogue):  # it reads two products, and has joined the other
         return None
     if len(epilogue.types) != 1 or epilogue.type.shape != last.type.shape or epilogue.epilogue is not None:
         return None
@@ -104,12 +107,13 @@ def _tail(edit: Editing, last: Node, operands: Mapping[str, str]) -> Node | None
 
 
 def _given(epilogue: Node, last: Node) -> list[str]:
-    """The operands of an epilogue beside the product."""
+    """Returns the operands of an epilogue other than the product."""
     return [ref for ref in epilogue.inputs if ref != last.name]
 
 
 def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str]) -> tuple[Expr, dict[str, str]] | None:
-    """The epilogue with a epilogue behind it, and its operands by value; None where no kernel could print it."""
+    """Returns the expression with another epilogue applied to it, and its operands as ref -> variable. Returns None if
+    no kernel could print the result."""
     assert isinstance(epilogue.op, Pointwise)
     named = dict(operands)
     swap: dict[str, Expr] = {}
@@ -117,7 +121,7 @@ def _joined(expr: Expr, epilogue: Node, last: Node, operands: Mapping[str, str])
         if ref == last.name:
             swap[variable] = expr
             continue
-        name = variable  # its role: what differs only in whose bias it reads is one kernel
+        name = variable  # named by role, so that nodes that differ only in which bias they read share a kernel
         while name in WORDS or any(name == taken and other != ref for other, taken in named.items()):
             name += "_"
         swap[variable] = Var(named.setdefault(ref, name))

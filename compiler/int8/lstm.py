@@ -1,5 +1,5 @@
-"""A long short-term memory in int8: one product for the gates of all steps of x, and an op a step, which multiplies h
-and goes on to the next."""
+"""The int8 form of an LSTM: one product for the gates of all steps of x, and one op per step, which multiplies h and
+computes the next state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
 from specc.compiler.ops.shape import Last
 
-# The nodes of one direction, by the name to give them: x, h and c, its factors, whether it goes backward in time.
+# Adds one direction: (graph, original node, name, x, (h, c), factors, whether it runs backward in time) -> (y, h, c).
 Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]
 
 
 def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
-    """The two products of each direction; a bias that both could have is that of h."""
+    """Returns the two products of each direction. A single bias is assigned to the product with h."""
     factors: list[Factor] = []
     for d in range(directions):
         into, hidden, *vectors = node.inputs[first + d * (2 + biases) : first + (d + 1) * (2 + biases)]
@@ -30,7 +30,7 @@ def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Fact
 
 
 def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
-    """The hidden size. Raises TypeRuleError where the gates have no whole vectors, or a bias is no int8."""
+    """Returns the hidden size. Raises TypeRuleError if it is not a multiple of 4, or if a bias is not int8."""
     _, size = edit.type(factors[1].weight).shape
     assert isinstance(size, int)
     if size % 4:
@@ -42,7 +42,7 @@ def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
 
 
 def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor: Factor) -> str:
-    """The share of x in the gates, f32 [..., 4H], under `name`."""
+    """Adds the contribution of x to the gates, f32 [..., 4H], as a node `name`. Returns its ref."""
     held = sums_of(edit, factor.weight, factor.bias)
     expr, operands = weighed(edit, name, codes, factor.weight, held, node)
     gates = TensorType((*edit.type(codes[0]).shape[:-1], edit.type(held[0]).shape[0]), "f32")
@@ -51,13 +51,13 @@ def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor
 
 
 def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
-    """The inputs of a step for the product with h: codes, offset, scale and inverse."""
+    """Returns the constants of a step's product with h: codes, offset, scale and inverse."""
     return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
 
 
 @dataclass(frozen=True, slots=True)
 class Int8CellForm(Int8Form):
-    """One step, in place."""
+    """The int8 form of a single step."""
 
     takes: ClassVar[type[Op]] = LstmCell
 
@@ -79,7 +79,7 @@ class Int8CellForm(Int8Form):
 
 @dataclass(frozen=True, slots=True)
 class Int8LstmForm(Int8Form):
-    """A whole sequence: a loop over the steps of h."""
+    """The int8 form of an LSTM over a whole sequence: a loop over the steps of h."""
 
     takes: ClassVar[type[Op]] = Lstm
 
@@ -96,7 +96,7 @@ class Int8LstmForm(Int8Form):
         self._replace(edit, node, factors, fake_quantized)
 
     def _replace(self, edit: Editing, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
-        """By what each direction becomes, side by side."""
+        """Replaces the node by the nodes that `direction` adds for each direction, and concatenates their outputs."""
         x, h, c, *_ = node.inputs
         directions, scope = len(factors) // 2, node.name.rpartition(".")[0]
         parts: list[tuple[str, str, str]] = []
@@ -120,7 +120,8 @@ class Int8LstmForm(Int8Form):
 def _direction(
     edit: Editing, node: Node, name: str, x: str, state: Sequence[str], factors: Sequence[Factor], backward: bool
 ) -> tuple[str, str, str]:
-    """Adds one direction; returns y [B, T, H], h and c. In memory the gates of a step lie together."""
+    """Adds one direction. Returns refs of y [B, T, H] and of the final h and c. The gates are laid out time-major, so
+    that those of a step are contiguous."""
     codes = edit.codes(x, factors[0].weight, node)
     words = ("codes", "second")
     major = [
@@ -142,7 +143,8 @@ def _direction(
 
 
 def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
-    """The function of one step: h, c, the gates of x at that step, and the constants that all steps read."""
+    """Returns the function of one step. `types` are those of h, c, the gates of x over all steps, and the constants
+    that all steps read."""
     names = ("h", "c", "x", "codes", "offset", "scale", "inverse")
     b = Builder(f"lstm_{types[0].width}{wide(bits)}_steps.step")
     h, c, x, *held = (

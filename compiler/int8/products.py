@@ -1,4 +1,4 @@
-"""The deployed programs of a model whose weights are multiplied in whole numbers: each product becomes an int8 one."""
+"""Rewrites the programs of a deployed model so that products with int8 weights are computed in int8."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,18 +21,20 @@ STORAGE = "int8"
 
 
 class Unfit(Exception):
-    """A product that whole numbers cannot compute: why, and the full names of its parameters. `at_once` where all of
-    them have to be given one scheme."""
+    """Raised if a product cannot be computed in int8.
+
+    `names` are the full names of its parameters. If `at_once` is true, all of them must have the same scheme.
+    """
 
     def __init__(self, message: str, names: Sequence[str], at_once: bool = False) -> None:
         super().__init__(message)
         self.message, self.names, self.at_once = message, tuple(names), at_once
 
     def problem(self, quant: QuantSpec, schemes: Allocation) -> Problem:
-        """The message for a user, where the spec says int8."""
+        """Returns the problem to report, at the path in the spec that requests int8."""
         pattern = covering(self.names)
         if self.at_once:
-            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # a rule sooner than the default
+            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # prefers a rule to the default
             hint = f'give all of them one scheme, by a single rule {{match: "{pattern}", ...}} or by the default'
             return Problem(path, "S312", self.message, hint)
         scheme = next(schemes[name] for name in self.names if schemes[name].integer)
@@ -40,7 +42,7 @@ class Unfit(Exception):
 
 
 def covering(names: Sequence[str]) -> str:
-    """A pattern for these parameters, and for those of the same name in other blocks."""
+    """Returns a pattern for these parameters and for parameters of the same name in other blocks."""
     blocks = [".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names]
     places, last = {name.rpartition(".")[0] for name in blocks}, pattern_of(names)
     if len(places) == 1:
@@ -51,9 +53,19 @@ def covering(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One product of the model, by the full names of its node, weight and bias (empty for none). `read` and `made` are
-    the inputs and outputs of the node that the weight meets, of each the `part`-th of `parts` equal parts; `maker` is
-    what made the first of them; all products with one `leader`, a weight, share the scale of their input."""
+    """One product of the model. Names are full names in the model.
+
+    Attributes:
+        node: The node that contains the product.
+        weight: The weight.
+        bias: The bias, or "" if there is none in int8.
+        read: Indices of the node's inputs that are multiplied with the weight.
+        made: Indices of the node's outputs that are multiplied with the weight.
+        maker: The node or input that produces the first of the inputs.
+        leader: The first weight, in table order, of all products that share the scale of their input.
+        part: Index of the slice of the features that the weight is multiplied with.
+        parts: Number of such slices, which have equal sizes.
+    """
 
     node: str
     weight: str
@@ -67,8 +79,8 @@ class Source:
 
 
 def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, ...]:
-    """The products that the deployed model computes in whole numbers, in order of the parameter table: what is to be
-    calibrated. `programs` are those before any pass."""
+    """Returns the products that the deployed model computes in int8, in order of the parameter table. Their inputs must
+    be calibrated. `programs` are the programs before any pass that rewrites graphs."""
     by_weight: dict[str, Source] = {}
     leaders = _Leaders()
     for graph, at in sites(_deployed(programs)):
@@ -85,7 +97,7 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
                     at + node.name, weight, bias, factor.read, factor.made, maker, weight, factor.part, factor.parts
                 )
                 by_weight.setdefault(weight, source)
-                # what a loop gives itself is no value that others read
+                # The output of a recurrence that is fed back into it is not shared with other products.
                 leaders.join(weight if factor.made else by_value.setdefault(first, weight), weight)
     order = {param.name: i for i, param in enumerate(programs.params)}
     sources = sorted(by_weight.values(), key=lambda source: order[source.weight])
@@ -93,11 +105,18 @@ def integer_products(programs: Programs, schemes: Allocation) -> tuple[Source, .
 
 
 def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """The programs that a deployed model runs, without `train`: every node whose weights have a scheme for whole
-    numbers as int8 products, over stored codes [N, K], offset [N], scale [N] and, one an input, inverse [K].
+    """Returns the programs of the deployed model, without training programs, with int8 products.
 
-    Raises LoweringError for a parameter of such a scheme that is read by anything else, or a function that some of its
-    callers quantize and others do not.
+    Every node whose weights have an integer scheme is replaced by its int8 form. Its parameters are replaced by codes
+    [N, K], offset [N] and scale [N] of each weight, and inverse [K] of each input.
+
+    Args:
+        programs: The programs, before any pass that rewrites graphs.
+        quant: The quantization of the spec. If it is None, the programs are returned unchanged.
+
+    Raises:
+        LoweringError: If a parameter with an integer scheme has a reader that is not a product, or if only some of the
+            blocks that share a function quantize a parameter. Lists all problems.
     """
     schemes = allocation(quant, programs.params)
     if quant is None:
@@ -124,7 +143,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
     params = tuple(param for param in deployed.params if not schemes[param.name].integer)
     problems += _left_over(changed, places, quant, schemes)
     if problems:
-        raise LoweringError(tuple(dict.fromkeys(problems)))  # programs share code
+        raise LoweringError(tuple(dict.fromkeys(problems)))  # programs that share code repeat problems
     titled = {graph.name: graph for graph in with_unique_titles(changed.values())}
     return replace(
         deployed,
@@ -135,7 +154,7 @@ def quantize_products(programs: Programs, quant: QuantSpec | None) -> Programs:
 
 
 def _deployed(programs: Programs) -> Programs:
-    """The programs without training, and the functions that they run."""
+    """Returns the programs other than training and its scores, with the functions that they call."""
     dropped = {"train", *(name for phase in programs.phases for name in (phase.train, phase.score))}
     remaining = tuple(graph for graph in programs.programs if graph.name not in dropped)
     table = {graph.name: graph for graph in programs.graphs}
@@ -146,7 +165,7 @@ def _deployed(programs: Programs) -> Programs:
 
 
 def sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Every graph with each prefix that its names have where it runs, once."""
+    """Yields every graph with each prefix of its names at which it runs, each pair once."""
     seen: set[tuple[str, str]] = set()
 
     def visit(graph: Graph, at: str) -> Iterator[tuple[Graph, str]]:
@@ -179,7 +198,8 @@ def _sizes(type: TensorType) -> tuple[int, ...]:
 def _left_over(
     changed: Mapping[str, Graph], places: Mapping[str, list[str]], quant: QuantSpec, schemes: Allocation
 ) -> Iterator[Problem]:
-    """Parameters in whole numbers that a node still reads as floats, as one problem for each place that says so."""
+    """Yields a problem for each path in the spec whose integer scheme stores parameters that a node still reads as
+    floats."""
     reasons: dict[str, str] = {}
     for graph in changed.values():
         for node in graph.nodes:
@@ -198,7 +218,7 @@ def _left_over(
 
 @dataclass
 class _Leaders:
-    """Weights that share the codes of their input."""
+    """A union-find structure over weights that share the codes of their input."""
 
     above: dict[str, str] = field(default_factory=dict)
 
@@ -211,14 +231,28 @@ class _Leaders:
         self.above[self.top(b)] = self.top(a)
 
     def of(self, weight: str, order: Mapping[str, int]) -> str:
-        """The first, in the order of the table, of the weights that share with this one."""
+        """Returns the first, in table order, of the weights that share their input's codes with `weight`."""
         top = self.top(weight)
         return min((other for other in self.above if self.top(other) == top), key=lambda name: order[name])
 
 
 @dataclass
 class Editor:
-    """One graph while its products are replaced; see quant.int8_form.Editing."""
+    """A graph whose products are being replaced. Implements `form.Editing`.
+
+    Attributes:
+        graph: The original graph.
+        places: The prefixes of its names at which it runs.
+        schemes: The scheme of each parameter.
+        sources: The int8 products of the model, by weight.
+        functions: New functions, shared by all graphs.
+        added: Types of the declared constants, by name.
+        types: Types of all values, original and new.
+        new: New nodes, by the name of the original node before which they are inserted.
+        gone: Names of the removed nodes.
+        names: Ref of a removed value -> the ref that replaces it.
+        shared: (ref, leader) -> refs of the codes.
+    """
 
     graph: Graph
     places: tuple[str, ...]
@@ -233,7 +267,7 @@ class Editor:
     shared: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
     def run(self) -> Graph:
-        """The graph with every product in whole numbers. Raises Unfit."""
+        """Returns the graph with int8 products. Raises Unfit if a product cannot be computed in int8."""
         self.types |= self.graph.types
         for node in self.graph.nodes:
             factors = factors_of(self.graph, node)
@@ -262,7 +296,7 @@ class Editor:
         return finished(replace(self.graph, nodes=tuple(nodes), params=params, outputs=outputs))
 
     def _full(self, refs: Iterable[str]) -> list[str]:
-        """The names of those of `refs` that are parameters, wherever the graph runs."""
+        """Returns the full names of those of `refs` that are parameters, for every place at which the graph runs."""
         return [at + ref[1:] for ref in refs if ref[:1] == "@" for at in self.places]
 
     def _take(self, node: Node, factors: Sequence[Factor], weights: Sequence[str]) -> None:
@@ -275,7 +309,7 @@ class Editor:
         self.take(form, node, factors)
 
     def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
-        """Replaces one node."""
+        """Replaces one node by the nodes of its int8 form."""
         form.rewrite(self, node, factors)
 
     def _name(self, ref: str) -> str:
@@ -331,7 +365,7 @@ class Editor:
         return self.shared[ref, leader]
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
-        """Adds what makes the codes of a value."""
+        """Adds the nodes that compute the codes of a value. Returns their refs."""
         width, inputs = self.types[ref].width, (ref, self.inverse(weight))
         assert isinstance(width, int)
         names = (f"{weight[1:]}_input", f"{weight[1:]}_second")[: self.input_bits(weight) // 8]

@@ -1,1 +1,1 @@
-"""One file a kernel, paired by name with its template."""
+"""Kernels that a plan can choose for a node. Each has a template of the same name, which it renders."""

@@ -1,4 +1,4 @@
-"""The Python side of a kernel, the same in every language: a custom op that checks, allocates and launches."""
+"""The Python side of a kernel, the same for every language: a custom op that checks, allocates and launches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,10 +13,15 @@ DTYPES = {"bf16": "torch.bfloat16", "f16": "torch.float16", "f32": "torch.float3
 
 @dataclass(frozen=True, slots=True)
 class CustomOp:
-    """The op around a kernel, as templates write it. Fields of code hold whole lines, indented.
+    """The template context of the Python op around a kernel. Fields with code hold whole indented lines.
 
-    `header` are comment lines; `formulas` what is computed, a line each; `x` the input whose rows and device
-    the others share; `wanted` the rows of the table of checks; `allocated` the lines that allocate the outputs.
+    Attributes:
+        header: Comment lines with label and types.
+        formulas: What the op computes, one line per value.
+        x: The input whose rows and device the other inputs must share.
+        promise: The docstring of the op.
+        wanted: Rows of the table of input checks.
+        allocated: Lines that allocate the outputs.
     """
 
     header: str
@@ -40,7 +45,7 @@ class CustomOp:
 
 
 def custom_op(site: Site, epilogue: Epilogue) -> CustomOp:
-    """The op of a site: x [..., K] with any leading dims, weights, operands -> outputs [..., N]."""
+    """Returns the op of a site: x [..., K] with any leading dims, weights and operands -> outputs [..., N]."""
     op = site.node.op
     assert isinstance(op, Product)
     n, k = op.extent(site.inputs[1])
@@ -73,7 +78,7 @@ def custom_op(site: Site, epilogue: Epilogue) -> CustomOp:
 
 
 def header(site: Site, epilogue: Epilogue, mark: str) -> str:
-    """Label and types as comment lines that leave room for the plan key behind the last."""
+    """Returns label and types as comment lines that leave room for the plan key after the last one."""
     label = unbroken(f"{site.label}    ")
     return flowed(f"{label}{_joined(epilogue.inputs)} -> {_joined(epilogue.outputs)}", mark, "    ", 88)
 
@@ -83,14 +88,14 @@ def _joined(values: Iterable[object]) -> str:
 
 
 def _summary(site: Site, epilogue: Epilogue) -> str:
-    """The first line of the module's docstring; it stands behind three quotes."""
+    """Returns the first line of the module's docstring, with its opening quotes."""
     products = "product" if len(epilogue.weights) == 1 else f"{len(epilogue.weights)} products of one input"
     outputs = "" if len(epilogue.outputs) == 1 else f" of {len(epilogue.outputs)} outputs"
     return flowed(f'"""{site.label}: {products} and epilogue{outputs} in one kernel.')
 
 
 def _promise(epilogue: Epilogue, op: Product, n: int, k: int) -> str:
-    """The docstring of the op."""
+    """Returns the docstring of the op, with its opening quotes."""
     shapes = {value.name: _shape(value, epilogue, op, "...", str(n), str(k)) for value in epilogue.inputs}
     inputs = [f"{v.name} [{', '.join(shapes[v.name])}] {v.type.dtype}" for v in epilogue.inputs]
     outputs = [f"{value.name} [..., {n}] {value.type.dtype}" for value in epilogue.outputs]
@@ -98,7 +103,7 @@ def _promise(epilogue: Epilogue, op: Product, n: int, k: int) -> str:
 
 
 def _shape(value: Value, epilogue: Epilogue, op: Product, rows: str, n: str, k: str) -> tuple[str, ...]:
-    """The dims of an input as text, with the words given for rows, N and K."""
+    """Returns the dims of an input as text, with `rows`, `n` and `k` for the dims rows, N and K."""
     if value is epilogue.x:
         return rows, k
     if value in epilogue.weights:

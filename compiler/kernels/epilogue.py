@@ -1,4 +1,4 @@
-"""The epilogue of a product as generated code spells it: names that cannot clash, expressions over them."""
+"""The epilogue of a product in generated code: names that cannot clash, and expressions over them."""
 
 import keyword
 from collections.abc import Collection
@@ -9,10 +9,10 @@ from specc.compiler.ir.graph import BYTES, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.linear import Product
 
-VECTOR = 16  # bytes that one load, one TMA row and one CUTLASS access are multiples of
+VECTOR = 16  # bytes: row sizes must be multiples of it for vector loads, TMA and CUTLASS
 FLOATS = ("bf16", "f16", "f32")
 
-# What the generated code itself calls things, and the words of C++; Python's own are in `keyword`.
+# Identifiers of the generated code, and C++ keywords. Python's keywords come from `keyword`.
 OURS = """
     M N K NODE NAMESPACE BLOCK_M BLOCK_N BLOCK_K GROUP WARPS STAGES PROGRAMS Path Tensor
     TensorDescriptor tl torch triton ctypes functools library native kernel finish halves launch m n
@@ -35,7 +35,7 @@ RESERVED = frozenset((*keyword.kwlist, *OURS.split(), *CPP.split()))
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that the kernel reads or writes, and its name in the generated code."""
+    """A tensor that the kernel reads or writes, with its name in the generated code."""
 
     name: str
     type: TensorType
@@ -45,13 +45,13 @@ class Value:
 
     @property
     def column(self) -> bool:
-        """One number a column, [N], rather than a tile of [rows, N]."""
+        """Whether the tensor has one element per column, shape [N], instead of a tile of shape [rows, N]."""
         return len(self.type.shape) == 1
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An output and the expression that gives it, over the names of the generated code."""
+    """An output and the expression that computes it, over the names of the generated code."""
 
     value: Value
     expr: Expr
@@ -59,10 +59,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """Everything a kernel is given and gives: `x` [rows, K], one weight an accumulator, operands, results.
+    """All inputs and outputs of a kernel: `x` [rows, K], one weight per accumulator, operands and results.
 
-    `results` stand in the order of the node's outputs; `steps` in the order of computing them, as the first
-    may read the others.
+    `results` are in the order of the node's outputs. `steps` are in the order of computation: the first result is last,
+    since its expression may read the other results.
     """
 
     x: Value
@@ -84,7 +84,8 @@ class Epilogue:
         return tuple(result.value for result in self.results)
 
     def formulas(self, layout: str) -> tuple[str, ...]:
-        """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
+        """Returns the formulas, one line per accumulator and result, e.g. `p = x w^T`. `layout` is that of the weights,
+        `nk` for [N, K] or `kn` for [K, N]."""
         product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout]
         products = zip(self.accumulators, self.weights, strict=True)
         lines = [f"{p} = {product.format(x=self.x.name, w=w.name)}" for p, w in products]
@@ -92,7 +93,7 @@ class Epilogue:
 
 
 def epilogue_of(site: Site) -> Epilogue:
-    """The epilogue of a site that `refusal` has nothing against."""
+    """Returns the epilogue of a site that `refusal` accepts."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Product) and epilogue is not None
     count = op.arity - 1
@@ -114,7 +115,7 @@ def epilogue_of(site: Site) -> Epilogue:
     labels = (*epilogue.labels, *[""] * len(epilogue.outputs))[: len(epilogue.outputs)]
     outputs = [pick(label or (f"{y}{i}" if i else y)) for i, label in enumerate(labels)]
 
-    # A label is read only where no variable has its name.
+    # A variable shadows a label of the same name.
     renamed = {label: Var(name) for label, name in zip(labels, outputs, strict=True) if label}
     renamed |= {head: Var(name) for head, name in zip(heads, accumulators, strict=True)}
     renamed |= {variable: Var(name) for variable, name in named.items()}
@@ -132,7 +133,8 @@ def epilogue_of(site: Site) -> Epilogue:
 
 
 def refusal(site: Site) -> str | None:
-    """Why no kernel of a product and its epilogue takes this node: its op, dtypes, shapes or expressions."""
+    """Returns why no kernel of a product with an epilogue accepts this node (its op, dtypes, shapes or expressions), or
+    None."""
     op, epilogue = site.node.op, site.epilogue
     if not isinstance(op, Product):
         return f"takes a product of rows and weights; {site.node.op.name} is none"

@@ -1,4 +1,4 @@
-"""The interface of a kernel: whether it takes a node, its rank, and the files that compute it."""
+"""The interface of a kernel: which nodes it accepts, its rank among kernels, and the files that implement it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,10 +15,15 @@ Language = Literal["torch", "triton", "cutlass", "cuda"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node that wants a kernel: its types, its target, and the words that generated files tell of it.
+    """A node that needs a kernel, with its types, its target, and the names used in generated files.
 
-    `label` is the node's spec path as people write it, e.g. `blocks.*.mlp.up + act`; `module` the model's name.
-    A sequence has at most `context` tokens, where that is known.
+    Attributes:
+        node: The node.
+        inputs: Types of the node's inputs, in order.
+        target: The target to compile for.
+        label: The node's path in the spec for readers, e.g. `blocks.*.mlp.up + act`.
+        module: The name of the model.
+        context: The maximum sequence length in tokens, or None if unknown.
     """
 
     node: Node
@@ -30,10 +35,11 @@ class Site:
 
     @property
     def key(self) -> str:
-        """The node as text, wherever in a model it stands: what a measured time and tile hold for.
+        """The node as text, independent of its path in the model. Measured times and tiles are stored under it.
 
-        It is written as graphs are, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d, slope) ->
-        d * slope : bf16[B,T,1792]`, and names no class, so that renaming one in the compiler loses no measurement.
+        It has the syntax of printed graphs, e.g. `dgrad(bf16[B,T,512], bf16[512,1792], bf16[B,T,1792]) |> (d, slope) ->
+        d * slope : bf16[B,T,1792]`. It contains no class names, so that renaming a class in the compiler does not
+        invalidate measurements.
         """
         epilogue = f" |> {self.epilogue.formula}" if self.epilogue is not None else ""
         op, types = self.node.op, ", ".join(map(str, self.node.types))
@@ -41,13 +47,14 @@ class Site:
 
     @property
     def epilogue(self) -> Pointwise | None:
-        """The epilogue over the accumulators (its first variables, one a product) and further inputs of the node."""
+        """The node's epilogue, or None. Its first variables are the accumulators, one per product, followed by the
+        node's other inputs."""
         epilogue = self.node.epilogue
         return epilogue if isinstance(epilogue, Pointwise) else None
 
     @property
     def operands(self) -> tuple[tuple[str, TensorType], ...]:
-        """Variable and type of each epilogue operand that is read from memory."""
+        """Variable and type of each epilogue operand that is read from memory. Accumulators are not among them."""
         if self.epilogue is None:
             return ()
         types = self.inputs[self.node.op.arity :]
@@ -56,9 +63,10 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The files of one kernel, template context included: file name -> (template, typed context).
+    """The files of one kernel before templates are rendered: file name -> (template, typed template context).
 
-    `module` is the Python file (no ending) that defines `function`; `tile` is for the plan page.
+    `module` is the name, without extension, of the Python file that defines `function`. `tile` describes the tile on
+    the plan page.
     """
 
     function: str
@@ -69,11 +77,11 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One way to compute some nodes. Subclasses answer; one module-level value of each is what the catalogue finds.
+    """One implementation of some ops. The catalogue discovers one module-level instance of each subclass.
 
-    It is asked only for nodes whose op is one that it `computes`. A kernel with settings to measure has a field `tile`
-    of the dataclass `TILE`. One that is not `deterministic` may give other bits when it is called again. What a
-    `portable` one writes runs on other targets too.
+    A kernel is considered only for nodes whose op is an instance of `computes`. A kernel with settings to measure has a
+    field `tile` whose type is the dataclass `TILE`. If `deterministic` is false, repeated calls may return different
+    bits. If `portable` is true, the rendered files also run on other targets.
     """
 
     name: str
@@ -86,44 +94,45 @@ class Kernel:
     TILE: ClassVar[type | None] = None
 
     def rejects(self, site: Site) -> str | None:
-        """Why this kernel, with its tile, cannot take the node, in words that name numbers; None where it can. `needs`,
-        the language and the target's features are checked before."""
+        """Returns why this kernel, with its tile, cannot compute the node, as text with concrete numbers, or None if it
+        can. The caller has already checked `needs`, the language and the target's features."""
         raise TypeError(f"{type(self).__name__} does not say what it takes")
 
     def rank(self, site: Site) -> int:
-        """Of the kernels that do not reject, the lowest rank wins; 0 is for one written for just this case."""
+        """Returns the rank at this site. The accepting kernel with the lowest rank is chosen. By convention, 0 is for a
+        kernel written for exactly this case."""
         raise TypeError(f"{type(self).__name__} does not say how well it suits")
 
     @property
     def made_of(self) -> str:
-        """The description on a plan page: its language, or the library whose kernel it calls."""
+        """A description for the plan page: the language, or the library whose kernel is called."""
         return self.language
 
     @property
     def package(self) -> str:
-        """The package that it calls, where this is no part of the installation; empty for most."""
+        """The optional package that the kernel calls, or "" if it needs nothing beyond the standard installation."""
         return ""
 
     def variants(self, site: Site) -> tuple["Kernel", ...]:
-        """This kernel with each tile that is worth measuring for a node it takes, the likeliest first."""
+        """Returns copies of this kernel with each tile worth measuring for a node it accepts, most promising first."""
         return ()
 
     def padding(self, site: Site, rows: int) -> float:
-        """The operations of whole tiles as a multiple of those that are needed."""
+        """Returns the operations of whole tiles as a multiple of the operations needed, for `rows` rows."""
         return 1.0
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
-        """The bytes that it writes or reads beside the node's inputs and outputs, once each: a value that is written
-        and read again stands twice."""
+        """Returns the types of intermediate values that are written to or read from memory in addition to the node's
+        inputs and outputs. A value that is written and read back is listed twice."""
         return ()
 
     def render(self, site: Site) -> Rendered:
-        """The files to write. Only called where `rejects` returns None."""
+        """Returns the files to write. Called only if `rejects` returned None."""
         raise TypeError(f"{type(self).__name__} does not say what to write")
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:
-    """The features that the target lacks for this kernel, as a reason; None where it has all."""
+    """Returns which features the target lacks for this kernel, as a reason, or None if it has all of them."""
     if kernel.language not in target.languages:
         return f"{target.name} has no {kernel.language}"
     lacking = sorted(kernel.needs - target.features)
@@ -131,7 +140,7 @@ def missing(kernel: Kernel, target: Target) -> str | None:
 
 
 def symbol(site: Site) -> tuple[str, str]:
-    """Function and file name: `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
+    """Returns function name and file name, e.g. `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
     epilogue = site.epilogue
     word, size = site.node.op.symbol(site.inputs)
     words = [word]

@@ -1,4 +1,4 @@
-"""Lines of generated source, at most 110 columns wide."""
+"""Formats generated source as lines of at most 110 columns."""
 
 from collections.abc import Sequence
 from textwrap import wrap
@@ -10,12 +10,22 @@ _GLUE = "\0"
 
 
 def unbroken(text: str) -> str:
-    """The text with its blanks marked, so that `flowed` breaks no line at them."""
+    """Returns the text with its spaces marked, so that `flowed` does not break lines at them."""
     return text.replace(" ", _GLUE)
 
 
 def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> str:
-    """Words on as many lines as they need, each behind `indent`, those after the first also behind `rest`."""
+    """Wraps text. Words are never broken, so a long word may exceed the width.
+
+    Args:
+        text: The words, separated by spaces. `unbroken` marks spaces at which no line is broken.
+        indent: The prefix of every line.
+        rest: A further prefix of every line but the first.
+        width: The maximum number of columns.
+
+    Returns:
+        The lines, joined by newlines.
+    """
     lines = wrap(
         text,
         width,
@@ -28,8 +38,18 @@ def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> s
 
 
 def listed(head: str, items: Sequence[str], tail: str, indent: int = 0, last: str = ",") -> str:
-    """`head`, the items and `tail` on one line or, where that is too long, the items on lines of their own,
-    with `last` behind them. No item is broken."""
+    """Returns a bracketed list: on one line if it fits, else with the items on indented lines between the brackets.
+
+    Args:
+        head: Text up to and including the opening bracket.
+        items: The items, to be separated by ", ". No item is broken across lines.
+        tail: Text from the closing bracket on.
+        indent: Spaces before the first line.
+        last: Text after the last item if the items are on lines of their own, by default a trailing comma.
+
+    Returns:
+        The lines, joined by newlines.
+    """
     pad = " " * indent
     line = f"{pad}{head}{', '.join(items)}{tail}"
     if len(line) <= WIDTH:
@@ -39,7 +59,7 @@ def listed(head: str, items: Sequence[str], tail: str, indent: int = 0, last: st
 
 
 def assigned(name: str, value: str, indent: int = 0) -> str:
-    """`name = value` as Python; a long value is broken inside parentheses."""
+    """Returns the Python statement `name = value`. A value that is too long is wrapped inside parentheses."""
     pad = " " * indent
     line = f"{pad}{name} = {value}"
     if len(line) <= WIDTH:

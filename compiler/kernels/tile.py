@@ -1,4 +1,4 @@
-"""How large a tile of a product each program computes: a rule from the shape and what the target has."""
+"""The tile of a product that each program computes, chosen by a rule from the shape and the target's resources."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,40 +8,71 @@ from specc.compiler.kernels.epilogue import Epilogue
 from specc.compiler.targets import Target
 
 ROWS = 128
-WIDTHS = (256, 128, 64, 32)  # columns of all accumulators together
-WIDEST_IN_REGISTERS = 128  # without wgmma, which reads shared memory, x and the weights take registers too
+WIDTHS = (256, 128, 64, 32)  # columns summed over all accumulators
+WIDEST_IN_REGISTERS = 128  # without wgmma, which reads shared memory, x and the weights also occupy registers
 NARROWEST = 32
 DEPTHS = (64, 32)
 SHALLOWEST = 16
 FEWEST_STAGES, MOST_STAGES = 3, 4
-ACCUMULATORS = 2  # with more, each has too few columns to be worth reading x for
+ACCUMULATORS = 2  # with more, each has too few columns to amortize reading x
 BARRIERS = 1024  # bytes
 LARGEST_SIDE = 256  # of a block that TMA loads
-MOST_WARPS = 32  # a program, and programs a multiprocessor
+MOST_WARPS = 32  # per program; also the limit of programs per multiprocessor
 DEEPEST = 16  # stages
 
 
 def counted(count: int, word: str) -> str:
-    """`1 warp`, `2 warps`."""
+    """Returns a count with its noun, e.g. `1 warp`, `2 warps`."""
     return f"{count} {word}{'s' if count != 1 else ''}"
 
 
 def between(name: str, value: int, least: int, most: int) -> None:
-    """Raises ValueError, which names `name`, where a number of a tile is out of its bounds."""
+    """Checks that a setting of a tile is within its bounds.
+
+    Args:
+        name: The name of the setting, for the message.
+        value: The value to check.
+        least: The smallest valid value.
+        most: The largest valid value.
+
+    Raises:
+        ValueError: If `value` is out of bounds.
+    """
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}, and not from {least} to {most}")
 
 
 def power(name: str, value: int, least: int, most: int) -> None:
-    """As `between`, for what must be a power of two besides."""
+    """Checks that a setting of a tile is a power of two within its bounds.
+
+    Args:
+        name: The name of the setting, for the message.
+        value: The value to check.
+        least: The smallest valid value.
+        most: The largest valid value.
+
+    Raises:
+        ValueError: If `value` is out of bounds or not a power of two.
+    """
     if not least <= value <= most or value & (value - 1):
         raise ValueError(f"{name} is {value}, and not a power of two from {least} to {most}")
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """`m` x `n` elements an accumulator, `k` of the sum at a time, by `warps`, `stages` loads in flight; a persistent
-    kernel runs `resident` programs a multiprocessor."""
+    """The tile of one program of a product.
+
+    Attributes:
+        m: Rows of each accumulator.
+        n: Columns of each accumulator.
+        k: Elements of the reduction dim per iteration.
+        warps: Warps per program.
+        stages: Loads in flight.
+        resident: Programs per multiprocessor, for a persistent kernel.
+
+    Raises:
+        ValueError: If a field is out of its bounds.
+    """
 
     m: int
     n: int
@@ -63,12 +94,20 @@ class Tile:
 
 
 def tile_of(target: Target, epilogue: Epilogue, n: int, k: int) -> Tile:
-    """The widest tile that pads N by at most an eighth and leaves room for three stages.
+    """Returns the widest tile that pads N by at most an eighth and leaves room for three stages.
 
-    A stage holds a block of x and one of each weight. With TMA the loads of the next tile run during the
-    epilogue, so what that stages in shared memory stands beside them: half a tile of its widest output and,
-    where it reads tiles, half of the widest of these. Where even the narrowest tile has no room, two stages
-    must do.
+    A stage holds a block of x and a block of each weight. With TMA, the loads of the next tile run during the epilogue,
+    so shared memory must also hold what the epilogue stages: half a tile of its widest output and, if it reads tiles,
+    half a tile of the widest of these. If even the narrowest tile has no room for three stages, it gets two.
+
+    Args:
+        target: The target, whose features and shared memory bound the tile.
+        epilogue: The product and its epilogue.
+        n: Output columns of each weight.
+        k: Elements of the reduction dim.
+
+    Returns:
+        The tile, with two to four stages.
     """
     count = len(epilogue.accumulators)
     size = BYTES[epilogue.x.type.dtype]
@@ -85,7 +124,7 @@ def tile_of(target: Target, epilogue: Epilogue, n: int, k: int) -> Tile:
     return Tile(ROWS, NARROWEST, depths[-1], _warps(NARROWEST * count), FEWEST_STAGES - 1)
 
 
-# Rows, columns of all accumulators together, depth, warps, stages, programs a multiprocessor; the likeliest first.
+# Rows, columns summed over all accumulators, depth, warps, stages, programs per multiprocessor; most promising first.
 WITH_TMA = (
     (128, 256, 64, 8, 4, 1), (128, 128, 64, 4, 3, 2), (256, 128, 64, 8, 4, 1), (128, 256, 64, 8, 3, 1),
     (128, 128, 64, 4, 2, 2), (128, 128, 64, 8, 4, 1), (256, 128, 64, 8, 3, 1), (64, 256, 64, 4, 3, 2),
@@ -99,7 +138,7 @@ BY_POINTER = (
 
 
 def candidates(target: Target, epilogue: Epilogue, k: int) -> tuple[Tile, ...]:
-    """The tiles that are worth measuring and that fit the target's shared memory."""
+    """Returns the tiles worth measuring that fit the target's shared memory."""
     tma = "tma" in target.features
     beside = _staged if tma else _nothing
     tiles = []
@@ -112,12 +151,12 @@ def candidates(target: Target, epilogue: Epilogue, k: int) -> tuple[Tile, ...]:
 
 
 def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
-    """Bytes of shared memory that the loads in flight of one program take."""
+    """Returns the shared memory, in bytes, that the loads in flight of one program occupy."""
     return (tile.m + tile.n * len(epilogue.accumulators)) * tile.k * BYTES[epilogue.x.type.dtype] * tile.stages
 
 
 def whole_tiles(extent: int, side: int) -> float:
-    """The extent that tiles of `side` cover, as a multiple of `extent`."""
+    """Returns the extent covered by whole tiles of `side`, as a multiple of `extent`."""
     return _padded(extent, side) / extent
 
 

@@ -1,1 +1,1 @@
-"""Graph to graph, pure, verified after each."""
+"""Passes over programs. Each is a pure function from programs to programs; programs are verified after every pass."""

@@ -1,5 +1,5 @@
-"""Which scheme stores each parameter: the one rule that names it, else the default; and whether what a spec leaves to
-choose once there are weights can be chosen."""
+"""Assigns a quantization scheme to each parameter: that of the rule that names it, else the default. Also checks that
+the choices a spec leaves open until there are weights can be made."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -25,12 +25,18 @@ def allocation(
     seen: frozenset[str] | None = None,
     looked: frozenset[str] = frozenset(),
 ) -> Allocation:
-    """The scheme of every parameter, by name; all are kept in f32 where the spec quantizes nothing. `seen` are the
-    names whose products calibration sees, and `looked` the tables whose lookups it sees, as `calibrated` and
-    `looked_up` give them; None where it is not asked for.
+    """Returns the scheme of every parameter, by name. If the spec does not quantize, all are stored in f32.
 
-    Raises LoweringError with every rule that matches nothing, overlaps another, or cannot take what it matches, and
-    with all wishes for more bits, other bits or corrections that no parameter can have.
+    Args:
+        quant: The quantization of the spec, or None.
+        params: The parameter table.
+        seen: Names of the parameters whose products calibration observes, from `calibrated`. None skips this check.
+        looked: Names of the tables whose lookups calibration observes, from `looked_up`.
+
+    Raises:
+        LoweringError: If a rule matches nothing, overlaps another, or cannot store a parameter it matches, if a scheme
+            needs inputs that calibration does not observe, or if parameters cannot have the requested promotion,
+            allocation or correction. Lists all problems.
     """
     if quant is None:
         return {param.name: Unquantized(dtype="f32") for param in params}
@@ -76,20 +82,20 @@ def allocation(
 
 
 def stated(quant: QuantSpec, scheme: Scheme) -> Path:
-    """The place in the spec that states a scheme of an allocation: a rule, or the default."""
+    """Returns the path in the spec of a scheme from an allocation: that of a rule, or of the default."""
     positions = [i for i, rule in enumerate(quant.rules) if rule is scheme]
     return ("quant", "rules", positions[0]) if positions else ("quant", "default")
 
 
 def pattern_of(names: Iterable[str]) -> str:
-    """A pattern for all parameters with the last words of these names."""
+    """Returns a pattern that matches all parameters whose last name component is that of one of `names`."""
     words = ",".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
     return f"*.{{{words}}}" if "," in words else f"*.{words}"
 
 
 def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
-    """How the parameters of `pattern`, which have `scheme`, can be kept as they are. A parameter has one rule, so that
-    beside a rule that names it no other helps."""
+    """Returns a hint for storing the parameters of `pattern`, which have `scheme`, unquantized in `dtype`. A parameter
+    may match only one rule, so if a rule already names it, the hint is to narrow that rule."""
     exception = f'{{match: "{pattern}", scheme: none, dtype: {dtype}}}'
     rule = getattr(scheme, "match", None)
     if rule is None:
@@ -99,7 +105,8 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
 
 
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
-    """Parameters whose scheme wants the inputs of their product, as tables that are only looked up have none."""
+    """Returns the problem of parameters whose scheme needs the inputs of their product although calibration observes
+    none, e.g. tables that are only looked up."""
     more = f" (and {len(names) - 1} more parameters)" if len(names) > 1 else ""
     scheme = chosen[names[0]]
     message = f"{names[0]}: {scheme.label()} needs inputs of its product, and calibration sees none{more}"
@@ -108,7 +115,8 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 
 
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """A promotion that matches nothing, or no parameter that could have more bits, or fewer than it counts."""
+    """Yields a problem if a promotion matches nothing, if no matched parameter can have more bits, or if fewer can than
+    it counts."""
     if quant.promote is None:
         return
     covered = [name for name in chosen if matches(quant.promote.match, name)]
@@ -130,8 +138,8 @@ def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[st
 
 
 def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
-    """An allocation that matches nothing, that passes over parameters which have none of its widths, or where none
-    that calibration knows can have several."""
+    """Yields a problem if an allocation matches nothing, if a matched parameter can have none of its bits, or if no
+    calibrated parameter has several options."""
     if (wish := quant.allocate) is None:
         return
     covered = [name for name in chosen if matches(wish.match, name)]
@@ -156,7 +164,7 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
 
 
 def _widths(scheme: Scheme) -> str:
-    """The widths that a scheme can have, e.g. `4 to 8 bits`; empty where it has none."""
+    """Returns the bits that a scheme can have, e.g. `4 to 8 bits`, or "" if it has no variants."""
     widths = [int(variant.bits_per_value()) for variant in variants(scheme, range(2, 9), ())]
     return f"{widths[0]} to {widths[-1]} bits" if widths else ""
 
@@ -164,7 +172,8 @@ def _widths(scheme: Scheme) -> str:
 def _correction_problems(
     quant: QuantSpec, chosen: Allocation, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Problem]:
-    """A correction that matches nothing, or fewer parameters with codes, or of its rank, than it counts."""
+    """Yields a problem if a correction matches nothing, or if fewer matched parameters can have a correction, or one of
+    its rank, than it counts."""
     if (wish := quant.correct) is None:
         return
     if not any(matches(wish.match, name) for name in chosen):
@@ -194,7 +203,7 @@ def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
 
 
 def _has_more_bits(scheme: Scheme, bits: int) -> bool:
-    """Whether a scheme can be had with `bits`, and has fewer."""
+    """Whether a scheme has a variant with `bits` and currently has fewer."""
     if scheme.bits_per_value() >= bits:
         return False
     try:
@@ -205,20 +214,21 @@ def _has_more_bits(scheme: Scheme, bits: int) -> bool:
 
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:
-    """The programs with each parameter's storage stated in the table. Raises LoweringError as `allocation` does."""
+    """Returns the programs with the storage of each parameter set in the table. Raises LoweringError as `allocation`
+    does."""
     schemes = allocation(quant, programs.params, calibrated(programs), looked_up(programs))
     params = tuple(replace(param, storage=storage_name(schemes[param.name])) for param in programs.params)
     return replace(programs, params=params)
 
 
 def calibrated(programs: Programs) -> frozenset[str]:
-    """The parameters whose inputs calibration sees: the weights of products in `score`, as it is before any pass, of a
-    model of text."""
+    """Returns the parameters whose inputs calibration observes: the weights of products in `score` of a text model.
+    Empty for other models. `programs` are the programs before any pass that rewrites graphs."""
     return _second_of(programs, Linear)
 
 
 def looked_up(programs: Programs) -> frozenset[str]:
-    """The tables whose lookups calibration sees, in the same program."""
+    """Returns the tables whose lookups calibration observes, in the same program as `calibrated`."""
     return _second_of(programs, Embedding)
 
 
@@ -231,7 +241,7 @@ def _second_of(programs: Programs, kind: type[Op]) -> frozenset[str]:
 
 
 def storage_name(scheme: Scheme) -> str:
-    """How types and plans call a scheme's stored form, e.g. `int5`."""
+    """Returns the name of a scheme's stored form in types and plans, e.g. `int5`."""
     return scheme.label().split(" ")[0].rstrip(",")
 
 

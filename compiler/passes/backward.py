@@ -1,4 +1,5 @@
-"""Composes the backward of a group from its members' rules: a graph of its own, over what the forward keeps for it."""
+"""Composes the backward of a group from the derivative rules of its members, as a graph over values that the forward
+saves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,21 +22,22 @@ from specc.compiler.ops.pointwise import Pointwise, SumTo
 
 
 def accumulators(node: Node, linear: set[str]) -> tuple[str, ...]:
-    """The variables of a pointwise member that stand for products of the group, which are never stored."""
+    """Returns the variables of a pointwise member that are products of the group. Such products are not stored unless
+    the backward saves them."""
     assert isinstance(node.op, Pointwise)
     return tuple(v for v, ref in zip(node.op.variables, node.inputs, strict=True) if ref in linear)
 
 
 def titled(op: Pointwise, products: tuple[str, ...], keep: Keep) -> str:
-    """The name that kernels give a pointwise member that reads products: `gelu`, and `gelu_pre` where the forward saves
-    the products instead of their derivatives."""
+    """Returns the name of a pointwise member that reads products in the names of kernels: e.g. `gelu`, or `gelu_pre` if
+    the forward saves the products instead of their derivatives."""
     expression = reread(op.outputs[0])
     name = op.title or name_of(expression)
     return f"{name}_pre" if plan_backward(expression, products, keep).strategy == "recomputed" else name
 
 
 def spelled(forward: Graph, ref: str) -> str:
-    """The backward's name of a forward value: inputs keep theirs, others are like `act` and `slope`."""
+    """Returns the backward's name of a forward value: unchanged for inputs, else e.g. `act` or `slope`."""
     node = forward.by_name.get(node_of(ref))
     if node is None:
         return ref
@@ -50,7 +52,10 @@ def spelled(forward: Graph, ref: str) -> str:
 class Derivation:
     """The backward under construction. It declares a forward value as an input when a rule first reads it.
 
-    `members` are the nodes of `forward` as they were before they gave what is saved, which `keep` chose.
+    Attributes:
+        members: The nodes of `forward`, by name, before outputs were added for the values to save.
+        forward: The forward graph, with those outputs.
+        keep: The choice of the values that the forward saves.
     """
 
     members: Mapping[str, Node]
@@ -59,8 +64,8 @@ class Derivation:
     b: Builder = field(default_factory=lambda: Builder(""))
 
     def run(self, name: str) -> Graph:
-        """Gradients of the inputs of the forward that have one, in their order, from `d` and the values that were
-        kept."""
+        """Returns the backward as a graph named `name`: from `d`, the gradient of the output, and the saved values to
+        the gradients of the forward's inputs, in order. Inputs that no gradient reaches have no output."""
         b = self.b
         b.name = name
         last = self.forward.nodes[-1]
@@ -77,12 +82,12 @@ class Derivation:
         return b.build({f"d_{ref}": self.whole(ref, self.total(ref, gradients[ref])) for ref in wanted})
 
     def kept(self, ref: str) -> str:
-        """The backward's name of a forward value."""
+        """Returns the backward's name of a forward value, and declares the value as an input if necessary."""
         name = spelled(self.forward, ref)
         return name if name in self.b.types else self.b.input(name, self.forward.types[ref])
 
     def total(self, name: str, gradients: Sequence[Scaled]) -> Scaled:
-        """The sum of the gradients that reach a value along its paths."""
+        """Returns the sum of the gradients of a value over all paths that reach it."""
         if len({grad.by for grad in gradients}) > 1:
             gradients = [Scaled(self.whole(f"{name}.part{i}", grad), "") for i, grad in enumerate(gradients)]
         total = gradients[0].value
@@ -91,26 +96,27 @@ class Derivation:
         return Scaled(total, gradients[0].by)
 
     def whole(self, name: str, grad: Scaled) -> str:
-        """The gradient with its number multiplied in."""
+        """Returns the gradient with its pending scalar factor multiplied in."""
         if not grad.by:
             return grad.value
         return self.b.add(f"{name}.scaled", Pointwise(("d * grad",), ("grad", "d")), (grad.value, grad.by))
 
     def scaled(self, node: Node, value: str | Scaled, by: str) -> Scaled:
-        """The result of a rule, times the number that its gradient waits for."""
+        """Returns a rule's result with the scalar factor `by` of its incoming gradient still pending."""
         if isinstance(value, str):
             return Scaled(value, by)
         both = self.b.add(f"{node.name}.scale", Pointwise(("a * b",), ("a", "b")), (by, value.by)) if by else value.by
         return Scaled(value.value, both)
 
     def stated(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """The gradients by the op's own rule."""
+        """Returns the gradients of a node's inputs by the op's own rule."""
         values = node.op.derivative(NodeTape(self, node, grads))
         assert values is not None
         return [(ref, value) for ref, value in zip(node.inputs, values, strict=True) if value is not None]
 
     def pointwise(self, node: Node, grads: Mapping[int, str]) -> list[tuple[str, str | Scaled]]:
-        """The gradients of a pointwise member: of its products as planned, of each other operand by derivation."""
+        """Returns the gradients of a pointwise member's inputs: those of products as planned by `plan_backward`, those
+        of other operands by symbolic differentiation."""
         original = self.members[node.name].op
         assert isinstance(node.op, Pointwise) and isinstance(original, Pointwise)
         expression = reread(original.outputs[0])
@@ -143,8 +149,19 @@ class Derivation:
         readable: Mapping[str, str],
         grad: str,
     ) -> list[tuple[str, str]]:
-        """One node for the gradients `texts` by variable, summed where an operand was stretched to the others'
-        shape."""
+        """Adds one node for the gradients `texts`, by variable. A gradient is summed if its operand was broadcast.
+
+        Args:
+            name: The name of the node.
+            title: The title of its pointwise op.
+            texts: Variable -> expression of its gradient.
+            operands: Variable -> ref of the forward value.
+            readable: Variable of an expression -> ref of the forward value to read for it.
+            grad: The incoming gradient.
+
+        Returns:
+            Pairs of a forward ref and the name of its gradient.
+        """
         read = tuple(dict.fromkeys(v for text in texts.values() for v in variables(reread(text)) if v != "d"))
         inputs = (grad, *(self.kept(readable[v]) for v in read))
         wanted = [self.forward.types[operands[v]] for v in texts]
@@ -163,7 +180,8 @@ class Derivation:
 
 @dataclass(frozen=True, slots=True)
 class NodeTape(Tape):
-    """The tape that a rule of one node sees. `grads` are the gradients of its outputs, as far as they have one."""
+    """The tape that is passed to the derivative rule of one node. `grads` are the gradients of those of its outputs
+    that have one, by index."""
 
     derivation: Derivation
     node: Node

@@ -1,4 +1,4 @@
-"""Turns the fusion points of a spec into groups, wherever whole sequences are computed."""
+"""Replaces the fusion points of a spec by fused groups, in programs that compute whole sequences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +16,12 @@ FusePoints = Sequence[Mapping[str, Sequence[str]]]
 
 
 def fuse(programs: Programs, points: FusePoints) -> Programs:
-    """The programs with each fusion point's nodes replaced by one `fused` node. Raises LoweringError with all problems.
+    """Returns the programs with the nodes of each fusion point replaced by one `fused` node.
 
-    Points hold for the programs in `programs.whole`; decoding, a token at a time, stays unfused.
+    Fusion points apply to the programs in `programs.whole`. Decoding, one token at a time, stays unfused.
+
+    Raises:
+        LoweringError: If a fusion point cannot be applied. Lists the problems of all fusion points.
     """
     problems: list[Problem] = []
     for i, point in enumerate(points):
@@ -45,7 +48,8 @@ class _Unmatched(Exception):
 
 
 def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
-    """Every graph that a whole-sequence program runs, with each place that it runs at; none of those that round."""
+    """Yields every graph that a whole-sequence program runs, with each path at which it runs. Programs that
+    fake-quantize are skipped."""
     rounded = {phase.train for phase in programs.phases if phase.rounds}
     for name in (name for name in programs.whole if name not in rounded):
         program = programs.program(name)
@@ -56,7 +60,7 @@ def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
 
 
 def _scopes(graph: Graph) -> tuple[str, ...]:
-    """Every proper prefix of a node's name, in order."""
+    """Returns every proper prefix of the nodes' names, in order."""
     prefixes = (node.name.split(".")[:length] for node in graph.nodes for length in range(1, node.name.count(".") + 1))
     return tuple(dict.fromkeys(".".join(prefix) for prefix in prefixes))
 
@@ -100,7 +104,7 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
 
 
 def _taken(programs: Programs, key: tuple[str, str], member: str) -> bool:
-    """Whether a node of this graph stands for a group that has the member."""
+    """Whether a fused node of this graph belongs to a group that has the member."""
     fused = {node.op.group for node in _graph(programs, key[0]).nodes if isinstance(node.op, Fused)}
     return any(f"{key[1]}.{member}" in group.members for group in programs.groups if group.name in fused)
 
@@ -120,7 +124,8 @@ def _short(names: Sequence[str]) -> str:
 
 
 def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, ...]) -> Programs:
-    """One graph with the members of one scope replaced by one node, which keeps the last member's name."""
+    """Returns the programs with the members of one scope in one graph replaced by one node, which has the name of the
+    last member."""
     graph = _graph(programs, name)
     nodes = _closure(graph, [f"{scope}.{member}" for member in members])
     group, known = _shared(programs, build_group(graph, scope, nodes))
@@ -144,8 +149,11 @@ def _fuse_graph(programs: Programs, name: str, scope: str, members: tuple[str, .
 
 
 def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
-    """The named nodes in graph order, with each linear layer that only they read, such as the gate beside `up`, and
-    with a member's own further nodes on the way to another member, such as the cast `logits.f32` of `logits`."""
+    """Returns the named nodes in graph order, with nodes that belong to them.
+
+    These are linear layers that only a named node reads, e.g. the gate next to `up`, and further nodes of a member that
+    only chosen nodes read, e.g. the cast `logits.f32` of `logits`.
+    """
     chosen = set(names)
     for part in reversed(graph.nodes):
         readers = [reader.name for reader in graph.consumers[part.name]]
@@ -162,7 +170,8 @@ def _closure(graph: Graph, names: Sequence[str]) -> list[Node]:
 
 
 def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
-    """The group under a name of its own, or the equal one that another function has already."""
+    """Returns the equal group that another function already has and True, or the group under a unique name and
+    False."""
     for known in programs.groups:
         if known == _named(group, known.name):
             return known, True
@@ -171,7 +180,8 @@ def _shared(programs: Programs, group: Group) -> tuple[Group, bool]:
 
 
 def _names(group: Group) -> Iterator[str]:
-    """Its own name, then with more of its scope, then with its last member's word behind it, as often as it takes."""
+    """Yields names for a group: its own, then with more words of its scope, then with its last member's word appended
+    repeatedly."""
     name = group.name
     yield name
     for word in reversed(group.scope.split(".")[:-1]):

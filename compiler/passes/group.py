@@ -16,7 +16,7 @@ from specc.compiler.programs.programs import Group
 
 
 class Unfusable(Exception):
-    """A node that cannot be in a group, and why."""
+    """Raised if a node cannot be in a group. `reason` is text that follows the node's name."""
 
     def __init__(self, node: str, reason: str) -> None:
         super().__init__(f"{node} {reason}")
@@ -24,10 +24,19 @@ class Unfusable(Exception):
 
 
 def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
-    """The group of `members` (in graph order, only the last of them read from outside), fusions before all else, as it
-    is for what is usually kept for a backward; its `others` keep something else.
+    """Builds the group of `members`, after applying all fusions that accept them.
 
-    Raises Unfusable, and ExprError where an expression has no name of its own or grows beyond what can be printed.
+    Args:
+        graph: The graph of the members.
+        scope: The prefix of names that the fusion point matched.
+        members: The nodes, in graph order. Only the last may be read from outside.
+
+    Returns:
+        The group with the default choice of saved values. Its `others` are the groups of the other save choices.
+
+    Raises:
+        Unfusable: If a member cannot be in a group.
+        ExprError: If an expression cannot be named, or becomes too long to print.
     """
     _check_uses(graph, members)
     rewrite = _rewritten(graph, members)
@@ -52,7 +61,8 @@ def build_group(graph: Graph, scope: str, members: Sequence[Node]) -> Group:
 
 
 def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
-    """Nothing but the last member is read from outside, and no member reads what is no tensor."""
+    """Raises Unfusable if a member other than the last is read from outside or not at all, or if a member reads a
+    number that differs from layer to layer."""
     inside = {node.name for node in members}
     returned = dict(graph.outputs).values()
     for node in members:
@@ -68,7 +78,8 @@ def _check_uses(graph: Graph, members: Sequence[Node]) -> None:
 
 
 def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
-    """The members after every fusion that takes them. Raises Unfusable where one is left that no group can hold."""
+    """Returns the members after every fusion that accepts them. Raises Unfusable if a remaining node cannot be in a
+    group."""
     done = Rewrite(tuple(members))
     reasons: dict[str, str] = {}
     for fusion in catalog(fusions, Fusion).values():
@@ -81,7 +92,7 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
             done = Rewrite(further.nodes, done.learns and further.learns)
     left = [n for n in done.nodes if not isinstance(n.op, Pointwise) and type(n.op).derivative is Op.derivative]
     if left:
-        culprit = min(left, key=lambda n: n.op.name not in reasons)  # what a fusion has looked at, if there is such
+        culprit = min(left, key=lambda n: n.op.name not in reasons)  # preferably a node that a fusion has refused
         alone = "only linear and pointwise nodes state the derivative that a group needs"
         raise Unfusable(culprit.name, f"is a {culprit.op.name}; {reasons.get(culprit.op.name, alone)}")
     if done.nodes == tuple(members) and len(members) == 1:
@@ -90,7 +101,8 @@ def _rewritten(graph: Graph, members: Sequence[Node]) -> Rewrite:
 
 
 def _part(scope: str, members: Sequence[Node]) -> str:
-    """The smallest part of the model that holds all members: for `q.norm` and `q.rope` of an attention that is `q`."""
+    """Returns the smallest part of the model that contains all members, e.g. `q` of an attention for `q.norm` and
+    `q.rope`."""
     paths = [node.name.split(".")[:-1] for node in members]
     alike = next((i for i, words in enumerate(zip(*paths, strict=False)) if len(set(words)) > 1), min(map(len, paths)))
     part = ".".join(paths[0][:alike])
@@ -98,13 +110,13 @@ def _part(scope: str, members: Sequence[Node]) -> str:
 
 
 def _labels(rewrite: Rewrite) -> Mapping[str, str]:
-    """The labels that the ops give their inputs."""
+    """Returns the labels that ops define for their inputs, by ref."""
     return {ref: label for node in rewrite.nodes for ref, label in zip(node.inputs, node.op.input_labels, strict=False)}
 
 
 def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str, str]:
-    """Short names for what a group reads: their label, else parameters by their last word and activations `x`; longer
-    ones where two meet."""
+    """Returns short names for the inputs of a group, by ref. A name is the op's label of the input, else the last word
+    of a parameter's name, else `x` for an activation. Longer names resolve clashes."""
     names: dict[str, str] = {}
     for ref in refs:
         path = ref.lstrip("@$").replace(":", "_")
@@ -116,7 +128,8 @@ def _input_names(refs: Sequence[str], labels: Mapping[str, str]) -> Mapping[str,
 
 
 def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite, keep: Keep) -> Graph:
-    """The members over short input names; each pointwise one also gives what a backward will read."""
+    """Returns the members as a graph over short input names. Pointwise members have further outputs for the values that
+    the backward reads."""
     b = Builder(name)
     for ref, short in names.items():
         b.input(short, graph.types[ref])
@@ -134,8 +147,8 @@ def _forward(graph: Graph, name: str, names: Mapping[str, str], rewrite: Rewrite
 
 
 def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwise:
-    """`op` with the further outputs that its backward reads: what the plan saves, and products that are needed
-    whole."""
+    """Returns `op` with further outputs that its backward reads: the values that `plan_backward` saves, and products
+    that are needed themselves."""
     expression = reread(op.outputs[0])
     if flat := [v for v in products if not variables(derive(expression, v)) and number(derive(expression, v)) == 0]:
         raise Unfusable("the activation", f"has gradient 0 in {flat[0]} everywhere, so {flat[0]} would never learn")
@@ -149,7 +162,8 @@ def _with_saves(op: Pointwise, products: tuple[str, ...], keep: Keep) -> Pointwi
 
 
 def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
-    """The forward with its epilogues joined, which also returns what the backward reads, by the backward's names."""
+    """Returns the forward with its epilogues joined, with the values that the backward reads as further outputs, under
+    the backward's names."""
     joined = join_epilogues(forward)
     where = {spelled(forward, ref): ref for node in forward.nodes for ref in node.outputs}
     for node in joined.nodes:
@@ -159,4 +173,4 @@ def _returning(forward: Graph, saved: Sequence[str]) -> Graph:
             where = {name: moved.get(ref, ref) for name, ref in where.items()}
     inputs = {name for name, _ in forward.inputs}
     extra = ((name, where[name]) for name in saved if name not in inputs)
-    return replace(joined, outputs=tuple(dict.fromkeys((*joined.outputs, *extra))))  # the value may be kept, too
+    return replace(joined, outputs=tuple(dict.fromkeys((*joined.outputs, *extra))))  # the result itself may be saved

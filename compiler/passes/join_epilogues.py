@@ -1,4 +1,4 @@
-"""Joins a pointwise node into the matrix products that feed it: it becomes their epilogue, computed before the
+"""Joins a pointwise node into the matrix products that it reads. It becomes their epilogue, computed before the
 store."""
 
 from dataclasses import replace
@@ -9,11 +9,11 @@ from specc.compiler.ops.pointwise import Pointwise
 
 
 def join_epilogues(graph: Graph) -> Graph:
-    """Every pointwise node with a product that only it reads becomes that product's epilogue.
+    """Returns the graph with every pointwise node that is the only reader of a product joined as its epilogue.
 
-    Several linear layers of one input that feed one pointwise node become one node with an accumulator each. One that
-    reads a single number, such as the gradient of a loss, stays: it scales what is small, and the library is left the
-    product.
+    Several linear layers of one input that feed one pointwise node become one node with several accumulators. A
+    pointwise node that reads a scalar, e.g. the gradient of a loss, is not joined: it scales a small tensor, and the
+    product can stay a library call.
     """
     for epilogue in graph.nodes:
         scales = any(not graph.types[ref].shape for ref in epilogue.inputs)
@@ -23,7 +23,7 @@ def join_epilogues(graph: Graph) -> Graph:
 
 
 def _products(graph: Graph, epilogue: Node) -> tuple[Node, ...]:
-    """The products whose only reader is `epilogue`, as far as one kernel can compute them together."""
+    """Returns the products whose only reader is `epilogue` and that one kernel can compute together."""
     products = [
         node
         for ref in epilogue.inputs

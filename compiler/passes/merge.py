@@ -1,7 +1,7 @@
-"""Anti-unification: several graphs become one list of nodes, each with the variants that run it.
+"""Anti-unification: merges several graphs into one list of nodes, each with the set of variants that run it.
 
-Blocks that differ only in parts, and programs that differ only in a cache, are variants of one function. A node that
-all of them have is common; the others are guarded. Values that stand in one another's place share a variable.
+Variants of one function are blocks that differ only in parts, or programs that differ only in a cache. A node that all
+variants have is common; other nodes are guarded. Values that replace each other across variants share a variable.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,15 +11,15 @@ from typing import ClassVar
 from specc.compiler.ir.graph import Dim, Graph, Named, Node, Op, TensorType, output_refs
 from specc.compiler.ops.dropout import Dropout
 
-NONE = "None"  # the value that stands for an argument which a variant does not have
+NONE = "None"  # the value of an argument that a variant does not have
 Where = frozenset[int]
-Operand = tuple[tuple[str, Where], ...]  # the value that each variant reads, variants of one value together
+Operand = tuple[tuple[str, Where], ...]  # each value read, with the variants that read it
 Kind = Callable[[Graph, Node], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Move(Op):
-    """The same value under another name."""
+    """Copies a value to another variable."""
 
     name: ClassVar[str] = "move"
     inline: ClassVar[bool] = False
@@ -30,7 +30,8 @@ class Move(Op):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A node of the variants `where`; `name` is that of its first value. `nodes` has what it is in each of them."""
+    """A node of the merged graph. `name` is that of its first output. `nodes` maps each variant that runs it to its
+    node there."""
 
     name: str
     nodes: Mapping[int, Node]
@@ -42,7 +43,7 @@ class Slot:
 
     @property
     def first(self) -> int:
-        """The variant whose node stands for all."""
+        """The variant whose node represents all."""
         return min(self.nodes)
 
     @property
@@ -56,8 +57,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Merged:
-    """Several graphs as one. `slots` are in an order that fits each of them; `outputs` are what it returns, by label;
-    `variables` maps each value that shares a name with others to the first of them."""
+    """Several graphs merged into one.
+
+    Attributes:
+        variants: The graphs.
+        slots: The merged nodes, in an order that is valid for every variant.
+        outputs: The values to return, by label.
+        variables: Each value that shares a variable -> the first value of that variable.
+    """
 
     variants: tuple[Graph, ...]
     slots: tuple[Slot, ...]
@@ -69,7 +76,7 @@ class Merged:
         return frozenset(range(len(self.variants)))
 
     def inputs(self) -> Iterator[tuple[str, TensorType, Where]]:
-        """Each input with its type and the variants that have it; those that all have first."""
+        """Yields each input with its type and the variants that have it. Inputs that all variants have come first."""
         found: dict[str, tuple[TensorType, set[int]]] = {}
         for variant, graph in enumerate(self.variants):
             for name, type in graph.inputs:
@@ -78,7 +85,7 @@ class Merged:
         yield from sorted(entries, key=lambda entry: entry[2] != self.every)
 
     def params(self) -> Iterator[tuple[Named, Where]]:
-        """Each parameter, with the variants that read it."""
+        """Yields each parameter with the variants that read it."""
         found: dict[Named, set[int]] = {}
         for variant, graph in enumerate(self.variants):
             for entry in graph.params:
@@ -87,17 +94,19 @@ class Merged:
 
 
 def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Graphs that were lowered from alike parts as one, whose values share variables. Arguments are as in `align`."""
+    """Merges graphs that were lowered from similar parts, and lets their values share variables. Arguments are those of
+    `align`."""
     return _named(align(graphs, labels, kind))
 
 
 def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
-    """Graphs that were lowered from alike parts as one.
+    """Merges graphs that were lowered from similar parts, without shared variables.
 
     Args:
-        graphs: the variants. Nodes of one name, op and shape are one node.
-        labels: the outputs to return, all where None. A variant may lack some.
-        kind: what else two nodes have to have in common, such as their kernel.
+        graphs: The variants. Nodes of equal name, op, epilogue, parameters and types are merged; a dim of 1 token
+            matches T tokens.
+        labels: The outputs to return, or None for all. A variant may lack some of them.
+        kind: A further key that must be equal for two nodes to be merged, e.g. their kernel.
     """
     slots = _aligned(graphs, kind)
     wanted = dict.fromkeys(label for graph in graphs for label, _ in graph.outputs if labels is None or label in labels)
@@ -115,7 +124,7 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
     return Merged(tuple(graphs), tuple(ordered), tuple(outputs))
 
 
-# How nodes are matched.
+# Matching of nodes.
 
 
 @dataclass
@@ -127,7 +136,7 @@ class _Draft:
 
 
 def _aligned(graphs: Sequence[Graph], kind: Kind | None) -> list[_Draft]:
-    """One draft for nodes of one key, in an order near that of each graph."""
+    """Returns one draft for all nodes of a key, in an order close to that of each graph."""
     drafts: list[_Draft] = []
     table: dict[object, _Draft] = {}
     for variant, graph in enumerate(graphs):
@@ -150,20 +159,20 @@ def _key(graph: Graph, node: Node, kind: Kind | None) -> tuple[object, ...]:
 
 
 def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """A shape in which a single token is T of them: a program that takes one is a variant of one that takes more."""
+    """Returns the shape with dims of 1 replaced by T, so that a program for one token matches one for several."""
     return tuple("T" if dim == 1 else dim for dim in shape)
 
 
 def _split(drafts: list[_Draft]) -> None:
-    """Takes apart the first draft of several variants: their orders contradict each other."""
+    """Splits the first draft that several variants share, because the orders of the variants contradict each other."""
     shared = next(draft for draft in drafts if len(draft.nodes) > 1)
     at = drafts.index(shared)
     drafts[at : at + 1] = [_Draft({variant: node}, (shared.key, variant)) for variant, node in shared.nodes.items()]
 
 
 def _values(graphs: Sequence[Graph], drafts: Sequence[_Draft]) -> dict[tuple[int, str], str]:
-    """What every value of every variant is called among the merged ones; what is an input in one variant may be a node
-    in another."""
+    """Returns the merged name of every value of every variant. An input of one variant may be a node of another, so no
+    node gets the name of an input."""
     values: dict[tuple[int, str], str] = {}
     taken = {name for graph in graphs for name, _ in graph.inputs}
     for draft in drafts:
@@ -177,7 +186,8 @@ def _values(graphs: Sequence[Graph], drafts: Sequence[_Draft]) -> dict[tuple[int
 
 
 def _unified(graphs: Sequence[Graph], drafts: Sequence[_Draft], values: dict[tuple[int, str], str]) -> list[Slot]:
-    """The slots of the drafts; those of different variants that compute the same of the same values are one."""
+    """Returns the slots of the drafts. Slots of different variants that compute the same from the same values are
+    merged. Updates `values`."""
     slots: list[Slot] = []
     for draft in drafts:
         first = next(iter(draft.nodes))
@@ -200,7 +210,7 @@ def _unified(graphs: Sequence[Graph], drafts: Sequence[_Draft], values: dict[tup
 
 
 def _equal(graphs: Sequence[Graph], slot: Slot, other: Slot) -> bool:
-    """Whether two slots of different variants are one computation under two names."""
+    """Whether two slots of different variants are the same computation under two names."""
     same = all(
         getattr(slot.node, field) == getattr(other.node, field) for field in ("op", "epilogue", "types")
     ) and len(slot.inputs) == len(other.inputs)
@@ -229,12 +239,12 @@ def _pairs(slot: Slot, node: Node) -> Iterator[tuple[str, str]]:
     return zip(node.outputs, slot.outputs, strict=True)
 
 
-# The order of the merged nodes.
+# Order of the merged nodes.
 
 
 def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | None:
-    """The slots in an order in which each is behind what it reads, those of one guard together; None where there is no
-    such order."""
+    """Returns the slots in a topological order that groups slots of equal variants, or None if there is no such
+    order."""
     behind = _precedence(graphs, slots)
     every = frozenset(range(len(graphs)))
     current, done = every, list[Slot]()
@@ -255,8 +265,11 @@ def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | Non
 
 
 def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> dict[str, set[str]]:
-    """The slots that have to stand before each: those it reads, those that read a state before it is changed, and for
-    what draws random numbers those that draw before it."""
+    """Returns the names of the slots that must precede each slot.
+
+    These are the slots it reads, the readers of a state before that state is updated in place, and for a slot that
+    draws random numbers the slots that draw before it.
+    """
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
     behind = {
         slot.name: {makers[ref] for operand in slot.inputs for ref, _ in operand if ref in makers} for slot in slots
@@ -278,12 +291,12 @@ def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> dict[str, set
     return behind
 
 
-# Which values share a variable.
+# Assignment of values to variables.
 
 
 def _named(merged: Merged) -> Merged:
-    """With variables for values that stand in one another's place. Where one of them is still read when the other is
-    made, it is moved to a variable of its own."""
+    """Returns the merged graph with shared variables for values that replace each other across variants. If such a
+    value is still live when another is computed, it is moved to a variable of its own."""
     slots, outputs = list(merged.slots), list(merged.outputs)
     variables = _Variables(merged)
     for _ in range(len(slots) * 4 + 16):  # each round resolves one conflict
@@ -314,7 +327,7 @@ def _named(merged: Merged) -> Merged:
 
 
 def _base(operand: Operand, ref: str) -> str:
-    """The name of the value that a moved one stands in for."""
+    """Returns the name of the value that a moved value replaces."""
     return next(other for other, _ in operand if other not in (ref, NONE)).replace(":", ".")
 
 
@@ -326,7 +339,8 @@ def _type_of(merged: Merged, slots: Sequence[Slot], ref: str, variant: int) -> T
 
 
 class _Variables:
-    """Sets of values that share a variable, grown as long as no two of them are alive at once in one variant."""
+    """Sets of values that share a variable. A set grows as long as no two of its values are live at once in any
+    variant."""
 
     def __init__(self, merged: Merged) -> None:
         self.merged = merged
@@ -348,7 +362,8 @@ class _Variables:
                 self.last |= {(ref, variant): at for variant in where}
 
     def settle(self) -> tuple[Operand, str, Where] | None:
-        """Joins the values of every operand; returns the first that cannot be joined, with its operand and variants."""
+        """Joins the values of every operand. Returns the first value that cannot be joined, as its operand, ref and
+        variants, or None if all can."""
         for operand in self.operands:
             refs = sorted((one for one in operand if one[0] != NONE), key=lambda one: -self.made[one[0]])
             if lacking := [one for one in operand if one[0] == NONE]:
@@ -368,16 +383,16 @@ class _Variables:
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Whether both are needed at once in some variant."""
+        """Whether both values are live at once in some variant."""
         if self.made[a] == self.made[b] == -1:
-            return True  # inputs have names of their own
+            return True  # every input has a variable of its own
         return any(
             self.made[a] < self.last.get((b, v), self.made[b]) and self.made[b] < self.last.get((a, v), self.made[a])
             for v in self.where[a] & self.where[b]
         )
 
     def roots(self) -> Mapping[str, str]:
-        """Every value that shares a variable -> the first of those that do; an input where there is one."""
+        """Returns every value that shares a variable -> the first value of that variable, an input if there is one."""
         return {
             ref: min(members, key=lambda one: (self.made[one], one))
             for ref, members in self.sets.items()

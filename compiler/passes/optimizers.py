@@ -1,4 +1,4 @@
-"""Assigns each parameter to the first optimizer whose pattern covers its name."""
+"""Assigns each parameter to the first optimizer whose pattern matches its name."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,16 +11,18 @@ from specc.compiler.strict import Problem
 
 
 def assign_optimizers(programs: Programs, train: TrainSpec) -> Programs:
-    """The programs with the optimizer of each parameter stated in the table. Raises LoweringError as `owners` does."""
+    """Returns the programs with the optimizer of each parameter set in the table. Raises LoweringError as `owners`
+    does."""
     owner = owners(train.optimizers, {param.name: param.shape for param in programs.params})
     return replace(programs, params=tuple(replace(param, optimizer=owner[param.name]) for param in programs.params))
 
 
 def owners(optimizers: Sequence[OptimizerSpec], shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
-    """Parameter name -> index into `optimizers`, in the order of `shapes`.
+    """Returns parameter name -> index into `optimizers`, in the order of `shapes`.
 
-    Raises LoweringError with every optimizer that covers nothing or refuses a parameter, and every parameter that
-    none covers.
+    Raises:
+        LoweringError: If an optimizer matches no remaining parameter or refuses one, or if no optimizer matches a
+            parameter. Lists all problems.
     """
     owner = {
         name: next((i for i, optimizer in enumerate(optimizers) if matches(optimizer.match, name)), None)

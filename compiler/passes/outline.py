@@ -1,4 +1,4 @@
-"""Finds what several programs have in common, and gives it a method of its own that they call."""
+"""Moves the common parts of several programs into methods that the programs call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,20 @@ from specc.compiler.ir.graph import Graph, Node, Op, TensorType, node_of, output
 from specc.compiler.passes.merge import NONE, Kind, Merged, Slot, Where, align, merge
 from specc.compiler.passes.roll import STATES, Loop
 
-WORTH = 3  # nodes that a method of their own are worth, where no loop over blocks is among them
+WORTH = 3  # a section without a loop over blocks becomes a method only if it has more nodes than this
 
 
 @dataclass(frozen=True, slots=True)
 class Section(Op):
-    """Calls the method `method`, whose arguments are called `names`, those in `optional` where a caller has them.
-    With `keeps` it is given the state."""
+    """Calls the method `method`.
+
+    Attributes:
+        method: The name of the method.
+        names: The names of its parameters.
+        optional: The parameters that some callers do not pass.
+        labels: The labels of its outputs.
+        keeps: Whether the state is passed to it.
+    """
 
     name: ClassVar[str] = "section"
     inline: ClassVar[bool] = True
@@ -31,8 +38,8 @@ class Section(Op):
 
 @dataclass(frozen=True)
 class Outlined:
-    """Programs whose common parts are calls of methods, and these methods as merged graphs, by name. A program that is
-    such a part as a whole is that method, and is no longer among the programs."""
+    """Programs whose common parts are method calls, and the methods as merged graphs, by name. A program that consists
+    entirely of such a part is itself the method, and is removed from the programs."""
 
     programs: tuple[Graph, ...]
     methods: Mapping[str, Merged]
@@ -41,14 +48,17 @@ class Outlined:
 def outline(
     graphs: Sequence[Graph], sides: frozenset[str], taken: frozenset[str], reserved: frozenset[str], kind: Kind
 ) -> Outlined:
-    """Programs with their common parts outlined.
+    """Moves common parts of programs into methods.
 
     Args:
-        graphs: the programs, rolled and aligned.
-        sides: first words of nodes that name a side of the model.
-        taken: names of methods that the model has.
-        reserved: names that no argument may have.
-        kind: what two nodes have to have in common to be one, besides what they compute.
+        graphs: The programs, rolled and aligned.
+        sides: First words of node names that name a side of the model, e.g. `decoder`.
+        taken: Names of methods that the model already has.
+        reserved: Names that no parameter may have.
+        kind: A further key that must be equal for two nodes to be merged, e.g. their kernel.
+
+    Returns:
+        The remaining programs and the new methods.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -84,7 +94,7 @@ def outline(
 
 
 def _candidates(merged: Merged) -> Sequence[Where]:
-    """The sets of at least two programs that have a node in common, larger ones first."""
+    """Returns the sets of at least two programs that have a node in common, larger sets first."""
     found = dict.fromkeys(slot.where for slot in merged.slots if len(slot.where) > 1)
     return sorted(found, key=lambda where: -len(where))
 
@@ -94,14 +104,15 @@ def _worth(slots: Sequence[Slot]) -> bool:
 
 
 def _section(merged: Merged, where: Where) -> Sequence[Slot]:
-    """What the programs `where` have in common, and what some of them do between it or with what it reads."""
+    """Returns the slots that the programs `where` have in common, and slots that only some of them run between common
+    slots or on the values that common slots read."""
     slots = [slot for slot in merged.slots if slot.where <= where]
     makers = {ref: slot for slot in slots for ref in slot.outputs}
     common = [slot for slot in slots if slot.where == where and not isinstance(slot.node.op, Section)]
     own = {slot.name for slot in common}
     read = {ref for slot in common for operand in slot.inputs for ref, _ in operand}
     inputs = {name for name, _, _ in merged.inputs()} & read
-    before: set[str] = set()  # what common nodes come from
+    before: set[str] = set()  # transitive producers of the common nodes
     for slot in reversed(slots):
         if slot.name in own or slot.name in before:
             before |= {makers[ref].name for operand in slot.inputs for ref, _ in operand if ref in makers}
@@ -127,7 +138,7 @@ def _method_name(slots: Sequence[Slot], sides: frozenset[str], taken: frozenset[
 
 
 class _Section:
-    """One common part: what it reads from outside and what is read of it, in each program."""
+    """One common part, with its inputs and outputs in each program."""
 
     def __init__(
         self,
@@ -145,7 +156,7 @@ class _Section:
         self.outputs = self._outputs()
 
     def _inputs(self) -> dict[str, dict[int, str]]:
-        """Its arguments: name -> what each program passes. State is passed as a whole."""
+        """Returns parameter name -> ref that each program passes. State is not a parameter; it is passed as a whole."""
         found: list[dict[int, str]] = []
         for slot in self.slots:
             for i in range(len(slot.inputs)):
@@ -168,7 +179,8 @@ class _Section:
         return names
 
     def _names(self, passed: Mapping[int, str]) -> Sequence[str]:
-        """What an argument may be called: as an input is, as a block calls it, after the node that made it."""
+        """Returns candidate names of a parameter in order of preference: the most frequent of the names that its values
+        have in the programs and in the loops that read them."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]
@@ -182,7 +194,7 @@ class _Section:
         return [*options, *(f"{option}_{i}" for i in range(2, 99) for option in options[:1])]
 
     def _outputs(self) -> dict[str, dict[int, str]]:
-        """What is read of it: label -> the value of each program."""
+        """Returns the values that are read from outside: label -> ref in each program."""
         values: dict[tuple[str, int], dict[int, str]] = {}
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]
@@ -194,7 +206,7 @@ class _Section:
                     if ref in read and not (node is not None and node.op.in_place):
                         values.setdefault((slot.name, j), {})[variant] = ref
         merged: list[dict[int, str]] = []
-        for made in values.values():  # values of different programs that stand in one another's place are one output
+        for made in values.values():  # values that replace each other across programs are one output
             twin = next((one for one in merged if not one.keys() & made.keys() and self._alike(one, made)), None)
             if twin is None:
                 merged.append(made)
@@ -208,7 +220,7 @@ class _Section:
         return names
 
     def _alike(self, one: Mapping[int, str], other: Mapping[int, str]) -> bool:
-        """Whether values of different programs are read by one node behind the section, at one place."""
+        """Whether values of different programs are read by one merged node, as the same input."""
         for slot in self.merged.slots:
             for i in range(len(slot.inputs)):
                 refs = {variant: node.inputs[i] for variant, node in slot.nodes.items()}
@@ -219,7 +231,7 @@ class _Section:
         return False
 
     def bodies(self) -> list[Graph]:
-        """The part of each program."""
+        """Returns the section of each program as a graph."""
         made = []
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]
@@ -236,7 +248,7 @@ class _Section:
         return made
 
     def calling(self, variant: int) -> Graph:
-        """The program with a call in place of its part."""
+        """Returns the program with its section replaced by a call."""
         graph = self.merged.variants[variant]
         passed = {name: refs.get(variant, NONE) for name, refs in self.inputs.items()}
         optional = frozenset(name for name, refs in self.inputs.items() if refs.keys() != self.where)
@@ -259,7 +271,7 @@ class _Section:
         rest = [node for node in graph.nodes[first:] if node.name not in own]
         needed = {node_of(ref) for ref in call.inputs}
         ahead: list[Node] = []
-        for node in reversed(rest):  # what the call is given comes ahead of it
+        for node in reversed(rest):  # the producers of the call's arguments precede it
             if node.name in needed:
                 ahead.insert(0, node)
                 needed |= {node_of(ref) for ref in node.inputs}
@@ -271,13 +283,15 @@ class _Section:
 
 
 def _agree(one: Mapping[int, str], other: Mapping[int, str]) -> bool:
-    """Whether two arguments are one: some program passes the same for both, and none passes different values."""
+    """Whether two parameters are the same: at least one program passes both, and every such program passes the same
+    value for both."""
     both = one.keys() & other.keys()
     return bool(both) and all(one[variant] == other[variant] for variant in both)
 
 
 def _called(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
-    """Names of a value, short ones first: the input's own, its label, the part of the spec that it belongs to."""
+    """Returns names for a value, shorter names first: an input's own name, else the op's output label and parts of the
+    node's path."""
     node = graph.by_name.get(node_of(ref))
     if node is None:
         return (ref.replace(".", "_"),)
@@ -289,6 +303,6 @@ def _called(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
 
 
 def _parts(name: str, sides: frozenset[str]) -> Sequence[str]:
-    """The words of a node's path, without the side of the model."""
+    """Returns the words of a node's path, without the side of the model."""
     parts = name.split(".")
     return parts[1:] if parts[0] in sides and len(parts) > 1 else parts

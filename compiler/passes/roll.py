@@ -1,4 +1,4 @@
-"""Rolls the calls of a stack of blocks, one a block, into one node: a loop over a list of modules."""
+"""Rolls the calls of a stack of blocks, one call per block, into one node: a loop over a module list."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,25 +10,25 @@ from specc.compiler.ops.region import Call
 from specc.compiler.passes.merge import NONE
 from specc.compiler.programs.programs import Programs, without_scoring_groups
 
-STATES = ("cache.", "state.")  # what begins the names of values that are kept between tokens
+STATES = ("cache.", "state.")  # prefixes of the names of values that persist between tokens
 Layers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Loop(Op):
-    """Runs the blocks of the module list `at` one behind the other.
+    """Runs the blocks of the module list `at` in sequence.
 
     Attributes:
-        at: where the list is.
-        names: what blocks call the inputs behind the first, which is the stream.
-        some: the blocks that are given an input, for inputs that not all are.
-        earlier: for an input that is the output of an earlier run: run -> that run.
-        joined: the module list of what joins the output of an earlier run to the stream.
-        join_methods: the functions that joins call, by the block behind the join, where these are not `forward`.
-        runs: the blocks in the order in which they run.
-        joins: run -> the skip before it, in the list `joined`, and the run whose output that joins to the stream.
-        methods: the functions that the runs call, without their class.
-        keeps: whether each block has state.
+        at: The path of the module list.
+        names: The blocks' names of the inputs after the first. The first input is the residual stream.
+        some: Input -> the blocks that read it, for inputs that not all blocks read.
+        earlier: Input -> pairs of a run and the earlier run whose output it reads.
+        joined: The module list of the modules that join an earlier run's output to the stream.
+        join_methods: Block after the join -> method of the join, if it is not `forward`.
+        runs: The block indices in the order in which they run.
+        joins: Run -> the index in `joined` of the join before it, and the run whose output it joins to the stream.
+        methods: The methods of the blocks that the runs call, without class name.
+        keeps: Whether each block has state.
     """
 
     name: ClassVar[str] = "loop"
@@ -47,7 +47,7 @@ class Loop(Op):
 
     @property
     def extends(self) -> bool:
-        """Whether it goes on from a cache, be there something in it or not."""
+        """Whether the loop continues from a cache, which may be empty."""
         return any(method.startswith("extend") for method in self.methods)
 
     @property
@@ -58,7 +58,7 @@ class Loop(Op):
 
 @dataclass(frozen=True, slots=True)
 class Begin(Op):
-    """The state that every block of the list `at` begins with, made by `method` of each."""
+    """Creates the initial state of every block of the list `at`, by calling `method` of each block."""
 
     name: ClassVar[str] = "begin"
     inline: ClassVar[bool] = False
@@ -68,7 +68,8 @@ class Begin(Op):
 
 
 def field_of(node: Node) -> str:
-    """The module list that a call's block is in; empty for what is no such call."""
+    """Returns the path of the module list that contains the called block, or "" if the node does not call a block of a
+    list."""
     if not isinstance(node.op, Call):
         return ""
     place, _, number = node.op.at.rpartition(".")
@@ -76,19 +77,20 @@ def field_of(node: Node) -> str:
 
 
 def index_of(call: Node) -> int:
-    """Where in its module list a call's block is."""
+    """Returns the index of the called block in its module list."""
     assert isinstance(call.op, Call)
     return int(call.op.at.rpartition(".")[2])
 
 
 def method_of(call: Node) -> str:
-    """The method of a block that a call runs."""
+    """Returns the method of the block that a call runs."""
     assert isinstance(call.op, Call)
     return call.op.callee.partition(".")[2]
 
 
 def roll(programs: Programs, graph: Graph) -> Graph:
-    """A program with one node for each stack of blocks; what a state's inputs and outputs are to blocks is left out."""
+    """Returns the program with one node per stack of blocks. Inputs and outputs that are the state of single blocks are
+    omitted."""
     graph = without_scoring_groups(programs, graph)
     nodes: list[Node] = []
     outputs = dict(graph.outputs)
@@ -116,12 +118,13 @@ def roll(programs: Programs, graph: Graph) -> Graph:
 
 
 def _stated(graph: Graph) -> Iterator[str]:
-    """The inputs of a program that are state."""
+    """Yields the names of the inputs of a program that are state."""
     return (name for name, _ in graph.inputs if name.startswith(STATES))
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
-    """The nodes in order, the calls of a module list, or that read one another's value, together."""
+    """Yields the nodes in order, in runs. A run is a sequence of calls of blocks of one module list, or of calls that
+    each read the value of the call before. Any other node is a run by itself."""
     run: list[Node] = []
     for node in (*nodes, None):
         place = field_of(node) if node is not None else ""
@@ -143,8 +146,8 @@ def _begin(calls: Sequence[Node]) -> Node:
 
 
 def _loop(programs: Programs, graph: Graph, calls: Sequence[Node]) -> Node:
-    """One node for `calls`. Each block's first input is the output before it. The others are the same in every call
-    that has them, or the output of an earlier block, or a block's own state."""
+    """Returns one loop node for `calls`. The first input of each block is the output of the block before it. Each other
+    input must be the same value in every call that has it, the output of an earlier block, or the block's own state."""
     place = field_of(calls[0])
     blocks = [call for call in calls if field_of(call) == place]
     runs = tuple(map(index_of, blocks))
@@ -185,19 +188,20 @@ def _loop(programs: Programs, graph: Graph, calls: Sequence[Node]) -> Node:
 
 
 def of_block(ref: str) -> bool:
-    """Whether an input of a program is the state of a block: its number stands in the name."""
+    """Whether an input of a program is the state of a single block, i.e. its name contains the block's index."""
     return ref.startswith(STATES) and any(word.isdigit() for word in ref.split("."))
 
 
 def _arguments(programs: Programs, call: Node) -> Mapping[str, str]:
-    """What a call passes, by the name that its callee has for it, in order."""
+    """Returns the parameters of the callee, in order -> refs that the call passes."""
     assert isinstance(call.op, Call)
     names = (name for name, _ in programs.function(call.op.callee).inputs)
     return dict(zip(names, call.inputs, strict=True))
 
 
 def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
-    """One order of all names that each of `orders` is a part of; the first decides where they contradict."""
+    """Returns one order of all names that is consistent with each of `orders`. If they contradict each other, the
+    first order decides."""
     merged: list[str] = []
     while rest := [left for order in orders if (left := [name for name in order if name not in merged])]:
         free = (left[0] for left in rest if all(left[0] not in other[1:] for other in rest))
@@ -206,8 +210,8 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
-    """Rolled programs in which loops over one list name the same inputs, in one order; `None` stands for what a program
-    does not have."""
+    """Returns rolled programs in which all loops over a list have the same inputs in the same order. An input that a
+    program does not have is `None`."""
     places = dict.fromkeys(node.op.at for graph in graphs for node in graph.nodes if isinstance(node.op, Loop))
     for place in places:
         loops = [node.op for graph in graphs for node in graph.nodes if _is(node, place)]
@@ -239,7 +243,8 @@ def _is(node: Node, place: str) -> bool:
 def _with(
     graph: Graph, node: Node, names: Sequence[str], joins: Collection[tuple[int, str]], values: Mapping[str, str]
 ) -> Node:
-    """A loop with inputs of these `names`: where it has none, the value that other programs pass, if it is there."""
+    """Returns the loop with the inputs `names`. An input it lacks is the value that another program passes if this
+    program computes it earlier, else `None`."""
     assert isinstance(node.op, Loop)
     given = dict(zip(node.op.names, node.inputs[1:], strict=True))
     before = {ref for other in graph.nodes[: graph.nodes.index(node)] for ref in other.outputs}

@@ -1,5 +1,5 @@
-"""Chooses a kernel for every product and loss of every fused group: of those that do not reject, the lowest rank. And
-what a group keeps for its backward."""
+"""Chooses a kernel for every planned node, the lowest rank among the kernels that do not reject it, and the values that
+each group saves for its backward."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,16 +19,30 @@ from specc.compiler.programs.programs import Group, LoweringError, Programs
 from specc.compiler.strict import Problem
 from specc.compiler.targets import Target
 
-Planned = tuple[Group | None, Graph, Node]  # a node that wants a kernel, and the group and graph that it is in
-MANY = 4096  # what a symbol counts where save choices of a group are compared by their bytes
+Planned = tuple[Group | None, Graph, Node]  # a node that needs a kernel, with its group and graph
+MANY = 4096  # the size of a symbolic dim when the save choices of a group are compared by bytes
 
 
 def select_kernels(programs: Programs, target: Target, title: str, source: str, lock: Lock = NO_LOCK) -> Plan:
-    """The plan of `programs` on `target`: what `lock` has measured, else by rank; and for each group what it keeps for
-    its backward: as measured, else what moves fewest bytes.
+    """Returns the plan of `programs` on `target`.
 
-    Raises LoweringError with every node that no kernel takes, and all reasons; SpeccError for a lock that cannot be
-    followed."""
+    A node gets the kernel that `lock` has measured to be fastest, else that of the lowest rank. A group gets the save
+    choice that was measured to be fastest, else the choice that moves the fewest bytes.
+
+    Args:
+        programs: The programs, with fused groups.
+        target: The target to compile for.
+        title: The title of the plan.
+        source: The source of the plan.
+        lock: The measurements.
+
+    Returns:
+        The plan, with the groups of the chosen save choices.
+
+    Raises:
+        LoweringError: If no kernel accepts a node, or if names of kernels clash. Lists all such nodes with reasons.
+        SpeccError: If a lock entry cannot be followed.
+    """
     choices: list[Choice] = []
     save_choices: list[SaveChoices] = []
     problems: list[Problem] = []
@@ -55,7 +69,7 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
 
 
 def _save_choice(programs: Programs, group: Group, target: Target, lock: Lock) -> tuple[SaveChoice, list[Problem]]:
-    """A group with the kernels of its nodes, and every node that no kernel takes."""
+    """Returns a group with the kernels of its nodes, and a problem for every node that no kernel accepts."""
     graphs = (group.forward, group.backward)
     planned = ((group, graph, node) for graph in graphs for node in graph.nodes if node.op.planned)
     choices, problems = _chosen(programs, planned, target, lock)
@@ -63,7 +77,7 @@ def _save_choice(programs: Programs, group: Group, target: Target, lock: Lock) -
 
 
 def _everywhere(programs: Programs) -> Iterator[Planned]:
-    """The nodes outside groups that want a kernel."""
+    """Yields the nodes outside groups that need a kernel."""
     for graph in programs.graphs:
         yield from ((None, graph, node) for node in graph.nodes if node.op.everywhere)
 
@@ -71,7 +85,7 @@ def _everywhere(programs: Programs) -> Iterator[Planned]:
 def _chosen(
     programs: Programs, planned: Iterable[Planned], target: Target, lock: Lock
 ) -> tuple[tuple[Choice, ...], list[Problem]]:
-    """A kernel for each node, and every node that no kernel takes."""
+    """Returns a kernel for each node, and a problem for every node that no kernel accepts."""
     choices: list[Choice] = []
     problems: list[Problem] = []
     for group, graph, node in planned:
@@ -93,10 +107,10 @@ def _chosen(
 
 
 def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: Target, lock: Lock) -> SaveChoices:
-    """The save choices of a group and the one to take: what the lock names, else what moves fewest bytes, else the
-    usual one."""
+    """Returns the save choices of a group with one chosen: that of the lock, else the choice that moves the fewest
+    bytes. Ties go to the default choice."""
     group = options[0].group
-    name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))  # as variants differ
+    name = " ".join((group.name, *(choice.rendered.module for choice in options[0].kernels[:1])))  # differs by variant
     label = group_pattern(programs, group, group.scope)
     choices = SaveChoices(label, name, options, min(options, key=_moved), None)
     measured = lock.group(target.name, name, choices.sites)
@@ -106,7 +120,7 @@ def _save_choices(programs: Programs, options: tuple[SaveChoice, ...], target: T
 
 
 def _moved(option: SaveChoice) -> int:
-    """Bytes that the nodes of a group read and write, where every symbol is as large as the next."""
+    """Returns the bytes that the nodes of a group read and write, with every symbolic dim set to `MANY`."""
     graphs = (option.group.forward, option.group.backward)
     sizes = {
         dim: MANY for graph in graphs for type in graph.types.values() for dim in type.shape if isinstance(dim, str)
@@ -116,7 +130,7 @@ def _moved(option: SaveChoice) -> int:
 
 
 def _callers(programs: Programs, group: Group) -> tuple[str, ...]:
-    """The graphs that run a group."""
+    """Returns the names of the graphs that run a group."""
     runs = (
         graph.name
         for graph in programs.graphs
@@ -126,7 +140,7 @@ def _callers(programs: Programs, group: Group) -> tuple[str, ...]:
 
 
 def group_pattern(programs: Programs, group: Group, node: str) -> str:
-    """The path of a group's node over all the places that run it."""
+    """Returns the path pattern of a group's node over all places that run the group."""
     return place_pattern(programs, _callers(programs, group), node)
 
 
@@ -148,13 +162,13 @@ def _site(programs: Programs, group: Group | None, graph: Graph, node: Node, tar
 
 
 def _rows(type: TensorType) -> TensorType:
-    """A value whose rows have any leading dims, with those of a whole sequence."""
+    """Returns a type of any leading dims with the leading dims B, T of a whole sequence. Other types are unchanged."""
     leading = isinstance(type.shape[0], str) if type.shape else False
     return type.with_shape("B", "T", type.width) if leading else type
 
 
 def _tail(member: str, part: str) -> str:
-    """A member's name behind another node's label: the words after the prefix that both share."""
+    """Returns a member's name without its common prefix with another node's label, to be appended to that label."""
     if member.startswith(f"{part}."):
         return member.removeprefix(f"{part}.")
     return member.partition(".")[2]
@@ -186,7 +200,8 @@ def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tup
 
 
 def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequence[tuple[str, str]]) -> Kernel:
-    """The kernel of a lock's entry. Raises SpeccError, which names the lock, where it no longer takes the node."""
+    """Returns the kernel of a lock entry. Raises SpeccError, with the lock's file name, if the kernel no longer accepts
+    the node."""
     file = f"{site.module}.lock.json"
     try:
         kernel = locked_kernel(entry)
@@ -194,7 +209,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
         raise SpeccError(f"{file}, {site.target.name}: {error.message}", error.hint) from None
     reason: str | None = dict(rejected).get(kernel.name, "computes something else")
     if any(other.name == kernel.name for other in taking):
-        reason = kernel.rejects(site)  # with the tile that was measured
+        reason = kernel.rejects(site)  # also checks the measured tile
     if reason is not None:
         message = f"the lock chose {kernel.name} for {entry.node}, which {reason}"
         raise SpeccError(f"{file}, {site.target.name}: {message}", MEASURE_AGAIN)
@@ -202,7 +217,7 @@ def _measured(site: Site, entry: Entry, taking: Sequence[Kernel], rejected: Sequ
 
 
 def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
-    """The choices; a file that several nodes share is rendered with the labels of all of them."""
+    """Yields the choices. A file that several nodes share is rendered again with the labels of all of them."""
     labels: dict[str, list[str]] = {}
     for choice in choices:
         labels.setdefault(choice.rendered.module, []).append(choice.site.label)
@@ -214,7 +229,7 @@ def _with_shared_labels(choices: Sequence[Choice]) -> Iterator[Choice]:
 
 
 def together(labels: Sequence[str]) -> str:
-    """Labels as one: `blocks.*.attention.{q,k}.rope` where they differ in one word, else all of them."""
+    """Joins labels: `blocks.*.attention.{q,k}.rope` if they differ in one word, else all labels with ` and `."""
     split = [re.split(r"([. ])", label) for label in labels]
     if len({len(words) for words in split}) == 1:
         differing = [i for i, words in enumerate(zip(*split, strict=True)) if len(set(words)) > 1]
@@ -225,7 +240,7 @@ def together(labels: Sequence[str]) -> str:
 
 
 def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
-    """Different epilogues that would be spelled with one name, and different kernels that would share a file."""
+    """Yields a problem for different epilogues with one function name, and for different kernels with one file name."""
     functions: dict[str, Site] = {}
     files: dict[str, Site] = {}
     for choice in choices:
@@ -233,8 +248,8 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
         if not choice.rendered.files:
             continue
         function, file = symbol(site)
-        # A function without an epilogue is named by its op alone, and what else it is by its file: steps of 8 bits may
-        # stand beside those of 16, as `Plan.called` calls them by their files.
+        # Without an epilogue, a function name contains only the op. `Plan.called` then calls functions by file, so that
+        # e.g. steps of 8 bits and of 16 bits can coexist.
         first = functions.setdefault(file if site.epilogue is None else function, site)
         alike = files.setdefault(file, site)
         message = ""
@@ -249,7 +264,7 @@ def _clashes(programs: Programs, choices: list[Choice]) -> Iterator[Problem]:
 
 
 def _computed(site: Site) -> tuple[object, ...]:
-    """The properties that a function's name distinguishes; sizes are in the name of its file."""
+    """Returns the properties that a function name must distinguish. Sizes are part of the file name."""
     return site.node.op.words, site.node.op.arity, site.epilogue
 
 

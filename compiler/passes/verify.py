@@ -1,4 +1,4 @@
-"""Invariants of programs after every pass. A failure is a bug in specc, never in a spec."""
+"""Checks invariants of programs after every pass. A failure is a bug in specc, never in a spec."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -9,14 +9,15 @@ from specc.compiler.programs.programs import Programs
 
 
 class VerifyError(AssertionError):
-    """A pass broke an invariant; the message names pass, graph and node."""
+    """Raised if a pass broke an invariant. The message names pass, graph and node."""
 
 
 def verify(programs: Programs, after: str) -> None:
-    """Raises VerifyError unless every graph is well formed and typed, and every call fits what it calls."""
+    """Raises VerifyError unless every graph is well formed and well typed, and every call matches its callee. `after`
+    is the name of the pass."""
     shapes = {param.name: param.shape for param in programs.params} | {name: t.shape for name, t in programs.buffers}
     inner = [graph for group in programs.groups for graph in (group.forward, group.backward)]
-    graphs = (*inner, *programs.functions, *programs.programs)  # what is called before what calls it
+    graphs = (*inner, *programs.functions, *programs.programs)  # callees before callers
     for graph in graphs:
         for complaint in _complaints(programs, graph, shapes):
             raise VerifyError(f"after {after}: {graph.name}: {complaint}")
@@ -58,7 +59,8 @@ def _complaints(programs: Programs, graph: Graph, shapes: Mapping[str, tuple[Dim
 
 
 def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
-    """Checks the outputs of an op; further outputs of a pointwise op are saved for a backward, in any dtype."""
+    """Checks the types of a node against those that its op infers. Further outputs of a pointwise op are saved for a
+    backward, and may have any dtype."""
     saves = isinstance(node.op, Pointwise) and len(outputs) > 1
     if len(outputs) != len(node.types):
         yield f"{node.name} has {len(node.types)} types, but its op gives {len(outputs)}"
@@ -69,7 +71,7 @@ def _types(node: Node, outputs: Sequence[TensorType]) -> Iterator[str]:
 
 
 def _tail(node: Node, inputs: Sequence[TensorType]) -> Iterator[str]:
-    """An epilogue names every accumulator and operand, and keeps the shape of the products."""
+    """Checks that an epilogue names every accumulator and operand, and that it preserves the shape of the products."""
     products = node.op.infer(inputs[: node.op.arity])
     given = len(products) + len(inputs) - node.op.arity
     assert isinstance(node.epilogue, Pointwise)

@@ -1,4 +1,5 @@
-"""Decoding without a cache: what reads the source apart from what reads all tokens that were written."""
+"""Splits `score` for decoding without a cache: a program that reads the source, and a program that reads all tokens
+written so far."""
 
 from dataclasses import replace
 
@@ -9,15 +10,19 @@ from specc.compiler.ops.sequence import Shift
 from specc.compiler.programs.programs import Programs
 
 READ, WRITE = "encode", "logits"
-SIDE = "decoder."  # what begins the names of nodes that a decoder without a cache computes again for each token
+SIDE = "decoder."  # prefix of the names of nodes that a decoder without a cache recomputes for each token
 
 
 def uncached(programs: Programs) -> Programs:
-    """The program `score` of a model of pairs, and beside it the same in two: `encode`, source i64[B,S] -> state at
-    `encoder`, is all of it that reads the source and is not the decoder's; `logits`, inputs i64[B,T] and that state ->
-    f32[B,T,V], is what the decoder makes of tokens, keys and values of the source among it.
+    """Returns the programs `score`, `encode` and `logits` of a model of pairs. The latter two are the halves of
+    `score`.
 
-    Raises ValueError where `score` shifts no targets or ends in no loss of its own, or runs fused groups.
+    `encode`, source i64[B,S] -> state at `encoder`, contains every node that depends only on the source and is not part
+    of the decoder. `logits`, inputs i64[B,T] and that state -> f32[B,T,V], contains the decoder, including its keys and
+    values of the source.
+
+    Raises:
+        ValueError: If `score` does not shift targets, does not contain a loss, or runs fused groups.
     """
     score = programs.program("score")
     shift = next((node for node in score.nodes if isinstance(node.op, Shift)), None)
@@ -45,7 +50,8 @@ def uncached(programs: Programs) -> Programs:
 
 
 def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The nodes that stay as they are while a line is written, and the others but the shift and the loss."""
+    """Returns the nodes that are constant while a line is written, and the other nodes without the shift and the
+    loss."""
     written = {shift.name, score.inputs[1][0]}
     read, write = [], []
     for node in score.nodes:
@@ -60,7 +66,7 @@ def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ..
 
 
 def _needed(nodes: tuple[Node, ...], wanted: list[str]) -> tuple[Node, ...]:
-    """Those that the values `wanted` come from."""
+    """Returns the nodes that the values `wanted` depend on."""
     refs, needed = set(wanted), []
     for node in reversed(nodes):
         if refs & set(node.outputs):

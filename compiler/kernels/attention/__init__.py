@@ -1,1 +1,1 @@
-"""Kernels of attention."""
+"""Kernels of attention and its gradient."""

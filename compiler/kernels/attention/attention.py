@@ -1,4 +1,4 @@
-"""Causal attention and its gradient by the libraries' kernels: cuDNN's, Torch's flash attention, flash-attn-4."""
+"""Causal attention and its gradient by library kernels: cuDNN, Torch's flash attention, and flash-attn-4."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,14 +23,22 @@ FAKES = {
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Somebody else's attention. `name` is what people call it; `call` the part of its templates' names; `imports` the
-    template of what it needs imported; heads have a multiple of `step` channels, at most `widest`. On a target with
-    one of `home` it is what Torch itself takes first. An `extra` is no part of Torch."""
+    """A third-party attention kernel.
+
+    Attributes:
+        name: The library's usual name.
+        call: The part of the templates' names that identifies the library.
+        widest: The maximum number of channels per head.
+        step: The number of channels per head must be a multiple of this.
+        imports: The template of extra import lines, or "".
+        home: Target features for which the library is preferred, as Torch's own dispatch does.
+        extra: Whether the library is a package that Torch does not include.
+    """
 
     name: str
     call: str
     widest: int
-    step: int = 8  # of bf16, the 16 bytes that one load takes
+    step: int = 8  # 16 bytes of bf16, one vector load
     imports: str = ""
     home: frozenset[str] = frozenset()
     extra: bool = False
@@ -39,17 +47,24 @@ class Library:
 DATA_CENTRE = frozenset({"wgmma", "tcgen05"})
 CUDNN = Library("cuDNN", "cudnn", 128, home=DATA_CENTRE)
 FLASH = Library("Torch's flash attention", "flash", 256)
-# Torch's own dispatch refuses these for training on sm86, sm89 and sm120, which have fewer bytes a block.
+# Torch's dispatch rejects these for training on sm86, sm89 and sm120, which have less shared memory per block.
 REFUSED, ROOM = range(193, 225), 131_072
-# Of 8 channels its dq is wrong on an H200 (4.0.0b36), with no error; of 64 and 128 it was seen right.
+# With 8 channels, its dq is wrong on an H200 (4.0.0b36), without an error. With 64 and 128 it was observed to be right.
 FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, "torch/attention_flash_4_import.py.jinja", extra=True)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """The context of templates/torch/attention.py.jinja. `body` is the template of the call, `imports` that of what it
-    needs imported, if anything (`imported`); `wanted` are the rows of the table of checks; `ordered` asks for sums in a
-    fixed order."""
+    """The context of templates/torch/attention.py.jinja.
+
+    Attributes:
+        repeats: A sentence on whether repeated calls return the same bits.
+        imports: The template of extra import lines, or "".
+        imported: The name that these lines import.
+        wanted: Rows of the table of input checks.
+        body: The template of the library call.
+        ordered: Whether sums must have a fixed order.
+    """
 
     TEMPLATE: ClassVar[str] = "torch/attention.py.jinja"
     header: str
@@ -76,7 +91,7 @@ class AttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel(Kernel):
-    """One library's kernel for one direction. It takes 16-bit heads of some widths."""
+    """A library's kernel for one direction, forward or backward. It accepts 16-bit heads of certain sizes."""
 
     by: Library = CUDNN
 
@@ -93,7 +108,7 @@ class AttentionKernel(Kernel):
         return None
 
     def rank(self, site: Site) -> int:
-        if self.by.extra:  # a package that not everybody has is never the rule, but may be measured fastest
+        if self.by.extra:  # an optional package is never the default, but may be measured to be fastest
             return 8 + self.deterministic
         return 1 if self.by.home & site.target.features else 2 + bool(self.by.home)
 
@@ -123,7 +138,7 @@ class AttentionBackward(AttentionKernel):
 
 @dataclass(frozen=True, slots=True)
 class FlashBackward(AttentionBackward):
-    """The gradient by Torch's flash attention, which has not every width for GPUs of little shared memory."""
+    """The gradient by Torch's flash attention, which lacks some head sizes on GPUs with little shared memory."""
 
     def rejects(self, site: Site) -> str | None:
         channels = number_of(heads_of(site)[1]["q"].width)
@@ -135,7 +150,7 @@ class FlashBackward(AttentionBackward):
 
 @dataclass(frozen=True, slots=True)
 class OrderedBackward(AttentionBackward):
-    """flash-attn-4's sums in a fixed order, which it has not for every GPU."""
+    """The gradient by flash-attn-4 with sums in a fixed order, which it supports only on data-centre GPUs."""
 
     def rejects(self, site: Site) -> str | None:
         if not DATA_CENTRE & site.target.features:
@@ -154,7 +169,7 @@ FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HO
 
 
 def heads_of(site: Site) -> tuple[bool, dict[str, TensorType], dict[str, TensorType]]:
-    """Whether a site is the gradient, and its inputs and outputs by the names that code calls them."""
+    """Returns whether a site is the gradient, and its inputs and outputs by their names in generated code."""
     backward = isinstance(site.node.op, CausalAttentionGrad | SeenAttentionGrad)
     names = (*(BACKWARD if backward else FORWARD), *(("seen",) if isinstance(site.node.op, SeenOp) else ()))
     outputs = dict(zip(site.node.op.output_labels, site.node.types, strict=True))
@@ -162,7 +177,7 @@ def heads_of(site: Site) -> tuple[bool, dict[str, TensorType], dict[str, TensorT
 
 
 def header(site: Site) -> str:
-    """Label and types as comment lines that leave room for the plan key behind the last."""
+    """Returns label and types as comment lines that leave room for the plan key after the last one."""
     _, inputs, outputs = heads_of(site)
     given, results = (
         ", ".join(unbroken(f"{name} {type}") for name, type in values.items()) for values in (inputs, outputs)
@@ -171,7 +186,7 @@ def header(site: Site) -> str:
 
 
 def promise(site: Site) -> str:
-    """The first sentence of the function's docstring."""
+    """Returns the first sentence of the function's docstring, with opening quotes."""
     _, inputs, outputs = heads_of(site)
     given, results = (
         ", ".join(f"{name} [{', '.join(_dims(name, inputs['q'], inputs['k']))}] {type.dtype}" for name, type in values)
@@ -181,7 +196,7 @@ def promise(site: Site) -> str:
 
 
 def formulas(site: Site) -> tuple[str, ...]:
-    """The formulas, one line per value, as lines of a docstring."""
+    """Returns the formulas, one line per value, as lines of a docstring."""
     backward, inputs, _ = heads_of(site)
     shared = number_of(inputs["q"].shape[-2]) // number_of(inputs["k"].shape[-2])
     root = f"{number_of(inputs['q'].width)} ** 0.5"
@@ -198,7 +213,7 @@ def formulas(site: Site) -> tuple[str, ...]:
 
 
 def annotation(site: Site) -> str:
-    """The type of what the function returns."""
+    """Returns the function's return annotation."""
     return f"tuple[{', '.join('Tensor' for _ in site.node.types)}]"
 
 
@@ -208,7 +223,7 @@ def number_of(dim: object) -> int:
 
 
 def _dims(name: str, q: TensorType, k: TensorType) -> tuple[str, ...]:
-    """The dims of a tensor, for a docstring."""
+    """Returns the dims of a tensor as text for a docstring."""
     heads, kv_heads, channels = q.shape[-2], k.shape[-2], q.width
     keys = "T" if q.shape[1] == k.shape[1] else "S"
     if name == "lse":
@@ -250,7 +265,7 @@ def _context(site: Site, kernel: AttentionKernel) -> AttentionContext:
 
 
 def _wanted(name: str, type: TensorType) -> str:
-    """A row of the table of checks: an input with the shape and dtype that it must have."""
+    """Returns a row of the table of input checks: an input with the shape and dtype that it must have."""
     heads = "G" if name in ("k", "v") else "H"
     shape = "(b, H, t)" if name == "lse" else f"(b, t, {heads}, C)"
     return f'("{name}", {name}, {shape}, {DTYPES[type.dtype]}),'

@@ -1,4 +1,4 @@
-"""Attention over short sequences and its gradient: Triton kernels that hold all scores of a head at once."""
+"""Attention over short sequences and its gradient: Triton kernels that hold all scores of a head in registers."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,17 +13,21 @@ from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
 from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad, SeenOp
 
 ELEMENTS = {"bf16": "tl.bfloat16", "f16": "tl.float16"}
-LONGEST = 128  # tokens: their scores, twice and more, are what registers hold
+LONGEST = 128  # tokens; registers must hold the scores at least twice
 WIDEST = 128  # channels of a head
-SHORT = 64  # tokens; up to here it is first by rule, as tiles of the libraries would be half empty
+SHORT = 64  # tokens; up to this length it ranks first, since tiles of the libraries would be half empty
 NARROWEST = 16  # rows and columns of a product on tensor cores
-FIRST, LAST = 0, 7  # ranks: before all libraries, and after all that need no package
+FIRST, LAST = 0, 7  # ranks: before all libraries, and after all kernels that need no optional package
 MOST_PAIRS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """`pairs` of a sequence and a head of keys a program, one after another, by `warps`; `stages` loads in flight."""
+    """The work of one program. A pair is one sequence and one head of keys.
+
+    `pairs` pairs are processed in sequence by `warps` warps, with `stages` loads in flight. Raises ValueError if a
+    field is out of its bounds.
+    """
 
     pairs: int
     warps: int
@@ -39,15 +43,24 @@ class PairTile:
         return ", ".join(counted(count, word) for count, word in numbers)
 
 
-# What is worth measuring besides the rule: pairs, times the warps of the rule, stages.
+# Tiles worth measuring in addition to that of the rule: pairs, multiple of the rule's warps, stages.
 TILES = ((1, 1, 1), (1, 2, 1), (2, 1, 1), (4, 1, 1), (4, 1, 2), (2, 2, 1), (1, 4, 1), (8, 1, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class ShortContext:
-    """The context of templates/triton/short_attention.py.jinja, and `body`, the template of the loop over the heads
-    that share a key. In the kernel, `queries` and `keys` tell which elements there are; `element` is what a result is
-    rounded to; unless `causal`, what is seen is read."""
+    """The context of templates/triton/short_attention.py.jinja.
+
+    Attributes:
+        how: A description of the kernel's algorithm.
+        queries: The mask of valid elements of a block of queries.
+        keys: The mask of valid elements of a block of keys.
+        causal: Whether attention is causal. If false, the kernel reads the mask `seen`.
+        element: The dtype that results are rounded to.
+        body: The template of the loop over the query heads that share a key head.
+        wanted: Rows of the table of input checks.
+        allocated: Lines that allocate the outputs.
+    """
 
     TEMPLATE: ClassVar[str] = "triton/short_attention.py.jinja"
     header: str
@@ -82,8 +95,8 @@ class ShortContext:
 
 @dataclass(frozen=True, slots=True)
 class ShortAttention(Kernel):
-    """Takes at most 128 queries and keys, grouped or not, of at most 128 channels. `tile` is one that was measured;
-    without it the rule of `pair_tile` decides."""
+    """Accepts at most 128 queries and keys of at most 128 channels, with or without grouped heads. `tile` is a measured
+    tile; if it is None, the rule of `pair_tile` applies."""
 
     TILE: ClassVar[type | None] = PairTile
     tile: PairTile | None = None
@@ -100,8 +113,8 @@ class ShortAttention(Kernel):
         if site.context > LONGEST:
             return f"takes at most {LONGEST} tokens; there may be {site.context:,}"
         rows, width = _rows(site), _block(number_of(q.width))
-        grouped = q.shape[-2] != inputs["k"].shape[-2]  # whose keys stay for the next head
-        held = 2 * ((4 + grouped) * rows * width + rows * rows)  # of the gradient, which needs more
+        grouped = q.shape[-2] != inputs["k"].shape[-2]  # keys are then retained for the next query head
+        held = 2 * ((4 + grouped) * rows * width + rows * rows)  # bytes for the gradient, which needs more
         if backward and held > site.target.shared_memory:
             memory = f"{held:,} bytes of shared memory; {site.target.name} has {site.target.shared_memory:,}"
             return f"needs for {rows} tokens of {width} channels {memory}"
@@ -152,7 +165,8 @@ SHORT_SEEN_GRAD = ShortSeenGrad("short_seen_attention_grad", "triton", _NEEDS)
 
 
 def pair_tile(site: Site) -> PairTile:
-    """The tile by rule: a pair a program, and as few warps as hold its scores and heads in their registers."""
+    """Returns the tile by rule: one pair per program, and as few warps as can hold its scores and heads in
+    registers."""
     rows, width = _rows(site), _block(number_of(heads_of(site)[1]["q"].width))
     if rows <= 32:
         return PairTile(1, max(1, width // 32), 1)
@@ -165,7 +179,7 @@ def _rows(site: Site) -> int:
 
 
 def _block(number: int) -> int:
-    """The next power of two that tensor cores take."""
+    """Returns the next power of two that is large enough for tensor cores."""
     return max(NARROWEST, 1 << (number - 1).bit_length())
 
 
@@ -178,7 +192,7 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
     held = {"ROWS": rows, "KEYS": rows, "WIDTH": width, "PAIRS": tile.pairs}
     settings = {**held, "WARPS": tile.warps, "STAGES": tile.stages}
     constants = ["H", "G", "C", "SCALE", *held]
-    tensors, read = [*inputs, *outputs], [name for name in inputs if name != "y"]  # which the weights give, unrounded
+    tensors, read = [*inputs, *outputs], [name for name in inputs if name != "y"]  # the weights replace y, unrounded
     strides = ["Q_STRIDE", "K_STRIDE", "V_STRIDE"]
     parameters = [*(f"{name}_ptr" for name in [*read, *outputs]), "B", "T", "S", *strides]
     whole = [f"{name}.contiguous()" if name in ("dy", "lse", "seen") else name for name in read]
@@ -218,14 +232,14 @@ def _context(site: Site, tile: PairTile) -> ShortContext:
 
 
 def _split(backward: bool) -> tuple[str, ...]:
-    """The expression of each output."""
+    """Returns the expression that allocates each output."""
     if backward:
         return tuple(f"{name}.new_empty({name}.shape)" for name in "qkv")
     return "q.new_empty(q.shape)", "q.new_empty(b, H, t, dtype=torch.float32)"
 
 
 def _wanted(name: str, dtype: str, sees: bool) -> str:
-    """A row of the table of checks: an input with the shape and dtype that it must have."""
+    """Returns a row of the table of input checks: an input with the shape and dtype that it must have."""
     keys = "s" if sees else "t"
     shapes = {"lse": "(b, H, t)", "seen": "(b, s)", "k": f"(b, {keys}, G, C)", "v": f"(b, {keys}, G, C)"}
     kind = "torch.bool" if dtype == "bool" else DTYPES[dtype]
@@ -233,7 +247,7 @@ def _wanted(name: str, dtype: str, sees: bool) -> str:
 
 
 def _how(site: Site, tile: PairTile, rows: int) -> str:
-    """How the kernel goes about it, in prose."""
+    """Returns a description of the kernel's algorithm."""
     pairs = "one head of keys of a sequence" if tile.pairs == 1 else f"{tile.pairs} heads of keys of sequences"
     words = f"Triton kernel for {site.target.name}: a program takes {pairs}, and the queries that read them. "
     words += (

@@ -1,4 +1,4 @@
-"""Attention and its gradient on the CPU, by Torch's own kernel for it."""
+"""Attention and its gradient on the CPU, by Torch's own attention kernel."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,8 +16,8 @@ ROWS = "hidden = hidden[:, None, None].expand(-1, q.shape[1], q.shape[2], -1)  #
 
 @dataclass(frozen=True, slots=True)
 class PlainContext:
-    """The context of templates/torch/attention_cpu_forward.py.jinja and its neighbour for the gradient. `mask` are
-    lines that make what the argument `masked` names."""
+    """The context of templates/torch/attention_cpu_forward.py.jinja and attention_cpu_backward.py.jinja. `mask` are the
+    lines that compute the attention mask, and `masked` is the argument that passes it."""
 
     header: str
     summary: str
@@ -30,7 +30,7 @@ class PlainContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTorch(Kernel):
-    """Takes any heads, on the CPU alone."""
+    """Accepts heads of any size, on the CPU only."""
 
     portable: ClassVar[bool] = False
 

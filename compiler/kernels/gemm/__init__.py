@@ -1,1 +1,1 @@
-"""Kernels of matrix products with an epilogue."""
+"""Kernels of matrix products with a pointwise epilogue."""

@@ -1,4 +1,5 @@
-"""A product and its pointwise epilogue as a CUTLASS 3.x GEMM: a generated functor an output in its epilogue tree."""
+"""A product and its pointwise epilogue as a CUTLASS 3.x GEMM: an epilogue visitor tree with one generated functor per
+output."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -15,18 +16,28 @@ from specc.compiler.ops.linear import Product
 
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "f16": "cutlass::half_t", "f32": "float"}
 ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
-LAYOUTS = {"nk": "ColumnMajor", "kn": "RowMajor"}  # of the weight as CUTLASS's B, which it takes as [K, N]
-WARPGROUP_ROWS, STEP = 64, 16  # rows that one warpgroup multiplies; what n and k are multiples of
-LARGEST_CLUSTER = 8  # thread blocks, on any GPU that has clusters
-RASTERS = ("", "along M", "along N")  # CUTLASS's RasterOrderOptions; the first goes by the problem's shape
+LAYOUTS = {"nk": "ColumnMajor", "kn": "RowMajor"}  # of the weight as CUTLASS's operand B, [K, N]
+WARPGROUP_ROWS, STEP = 64, 16  # rows that one warpgroup multiplies; n and k must be multiples of STEP
+LARGEST_CLUSTER = 8  # thread blocks; supported on any GPU that has clusters
+RASTERS = ("", "along M", "along N")  # CUTLASS's RasterOrderOptions; the first chooses by the problem's shape
 
 
 @dataclass(frozen=True, slots=True)
 class GemmTile:
-    """Outputs a thread block computes, blocks a cluster, and how the warps share the work.
+    """The tile of a CUTLASS GEMM.
 
-    `part` is the piece of the tile that the epilogue stages in shared memory at a time, CUTLASS's choice where
-    None; `swizzle` and `raster` (an index of RASTERS) say in which order thread blocks walk the output.
+    Attributes:
+        m: Rows of the output per thread block.
+        n: Columns of the output per thread block.
+        k: Elements of the reduction dim per iteration.
+        cluster: Thread blocks per cluster, along M and N.
+        schedule: CUTLASS's schedule, i.e. how the warps share the work.
+        part: The piece of the tile that the epilogue stages in shared memory at a time, or None for CUTLASS's choice.
+        swizzle: CUTLASS's swizzle of the order in which thread blocks traverse the output.
+        raster: The direction of that order, as an index into `RASTERS`.
+
+    Raises:
+        ValueError: If a field is out of its bounds.
     """
 
     m: int
@@ -64,12 +75,12 @@ class GemmTile:
 
     @property
     def epilogue_schedule(self) -> str:
-        """CUTLASS's name of the epilogue that goes with the schedule."""
+        """CUTLASS's name of the epilogue that matches the schedule."""
         return {"Pingpong": "TmaWarpSpecialized", "Cooperative": "TmaWarpSpecializedCooperative"}[self.schedule]
 
     @property
     def epilogue_tile(self) -> str:
-        """`part` as CUTLASS names it."""
+        """CUTLASS's type of `part`."""
         return (
             f"cute::Shape<cute::Int<{self.part[0]}>, cute::Int<{self.part[1]}>>"
             if self.part
@@ -80,9 +91,9 @@ class GemmTile:
 SQUARE = (64, 64)
 PINGPONG = GemmTile(128, 128, 64, (2, 1), "Pingpong")
 COOPERATIVE = GemmTile(128, 256, 64, (2, 1), "Cooperative")
-WALKS = ((1, 0), (1, 2), (2, 2))  # swizzle and raster; they need no compilation
-# What is worth compiling, the likeliest first. A pingpong tile belongs to one consumer warpgroup: at most 192 f32
-# accumulators a thread fit beside the epilogue. Clusters of 1x2 and other cooperative tiles never came near the best.
+WALKS = ((1, 0), (1, 2), (2, 2))  # swizzle and raster; changing them needs no compilation
+# Tiles worth compiling, most promising first. A pingpong tile belongs to one consumer warpgroup: at most 192 f32
+# accumulators per thread fit beside the epilogue. Clusters of 1x2 and other cooperative tiles were never competitive.
 CANDIDATES = (
     PINGPONG,
     GemmTile(64, 256, 64, (2, 1), "Pingpong"),
@@ -99,7 +110,7 @@ CANDIDATES = (
 
 @dataclass(frozen=True, slots=True)
 class Functor:
-    """One expression of the epilogue as a struct over fragments of fp32: `signature` and `value` are whole lines."""
+    """One expression of the epilogue as a struct over fragments of fp32. `signature` and `value` are whole lines."""
 
     name: str
     signature: str
@@ -111,9 +122,20 @@ class Functor:
 class GemmContext:
     """The context of templates/cutlass/gemm_evt.cu.jinja.
 
-    `prelude` are functions that the expressions call, `functors` the expressions; `tree` says what they read and where
-    their values go, and `tree_arguments` with which tensors; `pointers` and `entry` are signatures, `nulls` and
-    `arguments` calls.
+    Attributes:
+        reads_tiles: Whether an operand is a tile [rows, N].
+        reads_columns: Whether an operand is a vector [N].
+        writes_tiles: Whether there are further outputs than the first.
+        prelude: Functions that the expressions call.
+        functors: The expressions.
+        result: The name of the first output.
+        tree: The type of the epilogue tree: which values each node reads, and where its result goes.
+        tree_arguments: The arguments of the tree, with the pointers of its tensors.
+        pointers: The signature of the function that assembles the GEMM's arguments.
+        nulls: The call that returns the workspace size.
+        entry: The signature of the C entry point.
+        arguments: The arguments that the entry point passes on.
+        weight: The name of the weight.
     """
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.cu.jinja"
@@ -140,8 +162,13 @@ class GemmContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """The context of templates/cutlass/gemm_evt.py.jinja: the tensors that the compiled function takes and,
-    with workspace and stream, how many pointers that makes; `library` are lines that compute products before it."""
+    """The context of templates/cutlass/gemm_evt.py.jinja.
+
+    Attributes:
+        pointer_count: The number of pointers that the compiled function accepts, with workspace and stream.
+        pointers: The pointers of the tensors that are passed to it.
+        library: Lines that compute the products before it.
+    """
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.py.jinja"
     op: CustomOp
@@ -153,10 +180,11 @@ class LauncherContext:
 
 @dataclass(frozen=True, slots=True)
 class GemmEvt(Kernel):
-    """Takes products of the same rows, any number of outputs, and any expressions over tiles and columns.
+    """Accepts products of the same rows, any number of outputs, and any expressions over tiles and columns.
 
-    It keeps one accumulator, of the last product; the others are the library's, which beats two accumulators in one
-    kernel: 98,304 x 512 x 1792, three outputs, H200: the two bare products 0.54 ms, Triton's one kernel 0.92.
+    It computes the last product itself, and leaves the others to the library. That is faster than two accumulators in
+    one kernel: for 98,304 x 512 x 1792 with three outputs on an H200, the two plain products take 0.54 ms, Triton's
+    single kernel 0.92 ms.
     """
 
     TILE: ClassVar[type | None] = GemmTile
@@ -168,7 +196,7 @@ class GemmEvt(Kernel):
         dtype = site.inputs[0].dtype
         if other := next((type.dtype for type in site.node.types if type.dtype != dtype), None):
             return f"writes the dtype that it multiplies, {dtype}; an output is {other}"
-        # Two stages are the fewest that a producer and a consumer can share; 2 bytes a value.
+        # Producer and consumer need at least two stages. A value has 2 bytes.
         if (needed := 4 * self.tile.k * (self.tile.m + self.tile.n)) > site.target.shared_memory:
             known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
             return f"has {known}; two stages of {self.tile} take {needed:,}"
@@ -178,7 +206,7 @@ class GemmEvt(Kernel):
         return None
 
     def rank(self, site: Site) -> int:
-        # Where nothing was measured: before Triton, whose epilogue runs while its tensor cores wait.
+        # Without measurements it precedes Triton, whose epilogue runs while its tensor cores are idle.
         return 0
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
@@ -189,7 +217,7 @@ class GemmEvt(Kernel):
         assert isinstance(site.node.op, Product)
         tiles = whole_tiles(rows, self.tile.m) * whole_tiles(site.node.op.extent(site.inputs[1])[0], self.tile.n)
         count = site.node.op.arity - 1
-        return (tiles + count - 1) / count  # the library's products count as they are
+        return (tiles + count - 1) / count  # the library's products are counted without padding
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
         _, products = split(epilogue_of(site))
@@ -200,7 +228,7 @@ class GemmEvt(Kernel):
         assert isinstance(op, Product)
         epilogue, products = split(whole)
         outside = _described(custom_op(site, whole), site, epilogue, products, op.layout)
-        compiled = replace(self.tile, swizzle=1, raster=0)  # one source for every walk
+        compiled = replace(self.tile, swizzle=1, raster=0)  # one source for every swizzle and raster
         source = _source(outside, epilogue, compiled, op.layout, header(site, whole, "// "))
         pointers = [f"{value.name}.data_ptr()" for value in (*epilogue.inputs, *epilogue.outputs)]
         count = len(pointers) + len(ENVIRONMENT)
@@ -221,7 +249,7 @@ GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
 def _described(
     op: CustomOp, site: Site, epilogue: Epilogue, products: tuple[GivenProduct, ...], layout: str
 ) -> CustomOp:
-    """The op with a docstring that names the products of the library."""
+    """Returns the op with a docstring that also lists the library's products."""
     if not products:
         return op
     formulas = (*(product.formula(epilogue, layout) for product in products), *epilogue.formulas(layout))
@@ -264,7 +292,7 @@ def _source(op: CustomOp, epilogue: Epilogue, tile: GemmTile, layout: str, head:
 
 
 def _passes(step: Result, epilogue: Epilogue) -> bool:
-    """Whether a further output is a value that is there anyway, and needs no functor."""
+    """Whether a further output is just an existing value, and therefore needs no functor."""
     return isinstance(step.expr, Var) and step is not epilogue.steps[-1]
 
 
@@ -273,7 +301,7 @@ def _struct(step: Result) -> str:
 
 
 def _reads(step: Result, epilogue: Epilogue) -> tuple[str, ...]:
-    """The arguments of a functor: accumulator, operands, earlier results."""
+    """Returns the arguments of a functor: the accumulator, operands and earlier results that it reads."""
     read = variables(step.expr)
     known = (*epilogue.accumulators, *(value.name for value in (*epilogue.operands, *epilogue.outputs)))
     return tuple(name for name in known if name in read)
@@ -292,7 +320,7 @@ def _functor(step: Result, epilogue: Epilogue) -> Functor:
 
 
 def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """One output: a functor over its loads, and their arguments."""
+    """Returns the tree of a single output, a functor over its loads, and the arguments of its nodes."""
     (step,) = epilogue.steps
     read = _reads(step, epilogue)
     loads = [value for value in epilogue.operands if value.name in read]
@@ -303,9 +331,10 @@ def _tree(epilogue: Epilogue) -> tuple[str, list[str]]:
 
 
 def _graph(epilogue: Epilogue) -> tuple[str, list[str]]:
-    """Several outputs: what each node reads, every node once, the first output last; and their arguments."""
+    """Returns the graph of several outputs, and the arguments of its nodes. Every node appears once, with the nodes it
+    reads. The first output is last."""
     nodes = ["fusion::Sm90AccFetch", *map(_leaf, epilogue.operands)]
-    edges: list[tuple[int, ...]] = [()] * len(nodes)  # what each node reads
+    edges: list[tuple[int, ...]] = [()] * len(nodes)  # the nodes that each node reads
     arguments = ["{}", *map(_leaf_arguments, epilogue.operands)]
     places = {name: i for i, name in enumerate((*epilogue.accumulators, *(value.name for value in epilogue.operands)))}
     for step in epilogue.steps:

@@ -1,4 +1,5 @@
-"""Splits a node of several products: the library computes all but the last, and a kernel reads them as tiles."""
+"""Splits a node of several products: the library computes all but the last, and the kernel of the last reads their
+results as tiles."""
 
 from dataclasses import dataclass, replace
 
@@ -8,30 +9,32 @@ from specc.compiler.kernels.epilogue import Epilogue, Result, Value
 
 @dataclass(frozen=True, slots=True)
 class GivenProduct:
-    """x times `weight` by the library, rounded to the dtype of x. `into` is an output of the node where it is `kept`,
-    else gone after the call."""
+    """The product of x and `weight`, computed by the library and rounded to the dtype of x. If `kept`, `into` is an
+    output of the node, else a temporary."""
 
     weight: Value
     into: Value
     kept: bool
 
     def formula(self, epilogue: Epilogue, layout: str) -> str:
-        """The formula, e.g. `p_x = x w_x^T, by the library, bf16`."""
+        """Returns the formula, e.g. `p_x = x w_x^T, by the library, bf16`."""
         product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout].format(x=epilogue.x.name, w=self.weight.name)
         return f"{self.into.name} = {product}, by the library, {self.into.type.dtype}"
 
     def code(self, epilogue: Epilogue, layout: str) -> str:
-        """A line of Python that computes it, where `m` is the number of rows."""
+        """Returns a line of Python that computes the product. It reads the number of rows from `m`."""
         weight = {"nk": f"{self.weight.name}.T", "kn": self.weight.name}[layout]
         product = f"torch.mm({epilogue.x.name}.view(m, K), {weight}"
         return f"{product}, out={self.into.name}.view(m, N))" if self.kept else f"{self.into.name} = {product})"
 
 
 def split(epilogue: Epilogue) -> tuple[Epilogue, tuple[GivenProduct, ...]]:
-    """The epilogue that is left for a kernel of one accumulator, and the products before it. The last product is the
-    kernel's: a `gate` stands behind `x`, and what passes an exponential gains from an accumulator that is not rounded.
+    """Returns the remaining epilogue, with one accumulator, and the products that the library computes before it.
 
-    An output that is nothing but one of the library's products is written by the library, and only read here."""
+    The last product is the kernel's. In a gated activation this is the gate, whose exponential is then computed from an
+    accumulator that is not rounded. If an output is just one of the library's products, the library writes it, and the
+    kernel only reads it.
+    """
     *firsts, accumulator = epilogue.accumulators
     *weights, weight = epilogue.weights
     first, *others = epilogue.results

@@ -1,4 +1,5 @@
-"""Products that Torch runs: plain ones through its library everywhere, and on the CPU any epilogue as plain Torch."""
+"""Products that Torch computes: plain products by its library on any target, and any epilogue as plain Torch on the
+CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +12,7 @@ from specc.compiler.ops.linear import Product
 
 @dataclass(frozen=True, slots=True)
 class LibraryProduct(Kernel):
-    """A product with nothing behind it, as one call of Torch."""
+    """A product without an epilogue, as one call of Torch."""
 
     def rejects(self, site: Site) -> str | None:
         if site.epilogue is not None:
@@ -40,8 +41,8 @@ class EpilogueContext:
 
 @dataclass(frozen=True, slots=True)
 class EpilogueProduct(Kernel):
-    """A product and its epilogue as a plain Torch function: for reading, for the CPU, and for whatever it can be put
-    to."""
+    """A product and its epilogue as a plain Torch function: a readable reference, and the implementation for the
+    CPU."""
 
     def rejects(self, site: Site) -> str | None:
         if "gpu" in site.target.features:
@@ -81,7 +82,8 @@ class EpilogueProduct(Kernel):
 
 
 def _body(name: str, value: str) -> str:
-    """An assignment for the template to indent: its first line comes without the blanks that its others have."""
+    """Returns an assignment for the template to indent. Its first line therefore lacks the indent of the other
+    lines."""
     return assigned(name, value, 4).lstrip()
 
 

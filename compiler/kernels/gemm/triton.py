@@ -1,4 +1,4 @@
-"""A product and its pointwise epilogue as one Triton kernel: persistent with TMA where the target has it, else by
+"""A product and its pointwise epilogue as one Triton kernel: persistent with TMA if the target has it, else with plain
 pointers."""
 
 from dataclasses import dataclass, replace
@@ -12,14 +12,15 @@ from specc.compiler.kernels.lines import assigned, listed
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
 from specc.compiler.ops.linear import Product
 
-LARGEST_WEIGHT = 2**31  # elements; pointers into it are offset by 32 bits
-GROUP = 8  # tiles of rows that run side by side, so that they find their columns of the weights in L2
+LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
+GROUP = 8  # tiles of rows that run next to each other, so that they find their columns of the weights in L2
 DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 
 
 @dataclass(frozen=True, slots=True)
 class TmaContext:
-    """The context of templates/triton/linear_tma.py.jinja: signatures (`finish`, `kernel`) and body lines."""
+    """The context of templates/triton/linear_tma.py.jinja. `finish` and `kernel` are signatures; tuples are lines of
+    function bodies."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
     op: CustomOp
@@ -35,7 +36,8 @@ class TmaContext:
 
 @dataclass(frozen=True, slots=True)
 class PointerContext:
-    """The context of templates/triton/linear_pointer.py.jinja: `starts` go before the loop, `dots` into it."""
+    """The context of templates/triton/linear_pointer.py.jinja. `starts` are lines before the loop, `dots` lines in
+    it."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
     op: CustomOp
@@ -52,9 +54,9 @@ class PointerContext:
 
 @dataclass(frozen=True, slots=True)
 class LinearTriton(Kernel):
-    """Takes one or two products of the same rows, any epilogue, any number of operands and outputs.
+    """Accepts one or two products of the same rows, any epilogue, and any number of operands and outputs.
 
-    `tile` is one that was measured; without it the rule of tile.py decides.
+    `tile` is a measured tile; if it is None, the rule of `tile_of` applies.
     """
 
     TILE: ClassVar[type | None] = Tile
@@ -143,7 +145,7 @@ _WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
 
 
 def _body(name: str, value: str, indent: int = 4) -> str:
-    """An assignment for a template to indent: its first line lacks the blanks that its others have."""
+    """Returns an assignment for a template to indent. Its first line therefore lacks the indent of the other lines."""
     return assigned(name, value, indent).lstrip()
 
 
@@ -163,7 +165,7 @@ def _tma_read(value: Value, ragged: bool) -> str:
 
 
 def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
-    """Each output in fp32 and, at once, its store, which rounds."""
+    """Returns lines that compute each output in fp32, each followed by its store, which rounds."""
     return tuple(
         line
         for step in epilogue.steps
@@ -175,7 +177,7 @@ def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
 
 
 def _descriptor(value: Value, epilogue: Epilogue, layout: str) -> str:
-    """The host's argument for a tensor: a column is passed by its pointer."""
+    """Returns the host's argument for a tensor: a pointer for a vector [N], else a TMA descriptor."""
     name = value.name
     if value.column:
         return f"{name},"

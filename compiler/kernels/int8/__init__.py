@@ -1,1 +1,1 @@
-"""Kernels of int8 products and of steps of int8 LSTMs."""
+"""Kernels of int8 products and of single steps of int8 LSTMs."""

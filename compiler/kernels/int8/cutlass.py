@@ -1,5 +1,4 @@
-"""The common part of the CUTLASS kernels of int8 products: the functor of the epilogue, the tree around it, the C
-entry."""
+"""The common part of the CUTLASS kernels of int8 products: the epilogue's functor and tree, and the C entry point."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +17,19 @@ OUTPUTS = {**ELEMENTS, "i8": "int8_t"}
 
 @dataclass(frozen=True, slots=True)
 class Int8Source:
-    """The context of the two templates of .cu files for an int8 product.
+    """The context of the templates gemm_int8_sm80.cu.jinja and gemm_int8_sm90.cu.jinja in templates/cutlass.
 
-    `tile` holds the numbers of the thread block; `tree` says what the functor reads, `tree_arguments` with which
-    tensors; `pointers`, `entry` are signatures, `nulls` and `arguments` calls.
+    Attributes:
+        tile: The sizes of the thread block.
+        reads_tiles: Whether an operand is a tile [rows, N].
+        prelude: Functions that the functor calls.
+        functor: The expression of the epilogue.
+        tree: The type of the epilogue tree, with the values that the functor reads.
+        tree_arguments: The arguments of the tree, with the pointers of its tensors.
+        pointers: The signature of the function that assembles the GEMM's arguments.
+        nulls: The call that returns the workspace size.
+        entry: The signature of the C entry point.
+        arguments: The arguments that the entry point passes on.
     """
 
     op: Int8Function
@@ -43,8 +51,8 @@ class Int8Source:
 
 @dataclass(frozen=True, slots=True)
 class Int8Launcher:
-    """The context of templates/cutlass/gemm_int8.py.jinja: the tensors that the compiled function takes and, with
-    workspace and stream, how many pointers that makes."""
+    """The context of templates/cutlass/gemm_int8.py.jinja. `pointer_count` is the number of pointers that the compiled
+    function accepts: the tensors, workspace and stream."""
 
     TEMPLATE: ClassVar[str] = "cutlass/gemm_int8.py.jinja"
     op: Int8Function
@@ -56,8 +64,18 @@ class Int8Launcher:
 
 
 def rendered(site: Site, template: str, tile: object, leaf: Mapping[str, str]) -> Rendered:
-    """The .cu and .py files of an int8 product. `leaf` spells the argument of a loaded `tile` and `column`, over its
-    pointer and element; `evt` names the tree."""
+    """Returns the .cu and .py files of an int8 product.
+
+    Args:
+        site: The site of the product.
+        template: The template of the .cu file.
+        tile: The tile, passed to the templates.
+        leaf: CUTLASS code by name: `evt` is the type of the tree, `sum` the arguments of the sums, and `column` and
+            `tile` those of a loaded operand, as format strings over its `element` type and `name`.
+
+    Returns:
+        The files, with the Python function that launches the kernel.
+    """
     epilogue = int8_epilogue(site)
     op = int8_function(site, epilogue)
     source = _source(site, op, epilogue, tile, leaf)

@@ -1,4 +1,4 @@
-"""Int8 products and their epilogues: what every kernel of them shares, and the plain Torch one that any CPU runs."""
+"""Int8 products and their epilogues: the common part of all kernels, and the plain Torch kernel for any CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,8 +17,8 @@ LONGEST_LABEL = 64
 
 @dataclass(frozen=True, slots=True)
 class Int8Epilogue:
-    """An int8 product as kernels see it: x [rows, K], w [N, K], offset [N], operands; `expr` gives y [rows, N] over the
-    sums `p` and the operands."""
+    """An int8 product with the names of generated code: x [rows, K] i8, w [N, K] i8, offset [N] i32, and operands.
+    `expr` computes y [rows, N] from the sums `p` and the operands."""
 
     n: int
     k: int
@@ -33,7 +33,7 @@ class Int8Epilogue:
 
     @property
     def codes(self) -> bool:
-        """Whether the output is rounded to codes."""
+        """Whether the output is rounded to int8 codes."""
         return self.y.type.dtype == "i8"
 
     @property
@@ -43,7 +43,7 @@ class Int8Epilogue:
 
 
 def int8_epilogue(site: Site) -> Int8Epilogue:
-    """The epilogue of a site that `int8_refusal` has nothing against."""
+    """Returns the epilogue of a site whose op, alignment and operands `int8_refusal` accepts."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear) and epilogue is not None
     n, k = op.extent(site.inputs[1])
@@ -62,7 +62,7 @@ def int8_epilogue(site: Site) -> Int8Epilogue:
 
 
 def int8_refusal(site: Site) -> str | None:
-    """Why no kernel takes this product: its epilogue, alignment or operands."""
+    """Returns why no kernel accepts this product (its epilogue, alignment or operands), or None."""
     op, epilogue = site.node.op, site.epilogue
     assert isinstance(op, Int8Linear)
     n, k = op.extent(site.inputs[1])
@@ -89,9 +89,9 @@ def int8_refusal(site: Site) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Int8Function:
-    """The Python function of a kernel, as templates write it. Fields of code are whole lines.
+    """The template context of the Python function around a kernel. Fields with code hold whole lines.
 
-    `nodes` are all that run it, so that the check can name them; `dtype` is that of y.
+    `nodes` is the tuple of all nodes that call it, for error messages of its check. `dtype` is that of y.
     """
 
     header: str
@@ -140,13 +140,14 @@ def int8_function(site: Site, epilogue: Int8Epilogue) -> Int8Function:
 
 
 def nodes_of(label: str) -> str:
-    """The tuple NODES of the paths in a label, without what joined each."""
+    """Returns the code of the tuple NODES: the paths in a label, without the members joined to each."""
     paths = [f'"{part.partition(" ")[0]}"' for part in label.split(" and ")]
     return listed("NODES = (", paths, ",)" if len(paths) == 1 else ")")
 
 
 def short_label(label: str) -> str:
-    """The nodes of a file that many share, as its first one and how many more there are; the plan page lists them."""
+    """Returns the label of a file. The label of a file that many nodes share is shortened to the first node and the
+    number of others; the plan page lists them all."""
     first, *more = label.split(" and ")
     return label if len(label) <= LONGEST_LABEL else f"{first} and {len(more)} more"
 
@@ -165,7 +166,7 @@ class TorchContext:
 
 @dataclass(frozen=True, slots=True)
 class Int8Torch(Kernel):
-    """The product in whole numbers, exact, and the epilogue in f32."""
+    """The product in exact integer arithmetic, and the epilogue in f32."""
 
     computes: ClassVar[type[Op]] = Int8Linear
 

@@ -1,4 +1,4 @@
-"""A step of an int8 LSTM as one kernel: what both kernels of it share, and the plain Torch one that any CPU runs."""
+"""One step of an int8 LSTM as one kernel: the common part of its kernels, and the plain Torch kernel for any CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,10 +15,15 @@ FLOATS = ("f32", "bf16", "f16")
 
 @dataclass(frozen=True, slots=True)
 class StepFunction:
-    """The Python function of a step, as templates write it. Fields of code are whole lines.
+    """The template context of the Python function of a step. Fields with code hold whole lines.
 
-    `nodes` are all that run it, so that the check can name them; `size` is H, and `dtype` that of h and c. `fine` is
-    how many steps of a second code of h one of the first has; None where there is no second.
+    Attributes:
+        nodes: The tuple of all nodes that call it, for error messages of its check.
+        size: The hidden size H.
+        k: H, padded to the K of the product with h.
+        dtype: The dtype of h and c.
+        fine: The resolution of a second code of h as a multiple of that of the first, or None if there is none.
+        largest: The largest code.
     """
 
     header: str
@@ -52,7 +57,7 @@ def step_function(site: Site) -> StepFunction:
 
 
 def extent(site: Site) -> tuple[int, int]:
-    """H, and K of the product with h."""
+    """Returns H, and K of the product with h."""
     op = _op(site)
     n, k = op.extent(site.inputs[op.stored])
     return n // 4, k
@@ -65,13 +70,14 @@ def _op(site: Site) -> Int8LstmStep:
 
 
 def step_refusal(state: TensorType) -> str | None:
-    """Why no kernel takes an h and c of this type."""
+    """Returns why no kernel accepts h and c of this type, or None."""
     return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
 
 
 @dataclass(frozen=True, slots=True)
 class PlainStep:
-    """The context of templates/torch/int8_lstm_step.py.jinja: `narrow` where h and c are no f32."""
+    """The context of templates/torch/int8_lstm_step.py.jinja. `narrow` states whether h and c have fewer bits than
+    f32."""
 
     TEMPLATE: ClassVar[str] = "torch/int8_lstm_step.py.jinja"
     op: StepFunction
@@ -81,7 +87,7 @@ class PlainStep:
 
 @dataclass(frozen=True, slots=True)
 class Int8LstmTorch(Kernel):
-    """The product in whole numbers, exact, and the rest in f32."""
+    """The product in exact integer arithmetic, and the gates in f32."""
 
     computes: ClassVar[type[Op]] = Int8LstmStep
 

@@ -1,4 +1,5 @@
-"""A step of an int8 LSTM as one Triton kernel: a program makes all four gates of a tile of rows and hidden units."""
+"""One step of an int8 LSTM as one Triton kernel: a program computes all four gates of a tile of rows and hidden
+units."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -9,12 +10,12 @@ from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.tile import Tile, whole_tiles
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 
-NARROWEST_K = 32  # codes that one instruction of the tensor cores multiplies
-WHOLE_K = 256  # up to here a program loads all of K at once
+NARROWEST_K = 32  # codes that one tensor-core instruction multiplies
+WHOLE_K = 256  # up to this K, a program loads all of K at once
 BLOCK_K = 128
-LARGEST_WEIGHT = 2**31  # elements; pointers into it are offset by 32 bits
-# What is worth measuring: rows, hidden units, warps; the first is the rule. A step is short, and soonest done by many
-# small programs: 768 rows of 128 units are 192 of them.
+LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
+# Tiles worth measuring: rows, hidden units, warps. The first is that of the rule. A step is short, and many small
+# programs finish it soonest: 768 rows of 128 units are 192 programs.
 TILES = ((32, 16, 4), (16, 16, 2), (16, 32, 4), (32, 32, 4), (64, 16, 4), (64, 32, 8))
 
 
@@ -30,8 +31,8 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class Int8LstmTriton(Kernel):
-    """Any number of rows, one included, and any H. `tile` is one that was measured; without it the rule of `step_tile`
-    decides."""
+    """Accepts any number of rows, including one, and any H. `tile` is a measured tile; if it is None, the rule of
+    `step_tile` applies."""
 
     computes: ClassVar[type[Op]] = Int8LstmStep
     TILE: ClassVar[type | None] = Tile
@@ -73,7 +74,7 @@ INT8_LSTM_TRITON = Int8LstmTriton("int8_lstm_triton", "triton", frozenset({"int8
 
 
 def step_tile(k: int) -> Tile:
-    """The tile for a product of K."""
+    """Returns the tile, by rule, for a product whose reduction dim has `k` elements."""
     rows, units, warps = TILES[0]
     return Tile(rows, units, _depth(k), warps, _stages(k))
 
@@ -83,10 +84,10 @@ def _depth(k: int) -> int:
 
 
 def _stages(k: int) -> int:
-    """Loads in flight: there is nothing to load ahead where one block is all."""
+    """Returns the number of loads in flight. A single block has nothing to prefetch."""
     return 1 if k <= WHOLE_K else 3
 
 
 def _loaded_bytes(tile: Tile) -> int:
-    """Bytes of shared memory that the loads in flight of one program take: of h, in f32 at most, and of w."""
+    """Returns the bytes of shared memory that the loads of one program occupy: those of h, at most f32, and of w."""
     return (4 * tile.m + 4 * tile.n) * tile.k * tile.stages

@@ -1,4 +1,4 @@
-"""Int8 products by CUTLASS 2.x, mma.sync and cp.async: what every GPU from sm80 on runs."""
+"""Int8 products by CUTLASS 2.x with mma.sync and cp.async, for every GPU from sm80 on."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,8 @@ from specc.compiler.ops.quantized import Int8Linear
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """Outputs a thread block and each of its warps compute, `k` of the sum at a time, `stages` loads in flight."""
+    """The tile of a thread block, `m` x `n` outputs, and of each of its warps, `warp_m` x `warp_n`. An iteration covers
+    `k` elements of the reduction dim, with `stages` loads in flight."""
 
     m: int
     n: int
@@ -38,7 +39,7 @@ LEAF = {
 
 @dataclass(frozen=True, slots=True)
 class GemmInt8Sm80(Kernel):
-    """Any number of rows, one included: rows beyond the last are predicated off."""
+    """Accepts any number of rows, including one. Rows beyond the last are predicated off."""
 
     computes: ClassVar[type[Op]] = Int8Linear
 
@@ -53,7 +54,7 @@ class GemmInt8Sm80(Kernel):
         assert isinstance(op, Int8Linear)
         wide = (
             int8_epilogue(site).y.type.dtype == "f32"
-        )  # a row of a narrow tile is too short for threads that store more
+        )  # narrower dtypes store 8 columns per thread, for which a row of a narrow tile is too short
         tile = NARROW if wide and op.extent(site.inputs[1])[0] <= NARROW.n else SQUARE
         return rendered(site, "cutlass/gemm_int8_sm80.cu.jinja", tile, LEAF)
 

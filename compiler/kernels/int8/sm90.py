@@ -1,4 +1,4 @@
-"""Int8 products by CUTLASS 3.x: TMA, int8 wgmma, a warp-specialised pingpong kernel."""
+"""Int8 products by CUTLASS 3.x: TMA, int8 wgmma, and a warp-specialised pingpong kernel."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,9 +10,9 @@ from specc.compiler.kernels.int8.gemm import int8_refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.quantized import Int8Linear
 
-DEEP, SHALLOW = 128, 64  # codes of the sum at a time: one row of 128 bytes in shared memory, or half of one
+DEEP, SHALLOW = 128, 64  # elements of the reduction dim per iteration: 128 bytes of int8 in shared memory, or half
 WIDE, NARROW = 128, 64
-SMALL = 512 * 256  # weights; up to here the kernel of the sm80 family, which starts sooner, was faster on an H200
+SMALL = 512 * 256  # weights; up to this size the sm80 kernel, which starts sooner, was faster on an H200
 LEAF = {
     "evt": "Sm90EVT",
     "sum": "{{}, {static_cast<int32_t const*>(offset)}, {}}",
@@ -23,9 +23,11 @@ LEAF = {
 
 @dataclass(frozen=True, slots=True)
 class GemmInt8Sm90(Kernel):
-    """Any number of rows, one included: TMA fills what lies outside with zeros and does not store it. First by rule
-    where the weight is large: what barriers and TMA need to start costs 1 to 3 us a call, more than a small product
-    takes."""
+    """Accepts any number of rows, including one. TMA fills rows outside with zeros and does not store them.
+
+    It ranks first only for large weights: setting up barriers and TMA costs 1 to 3 us per call, more than a small
+    product takes.
+    """
 
     computes: ClassVar[type[Op]] = Int8Linear
 

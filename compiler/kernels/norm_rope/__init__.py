@@ -1,1 +1,1 @@
-"""Kernels of norm, rotary embedding and gain of a head."""
+"""Kernels of the norm, rotary embedding and gain of attention heads."""

@@ -1,4 +1,4 @@
-"""The common part of all kernels of attention heads: sizes, names of tensors, and descriptions in files."""
+"""The common part of the kernels of attention heads: sizes, names of tensors, and descriptions in generated files."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,8 @@ Named = tuple[str, TensorType]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A site of NormRope or of its gradient: `inputs` and `outputs` by the names that code calls them."""
+    """A site of `NormRope` or its gradient. `inputs` and `outputs` are pairs of the name in generated code and the
+    type."""
 
     op: HeadRotation
     backward: bool
@@ -22,7 +23,7 @@ class Heads:
 
     @property
     def count(self) -> int:
-        """Heads of a token."""
+        """The number of heads per token."""
         return _number(self.inputs[0][1].shape[-2])
 
     @property
@@ -31,12 +32,13 @@ class Heads:
 
     @property
     def pairs(self) -> int:
-        """Pairs of channels that turn."""
+        """The number of pairs of channels that are rotated, per head."""
         return _number(dict(self.inputs)["cos"].width)
 
     @property
     def halves(self) -> bool:
-        """Whether all channels turn, the first half of a head by the second."""
+        """Whether all channels of a head are rotated. Pairs then consist of a channel of the first half and a channel
+        of the second half."""
         return 2 * self.pairs == self.channels
 
     @property
@@ -61,7 +63,7 @@ def _number(dim: object) -> int:
 
 
 def header(site: Site) -> str:
-    """Label and types as comment lines that leave room for the plan key behind the last."""
+    """Returns label and types as comment lines that leave room for the plan key after the last one."""
     heads = heads_of(site)
     given, outputs = (
         ", ".join(unbroken(f"{name} {type}") for name, type in values) for values in (heads.inputs, heads.outputs)
@@ -70,7 +72,7 @@ def header(site: Site) -> str:
 
 
 def about(site: Site) -> str:
-    """A description of the computation that opens a sentence."""
+    """Returns a description of the computation, to begin a sentence with."""
     heads = heads_of(site)
     words = ["RMSNorm"] * (heads.op.eps is not None) + ["rotary embedding"] + ["gain"] * heads.op.gain
     listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
@@ -78,7 +80,7 @@ def about(site: Site) -> str:
 
 
 def promise(site: Site, end: str = "") -> str:
-    """The first sentence of the function's docstring, with `end` behind it."""
+    """Returns the first sentence of the function's docstring, with opening quotes, followed by `end`."""
     heads = heads_of(site)
     shapes = {
         "cos": f"[T, {heads.pairs}]",
@@ -95,7 +97,7 @@ def promise(site: Site, end: str = "") -> str:
 
 
 def formulas(site: Site) -> tuple[str, ...]:
-    """The formulas, one line per value, as lines of a docstring."""
+    """Returns the formulas, one line per value, as lines of a docstring."""
     heads = heads_of(site)
     lines = _backward(heads) if heads.backward else _forward(heads)
     return tuple(flowed(line, "    ", "    ") for line in lines)

@@ -13,14 +13,15 @@ from specc.compiler.ops.norm_rope import HeadRotation
 
 ELEMENTS = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 LARGEST_HEAD = 4096  # channels; a head stays in registers
-MOST_GAINS = 256  # heads whose gains a program sums at its end
+MOST_GAINS = 256  # heads whose gains a program can sum at its end
 LARGEST_TILE = 1 << 17  # elements that a program holds at once
-LOADED = 1024  # elements of a tile: 8 a thread, of bf16 the 16 bytes of one load
+LOADED = 1024  # elements of a tile: 8 per thread, 16 bytes of bf16, one vector load
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """`rows` heads a program, at the same place of `sequences` sequences one after another, by `warps`."""
+    """The work of one program: `rows` heads at the same positions of `sequences` sequences, which it processes one
+    after another, with `warps` warps. Raises ValueError if a field is out of its bounds."""
 
     rows: int
     sequences: int
@@ -37,27 +38,37 @@ class HeadTile:
 
 
 def head_tile(block: int) -> HeadTile:
-    """The tile for rows of `block` elements.
+    """Returns the tile, by rule, for rows of `block` elements.
 
-    Of each tensor a thread has one load under way, so that all loads of a tile are out before the first is used: with
-    two, the compiler would rather wait for one than hold both. Four sequences share one reading of the angles, which
-    still leaves programs enough to fill a GPU.
+    Each thread has one load per tensor in flight, so that all loads of a tile are issued before the first value is
+    used. With two, the compiler waits for a load instead of holding both. Four sequences share one read of the angles,
+    and there are still enough programs to fill a GPU.
     """
     return HeadTile(max(1, LOADED // block), 4, max(4, block // 256))
 
 
-# What is worth measuring: elements of a tile, sequences, warps.
+# Tiles worth measuring: elements of a tile, sequences, warps.
 TILES = ((1024, 4, 4), (1024, 2, 4), (1024, 8, 4), (1024, 1, 4), (512, 4, 2), (2048, 4, 8), (2048, 4, 4), (2048, 2, 4))
 
 
 @dataclass(frozen=True, slots=True)
 class HeadContext:
-    """The context of templates/triton/norm_rope.py.jinja, and `body`, the template of the loop in its kernel.
+    """The context of templates/triton/norm_rope.py.jinja.
 
-    With `halves` a program holds the two halves of each head apart, so that every pair is loaded once; else it holds
-    whole heads, and loads the other channel of each pair besides. In the kernel, `inside` tells which elements there
-    are, `signed` is the sine as a whole head takes it, `before` are lines ahead of the loop, `loads` and `lines` in
-    it, and with `sums` each program leaves its part of the gain's gradient.
+    Attributes:
+        how: A description of the kernel's algorithm.
+        inside: The mask of valid elements of a tile.
+        halves: Whether a program holds the two halves of each head in separate tiles, so that every pair is loaded
+            once. Otherwise it holds whole heads, and also loads the other channel of each pair.
+        signed: The sine with the sign that each channel of a whole head needs.
+        body: The template of the kernel's loop.
+        before: Lines before the loop.
+        loads: Lines in the loop that load further inputs.
+        lines: Further lines in the loop.
+        sums: Whether each program writes a partial sum of the gain's gradient.
+        conditions: The rest of the op's docstring: the layouts it requires.
+        wanted: Rows of the table of input checks.
+        allocated: Lines that allocate the outputs.
     """
 
     TEMPLATE: ClassVar[str] = "triton/norm_rope.py.jinja"
@@ -101,8 +112,8 @@ class HeadContext:
 
 @dataclass(frozen=True, slots=True)
 class NormRopeTriton(Kernel):
-    """Takes heads of any size and number, turned whole or in part. `tile` is one that was measured; without it the
-    rule of `head_tile` decides."""
+    """Accepts heads of any number and of up to 4,096 channels, rotated entirely or in part. `tile` is a measured tile;
+    if it is None, the rule of `head_tile` applies."""
 
     computes: ClassVar[type[Op]] = HeadRotation
     TILE: ClassVar[type | None] = HeadTile
@@ -143,12 +154,12 @@ NORM_ROPE_TRITON = NormRopeTriton("norm_rope_triton", "triton", frozenset({"gpu"
 
 
 def _power(number: int) -> int:
-    """The next power of two."""
+    """Returns the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def _block(heads: Heads) -> int:
-    """Elements of a row of a tile: half a head where all of it turns."""
+    """Returns the elements of a row of a tile, a power of two: half a head if all of it is rotated, else a head."""
     return _power(heads.pairs if heads.halves else heads.channels)
 
 
@@ -219,7 +230,7 @@ _LAYOUT = ('layout = "evenly spaced tokens of contiguous heads" if tensor is x e
 
 
 def _wanted(name: str, heads: Heads) -> str:
-    """A row of the table of checks. The gain is read a number at a time."""
+    """Returns a row of the table of input checks. The gain is loaded element by element, so it needs less alignment."""
     dtype = dict(heads.inputs)[name].dtype
     shape = {"cos": "(t, R)", "sin": "(t, R)", "gain": "(H, 1)"}.get(name, "heads")
     laid = "even" if name == "x" else f"{name}.is_contiguous()"
@@ -237,14 +248,14 @@ def _allocated(heads: Heads) -> tuple[str, ...]:
 
 
 def _conditions(heads: Heads) -> str:
-    """The rest of the op's docstring."""
+    """Returns the rest of the op's docstring."""
     words = "On one GPU, with any leading dims, contiguous and aligned"
     apart = ", but for x, whose tokens may be further apart" if heads.reads_x else ""
     return flowed(f"{words}{apart}. ValueError says what is not.", "    ")
 
 
 def _how(site: Site, tile: HeadTile) -> str:
-    """How the kernel goes about it, in prose."""
+    """Returns a description of the kernel's algorithm."""
     heads = heads_of(site)
     rows = "a head of a token" if tile.rows == 1 else f"{tile.rows} heads of tokens"
     words = f"Triton kernel for {site.target.name}: a program takes {rows}"
@@ -266,7 +277,7 @@ def _store(name: str, value: str, half: bool, element: str) -> str:
 
 
 def _forward(heads: Heads) -> Lines:
-    """Lines before the loop, loads and further lines in it."""
+    """Returns the forward's lines before the loop, loads in the loop, and further lines in the loop."""
     eps, gain = heads.op.eps, heads.op.gain
     element = ELEMENTS[heads.outputs[0][1].dtype]
     squares = "a * a + b * b" if heads.halves else "x * x"
@@ -279,7 +290,7 @@ def _forward(heads: Heads) -> Lines:
 
 
 def _backward(heads: Heads) -> Lines:
-    """Lines before the loop, loads and further lines in it."""
+    """Returns the backward's lines before the loop, loads in the loop, and further lines in the loop."""
     eps, gain = heads.op.eps, heads.op.gain
     element = ELEMENTS[heads.outputs[0][1].dtype]
     lines = ["dz = dy * cos + pair * sin"]

@@ -1,4 +1,5 @@
-"""Norm, rotary embedding and gain of attention heads as plain Torch functions: for reading, and for the CPU."""
+"""Norm, rotary embedding and gain of attention heads as plain Torch functions: a readable reference, and the
+implementation for the CPU."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,7 +29,7 @@ class PlainContext:
 
 @dataclass(frozen=True, slots=True)
 class NormRopeTorch(Kernel):
-    """Takes any heads."""
+    """Accepts heads of any size, on targets without a GPU."""
 
     computes: ClassVar[type[Op]] = HeadRotation
 
@@ -66,7 +67,7 @@ _BROADCAST = "cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)"  # over heads
 
 
 def _split(heads: Heads, value: str) -> str:
-    """The line that parts the channels of a value into those that turn and the rest."""
+    """Returns the line that splits the channels of a value into those that are rotated and the rest."""
     if heads.halves:
         return f"a, b = {value}.chunk(2, -1)"
     return f"a, b, rest = {value}.split(({heads.pairs}, {heads.pairs}, {heads.channels - 2 * heads.pairs}), -1)"
@@ -77,7 +78,8 @@ def _turned(heads: Heads, first: str, second: str) -> str:
 
 
 def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:
-    """The lines of the function, and what it returns. The angles are f32, and so is what they turn."""
+    """Returns the lines of the forward and the expression it returns. The angles are f32, so the rotation is computed
+    in f32."""
     eps = heads.op.eps
     norm = [f"h = F.rms_norm(x, ({heads.channels},), eps={eps})"] * (eps is not None)
     turned = _turned(heads, "a * cos + b * sin", "b * cos - a * sin")
@@ -87,7 +89,8 @@ def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:
 
 
 def _backward(heads: Heads) -> tuple[tuple[str, ...], str]:
-    """The lines of the function, and what it returns. Of narrower inputs it makes f32 first."""
+    """Returns the lines of the backward and the expression it returns. Inputs of fewer bits are converted to f32
+    first."""
     eps, gain, dtype = heads.op.eps, heads.op.gain, heads.inputs[0][1].dtype
     read = ["dy", "x"] if heads.reads_x else ["dy"]
     cast = "" if dtype == "f32" else f".to({DTYPES[dtype]})"

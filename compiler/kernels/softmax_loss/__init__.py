@@ -1,1 +1,1 @@
-"""Kernels of the cross-entropy of a softmax."""
+"""Kernels of softmax cross-entropy and its gradient."""

@@ -1,5 +1,5 @@
-"""Cross-entropy of long rows, with its gradient where it is learned from, in CUDA C++: a row is read once, into shared
-memory, and gone through there twice."""
+"""Softmax cross-entropy of long rows, with its gradient if the loss is trained on, in CUDA C++. A row is read once into
+shared memory, and traversed there twice."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -25,20 +25,27 @@ from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.targets import Target
 
 ELEMENTS = {"bf16": "__nv_bfloat16", "f32": "float"}
-VECTOR = 16  # bytes, that a thread loads at a time, and that rows are multiples of
-RESERVED = 1024  # bytes of shared memory that each block takes besides its own, one such within Target.shared_memory
-ALIGNED = 128  # bytes, the row in shared memory
-MOST_STEPS = 32  # of a row: copies under way, of which a thread waits for all but so many
-WARP = 32  # threads; with bulk copies one more of them starts these
-TANH = parse("2 * sigmoid(2 * x) - 1")  # without the branches of tanhf
+VECTOR = 16  # bytes that a thread loads at a time; row sizes must be multiples of it
+RESERVED = 1024  # bytes of shared memory reserved per block; Target.shared_memory already excludes those of one block
+ALIGNED = 128  # bytes; the alignment of the row in shared memory
+MOST_STEPS = 32  # steps per row; with cp.async, each step is a group of copies in flight
+WARP = 32  # threads; with bulk copies, a further warp issues the copies
+TANH = parse("2 * sigmoid(2 * x) - 1")  # avoids the branches of tanhf
 
 
 @dataclass(frozen=True, slots=True)
 class StagedTile:
-    """`threads` a block, each with `vectors` of 16 bytes in registers at a time; `resident` blocks a multiprocessor.
+    """The launch configuration of the kernel.
 
-    `copy` says who brings the row: each thread its own vectors (async, cp.async), or TMA (bulk). A `persistent` block
-    goes from row to row, and the next arrives while it writes.
+    Attributes:
+        threads: Threads per block.
+        vectors: Vectors of 16 bytes that each thread holds in registers at a time.
+        resident: Blocks per multiprocessor.
+        copy: How a row is copied to shared memory: by each thread with cp.async (`async`) or by TMA (`bulk`).
+        persistent: Whether a block processes several rows, and copies the next row while it writes the current one.
+
+    Raises:
+        ValueError: If a field is out of its bounds.
     """
 
     threads: int
@@ -59,7 +66,8 @@ class StagedTile:
         return ", ".join([*words, *([] if self.persistent else ["a row a block"])])
 
 
-# Threads, vectors, blocks a multiprocessor, persistent; the likeliest first. With each copy that the target has.
+# Threads, vectors, blocks per multiprocessor, persistent; most promising first. Each is tried with every kind of copy
+# that the target supports.
 CANDIDATES = (
     (512, 2, 2, False), (512, 1, 2, False), (256, 2, 2, False), (256, 4, 2, False), (512, 2, 2, True),
     (512, 1, 2, True), (256, 4, 2, True), (512, 2, 1, True), (512, 4, 1, True),
@@ -70,9 +78,16 @@ CANDIDATES = (
 class StagedContext:
     """The context of templates/cuda/softmax_loss.cu.jinja.
 
-    `functions` are name, comment and body of what is done to a logit, and `prelude` what these call. `parts` are the
-    templates of the device code, in order; a row is copied by `copiers` further threads. The fields from `passes` on
-    are pieces of code that depend on whether a gradient is wanted and whether a block has several rows.
+    The fields from `passes` on are code fragments that depend on whether a gradient is computed and whether a block has
+    several rows.
+
+    Attributes:
+        how: A description of the kernel's algorithm.
+        learns: Whether the kernel also computes the gradient.
+        copiers: The number of additional threads that issue the copies of a row.
+        prelude: Functions that `functions` call.
+        functions: Name, comment and body of each function of a logit.
+        parts: The templates of the device code, in order.
     """
 
     TEMPLATE: ClassVar[str] = "cuda/softmax_loss.cu.jinja"
@@ -103,7 +118,8 @@ class StagedContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """The context of templates/cuda/softmax_loss.py.jinja; the names are those of softmax_loss.LossContext."""
+    """The context of templates/cuda/softmax_loss.py.jinja. Fields have the same meaning as in
+    `softmax_loss.LossContext`."""
 
     TEMPLATE: ClassVar[str] = "cuda/softmax_loss.py.jinja"
     header: str
@@ -130,10 +146,10 @@ class LauncherContext:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLossCuda(Kernel):
-    """For rows that fit into shared memory and not into registers. `tile` is one that was measured; without it
-    `staged_tile` decides.
+    """Accepts rows that fit in shared memory but not in registers. `tile` is a measured tile; if it is None, the rule
+    of `staged_tile` applies.
 
-    Logits are scaled to base 2 first, so that a row with a finite one beyond 2.3e38 gives NaN.
+    Logits are first scaled to base 2, so that a row with a finite logit beyond 2.3e38 gives NaN.
     """
 
     computes: ClassVar[type[Op]] = SoftmaxLoss
@@ -165,7 +181,7 @@ class SoftmaxLossCuda(Kernel):
         return None
 
     def rank(self, site: Site) -> int:
-        # Before Triton's where both were measured, on Hopper: 0.79 of its time over 50,257 pieces.
+        # Ranks before Triton on Hopper, where it was measured to take 0.79 of Triton's time for 50,257 columns.
         return -1 if "tma" in site.target.features else 1
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
@@ -188,17 +204,22 @@ SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu
 
 
 def staged_tile(site: Site) -> StagedTile:
-    """By rule a row a block and two blocks a multiprocessor, where shared memory has room for two rows: one computes
-    while the other waits. Else one block goes from row to row, and the next comes while it computes. TMA copies where
-    there is one."""
+    """Returns the tile by rule.
+
+    If shared memory has room for two rows, a block has one row and two blocks share a multiprocessor: one computes
+    while the other waits. Otherwise a persistent block copies the next row while it computes. TMA is used if the target
+    has it.
+    """
     copy: Literal["bulk", "async"] = "bulk" if "tma" in site.target.features else "async"
     two = StagedTile(512, 2, 2, copy, False)
     return two if shared_bytes(site, two) <= _room(site.target, 2) else replace(two, resident=1, persistent=True)
 
 
 def shared_bytes(site: Site, tile: StagedTile) -> int:
-    """Bytes of shared memory a block: a row behind the sums of its warps for this row and the next and, with bulk
-    copies, two barriers a step."""
+    """Returns the bytes of shared memory per block.
+
+    They hold the sums of each warp for this row and the next, with bulk copies two barriers per step, and then a row.
+    """
     barriers = 16 * _steps(site, tile) if tile.copy == "bulk" else 0
     return _bytes(site) + -(-(16 * (tile.threads // WARP) + barriers) // ALIGNED) * ALIGNED
 
@@ -212,12 +233,12 @@ def _steps(site: Site, tile: StagedTile) -> int:
 
 
 def _room(target: Target, resident: int) -> int:
-    """Bytes of shared memory for each of so many blocks on a multiprocessor."""
+    """Returns the bytes of shared memory per block if `resident` blocks share a multiprocessor."""
     return (target.shared_memory + RESERVED) // resident - RESERVED
 
 
 def _branchless(expr: Expr) -> Expr:
-    """The expression with each tanh as Triton's kernels compute it too."""
+    """Returns the expression with each tanh replaced by a formula without branches, which Triton's kernels also use."""
     expr = rebuild(expr, _branchless)
     return substitute(TANH, {"x": expr.args[0]}) if isinstance(expr, Call) and expr.function == "tanh" else expr
 
@@ -306,7 +327,7 @@ def _launcher(site: Site, tile: StagedTile) -> LauncherContext:
 
 
 def _how(site: Site, tile: StagedTile) -> str:
-    """How the kernel goes about it, in prose."""
+    """Returns a description of the kernel's algorithm."""
     copied = "TMA copies" if tile.copy == "bulk" else "cp.async copies"
     words = f"CUDA C++ for {site.target.name}: {copied} a row to shared memory, {counted(_steps(site, tile), 'step')}"
     words += " of it at a time, with a running maximum as they come"

@@ -1,4 +1,5 @@
-"""Cross-entropy of logits, with its gradient where it is learned from: one Triton kernel, or plain Torch on the CPU."""
+"""Softmax cross-entropy of logits, with its gradient if the loss is trained on: a Triton kernel, and plain Torch for
+the CPU."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -12,15 +13,17 @@ from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.loss import SoftmaxLoss
 
 ELEMENTS = {"bf16": "tl.bfloat16", "f32": "tl.float32"}
-WHOLE = 8192  # columns; a longer row does not stay in registers
+WHOLE = 8192  # columns; longer rows do not fit in registers
 LARGEST = 1 << 17  # elements of a tile
-TILE = 4096  # elements that a program holds: 32 a thread, of each two to four floats
+TILE = 4096  # elements that a program holds: 32 per thread, each with two to four floats
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """`rows` rows a program, `columns` of them at a time, by `warps`. Where `columns` are all, they stay in
-    registers."""
+    """The work of one program: `rows` rows, `columns` columns at a time, with `warps` warps.
+
+    If `columns` covers whole rows, they stay in registers. Raises ValueError if a field is out of its bounds.
+    """
 
     rows: int
     columns: int
@@ -37,11 +40,11 @@ class RowTile:
 
 
 def row_tile(width: int) -> RowTile:
-    """The tile for rows of `width` columns.
+    """Returns the tile, by rule, for rows of `width` columns.
 
-    A row that fits into registers is read once; where it is short, a program has several. Of a longer one each thread
-    loads 16 bytes of bf16 at a time. It is read twice, so few rows may be under way at once, that L2 still holds them:
-    with 16 warps a program, at most four share a multiprocessor.
+    A row that fits in registers is read once, and a program has several short rows. Of a longer row, each thread loads
+    16 bytes of bf16 at a time. Such a row is read twice. The number of rows in flight must be small enough that L2
+    still holds them for the second read: with 16 warps per program, at most four programs share a multiprocessor.
     """
     columns = 1 << (width - 1).bit_length()
     if columns > WHOLE:
@@ -49,18 +52,27 @@ def row_tile(width: int) -> RowTile:
     return RowTile(max(1, TILE // columns), columns, 8 if columns > TILE else 4)
 
 
-# What is worth measuring: columns and warps of long rows; elements and warps of rows in registers.
+# Tiles worth measuring: columns and warps for long rows, elements and warps for rows in registers.
 LONG = ((4096, 16), (8192, 16), (4096, 8), (8192, 8), (8192, 32), (16384, 16), (16384, 32), (2048, 8))
 SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024, 1), (8192, 16))
 
 
 @dataclass(frozen=True, slots=True)
 class LossContext:
-    """The context of templates/triton/softmax_loss.py.jinja, and `body`, the template of the kernel in it.
+    """The context of templates/triton/softmax_loss.py.jinja.
 
-    `functions` are name, docstring and return value of the functions of a logit. In the kernel, `read` is the name of a
-    loaded logit, `wanted` the name of the target's and `bound` the line from a logit to `f`; `partial` tells that a
-    tile is not all logits, `padded` that rows are not.
+    Attributes:
+        how: A description of the kernel's algorithm.
+        functions: Name, docstring and return statement of each function of a logit.
+        body: The template of the kernel.
+        learns: Whether the kernel also computes the gradient.
+        wanted: The expression of the target's logit after `bound`.
+        read: The name of a loaded logit.
+        bound: The line that computes `f` from a loaded logit, if they differ.
+        partial: Whether some tile has columns that are not logits.
+        padded: Whether rows have padding after the logits.
+        inside: The mask of the elements of a tile that are inside the tensor of logits.
+        slope: The factor by the function's derivative, or "".
     """
 
     TEMPLATE: ClassVar[str] = "triton/softmax_loss.py.jinja"
@@ -101,8 +113,8 @@ class LossContext:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLossTriton(Kernel):
-    """Takes any vocabulary and any function of the logits. `tile` is one that was measured; without it the rule of
-    `row_tile` decides."""
+    """Accepts any vocabulary size and any function of the logits. `tile` is a measured tile; if it is None, the rule of
+    `row_tile` applies."""
 
     computes: ClassVar[type[Op]] = SoftmaxLoss
     TILE: ClassVar[type | None] = RowTile
@@ -157,7 +169,7 @@ class PlainContext:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxLossTorch(Kernel):
-    """The same as a plain Torch function: for reading, and for the CPU."""
+    """The same computation as a plain Torch function: a readable reference, and the implementation for the CPU."""
 
     computes: ClassVar[type[Op]] = SoftmaxLoss
 
@@ -209,7 +221,7 @@ def width_of(site: Site) -> int:
 
 
 def slope_of(op: SoftmaxLoss) -> str:
-    """The derivative of f in z; empty where it is 1."""
+    """Returns the derivative of f with respect to z as text, or "" if it is 1."""
     slope = derive(reread(op.f), "z")
     return "" if not variables(slope) and number(slope) == 1 else str(slope)
 
@@ -233,7 +245,7 @@ def header_of(site: Site) -> str:
 
 
 def formulas_of(op: SoftmaxLoss) -> tuple[str, ...]:
-    """The formulas, one line per value, as lines of a docstring."""
+    """Returns the formulas, one line per value, as lines of a docstring."""
     f = "z" if op.f == "z" else "f"
     nats = f"log(sum(exp({f}))) - {f}[target]"
     lines = [f"nats = {nats}"]
@@ -246,7 +258,7 @@ def formulas_of(op: SoftmaxLoss) -> tuple[str, ...]:
 
 
 def promise_of(site: Site) -> str:
-    """The first line of the function's docstring."""
+    """Returns the first line of the function's docstring, with opening quotes."""
     width, dtype, op = width_of(site), site.inputs[0].dtype, loss_of(site)
     results = {"loss": "loss [] f32", "grad": f"grad [..., {width}] {dtype}", "nats": "nats [...] f32"}
     given = f"logits [..., {width}] {dtype}, targets [...] i64"
@@ -310,7 +322,7 @@ def _context(site: Site, tile: RowTile) -> LossContext:
 
 
 def _how(site: Site, tile: RowTile, whole: bool) -> str:
-    """How the kernel goes about it, in prose."""
+    """Returns a description of the kernel's algorithm."""
     if whole:
         rows = "a row" if tile.rows == 1 else f"{tile.rows} rows"
         words = f"Triton kernel for {site.target.name}: a program holds {rows} in registers and reads them once."
@@ -326,5 +338,5 @@ def _returned(value: str) -> str:
 
 
 def _line(name: str, value: str, indent: int) -> str:
-    """An assignment for a template to indent: its first line lacks the blanks that its others have."""
+    """Returns an assignment for a template to indent. Its first line therefore lacks the indent of the other lines."""
     return assigned(name, value, indent).lstrip()
