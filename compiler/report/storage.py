@@ -1,4 +1,4 @@
-"""The bytes of an artifact before there are weights: what each stored form takes at most, and what may not fit."""
+"""Estimates the bytes of an artifact before training: an upper bound per stored form, and warnings about the budget."""
 
 import json
 import re
@@ -14,17 +14,20 @@ from specc.compiler.programs.programs import Programs
 from specc.compiler.quant.variants import variants
 from specc.compiler.spec.spec import QuantSpec, Spec
 
-# The format of an artifact: runtime/artifact/sections.py.
+# Sizes of the artifact format in runtime/artifact/sections.py.
 HEADER_BYTES, SECTION_BYTES, LONGEST_SECTION = 112, 44, 512 * 2**10
-JOINED_BYTES = 16 * 2**10  # arrays of one role that are smaller share a section with others of their kind
-ENTRY_BYTES = 24  # of a row of the table of arrays that whole numbers need, compressed
-ROUNDED = 1024  # so that another learning rate in the spec changes no promise
-FRAME_BYTES = 24  # that compressing a section adds at most, however little it holds
+JOINED_BYTES = 16 * 2**10  # smaller arrays of one role share a section with others of their dtype
+ENTRY_BYTES = 24  # of a compressed row of the table of arrays, which integer schemes need
+ROUNDED = 1024  # so that small changes of the spec, e.g. another learning rate, do not change the estimate
+FRAME_BYTES = 24  # the most that compression adds to a section of any size
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """All parameters of one stored form: tensors, parameters, bytes at most about, and the rule that gives the form."""
+    """All parameters of one stored form.
+
+    `tensors` and `parameters` are counts. `bytes` is about an upper bound. `rule` is the rule that selects the form.
+    """
 
     label: str
     tensors: int
@@ -35,7 +38,7 @@ class StoredAs:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What an artifact holds. `overhead` are the bytes of its header, its spec and its table of arrays."""
+    """The contents of an artifact. `overhead` is the bytes of its header, its spec and its table of arrays."""
 
     rows: tuple[StoredAs, ...]
     overhead: int
@@ -49,7 +52,7 @@ class Storage:
 
 
 def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
-    """The stored form of every parameter of a spec, by the rules of `quant`."""
+    """Returns the stored form of every parameter of a spec, by the rules of `quant`."""
     schemes = allocation(spec.quant, programs.params)
     rows = tuple(_rows(spec, schemes, programs))
     overhead = _overhead(spec, schemes, programs)
@@ -76,7 +79,10 @@ def _rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[Store
 
 
 def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
-    """Bytes at most about of what is no array. The spec of an artifact has a rule for each tensor."""
+    """Returns about an upper bound of the bytes that are not arrays.
+
+    The spec inside an artifact has a rule for each tensor.
+    """
     data = spec.model_dump(mode="json")
     if spec.quant is not None:
         data["quant"]["rules"] = [{"match": name, **scheme.model_dump(mode="json")} for name, scheme in schemes.items()]
@@ -96,7 +102,7 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """What quantization chooses beyond the rules, in words; empty where there is nothing to choose."""
+    """Returns what quantization chooses in addition to the rules, in words; empty if it chooses nothing."""
     if quant is None:
         return ""
     if quant.allocate is not None:
@@ -113,8 +119,10 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
 
 
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:
-    """A warning where what `quant.allocate` can choose may exceed the budget however it chooses, in two lines: about
-    how many bytes there are at the least, and the largest parameters that it does not choose for."""
+    """Yields a warning if no choice of `quant.allocate` may fit the budget.
+
+    The first line has the least bytes. The second has the largest parameters that `quant.allocate` does not choose for.
+    """
     if (quant := spec.quant) is None or (wish := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()
