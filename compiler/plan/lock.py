@@ -48,7 +48,7 @@ class Entry(StrictModel):
         return _with_one_of(self, "key", "site")
 
     def applies_to(self, site: Site) -> bool:
-        """Whether the entry was measured for this node."""
+        """Returns whether the entry was measured for this node."""
         return self.key == site.key if self.key is not None else self.site == site_digest(site)
 
 
@@ -70,7 +70,7 @@ class GroupEntry(StrictModel):
         return _with_one_of(self, "key", "group")
 
     def applies_to(self, options: Sites) -> bool:
-        """Whether the entry was measured for this group."""
+        """Returns whether the entry was measured for this group."""
         return self.key == group_key(options) if self.key is not None else self.group == group_digest(options)
 
     @model_validator(mode="after")

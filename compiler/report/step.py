@@ -328,7 +328,7 @@ def _aliases(graph: Graph, sizes: Mapping[str, int]) -> Mapping[str, str]:
 
 
 def _barrier(node: Node) -> bool:
-    """Whether Torch's compiler cannot fuse across a node."""
+    """Returns whether Torch's compiler cannot fuse across a node."""
     return isinstance(node.op, Fused | Scan) or node.op.matrix
 
 

@@ -112,7 +112,7 @@ class Summary:
 
     @property
     def choice(self) -> str:
-        """What quantization chooses in addition to the rules, in words; empty if it chooses nothing."""
+        """The choice that quantization makes in addition to the rules, in words; empty if there is none."""
         if not self.storage.chosen:
             return ""
         quant = self.spec.quant
@@ -121,7 +121,7 @@ class Summary:
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """What each group saves for its backward, with its bytes in a micro-batch."""
+        """The values that each group saves for its backward, with their bytes in a micro-batch."""
         return tuple(self._saved(choices) for choices in self.main.save_choices)
 
     @property

@@ -308,7 +308,7 @@ class BitsSpec(StrictModel):
 
     @property
     def halves(self) -> bool:
-        """Whether the model needs the two halves of its program `score`."""
+        """True if the model needs the two halves of its program `score`."""
         return self.adapt is not None
 
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:

@@ -160,7 +160,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def _extends(one: str, other: str) -> bool:
-    """Whether the longer word begins with the shorter, e.g. `warmup_steps` with `warmup` or `epsilon` with `eps`."""
+    """Returns whether the longer word begins with the shorter, e.g. `epsilon` with `eps`."""
     short, long = sorted((one.lower(), other.lower()), key=len)
     return len(short) > 2 and long.startswith(short)
 

@@ -131,7 +131,7 @@ class Words:
     # kinds
 
     def _is_tag(self, one: Found) -> bool:
-        """Whether the error is about the tag of the only member of a union."""
+        """Returns whether the error is about the tag of the only member of a union."""
         model = self.models.get(one.path[:-1])
         return model is not None and bool(one.choices) and tag_of(model, str(one.path[-1])) is not None
 
@@ -165,7 +165,7 @@ def _place(path: Path) -> str:
 
 
 def _in_sibling(path: Path, holder: Path) -> bool:
-    """Whether a path leads into another item of the list that contains `holder`."""
+    """Returns whether a path leads into another item of the list that contains `holder`."""
     *outer, item = holder or ("",)
     here = path[: len(holder)]
     return isinstance(item, int) and here[:-1] == tuple(outer) and here[-1:] != (item,) and len(here) == len(holder)
