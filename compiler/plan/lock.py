@@ -171,23 +171,44 @@ class Lock(StrictModel):
         """Returns the lock with one kernel entry set.
 
         Measurements of the target from another machine are dropped, because times of two machines cannot be compared.
+
+        Args:
+            target: the name of the target.
+            name: the kernel's symbol.
+            entry: the new entry.
+            machine: the machine that measured it.
         """
         known = self._measured_on(target, machine)
         return self._with(target, known.model_copy(update={"kernels": {**known.kernels, name: entry}}))
 
     def with_group(self, target: str, name: str, entry: GroupEntry, machine: Machine) -> "Lock":
-        """Returns the lock with one group entry set, without the target's measurements from another machine."""
+        """Returns the lock with one group entry set, without the target's measurements from another machine.
+
+        Args:
+            target: the name of the target.
+            name: the name of the group's entry.
+            entry: the new entry.
+            machine: the machine that measured it.
+        """
         known = self._measured_on(target, machine)
         return self._with(target, known.model_copy(update={"groups": {**known.groups, name: entry}}))
 
     def with_timing(self, target: str, key: str, timing: Timing, machine: Machine) -> "Lock":
-        """Returns the lock with the time of a library node set, without the target's measurements from
-        another machine."""
+        """Returns the lock with the time of a library node set.
+
+        The target's measurements from another machine are dropped.
+
+        Args:
+            target: the name of the target.
+            key: the key of the node (`Site.key`).
+            timing: the new time.
+            machine: the machine that measured it.
+        """
         known = self._measured_on(target, machine)
         return self._with(target, known.model_copy(update={"timings": {**known.timings, key: timing}}))
 
     def with_step(self, target: str, step: StepTiming, machine: Machine) -> "Lock":
-        """Returns the lock with the time of a whole step set, without the target's measurements from another
+        """Returns the lock with the time of a whole step set, without measurements of the target from another
         machine."""
         return self._with(target, self._measured_on(target, machine).model_copy(update={"step": step}))
 

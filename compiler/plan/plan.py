@@ -64,8 +64,8 @@ class SaveChoices:
     Attributes:
         label: the path of the group.
         name: the name of the group's entry in a lock.
-        options: the save choices, the default first.
-        chosen: the save choice of the plan, by rule or by measurement.
+        options: the save choices, beginning with that of the programs' group, then its `others`.
+        chosen: the save choice of the plan: the measured one, else the one that moves the fewest bytes.
         measured: the lock's entry of the group; None if it was not measured.
     """
 

@@ -45,7 +45,8 @@ FusePoint = Annotated[
 class Promote(StrictModel):
     """More bits for the `count` tensors of largest sensitivity among those that `match` covers.
 
-    If `count` is unset, `quant.budget_bytes` must be set. Then as many tensors are promoted as fit the budget.
+    `by` is the measure of sensitivity. If `count` is unset, `quant.budget_bytes` must be set, and as many tensors are
+    promoted as fit the budget.
     """
 
     bits: Annotated[int, Field(ge=4, le=8)]
@@ -57,9 +58,9 @@ class Promote(StrictModel):
 class Allocate(StrictModel):
     """A joint choice of bits for all tensors that `match` covers.
 
-    The choice adds the least to the loss within `quant.budget_bytes`. Loss increases are estimated from gradients;
-    sizes are measured on the compressed data. `bits` may include fewer bits than a tensor's rule has, which stores
-    models that would otherwise exceed the budget.
+    The choice adds the least to the loss within `quant.budget_bytes`. Increases of the loss are estimated from Hessians
+    and gradients. Sizes are measured on quantized, compressed data. `bits` may include fewer bits than a tensor's rule
+    has, which stores models that would otherwise exceed the budget.
 
     With `clip_stds`, each number of bits is tried at each of these clips if the tensor's scheme supports clips. A clip
     is in standard deviations of a row. A wider clip has coarser steps, which compress to fewer bytes.
@@ -80,7 +81,7 @@ class Correct(StrictModel):
     """A low-rank correction in 2 and 4 bits (LQER) for the tensors with the largest quantization error.
 
     It applies to `count` of the tensors that `match` covers. Errors are measured at the bits that `allocate` or
-    `promote` chooses. These bits are then chosen again.
+    `promote` chooses. Bits are then chosen again for the corrected tensors and all others.
     """
 
     rank: Annotated[int, Field(ge=1, le=256)] = 4
