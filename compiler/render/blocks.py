@@ -202,7 +202,8 @@ def _layers(functions: Sequence[Graph]) -> Sequence[str]:
 def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
     """Returns the flags of a function.
 
-    `cache`: it extends a cache. `training`: it trains, and another function scores. `rounded`: it fake-quantizes.
+    `cache`: it extends a cache. `training`: it trains, and another function scores. `rounded`: it fake-quantizes. A
+    function other than `forward`, `extend` and `score` has its own name as a flag.
     """
     method = _method(graph)
     plain = method.removesuffix(SUFFIX)
@@ -330,8 +331,7 @@ def _begin(plan: Plan, merged: Merged, reserved: frozenset[str]) -> Function:
 def _init(
     uses: _Uses, functions: Sequence[Graph], facts: Sequence[Fact], tables: Tables, table: str
 ) -> tuple[str, ...]:
-    """Returns the lines of a block's constructor: parameters, scalars as formulas in `layer`, and attributes from
-    tables."""
+    """Returns the lines of a block's constructor: parameters, scalars, and attributes from tables."""
     params: dict[str, TensorType] = {}
     layers: dict[str, frozenset[int]] = {}
     for graph in functions:

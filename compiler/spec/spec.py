@@ -81,7 +81,7 @@ class Correct(StrictModel):
     """A low-rank correction in 2 and 4 bits (LQER) for the tensors with the largest quantization error.
 
     It applies to `count` of the tensors that `match` covers. Errors are measured at the bits that `allocate` or
-    `promote` chooses. Bits are then chosen again for the corrected tensors and all others.
+    `promote` chooses. After the correction, the bits of all tensors are chosen again.
     """
 
     rank: Annotated[int, Field(ge=1, le=256)] = 4

@@ -10,7 +10,7 @@ from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.strict import NonNegative, Problem
 
 SYMBOLS = "()*+-0123456789achijknostxyz"  # every character of a line, except the `=` between its sides
-TOKENS = 30  # of the longest side and a stop
+TOKENS = 30  # tokens of the longest side and a stop token
 
 
 class PolynomialData(DataKind):

@@ -8,7 +8,7 @@ from pydantic import Field
 from specc.compiler.spec.optimizers.schedules import Taper
 from specc.compiler.strict import NonNegativeFloat, Path, Pattern, StrictModel
 
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean, which would be constant with 1
+Decay = Annotated[float, Field(ge=0, lt=1)]  # decay of a running mean, which would never change with 1
 
 
 class OptimizerSpec(StrictModel):
