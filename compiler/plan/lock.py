@@ -208,8 +208,10 @@ class Lock(StrictModel):
         return self._with(target, known.model_copy(update={"timings": {**known.timings, key: timing}}))
 
     def with_step(self, target: str, step: StepTiming, machine: Machine) -> "Lock":
-        """Returns the lock with the time of a whole step set, without measurements of the target from another
-        machine."""
+        """Returns the lock with the time of a whole step set.
+
+        The target's measurements from another machine are dropped.
+        """
         return self._with(target, self._measured_on(target, machine).model_copy(update={"step": step}))
 
     def _measured_on(self, target: str, machine: Machine) -> TargetLock:
@@ -254,8 +256,10 @@ def read_lock(path: Path) -> Lock:
 
 
 def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """Returns the diagnostics with a hint for locks, because hints for specs do not apply to a file that
-    nobody edits."""
+    """Returns the diagnostics with a hint for locks.
+
+    Hints for specs do not apply, because nobody edits a lock by hand.
+    """
     hint = "specc tune writes this file: restore it, or delete it and measure again"
     return (replace(one, hint=hint) for one in diagnostics)
 

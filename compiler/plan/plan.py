@@ -110,8 +110,10 @@ class Plan:
         return (*self.choices, *(choice for option in options for choice in option.choices))
 
     def called(self, choice: Choice) -> str:
-        """Returns the name of a kernel's function in model.py. It is the file's name if several kernels share a
-        function name."""
+        """Returns the name of a kernel's function in model.py.
+
+        It is the file's name if several kernels share a function name.
+        """
         function = choice.rendered.function
         modules = {c.rendered.module for c in self.choices if c.rendered.function == function}
         return function if len(modules) == 1 else choice.rendered.module

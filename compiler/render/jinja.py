@@ -63,8 +63,10 @@ def exists(template: str) -> bool:
 
 @cache
 def environment() -> jinja2.Environment:
-    """Returns the Jinja environment. Undefined names raise an error. Lines with only a block tag leave no
-    blank line."""
+    """Returns the Jinja environment.
+
+    Undefined names raise an error. Lines with only a block tag leave no blank line.
+    """
     env = jinja2.Environment(
         loader=_Loader(),
         undefined=jinja2.StrictUndefined,

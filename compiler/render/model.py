@@ -1,5 +1,7 @@
-"""Converts a plan to the context of templates/torch/model.py.jinja: classes, methods, groups and tables, all
-as text."""
+"""Converts a plan to the context of templates/torch/model.py.jinja.
+
+The context has classes, methods, groups and tables, all as text.
+"""
 
 import re
 import textwrap

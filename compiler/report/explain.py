@@ -103,8 +103,7 @@ def text_of(row: Explained) -> str:
 
 
 def _parameter_line(param: Parameter) -> str:
-    """Returns a row of the parameter table as a comment: type, and the results of `assign_optimizers` and
-    `assign_quant`."""
+    """Returns a row of the parameter table as a comment: type, storage and optimizer."""
     owner = f", optimizer {param.optimizer}" if param.optimizer is not None else ""
     return f"# {param.name} : {TensorType(param.shape, param.dtype, param.storage)}{owner}"
 

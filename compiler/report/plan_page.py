@@ -162,8 +162,10 @@ def _packages(plan: Plan) -> Iterator[str]:
 
 
 def _refused(programs: Programs) -> Iterator[str]:
-    """Yields the reason why a product or attention outside fused groups cannot be fused, for each fusion that could
-    contain it."""
+    """Yields the reason why a product or attention outside of fused groups cannot be fused, for each fusion.
+
+    Only fusions that can contain the op are listed.
+    """
     for graph in programs.graphs:
         for node in graph.nodes if _whole(programs, graph.name) else ():
             for fusion in catalog(fusions, Fusion).values() if node.op.matrix else ():

@@ -359,8 +359,10 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of a micro-batch that are saved as inputs of products, attention and groups for their
-    backward."""
+    """Returns the bytes of a micro-batch that products, attention and groups save for their backward.
+
+    Only their inputs that are activations in floating point count.
+    """
     views = _aliases(graph, sizes)
     refs = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs if ref[0] not in "@$"}
     return sum(graph.types[ref].bytes(sizes) for ref in refs if graph.types[ref].floating)

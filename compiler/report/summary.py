@@ -98,8 +98,7 @@ class Summary:
 
     @property
     def missing(self) -> str:
-        """The classes of work that were not measured, with their estimated shares of the step; empty if all were
-        measured."""
+        """The classes of work that were not measured, with their estimated shares; empty if all were measured."""
         return ", ".join(f"{work.name} {percent(self.step.share(work))}" for work in self.unmeasured)
 
     @property

@@ -1,5 +1,7 @@
-"""The JSON Schema of a spec, for editors. It is saved in `specs/schema.json`, which each spec references in its first
-line."""
+"""The JSON Schema of a spec, for editors.
+
+It is saved in `specs/schema.json`, which each spec references in its first line.
+"""
 
 import json
 from collections.abc import Iterator

@@ -116,8 +116,7 @@ class QatSpec(StrictModel):
 
 
 class ForcingSpec(StrictModel):
-    """Teacher forcing: the probability with which a decoder position receives the target token instead of its own
-    output.
+    """Teacher forcing: the probability with which a decoder position receives the target token, else its own output.
 
     `points` are [time, probability] pairs. Times are steps or epochs, counted from 0. Between two points, the value is
     constant (`hold`) or interpolated (`linear`). After the last point it stays constant.

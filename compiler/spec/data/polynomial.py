@@ -30,8 +30,7 @@ class PolynomialData(DataKind):
     fresh: bool = False
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Yields a problem if the model does not read lines, lacks a character, or has a context shorter than the
-        longest line."""
+        """Yields a problem if the model does not read lines, or its vocabulary or context is too small for them."""
         if model.reads != self.gives:
             message = "`polynomial` gives pairs of lines, and the model reads one stream of tokens"
             yield Problem(("train", "data"), "S222", message, "use text, or a model of kind encoder_decoder")

@@ -29,8 +29,7 @@ class TextData(DataKind):
         return BYTE_IDS if self.tokenizer == "bytes" else 0
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Yields a problem if the model reads lines, or if its vocabulary is smaller than that of the tokenizer
-        `bytes`."""
+        """Yields a problem if the model reads lines, or lacks ids of the tokenizer `bytes`."""
         if model.reads != self.gives:
             message = "the model turns lines into lines, and `text` is one stream of tokens"
             yield Problem(("train", "data"), "S222", message, "e.g. `data: {kind: polynomial}`")

@@ -51,8 +51,10 @@ def _located(details: ErrorDetails, data: object) -> Found:
 
 
 def _settled(found: Iterable[Found]) -> Iterator[Found]:
-    """Yields the errors of those members of a union whose shape matches the data, without errors that follow from
-    others."""
+    """Yields the errors without those that follow from others.
+
+    Of a union's members, only the errors of those whose shape matches the data remain.
+    """
     kept = list(found)
     for fork in {(one.path[: one.fork]) for one in kept if one.fork is not None}:
         rivals = [one for one in kept if one.fork == len(fork) and one.path[: len(fork)] == fork]
