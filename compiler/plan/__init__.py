@@ -1,1 +1,1 @@
-"""Which kernel computes what, and the lock of what was measured."""
+"""The choice of a kernel for each node, and the lock file of measured kernels."""

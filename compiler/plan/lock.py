@@ -1,4 +1,4 @@
-"""The lock beside a spec: which kernel and tile was measured fastest for each node, on which machine."""
+"""The lock file of a spec: the kernel and tile that was measured fastest for each node, and the machine."""
 
 import hashlib
 import json
@@ -20,16 +20,17 @@ from specc.compiler.strict import One, Positive, PositiveFloat, StrictModel
 from specc.compiler.text.source import read
 
 Word = Annotated[str, Field(min_length=1, max_length=200)]
-Sites = Sequence[Sequence[Site]]  # the nodes with kernels of one group, in each of its save choices
+Sites = Sequence[Sequence[Site]]  # the nodes of a group that have kernels, for each of its save choices
 NodeKey = Annotated[str, Field(min_length=1, max_length=20_000)]
 
 
 class Entry(StrictModel):
-    """The kernel of one node. `key` states the node (`Site.key`): another node does not get its tile.
+    """The measured kernel of one node.
 
-    `ms` is the kernel's time, a median over `rows` rows; `floor_ms` is what bytes and operations cost at the machine's
-    ceilings; `others` are the times of the other kernels, each with its best tile. Locks of earlier versions have
-    `site`, a digest of the node, instead of `key`.
+    `key` states the node (`Site.key`), so that a changed node does not get the tile. `ms` is the kernel's median time
+    over `rows` rows. `floor_ms` is the time of its bytes and operations at the machine's ceilings. `others` are the
+    times of the other kernels in ms, each with its best tile. Locks of earlier versions have `site`, a digest of the
+    node, instead of `key`.
     """
 
     node: Word
@@ -47,14 +48,17 @@ class Entry(StrictModel):
         return _with_one_of(self, "key", "site")
 
     def applies_to(self, site: Site) -> bool:
-        """Whether this very node was measured."""
+        """Returns whether the entry was measured for this node."""
         return self.key == site.key if self.key is not None else self.site == site_digest(site)
 
 
 class GroupEntry(StrictModel):
-    """What one group saves for its backward. `key` is a digest of its nodes in all its save choices (`group_key`): what
-    was measured for another group says nothing of it. `ms` is the time of all its kernels, forward and backward, by
-    choice. Locks of earlier versions have `group`, another digest, instead of `key`."""
+    """The measured choice of what one group saves for its backward.
+
+    `key` is a digest of the group's nodes in all its save choices (`group_key`), so that a changed group does not get
+    the entry. `ms` is the time of all its kernels, forward and backward, per choice. Locks of earlier versions have
+    `group`, another digest, instead of `key`.
+    """
 
     key: Word | None = None
     group: Word | None = None
@@ -66,7 +70,7 @@ class GroupEntry(StrictModel):
         return _with_one_of(self, "key", "group")
 
     def applies_to(self, options: Sites) -> bool:
-        """Whether this very group was measured."""
+        """Returns whether the entry was measured for this group."""
         return self.key == group_key(options) if self.key is not None else self.group == group_digest(options)
 
     @model_validator(mode="after")
@@ -80,15 +84,18 @@ Model = TypeVar("Model", bound=StrictModel)
 
 
 def _with_one_of(entry: Model, new: str, old: str) -> Model:
-    """The entry itself. Raises ValueError unless it has exactly one of two fields."""
+    """Returns the entry. Raises ValueError if it does not have exactly one of the fields `new` and `old`."""
     if (getattr(entry, new) is None) == (getattr(entry, old) is None):
         raise ValueError(f"an entry has a {new}, or in locks of earlier versions a {old}")
     return entry
 
 
 class Machine(StrictModel):
-    """Where an entry was measured. `nvcc` and `cutlass`, the headers, are what its CUTLASS kernels were compiled with;
-    None where there is neither, and in a lock written before they were noted: that is another machine to every one."""
+    """The machine and software versions of an entry.
+
+    `nvcc` and `cutlass` (the headers) are the versions that compiled its CUTLASS kernels. They are None if not
+    installed, and in locks of versions that did not record them. Such a lock does not equal any machine that has them.
+    """
 
     gpu: Word
     driver: Word
@@ -100,15 +107,14 @@ class Machine(StrictModel):
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Each with its name, as people are told them."""
+        """The versions with their names, for display."""
         named = {"torch": self.torch, "triton": self.triton, "CUDA": self.cuda, "driver": self.driver}
         named |= {name: value for name, value in (("nvcc", self.nvcc), ("CUTLASS", self.cutlass)) if value is not None}
         return tuple(f"{name} {value}" for name, value in named.items())
 
 
 class Timing(StrictModel):
-    """The time of a node that a library computes, so that there is no tile to choose: `ms` is of one call, over `rows`
-    rows."""
+    """The time of a node that a library computes, which has no tile to choose. `ms` is one call over `rows` rows."""
 
     node: Word
     rows: Positive
@@ -116,9 +122,11 @@ class Timing(StrictModel):
 
 
 class StepTiming(StrictModel):
-    """A whole training step. `key` is of everything that runs in one (`specc.compiler.report.step`); `tokens` are those
-    of the step, `memory` the most bytes that it took, and `classes` the milliseconds of each class of work that is no
-    node of the plan."""
+    """The time of a whole training step.
+
+    `key` states everything that runs in the step (`specc.compiler.report.step`). `tokens` are the tokens of the step.
+    `memory` is its peak, in bytes. `classes` are the milliseconds of each class of work that is not a node of the plan.
+    """
 
     key: Word
     tokens: Positive
@@ -128,8 +136,11 @@ class StepTiming(StrictModel):
 
 
 class TargetLock(StrictModel):
-    """What was measured for one target: kernels by symbol, what groups keep by name and first kernel, nodes that
-    libraries compute by key, and a whole step."""
+    """The measurements of one target.
+
+    `kernels` are by symbol, `groups` by name and first kernel, and `timings` by the key of a node that a library
+    computes. `step` is a whole step.
+    """
 
     machine: Machine
     kernels: Mapping[Word, Entry] = {}
@@ -139,41 +150,68 @@ class TargetLock(StrictModel):
 
 
 class Lock(StrictModel):
-    """Everything measured for one model, by target."""
+    """The measurements of one model, by target."""
 
     lock_version: One = 1
     targets: Mapping[Word, TargetLock] = {}
 
     def entry(self, target: str, site: Site) -> Entry | None:
-        """What was measured for this very node; None where nothing was."""
+        """Returns the entry of this node; None if the node was not measured."""
         locked = self.targets.get(target)
         found = locked.kernels.get(symbol(site)[1]) if locked else None
         return found if found is not None and found.applies_to(site) else None
 
     def group(self, target: str, name: str, options: Sites) -> GroupEntry | None:
-        """What was measured fastest to keep for this very group; None where nothing was measured."""
+        """Returns the entry of this group; None if the group was not measured."""
         locked = self.targets.get(target)
         entry = locked.groups.get(name) if locked else None
         return entry if entry is not None and entry.applies_to(options) else None
 
     def with_entry(self, target: str, name: str, entry: Entry, machine: Machine) -> "Lock":
-        """The lock with one entry set. What another machine measured for the target is dropped: times of two
-        machines say nothing about each other."""
+        """Returns the lock with one kernel entry set.
+
+        Measurements of the target from another machine are dropped, because times of two machines cannot be compared.
+
+        Args:
+            target: the name of the target.
+            name: the kernel's symbol.
+            entry: the new entry.
+            machine: the machine that measured it.
+        """
         known = self._measured_on(target, machine)
         return self._with(target, known.model_copy(update={"kernels": {**known.kernels, name: entry}}))
 
     def with_group(self, target: str, name: str, entry: GroupEntry, machine: Machine) -> "Lock":
-        """The lock with what one group keeps, and without what another machine measured."""
+        """Returns the lock with one group entry set, without the target's measurements from another machine.
+
+        Args:
+            target: the name of the target.
+            name: the name of the group's entry.
+            entry: the new entry.
+            machine: the machine that measured it.
+        """
         known = self._measured_on(target, machine)
         return self._with(target, known.model_copy(update={"groups": {**known.groups, name: entry}}))
 
     def with_timing(self, target: str, key: str, timing: Timing, machine: Machine) -> "Lock":
-        """The lock with the time of a node that a library computes, and without what another machine measured."""
+        """Returns the lock with the time of a library node set.
+
+        The target's measurements from another machine are dropped.
+
+        Args:
+            target: the name of the target.
+            key: the key of the node (`Site.key`).
+            timing: the new time.
+            machine: the machine that measured it.
+        """
         known = self._measured_on(target, machine)
         return self._with(target, known.model_copy(update={"timings": {**known.timings, key: timing}}))
 
     def with_step(self, target: str, step: StepTiming, machine: Machine) -> "Lock":
-        """The lock with the time of a whole step, and without what another machine measured."""
+        """Returns the lock with the time of a whole step set.
+
+        The target's measurements from another machine are dropped.
+        """
         return self._with(target, self._measured_on(target, machine).model_copy(update={"step": step}))
 
     def _measured_on(self, target: str, machine: Machine) -> TargetLock:
@@ -184,24 +222,27 @@ class Lock(StrictModel):
         return self.model_copy(update={"targets": {**self.targets, target: locked}})
 
     def text(self) -> str:
-        """The file's text: sorted, a value a line, so that a diff shows what changed."""
+        """Returns the file's text, sorted and with one value per line, so that diffs are readable."""
         data = self.model_dump(mode="json", exclude_defaults=True) | {"lock_version": self.lock_version}
         return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=True) + "\n"
 
 
 NO_LOCK = Lock()
-# tune starts from the lock, so that it cannot mend an entry by itself
+# tune starts from the lock, so it cannot repair an entry by itself
 MEASURE_AGAIN = "delete the entry, or the whole lock, and measure again: specc tune"
 
 
 def lock_path(spec: Path, name: str) -> Path:
-    """Where the lock of a spec file stands."""
+    """Returns the path of the lock of a spec file."""
     return spec.with_name(f"{name}.lock.json")
 
 
 def read_lock(path: Path) -> Lock:
-    """The lock at `path`, an empty one where there is none. Raises SpecError with file and line of what is wrong."""
-    if not path.exists() and not path.is_symlink():  # one that leads nowhere is an error of its own
+    """Returns the lock at `path`; an empty lock if there is no file. Raises SpecError if the lock is invalid.
+
+    The error has the file and line of each problem.
+    """
+    if not path.exists() and not path.is_symlink():  # a broken symbolic link is a separate error
         return NO_LOCK
     try:
         source = read(path)
@@ -215,13 +256,26 @@ def read_lock(path: Path) -> Lock:
 
 
 def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
-    """What is wrong, without help that is meant for specs: nobody writes a lock by hand."""
+    """Returns the diagnostics with a hint for locks.
+
+    Hints for specs do not apply, because nobody edits a lock by hand.
+    """
     hint = "specc tune writes this file: restore it, or delete it and measure again"
     return (replace(one, hint=hint) for one in diagnostics)
 
 
 def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable[Site], rows: int) -> None:
-    """Raises SpeccError where `machine` has measured a node on more rows: on few, other tiles are fastest."""
+    """Raises SpeccError if `machine` has already measured one of the nodes on more rows.
+
+    The fastest tile depends on the number of rows, so a measurement on fewer rows must not replace it.
+
+    Args:
+        lock: the lock with earlier measurements.
+        target: the name of the target.
+        machine: the machine that is about to measure.
+        sites: the nodes to measure.
+        rows: the rows to measure on.
+    """
     locked = lock.targets.get(target)
     known = (lock.entry(target, site) for site in sites if locked is not None and locked.machine == machine)
     if larger := next((entry for entry in known if entry is not None and entry.rows > rows), None):
@@ -230,7 +284,7 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
 
 
 def site_digest(site: Site) -> str:
-    """The node of an entry in locks of earlier versions: twelve hex digits over `repr` of the op and epilogue."""
+    """Returns the node's key in locks of earlier versions: twelve hex digits over `repr` of the op and epilogue."""
     words = (
         site.target.name,
         repr(site.node.op),
@@ -242,22 +296,23 @@ def site_digest(site: Site) -> str:
 
 
 def group_digest(options: Sites) -> str:
-    """The group of an entry in locks of earlier versions: twelve hex digits over `site_digest` of its nodes."""
+    """Returns the group's key in locks of earlier versions: twelve hex digits over `site_digest` of its nodes."""
     return _digest("\n".join(" ".join(map(site_digest, sites)) for sites in options))
 
 
 def group_key(options: Sites) -> str:
-    """Twelve hex digits over the keys of a group's nodes, in each of its save choices."""
+    """Returns twelve hex digits over the keys of a group's nodes, in each of its save choices."""
     return _digest("\n\n".join("\n".join(site.key for site in sites) for sites in options))
 
 
 def plan_key(kernel: Kernel, site: Site, tile: str) -> str:
-    """Twelve hex digits of what was planned: node, target, kernel and tile. All files of a kernel state its plan key.
+    """Returns twelve hex digits over the node, target, kernel and tile. All files of a kernel state its plan key.
 
     Args:
         kernel: the kernel that computes the node.
         site: the node and its target.
-        tile: the effective tile as `Rendered.tile` has it: a kernel that was not measured takes one by rule.
+        tile: the effective tile, as in `Rendered.tile`. It differs from the kernel's tile if that is chosen by
+            rule.
     """
     settings = json.dumps(tile_data(kernel), sort_keys=True)
     return _digest("\n".join((site.target.name, site.key, kernel.name, tile, settings)))
@@ -268,13 +323,16 @@ def _digest(text: str) -> str:
 
 
 def tile_data(kernel: Kernel) -> Mapping[str, Any] | None:
-    """A kernel's tile as a lock holds it."""
+    """Returns a kernel's tile as it is stored in a lock; None if the kernel has no tile."""
     tile = getattr(kernel, "tile", None)
     return None if tile is None else {k: v for k, v in asdict(tile).items() if v is not None}
 
 
 def locked_kernel(entry: Entry) -> Kernel:
-    """The kernel that an entry names, with its tile. Raises SpeccError for one that this compiler does not have."""
+    """Returns the kernel of an entry, with its tile.
+
+    Raises SpeccError if this compiler does not have the kernel, or if the tile is not valid for it.
+    """
     known_kernels: dict[str, Kernel] = {kernel.name: kernel for kernel in catalog(kernels, Kernel).values()}
     kernel = known_kernels.get(entry.kernel)
     hint = MEASURE_AGAIN

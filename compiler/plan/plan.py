@@ -1,4 +1,4 @@
-"""The plan: programs with a kernel chosen for every product of every fused group, on one target."""
+"""The plan: programs with a chosen kernel for every product of every fused group, on one target."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,17 @@ from specc.compiler.targets import Target
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel of one node of a group. `rejected` are the others, each with its reason, and `passed_over` those of
-    them that take the node; `graph` is where the node is, `measured` what the lock has of it."""
+    """The kernel of one node of a graph.
+
+    Attributes:
+        graph: the name of the graph that contains the node.
+        site: the node and its target.
+        kernel: the chosen kernel.
+        rendered: the kernel's files.
+        rejected: the other kernels, each with the reason why it was not chosen.
+        passed_over: those of the other kernels that could compute the node.
+        measured: the lock's entry of the node; None if it was not measured.
+    """
 
     graph: str
     site: Site
@@ -25,33 +34,40 @@ class Choice:
 
     @property
     def key(self) -> str:
-        """The plan key that the files of the kernel have in their headers."""
+        """The plan key, which the kernel's files state in their headers."""
         return plan_key(self.kernel, self.site, self.rendered.tile)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveChoice:
-    """One choice of what a group saves for its backward: the group as it is then, and the kernels of its nodes."""
+    """One choice of what a group saves for its backward: the resulting group, and the kernels of its nodes."""
 
     group: Group
     choices: tuple[Choice, ...]
 
     @property
     def kernels(self) -> tuple[Choice, ...]:
-        """The choices with a kernel of their own."""
+        """The choices whose kernels have files of their own."""
         return tuple(choice for choice in self.choices if choice.rendered.function)
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """The values that the group saves of what it computes itself."""
+        """The saved values that the group computes itself."""
         inputs = {name for name, _ in self.group.forward.inputs}
         return tuple(name for name in self.group.saved if name not in inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class SaveChoices:
-    """All save choices of the group at `label`, the usual one first, and the one that the plan takes: by rule, or as
-    the lock `measured`, where the group has `name`."""
+    """All save choices of one group.
+
+    Attributes:
+        label: the path of the group.
+        name: the name of the group's entry in a lock.
+        options: the save choices, beginning with that of the programs' group, then its `others`.
+        chosen: the save choice of the plan: the measured one, else the one that moves the fewest bytes.
+        measured: the lock's entry of the group; None if it was not measured.
+    """
 
     label: str
     name: str
@@ -61,14 +77,17 @@ class SaveChoices:
 
     @property
     def sites(self) -> tuple[tuple[Site, ...], ...]:
-        """The nodes with kernels of their own, option by option: what a lock's entry of the group is for."""
+        """The nodes that have kernels, per save choice. They identify the group's entry in a lock."""
         return tuple(tuple(choice.site for choice in option.kernels) for option in self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that rendering needs. `source` is the spec's path as generated files name it; `save_choices` are those
-    of the groups that have more than one; `locked` is all that was measured on the target."""
+    """The input of rendering.
+
+    `source` is the spec's path as generated files state it. `save_choices` are those of the groups that have more than
+    one save choice. `locked` are all measurements of the target.
+    """
 
     name: str
     title: str
@@ -80,30 +99,33 @@ class Plan:
     locked: TargetLock | None = None
 
     def choice(self, graph: Graph, node: Node) -> Choice | None:
-        """The kernel of a node; None for one that Torch runs as it is written."""
+        """Returns the choice of a node; None if Torch runs the node without a kernel of its own."""
         matching = (c for c in self.choices if c.graph == graph.name and c.site.node.name == node.name)
         return next(matching, None)
 
     @property
     def every_choice(self) -> tuple[Choice, ...]:
-        """The choices, and those of every save choice; one may be there twice."""
+        """The choices of the plan and of every save choice, which may include duplicates."""
         options = (option for choices in self.save_choices for option in choices.options)
         return (*self.choices, *(choice for option in options for choice in option.choices))
 
     def called(self, choice: Choice) -> str:
-        """What model.py calls the function of a kernel: its file's name where kernels of several shapes share one."""
+        """Returns the name of a kernel's function in model.py.
+
+        It is the file's name if several kernels share a function name.
+        """
         function = choice.rendered.function
         modules = {c.rendered.module for c in self.choices if c.rendered.function == function}
         return function if len(modules) == 1 else choice.rendered.module
 
 
 def place_pattern(programs: Programs, graphs: tuple[str, ...], node: str) -> str:
-    """A node's path as people write it: `blocks.*.mlp.up` for one of functions that several blocks call."""
+    """Returns a node's path with wildcards, e.g. `blocks.*.mlp.up` for a node of functions that several blocks call."""
     calls = [call.op for program in programs.programs for call in program.nodes if isinstance(call.op, Call | Scan)]
     places = [call.at.split(".") for call in calls if call.callee in graphs]
     if not places:
         return node
-    if len(set(map(len, places))) > 1:  # a block of a stage and a loop over time are places of different depth
+    if len(set(map(len, places))) > 1:  # paths of a stage's block and of a loop over time have different depths
         return f"*.{node}"
     words = [word if all(place[i] == word for place in places) else "*" for i, word in enumerate(places[0])]
     return ".".join((*words, node))

@@ -1,1 +1,1 @@
-"""Graphs as Python, and templates as files."""
+"""Renders graphs as Python code, and templates as files."""

@@ -1,4 +1,7 @@
-"""The class of the blocks of a module list: one for all of them, with optional arguments for what only some have."""
+"""Renders the class of the blocks of a module list.
+
+All blocks of a list share one class, with optional arguments for inputs that only some of them have.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +24,14 @@ LINE = 120
 
 @dataclass
 class Tables:
-    """What tells the blocks of a list apart, as constants of the module: the text and the value of
-    each by name; the blocks that each has, by list; and the table of an argument that only some blocks are given."""
+    """Module constants that distinguish the blocks of a list.
+
+    Attributes:
+        texts: the definition of each constant, by name.
+        values: the value of each constant as text, by name.
+        layers: the name of the constant with a set of blocks, by list and set.
+        arguments: the name of the constant with the blocks that receive an optional argument, by list and argument.
+    """
 
     texts: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)
@@ -30,7 +39,15 @@ class Tables:
     arguments: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, place: str, name: str, text: str, comment: str, layers: Sequence[int] = ()) -> str:
-        """A table under a free name; that of equal text where there is one."""
+        """Returns the name of a new table, or of an existing table with the same text and name.
+
+        Args:
+            place: the path of the module list.
+            name: the preferred name.
+            text: the value.
+            comment: the comment of the definition.
+            layers: the blocks in the table, if it is a set of blocks.
+        """
         options = (name, f"{_prefix(place)}{name}", *(f"{name}_{i}" for i in range(2, 99)))
         chosen = next(option for option in options if self.values.get(option, text) == text)
         self.texts[chosen] = line(chosen, text, comment)
@@ -40,14 +57,14 @@ class Tables:
         return chosen
 
     def of(self, place: str, layers: frozenset[int], name: str) -> str:
-        """The table of some blocks of a list; a new one is called `name`."""
+        """Returns the table of some blocks of a list; a new table is called `name`."""
         known = self.layers.get((place, layers))
         text = "{" + ", ".join(map(str, sorted(layers))) + "}"
         return known or self.add(place, name.upper(), text, f"blocks with {name}", tuple(layers))
 
 
 def line(name: str, text: str, comment: str) -> str:
-    """The definition of a constant; the comment goes above where the line would be too long for it."""
+    """Returns the definition of a constant. The comment is on a separate line if the line would be too long."""
     made = f"{name} = {text}  # {comment}"
     if len(made) <= LINE:
         return made
@@ -63,13 +80,13 @@ class BlockClass:
     """The class of a module list.
 
     Attributes:
-        context: its text.
-        order: the arguments of a call behind the stream.
-        optional: those that a call may leave out.
-        flags: arguments that are true or false.
-        keeps: whether it takes a cache.
-        make: the text that makes its modules in a comprehension over `layer`.
-        count: how many there are.
+        context: the class as text.
+        order: the arguments of a call after the residual stream.
+        optional: the arguments that a call may omit.
+        flags: the boolean arguments.
+        keeps: whether calls have a `cache` argument.
+        make: the comprehension over `layer` that creates the modules.
+        count: the number of modules.
     """
 
     context: ClassContext
@@ -83,7 +100,11 @@ class BlockClass:
 
 @dataclass(frozen=True)
 class _Uses:
-    """The functions that run in a module list, each with the blocks that run it, and the inputs that are state."""
+    """The functions of a module list.
+
+    `layers` are the blocks that run each function. `state` are the inputs that are state. `scalars` are the values of
+    each scalar by block, and `formulas` their formulas.
+    """
 
     place: str
     layers: Mapping[str, frozenset[int]]
@@ -97,7 +118,7 @@ class _Uses:
 
 
 def lists(plan: Plan) -> Iterator[_Uses]:
-    """The module lists of a model."""
+    """Yields the module lists of a model."""
     calls = [node for graph in plan.programs.programs for node in graph.nodes if field_of(node)]
     for place in dict.fromkeys(map(field_of, calls)):
         yield _uses(plan, place, [call for call in calls if field_of(call) == place])
@@ -121,7 +142,15 @@ def _uses(plan: Plan, place: str, calls: Sequence[Node]) -> _Uses:
 
 
 def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str], taken: set[str]) -> BlockClass:
-    """The class of one module list; `taken` learns its name."""
+    """Returns the class of one module list. Its name is added to `taken`.
+
+    Args:
+        plan: the plan.
+        uses: the functions of the list.
+        tables: the tables of the module.
+        reserved: names that locals must not have.
+        taken: the names of earlier classes.
+    """
     functions = [without_scoring_groups(plan.programs, plan.programs.function(name)) for name in uses.layers]
     begins = [graph for graph in functions if _method(graph).startswith("begin")]
     runs = [graph for graph in functions if graph not in begins]
@@ -171,7 +200,11 @@ def _layers(functions: Sequence[Graph]) -> Sequence[str]:
 
 
 def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
-    """What is true of a function: it extends, it trains where there is another that scores, it rounds."""
+    """Returns the flags of a function.
+
+    `cache`: it extends a cache. `training`: it trains, and another function scores. `rounded`: it fake-quantizes. A
+    function other than `forward`, `extend` and `score` has its own name as a flag.
+    """
     method = _method(graph)
     plain = method.removesuffix(SUFFIX)
     flags = {"rounded"} if plain != method else set()
@@ -189,7 +222,7 @@ def _all_flags(runs: Sequence[Graph]) -> Sequence[str]:
 
 
 def _facts(merged: Merged, uses: _Uses, flags: Mapping[str, Where]) -> Iterator[Fact]:
-    """What a call tells: whether there is a cache, which optional arguments it gives, flags."""
+    """Yields the conditions that arguments of a call decide: the cache, optional arguments and flags."""
     if "cache" in flags:
         yield Fact("cache is not None", "cache is None", flags["cache"], "cache")
     for name, _, where in merged.inputs():
@@ -201,7 +234,7 @@ def _facts(merged: Merged, uses: _Uses, flags: Mapping[str, Where]) -> Iterator[
 
 
 def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], tables: Tables) -> list[Fact]:
-    """What a block itself tells where a call does not: attributes that tables set, of blocks that differ."""
+    """Returns the conditions that attributes of a block decide, for variants that the arguments do not distinguish."""
     layers = [uses.layers[graph.name] for graph in merged.variants]
     known = [fact.where for fact in facts]
     made: dict[str, Fact] = {}
@@ -248,7 +281,7 @@ def _spelled(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], res
         constants=constants_of(plan),
     )
     body.run()
-    _ = body.lines  # which asks for what tells the variants apart
+    _ = body.lines  # rendering records the facts that distinguish the variants
     return body
 
 
@@ -267,7 +300,7 @@ def _forward(merged: Merged, uses: _Uses, body: Body, flags: Sequence[str], keep
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
-    """The inputs but state: those of all variants, those of some blocks, those of some programs."""
+    """Returns the inputs other than state: those of all variants, then of some blocks, then of some programs."""
     inputs = [entry for entry in merged.inputs() if entry[0] not in uses.state]
     layers = [uses.layers[graph.name] for graph in merged.variants]
 
@@ -279,7 +312,7 @@ def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Wher
 
 
 def argument(name: str, required: bool) -> str:
-    """A tensor among the arguments of a method whose docstring states the types."""
+    """Returns a tensor argument of a method whose docstring states the types."""
     return name if required else f"{name}=None"
 
 
@@ -298,7 +331,7 @@ def _begin(plan: Plan, merged: Merged, reserved: frozenset[str]) -> Function:
 def _init(
     uses: _Uses, functions: Sequence[Graph], facts: Sequence[Fact], tables: Tables, table: str
 ) -> tuple[str, ...]:
-    """The lines that make a block: parameters, formulas in `layer`, what its table sets."""
+    """Returns the lines of a block's constructor: parameters, scalars, and attributes from tables."""
     params: dict[str, TensorType] = {}
     layers: dict[str, frozenset[int]] = {}
     for graph in functions:
@@ -328,7 +361,7 @@ def _init(
 
 
 def _number(uses: _Uses, scalar: str, values: Mapping[int, float], tables: Tables) -> str:
-    """A number of each block: the spec's formula where Python computes the same, else a table."""
+    """Returns a scalar of each block: the spec's formula if it can be written in Python, else an entry of a table."""
     if formula := python_formula(uses.formulas.get(scalar, ""), layers=len(values)):
         return formula
     numbers = ", ".join(repr(values[layer]) for layer in sorted(values))
@@ -339,5 +372,5 @@ def _number(uses: _Uses, scalar: str, values: Mapping[int, float], tables: Table
 
 
 def loops(graphs: Sequence[Graph]) -> Iterator[Loop]:
-    """The loops over blocks of rolled programs."""
+    """Yields the loops over blocks of rolled programs."""
     return (node.op for graph in graphs for node in graph.nodes if isinstance(node.op, Loop))

@@ -1,4 +1,7 @@
-"""Spells merged graphs as the body of one Python function: short names, one line a thought, no value computed twice."""
+"""Renders merged graphs as the body of one Python function.
+
+Names are short, lines are limited in complexity, and no value is computed twice.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,17 +15,20 @@ from specc.compiler.passes.merge import NONE, Merged, Move, Operand, Slot, Where
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 
-BODY = 112  # columns of a line of a method's body
-THOUGHT = 5  # nodes and parameters on one line at most, of which one is a product, a fused group or a kernel
-STATE = ("cache", "state")  # arguments that hold what was kept of earlier tokens
+BODY = 112  # the most columns of a line of a method's body
+THOUGHT = 5  # the highest `_cost` of a line, which has at most one product, fused group or kernel
+STATE = ("cache", "state")  # arguments that hold the state of earlier tokens
 SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"})
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What code can ask to tell variants apart: `text` holds in `where`, and `otherwise` elsewhere. `reads` is the
-    argument that it asks, which keeps its name."""
+    """A condition that distinguishes variants at run time.
+
+    `text` is true in the variants `where`, and `otherwise` is true in all others. `reads` is the argument that the
+    condition reads; the argument's name is never reassigned.
+    """
 
     text: str
     otherwise: str
@@ -35,18 +41,26 @@ class Body:
     """The lines of one function under construction.
 
     Attributes:
-        merged: what it computes.
+        merged: the graphs to render, as variants of one function.
         names: the Python name of each input.
-        spell: the text of nodes that are no plain ops (calls of kernels, groups, blocks), None for all others.
-        facts: what tells the variants apart, the best first.
-        reserved: names that locals must not take.
-        alive: inputs that are read once more when the body has ended.
-        scopes: first words of paths that names can do without.
-        wanted: names that some values have elsewhere.
-        unpacks: names that a line gives values to, that line, and the variants that have it; it stands ahead of their
-            first reader.
+        spell: returns the text of calls of kernels, groups and blocks, and None for plain ops.
+        facts: the conditions that distinguish the variants, in order of preference.
+        reserved: names that locals must not have.
+        alive: inputs that are still read after the body.
+        scopes: first words of paths that names omit.
+        wanted: preferred names of some values.
+        unpacks: lines that unpack state: the names that each assigns, its text, and its variants. Each is inserted
+            before the first reader of its names.
         constants: names of numbers, by their digits.
-        regions: adds the lines of a node that is more than an expression, and returns whether it did.
+        regions: adds the lines of a node that is not an expression, and returns whether it did.
+        guarded: the lines, each with its variants.
+        texts: the text of each value that has been assigned.
+        held: the values that each name has had.
+        pending: values that are not assigned yet, to be inlined into the line of a reader.
+        asked: the facts that conditions use.
+        position: the index of the current node.
+        ahead: whether lines are being inserted before the line of the current node.
+        guard: the variants of the current line.
     """
 
     merged: Merged
@@ -63,7 +77,7 @@ class Body:
     guarded: list[tuple[Where, str]] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     held: dict[str, list[str]] = field(default_factory=dict)
-    pending: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # text, nodes in it, whether one is heavy
+    pending: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # text, cost, whether a node is heavy
     asked: set[Fact] = field(default_factory=set)
     position: int = 0
     ahead: bool = False
@@ -82,10 +96,10 @@ class Body:
             for ref, where in operand:
                 self._reads.setdefault(ref, []).append((i, where))
 
-    # Lines.
+    # Lines
 
     def run(self) -> None:
-        """Spells every node."""
+        """Renders every node."""
         for i, slot in enumerate(self.merged.slots):
             self.position, self.guard = i, slot.where
             self._unpack(slot.inputs)
@@ -101,10 +115,10 @@ class Body:
             self.unpacks = [one for one in self.unpacks if one[0] != names]
 
     def line(self, text: str, where: Where | None = None) -> None:
-        """Adds a line for the variants `where`, those of the node at hand where unset."""
+        """Adds a line for the variants `where`, by default those of the current node."""
         guard = self.guard if where is None else where
         at = len(self.guarded)
-        if guard == self.merged.every:  # a common line goes ahead of guarded ones that have nothing to do with it
+        if guard == self.merged.every:  # a common line moves before independent guarded lines
             made = text.partition(" = ")[0].split(", ") if " = " in text else []
             while at and self.guarded[at - 1][0] != guard and _apart(self.guarded[at - 1][1], text, made):
                 at -= 1
@@ -113,7 +127,7 @@ class Body:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines, those of some variants behind the condition that tells these."""
+        """The lines of the body. Lines of some variants are inside `if` statements."""
         every = self.merged.every
         made: list[str] = []
         groups = _grouped(self.guarded, every)
@@ -135,7 +149,10 @@ class Body:
         return tuple(made)
 
     def condition(self, where: Where) -> str:
-        """Python that is true in the variants `where` and in no others. Raises LookupError where no facts tell."""
+        """Returns a Python expression that is true in exactly the variants `where`.
+
+        Raises LookupError if no combination of at most three facts distinguishes them.
+        """
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
         asked = [
             (fact, text, holds)
@@ -152,13 +169,13 @@ class Body:
                     return " or ".join(text for _, text, _ in some)
         raise LookupError(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
 
-    # Values.
+    # Values
 
     def _add(self, slot: Slot) -> None:
         text, size, heavy = self._text_of(slot)
         if slot.node.op.in_place and not any(ref in self._reads for ref in slot.outputs):
             self._release_state(slot)
-            self.line(text)  # what it changes is its result
+            self.line(text)  # an in-place op, whose result is its first input
             self.texts[slot.name] = self.text(slot.inputs[0])
         elif len(slot.node.types) == 1 and self._may_wait(slot):
             self.pending[slot.name] = (text, size, heavy)
@@ -168,12 +185,14 @@ class Body:
             self.assign(slot, text)
 
     def _release_state(self, slot: Slot) -> None:
-        """Writes out what waits and reads the state that the node is about to change."""
+        """Assigns the pending values that read the state which the current node is about to change."""
         self.release(self.text(slot.inputs[0]))
 
     def _text_of(self, slot: Slot) -> tuple[str, int, bool]:
-        """The node's expression, how many nodes it computes and whether one is heavy. Values that wait are written out
-        where it would repeat them or be more than a thought."""
+        """Returns the node's expression, its cost, and whether it contains a heavy node.
+
+        Pending inputs are assigned first if the expression would repeat them or exceed a line's complexity.
+        """
         for i, operand in enumerate(slot.inputs):
             if self._waits(operand) and (self._repeats(slot, i) or len(self._reads[operand[0][0]]) > 1):
                 self.write(operand[0][0])
@@ -193,7 +212,7 @@ class Body:
         return self.spelled(slot, args), size, bool(heavy) or _heavy(slot.node)
 
     def spelled(self, slot: Slot, args: Sequence[str]) -> str:
-        """The text of a node over the texts of its inputs."""
+        """Returns the text of a node, given the texts of its inputs."""
         graph, node = self.merged.variants[slot.first], slot.node
         text = self.spell(graph, node, args)
         if text is None:
@@ -207,16 +226,16 @@ class Body:
         return operand[0][0] in self.pending
 
     def _repeats(self, slot: Slot, index: int) -> bool:
-        """Whether the node's own text would repeat its input."""
+        """Returns whether the node's text would contain the input more than once."""
         names = [f"argument_{i}" for i in range(len(slot.inputs))]
         return len(re.findall(rf"\b{names[index]}\b", self.spelled(slot, names))) > 1
 
     def _may_wait(self, slot: Slot) -> bool:
-        """Whether the value can stand inside the line of its only reader, or of the return."""
+        """Returns whether the value can be inlined into the line of its only reader, or into the return."""
         reads = self._reads.get(slot.name, [])
         if not slot.node.op.inline or slot.node.op.everywhere or slot.name in self.merged.variables:
             return False
-        if len(reads) != 1:  # it waits for its first reader where each variant has one, which writes it out
+        if len(reads) != 1:  # pending until its first reader, which assigns it, if each variant has one
             return len(reads) > 1 and sorted(v for _, where in reads for v in where) == sorted(slot.where)
         if reads[0][0] > len(self.merged.slots):
             return True
@@ -224,7 +243,7 @@ class Body:
         return reader.where == slot.where and (reader.node.op.inline or reader.inputs[0][0][0] == slot.name)
 
     def text(self, operand: Operand | str) -> str:
-        """How to write a value here."""
+        """Returns the text of a value at the current position."""
         ref = operand if isinstance(operand, str) else operand[0][0]
         if ref in self.pending:
             return self.pending[ref][0]
@@ -235,8 +254,10 @@ class Body:
         return self.texts[ref]
 
     def write(self, ref: str) -> None:
-        """Gives a value that waits a line of its own, ahead of the node at hand; those that have to be written out too
-        and were made before it go first."""
+        """Assigns a pending value on a separate line before the current node.
+
+        Earlier pending values with several readers are assigned first.
+        """
         before, guard = self.ahead, self.guard
         slot = self._slots[ref]
         at = self._at[slot.name]
@@ -249,14 +270,14 @@ class Body:
         self.ahead, self.guard = before, guard
 
     def release(self, *names: str) -> None:
-        """Writes out what waits and reads one of `names`, which are about to get other values."""
+        """Assigns the pending values that read one of `names`, which are about to be reassigned."""
         while waiting := next(
             (ref for ref, (text, _, _) in self.pending.items() if any(mentions(text, name) for name in names)), None
         ):
             self.write(waiting)
 
     def assign(self, slot: Slot, text: str) -> None:
-        """Adds the line that gives the node's values their names."""
+        """Adds the line that assigns the node's values to names."""
         names = [self.name_for(slot, i) for i in range(len(slot.node.types))]
         self.release(*names)
         if names != [text]:
@@ -265,16 +286,16 @@ class Body:
             self.hold(name, ref)
 
     def hold(self, name: str, ref: str) -> None:
-        """Gives a value its name; where it shares a variable, all values of that."""
+        """Records the name of a value, and of the values that share its variable."""
         self.texts[ref] = name
         self.held.setdefault(name, []).append(ref)
         if (root := self.merged.variables.get(ref)) is not None:
             self.texts[f"={root}"] = name
 
-    # Names.
+    # Names
 
     def name_for(self, slot: Slot, index: int) -> str:
-        """A short name that no live value holds, else the longer path; `_` for one of several that nobody reads."""
+        """Returns a short name that no live value has, else a longer one. An unread value of several outputs is `_`."""
         ref = slot.outputs[index]
         if len(slot.node.types) > 1 and ref not in self._reads:
             return "_"
@@ -292,8 +313,11 @@ class Body:
         )
 
     def candidates(self, slot: Slot, index: int) -> tuple[str, ...]:
-        """The name it is wanted by, the label that the graph returns it by, its own label, the part of the spec that it
-        belongs to, its whole path."""
+        """Returns the possible names of a value, in order of preference.
+
+        These are the name in `wanted`, the graph's label of the output, the op's label of the output, the component of
+        the spec, and the whole path.
+        """
         ref, node = slot.outputs[index], slot.node
         if isinstance(node.op, Move):
             node = self._slots[node_of(self._stands_for(slot))].node
@@ -317,14 +341,16 @@ class Body:
         return *returned[:1], parts[1] if len(parts) > 1 else parts[0], *more
 
     def _stands_for(self, slot: Slot) -> str:
-        """Another value of the variable of a moved one."""
+        """Returns a value of the same variable as the output of a Move that is not itself the output of a Move."""
         root = self.merged.variables[slot.name]
         found = [ref for ref, other in self._slots.items() if not isinstance(other.node.op, Move)]
         return next((ref for ref in found if self.merged.variables.get(ref) == root), found[0])
 
     def live(self, ref: str) -> bool:
-        """Whether a value, or one that shares its variable, is still read after the node at hand, or by it while lines
-        go ahead of it."""
+        """Returns whether a value, or another value of its variable, is read after the current node.
+
+        While lines are inserted before the current node, its own reads count too.
+        """
         if ref in self.alive:
             return True
         root = self.merged.variables.get(ref)
@@ -339,13 +365,16 @@ class Body:
         )
 
     def returned(self) -> str:
-        """What the function returns, each output a thought of its own."""
+        """Returns the text of the returned values."""
         self.position, self.guard = len(self.merged.slots), self.merged.every
         return ", ".join(self.text(operand) for _, operand in self.merged.outputs)
 
 
 def _choice(condition: str, group: Sequence[str], other: Sequence[str]) -> str | None:
-    """One line for two that give one variable its value under opposite conditions, as ruff wants it where it fits."""
+    """Returns one conditional expression for two lines that assign one variable under opposite conditions.
+
+    Returns None if the lines do not have this form or the result is too long for a line.
+    """
     if len(group) != 1 or len(other) != 1:
         return None
     (name, equals, value), (same, _, otherwise) = group[0].partition(" = "), other[0].partition(" = ")
@@ -354,7 +383,7 @@ def _choice(condition: str, group: Sequence[str], other: Sequence[str]) -> str |
 
 
 def _further(group: Sequence[str], other: Sequence[str]) -> str | None:
-    """A second line for the variants that make more of the value that the others have."""
+    """Returns a line for variants that add a term to the value that the other variants compute; None if they do not."""
     if len(group) != 1 or len(other) != 1:
         return None
     (name, _, value), (same, _, further) = group[0].partition(" = "), other[0].partition(" = ")
@@ -363,13 +392,16 @@ def _further(group: Sequence[str], other: Sequence[str]) -> str | None:
 
 
 def constants_of(plan: Plan) -> Mapping[str, str]:
-    """The names of numbers that formulas of the spec give, by their digits."""
+    """Returns the names of constants that formulas of the spec define, by their digits."""
     return {repr(value): name for name, value, _ in plan.programs.constants}
 
 
 def _grouped(lines: Sequence[tuple[Where, str]], every: Where) -> list[tuple[Where, list[str]]]:
-    """Lines of one guard together, as far as no common line is between them and all guards there exclude one another;
-    that of the first variant comes first."""
+    """Returns the lines grouped by guard.
+
+    Lines of one guard are joined if no common line is between them and all guards there are disjoint. Groups are sorted
+    by their first variant.
+    """
     runs: list[dict[Where, list[str]]] = []
     for where, text in lines:
         last = runs[-1] if runs else {}
@@ -380,7 +412,7 @@ def _grouped(lines: Sequence[tuple[Where, str]], every: Where) -> list[tuple[Whe
 
 
 def _apart(guarded: str, text: str, made: Sequence[str]) -> bool:
-    """Whether a line that gives values to `made` may stand ahead of another."""
+    """Returns whether a line that assigns `made` can be moved before the line `guarded`."""
     names, simple, _ = guarded.partition(" = ")
     return (
         bool(simple and made)
@@ -390,18 +422,21 @@ def _apart(guarded: str, text: str, made: Sequence[str]) -> bool:
 
 
 def mentions(text: str, name: str) -> bool:
-    """Whether Python text reads the variable `name`."""
+    """Returns whether Python text reads the variable `name`."""
     words = "".join(c if c.isalnum() or c in "_." else " " for c in text).split()
     return any(word.partition(".")[0] == name for word in words)
 
 
 def _heavy(node: Node) -> bool:
-    """Whether a line is about this node."""
+    """Returns whether a node is a product, a planned node or a call, of which a line has at most one."""
     return node.op.matrix or node.op.everywhere or isinstance(node.op, Fused | Call | Scan)
 
 
 def _cost(node: Node) -> int:
-    """How much there is to take in: the node, each parameter, a function in it; what changes a shape alone is free."""
+    """Returns the complexity of a node in a line: the node, its parameters, and a function call in it.
+
+    Ops that only change a shape, and casts, are free.
+    """
     if isinstance(node.op, Section):
         return 2
     if isinstance(node.op, Pointwise) and node.op.outputs[0] in node.op.variables:

@@ -1,4 +1,4 @@
-"""Formulas of a spec as Python: `1/sqrt(layer + 1)` is `1 / math.sqrt(layer + 1)`."""
+"""Converts formulas of a spec to Python: `1/sqrt(layer + 1)` becomes `1 / math.sqrt(layer + 1)`."""
 
 from specc.compiler.expr import Expr, ExprError, parse
 from specc.compiler.expr.values import ATOM, CHOICE, Const, Printer, substitute
@@ -8,7 +8,7 @@ BUILTIN = frozenset({"abs", "max", "min"})
 
 
 class _Python(Printer):
-    """Writes calls as Python does."""
+    """Prints expressions with calls in Python syntax."""
 
     def call(self, function: str, args: tuple[Expr, ...]) -> tuple[str, int]:
         if function not in MATH | BUILTIN:
@@ -18,7 +18,10 @@ class _Python(Printer):
 
 
 def python_formula(text: str, layers: int) -> str:
-    """Python that computes the formula, with `layers` filled in; empty for none, or one that Python's math has not."""
+    """Returns Python that computes the formula, with `layers` substituted.
+
+    Returns an empty string if `text` is empty or has a function that Python's math module lacks.
+    """
     if not text:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""A Python function as text: what merged graphs become in model.py."""
+"""Python functions as text, rendered from merged graphs for model.py."""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,14 +13,18 @@ from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Group, class_name, group_functions
 from specc.compiler.render.body import BODY
 
-WIDTH = 116  # columns of a line of a class body
+WIDTH = 116  # the most columns of a line of a class body
 LOCALS = frozenset({"F", "Tensor", "nn", "torch", "math", "weights", "self", "kept", "block", "outputs", "i", "layer"})
 LOCALS |= {"earlier", "state", "cache", "name", "shape"}
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A Python function: `arguments` with annotations, the body's lines, what it returns and as what."""
+    """A Python function as text.
+
+    `arguments` include annotations. `lines` are the body without the return. `returns` is the returned expression, and
+    `annotation` its type.
+    """
 
     name: str
     doc: str
@@ -32,7 +36,7 @@ class Function:
 
     @property
     def head(self) -> tuple[str, ...]:
-        """The lines up to the docstring's end."""
+        """The lines up to the end of the docstring."""
         line = f"def {self.name}({', '.join(self.arguments)}) -> {self.annotation}:"
         lines = [line]
         if len(line) > WIDTH:
@@ -48,17 +52,17 @@ class Function:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The lines of the body, none too long."""
+        """The lines of the body, each within the line length."""
         return tuple(text for line in self.lines for text in fitted(line, BODY))
 
     @property
     def ending(self) -> tuple[str, ...]:
-        """The lines of the return."""
+        """The lines of the return statement."""
         return fitted(f"return {self.returns}", BODY)
 
 
 def docstring(text: str) -> list[str]:
-    """The lines of a docstring, wrapped."""
+    """Returns the lines of a docstring, wrapped."""
     if not text:
         return []
     if len(text) + 10 <= WIDTH:
@@ -67,7 +71,7 @@ def docstring(text: str) -> list[str]:
 
 
 def types_doc(inputs: Iterable[Named], outputs: Sequence[TensorType]) -> str:
-    """A line that states what goes in and what comes out; inputs of one type stand together."""
+    """Returns a line with the types of the inputs and outputs. Inputs of one type are grouped."""
     by_type: dict[str, list[str]] = {}
     for name, type in inputs:
         by_type.setdefault(typed(type), []).append(name)
@@ -76,12 +80,16 @@ def types_doc(inputs: Iterable[Named], outputs: Sequence[TensorType]) -> str:
 
 
 def typed(type: TensorType) -> str:
-    """A type with the names that sizes have in code."""
+    """Returns a type with the names that sizes have in code."""
     return f"{type.dtype}[{', '.join(map(spelled, type.shape))}]"
 
 
 def applied(group: Group, name: str, args: Sequence[str]) -> str:
-    """A group over `args`: one that takes rows is given them as one dim, however many they are in."""
+    """Returns the call of a group's function on `args`.
+
+    For a group that takes rows, several leading dims of an argument are flattened to one dim, and the result is
+    unflattened.
+    """
     first, flat = "", list(args)
     if group.takes_rows:
         for i, (_, type) in enumerate(group.forward.inputs):
@@ -96,13 +104,13 @@ def applied(group: Group, name: str, args: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Speller:
-    """The text of nodes that are no plain ops: kernels chosen by the plan, fused groups, loops over time, calls.
+    """Renders nodes that are not plain ops: kernels of the plan, fused groups, loops over time and calls.
 
     Attributes:
         plan: the plan.
-        flags: for each program, what is true of it, such as `training`.
-        sections: the flags that each method asks for.
-        keeps: what programs call their state.
+        flags: the flags that are true of each program, such as `training`.
+        sections: the flags that each shared method has as arguments.
+        keeper: the name of the state argument in programs.
     """
 
     plan: Plan
@@ -126,7 +134,7 @@ class Speller:
         return f"{kernel}({', '.join(args)})" if kernel else None
 
     def _section(self, graph: Graph, op: Section, args: Sequence[str]) -> str:
-        """A call of a method that programs share."""
+        """Returns the call of a method that several programs share."""
         pairs = list(zip(op.names, args, strict=True))
         given = [text for name, text in pairs if name not in op.optional]
         given += [f"{name}={text}" for name, text in pairs if name in op.optional and text != NONE]
@@ -135,8 +143,10 @@ class Speller:
         return f"self.{op.method}({', '.join(given)})"
 
     def kernel(self, graph: Graph, node: Node) -> str:
-        """The function of a node's kernel; empty where Torch runs it as it is written. A node of a group that nothing
-        is learned through stands in the program itself."""
+        """Returns the function of a node's kernel; empty if Torch runs the node without a kernel of its own.
+
+        Nodes of a group without a backward are inlined in the program, so their choice is looked up in the group.
+        """
         homes = [graph]
         for group in self.plan.programs.groups:
             own = group.forward.by_name.get(node.name)

@@ -1,4 +1,4 @@
-"""Turns fused groups into text: an autograd.Function where a group is learned through, else a plain function."""
+"""Renders each fused group that has a backward as an autograd.Function."""
 
 import re
 from collections.abc import Sequence
@@ -15,8 +15,11 @@ from specc.compiler.render.function import LOCALS, Function, Speller, docstring
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """A fused group as an autograd.Function: `saved` is what its forward keeps, `restored` the names that this has in
-    the backward, empty where the backward passes all of it on at once."""
+    """A fused group as an autograd.Function.
+
+    `saved` are the values that its forward saves. `restored` are their names in the backward; it is empty if the
+    backward passes all of them on directly.
+    """
 
     name: str
     doc: tuple[str, ...]
@@ -27,7 +30,7 @@ class GroupContext:
 
 
 def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
-    """The groups that are learned through, those that compute the same as one."""
+    """Returns the groups that have a backward. Groups that compute the same share one context."""
     names = group_functions(plan.programs)
     learned = [group for group in plan.programs.groups if group.backward.outputs]
     firsts = {names[group.name]: group for group in reversed(learned)}
@@ -38,7 +41,10 @@ def group_contexts(plan: Plan) -> tuple[GroupContext, ...]:
 
 
 def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupContext:
-    """A group that is learned through: one with products takes rows of any leading shape as one dim."""
+    """Returns the context of a group with a backward.
+
+    A group with products accepts rows with any leading shape, flattened to one dim.
+    """
     forward = _body(plan, group.forward, frozenset(group.saved))
     (_, result), *_ = group.forward.outputs
     results = dict(group.forward.outputs)
@@ -96,10 +102,10 @@ def _group_doc(plan: Plan, group: Group) -> str:
 
 
 def _replaced(lines: Sequence[str], returns: str, pattern: str, text: str) -> tuple[tuple[str, ...], str]:
-    """Lines and what they return, with what matches a pattern replaced."""
+    """Returns the lines and the returned expression with a pattern replaced."""
     return tuple(re.sub(pattern, text, line) for line in lines), re.sub(pattern, text, returns)
 
 
 def _times(text: str, name: str) -> int:
-    """How often Python text reads a variable."""
+    """Returns how often Python text reads a variable."""
     return len(re.findall(rf"(?<![\w.]){name}\b", text))

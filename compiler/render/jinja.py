@@ -1,4 +1,4 @@
-"""The one Jinja environment. Text reaches a template only through a typed context and these filters."""
+"""The Jinja environment. Templates receive text only through a typed context and the filters of this module."""
 
 import ast
 import importlib.resources
@@ -18,7 +18,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _py(value: object) -> str:
-    """A Python literal, its strings in double quotes."""
+    """Returns a Python literal, with strings in double quotes."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, int | float | bool) or value is None:
@@ -27,7 +27,7 @@ def _py(value: object) -> str:
 
 
 def _cpp(value: object) -> str:
-    """A C++ literal of a number or a flag."""
+    """Returns a C++ literal of a number or a flag."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -38,14 +38,14 @@ def _cpp(value: object) -> str:
 
 
 def _ident(value: object) -> str:
-    """A name, refused if it is none."""
+    """Returns the identifier itself. Raises TypeError if the value is not an identifier."""
     if isinstance(value, str) and _IDENTIFIER.fullmatch(value):
         return value
     raise TypeError(f"not an identifier: {value!r}")
 
 
 class TemplateFault(SpeccError):
-    """A template that renders no code: `message` names its file and line."""
+    """An error in a template. `message` states its file and line."""
 
 
 class _Loader(jinja2.BaseLoader):
@@ -57,13 +57,16 @@ class _Loader(jinja2.BaseLoader):
 
 
 def exists(template: str) -> bool:
-    """Whether there is such a template."""
+    """Returns whether the template exists."""
     return importlib.resources.files("specc.templates").joinpath(template).is_file()
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """Strict: an undefined name raises. Blocks leave no blank lines behind."""
+    """Returns the Jinja environment.
+
+    Undefined names raise an error. Lines with only a block tag leave no blank line.
+    """
     env = jinja2.Environment(
         loader=_Loader(),
         undefined=jinja2.StrictUndefined,
@@ -78,9 +81,16 @@ def environment() -> jinja2.Environment:
 
 
 def render(template: str, context: object, source: str, key: str) -> str:
-    """The text of `template` over a typed context, for the spec file named `source`.
+    """Returns the text of `template`.
 
-    Raises TemplateFault where it asks for what there is not, or renders Python that does not parse.
+    Args:
+        template: the path of the template in `specc.templates`.
+        context: the typed context, `c` in the template.
+        source: the path of the spec file, for headers.
+        key: the plan key, for headers.
+
+    Raises:
+        TemplateFault: if the template is invalid, reads an undefined name, or renders Python that does not parse.
     """
     try:
         loaded = environment().get_template(template)
@@ -96,7 +106,7 @@ def render(template: str, context: object, source: str, key: str) -> str:
 
 
 def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
-    """The template and line that an error of rendering comes from: the innermost of Jinja's frames."""
+    """Returns the template and line of a rendering error, from the innermost frame of Jinja."""
     root, place = str(importlib.resources.files("specc.templates")), (template, 1)
     for frame, line in traceback.walk_tb(error.__traceback__):
         if (file := frame.f_code.co_filename).endswith(".jinja"):
@@ -105,7 +115,10 @@ def _place_in_template(error: Exception, template: str) -> tuple[str, int]:
 
 
 def _require_python(text: str, template: str) -> None:
-    """Raises TemplateFault, with the line of the template where it stands there as rendered, unless `text` parses."""
+    """Raises TemplateFault if `text` is not valid Python.
+
+    The error has the template's line, if the wrong line is in the template as rendered.
+    """
     try:
         ast.parse(text)
     except SyntaxError as error:

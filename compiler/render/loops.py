@@ -1,4 +1,4 @@
-"""Spells a rolled loop over blocks, and a scan as a loop over time."""
+"""Renders rolled loops over blocks, and scans as loops over time."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +11,16 @@ from specc.compiler.render.blocks import BlockClass, Tables
 from specc.compiler.render.body import Body
 from specc.compiler.render.function import Function
 
-CACHE = "cache"  # a list with a tuple for each block
-STATE = "state"  # a dict with a tuple for each place in the spec
+CACHE = "cache"  # a list with one tuple per block
+STATE = "state"  # a dict with one tuple per path in the spec
 
 
 def define_tables(loops: Sequence[Loop], tables: Tables) -> None:
-    """Adds the tables that loops over blocks read: their order, what only some of them are given, what joins them."""
+    """Adds the tables that loops over blocks read.
+
+    They are the order of the blocks, the blocks that receive an optional input, and the earlier outputs that are
+    joined.
+    """
     for loop in loops:
         for name, layers in loop.some:
             table = tables.add(loop.at, name.upper(), _set(layers), f"blocks that are given {name}", layers)
@@ -40,7 +44,7 @@ def _set(layers: Sequence[int]) -> str:
 
 
 def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
-    """The blocks ahead of which a join is no `forward`, by what it is."""
+    """Returns the blocks before which a join calls a method other than `forward`, by method."""
     found: dict[str, list[int]] = {}
     for layer, method in loop.join_methods:
         found.setdefault(method, []).append(layer)
@@ -48,7 +52,7 @@ def _flagged(loop: Loop) -> Mapping[str, Sequence[int]]:
 
 
 def _table(tables: Tables, text: str) -> str:
-    """The name of a table by its text."""
+    """Returns the name of the table with this text."""
     return next(name for name, value in tables.values.items() if value == text)
 
 
@@ -61,22 +65,22 @@ def loop_lines(
     first: int,
     flags: Mapping[str, frozenset[int]],
 ) -> None:
-    """Adds a loop over blocks.
+    """Adds a loop over blocks to a function body.
 
     Args:
-        body: the function that it is in.
+        body: the body of the function.
         slot: the loop.
         block: the class of its blocks.
         tables: the tables of the module.
-        keeper: what the function calls its state.
-        first: where in a cache the state of the first block is.
-        flags: the variants in which a flag of the blocks is true.
+        keeper: the name of the state argument in the function.
+        first: the index of the first block's state in a cache.
+        flags: for each flag of the blocks, the variants in which it is true.
     """
     loop = slot.node.op
     assert isinstance(loop, Loop)
     start, *given = slot.inputs
     for operand in given:
-        if operand[0][0] in body.pending:  # every block reads it, so it is computed once, before
+        if operand[0][0] in body.pending:  # every block reads it, so it is computed once, before the loop
             body.write(operand[0][0])
     text = body.text(start)
     body.pending.pop(start[0][0], None)
@@ -105,7 +109,7 @@ def loop_lines(
 
 
 def _by_variant(body: Body, slot: Slot, texts: Mapping[int, str]) -> str:
-    """What differs from variant to variant as one expression."""
+    """Returns one expression for texts that differ between variants."""
     first, *others = dict.fromkeys(texts[variant] for variant in sorted(slot.nodes))
     for other in others:
         where = frozenset(variant for variant, text in texts.items() if text == other)
@@ -114,7 +118,7 @@ def _by_variant(body: Body, slot: Slot, texts: Mapping[int, str]) -> str:
 
 
 def _order(body: Body, slot: Slot, tables: Tables) -> tuple[list[str], str, str]:
-    """Lines ahead of the loop, what it runs over, and what its blocks are counted by."""
+    """Returns the lines before the loop, the expression that it iterates over, and the name of its index."""
     loops = {variant: node.op for variant, node in slot.nodes.items() if isinstance(node.op, Loop)}
     if not any(loop.repeats for loop in loops.values()):
         return [], f"self.{loops[slot.first].at}", "i"
@@ -140,7 +144,7 @@ def _arguments(
     flags: Mapping[str, frozenset[int]],
     index: str,
 ) -> tuple[list[str], list[str]]:
-    """What a block is given behind the stream; and the lines ahead of the call."""
+    """Returns the arguments of a block's call after the residual stream, and the lines before the call."""
     loop = slot.node.op
     assert isinstance(loop, Loop)
     some = dict(loop.some)
@@ -172,7 +176,7 @@ def _arguments(
         kept = f"{CACHE}[{at}]" if keeper == CACHE else f'{STATE}[f"{loop.at}.{{i}}"]'
         kept = kept if _keeps(slot) else "()"
         if keeping != slot.where:
-            body.condition(keeping)  # which asks for the state
+            body.condition(keeping)  # records the use of the state
             kept = f"{keeper} and {kept}"
         ordered.append(f"cache={kept}")
     for flag in block.flags:
@@ -180,7 +184,7 @@ def _arguments(
         if where == slot.where:
             ordered.append(f"{flag}=True")
         elif where:
-            body.condition(where)  # which asks for the flag
+            body.condition(where)  # records the use of the flag
             ordered.append(f"{flag}={flag}")
     return ordered, inner
 
@@ -190,7 +194,10 @@ def _node_keeps(node: Node) -> bool:
 
 
 def _joins(body: Body, slot: Slot, tables: Tables, name: str, index: str, ahead: list[str]) -> list[str]:
-    """The lines that join an earlier output to the stream ahead of a block; `ahead` learns those ahead of the loop."""
+    """Returns the lines that join an earlier output to the residual stream before a block.
+
+    Lines that belong before the loop are appended to `ahead`.
+    """
     loops = {variant: node.op for variant, node in slot.nodes.items() if isinstance(node.op, Loop)}
     loop = loops[slot.first]
     if not any(one.joins for one in loops.values()):
@@ -212,15 +219,15 @@ def _joins(body: Body, slot: Slot, tables: Tables, name: str, index: str, ahead:
 
 
 def begin_lines(body: Body, slot: Slot) -> None:
-    """Adds a dict with what every block begins with. All blocks are given the same."""
+    """Adds a dict of the initial state of every block. All blocks receive the same arguments."""
     begin = slot.node.op
     assert isinstance(begin, Begin)
     for operand in slot.inputs:
-        if operand[0][0] in body.pending:  # every block reads it, so it is computed once, before
+        if operand[0][0] in body.pending:  # every block reads it, so it is computed once, before the loop
             body.write(operand[0][0])
     given = ", ".join(body.text(operand) for operand in slot.inputs)
     name = begin.at.rpartition(".")[2]
-    while name in body.reserved or name in body.held:  # blocks may be called as a value or a function is
+    while name in body.reserved or name in body.held:  # the list of blocks may have the name of a value or a function
         name = f"{name}_begun"
     key = f'f"{begin.at}.{{i}}"'
     body.line(f"{name} = {{{key}: block.begin({given}) for i, block in enumerate(self.{begin.at})}}")
@@ -228,12 +235,15 @@ def begin_lines(body: Body, slot: Slot) -> None:
 
 
 def scans(graphs: Sequence[Graph]) -> Iterator[tuple[Node, Scan]]:
-    """The loops over time of some programs."""
+    """Yields the loops over time of some programs."""
     return ((node, node.op) for graph in graphs for node in graph.nodes if isinstance(node.op, Scan))
 
 
 def time_loop(step: Graph, scan: Node, drops: bool) -> Function:
-    """The method that runs `step` over all positions; where training `drops`, one with a flag that chooses the step."""
+    """Returns the method that runs `step` at all positions.
+
+    If `drops` is true, the method has a flag `training`, which selects the training step with dropout.
+    """
     assert isinstance(scan.op, Scan)
     names = [name for name, _ in step.inputs]
     last = scan.op.carried + scan.op.stepped

@@ -1,4 +1,7 @@
-"""Turns a plan into what templates/torch/model.py.jinja may know: classes, methods, groups, tables, all as text."""
+"""Converts a plan to the context of templates/torch/model.py.jinja.
+
+The context has classes, methods, groups and tables, all as text.
+"""
 
 import re
 import textwrap
@@ -26,14 +29,14 @@ from specc.compiler.render.program import METHODS, Methods, flags_of, keeper_of,
 
 @dataclass(frozen=True, slots=True)
 class OpContext:
-    """The file of an op: the package it belongs to, where it is imported by itself."""
+    """The context of an op's file. `package` is the package of the file, for imports outside model.py."""
 
     package: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelContext:
-    """The whole of model.py. `ops` are functions that stand in files of their own, as they register ops with Torch."""
+    """The context of model.py. `ops` are functions in separate files, because they register ops with Torch."""
 
     TEMPLATE: ClassVar[str] = "torch/model.py.jinja"
     header: tuple[str, ...]
@@ -51,8 +54,10 @@ class ModelContext:
 
 
 def model_context(plan: Plan) -> ModelContext:
-    """The context of model.py for `plan`; `supports` still holds template names, which build.py replaces by their
-    text."""
+    """Returns the context of model.py for `plan`.
+
+    `supports` contains template names, which build.py replaces by the templates' text.
+    """
     programs = plan.programs
     groups = group_contexts(plan)
     called = {c.rendered.module: plan.called(c) for c in plan.choices if c.rendered.module}
@@ -106,14 +111,14 @@ def model_context(plan: Plan) -> ModelContext:
 
 
 def _sizes(sizes: Sequence[tuple[str, int, str]]) -> Iterator[str]:
-    """The lines that name sizes."""
+    """Yields the lines that define sizes, eight per line."""
     for start in range(0, len(sizes), 8):
         row = sizes[start : start + 8]
         yield f"{', '.join(name for name, _, _ in row)} = {', '.join(str(int(value)) for _, value, _ in row)}"
 
 
 def _by_number(entry: tuple[str, str]) -> str:
-    """Sorts n9 before n10, as import sorters do."""
+    """Returns a sort key that orders n9 before n10, as import sorters do."""
     return re.sub(r"\d+", lambda digits: digits[0].zfill(12), entry[0])
 
 
@@ -141,7 +146,7 @@ def _supports(graph: Graph) -> Iterator[str]:
 
 
 def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:
-    """The classes of blocks and of loops over time, and the model's."""
+    """Returns the classes of blocks and of loops over time, and the class of the model."""
     programs = plan.programs
     keeper = keeper_of(programs)
     speller = Speller(plan, flags_of(programs), {}, keeper)
@@ -189,7 +194,7 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
 
 
 def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], tuple[str, ...]]:
-    """The programs without those that are another by their code, and these as aliases."""
+    """Returns the programs without those whose code equals that of an earlier program, and aliases for the latter."""
     known: dict[object, Graph] = {}
     aliases: list[str] = []
     for graph in rolled:
@@ -203,18 +208,18 @@ def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], t
 
 
 def _taken(programs: Programs) -> frozenset[str]:
-    """The names that methods of the model have."""
+    """Returns the names of the model's methods."""
     return frozenset((*(METHODS.get(graph.name, graph.name) for graph in programs.programs), "new_cache"))
 
 
 def _sides(programs: Programs) -> frozenset[str]:
-    """The first words of paths that name a side of the model, such as `encoder`."""
+    """Returns the first words of paths that name a side of the model, such as `encoder`."""
     paths = [path.split(".") for graph in programs.programs for path, _ in graph.params]
     return frozenset(path[0] for path in paths if len(path) > 2) - {path[0] for path in paths if len(path) == 2}
 
 
 def _steps(programs: Programs) -> Sequence[str]:
-    """The classes of functions that no block of a list runs: those of loops over time."""
+    """Returns the class names of functions that no block of a list calls, i.e. of loops over time."""
     inside = {
         node.op.callee
         for graph in programs.programs
@@ -225,7 +230,7 @@ def _steps(programs: Programs) -> Sequence[str]:
 
 
 def _step_class(plan: Plan, name: str, reserved: frozenset[str]) -> ClassContext:
-    """The class of a loop over time: its steps, and the loop."""
+    """Returns the class of a loop over time, with its step methods and the loop."""
     own = [graph for graph in plan.programs.functions if owner(graph.name) == name]
     functions = [without_scoring_groups(plan.programs, graph) for graph in own]
     params = tuple(dict.fromkeys(entry for graph in functions for entry in graph.params))
@@ -268,7 +273,7 @@ def _init(programs: Programs, params: Sequence[Named], blocks: dict[str, BlockCl
 
 
 def _constants(programs: Programs) -> Iterator[str]:
-    """What the model says of itself to those who compile it."""
+    """Yields class attributes of the model for code that compiles it."""
     nodes = (node for graph in programs.graphs for node in graph.nodes)
     if names := sorted({node.op.name for node in nodes if node.op.apart}):
         yield f"fullgraph = False  # Torch's compiler takes it in parts: each {' and '.join(names)} runs as it is"

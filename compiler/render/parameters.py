@@ -1,4 +1,4 @@
-"""Parameters and buffers of a class, under the names that the spec gives them."""
+"""Parameters and buffers of a class, under the names of the spec."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from specc.compiler.ir.graph import Named, TensorType, spelled
 from specc.compiler.render.body import BODY
 from specc.compiler.render.function import Function
 
-# What deployed models keep apart from their parameters: the numbers of products in int8.
+# The dtypes of buffers, in which deployed models store the operands of int8 products.
 STORED = {"i8": "torch.int8", "i32": "torch.int32", "f32": "torch.float32"}
 
 BUFFERS = "BUFFERS"
@@ -16,7 +16,7 @@ BUFFERS = "BUFFERS"
 
 @dataclass(frozen=True, slots=True)
 class ClassContext:
-    """An nn.Module: the arguments it is built with, the lines that do so, its methods."""
+    """An nn.Module as text: its constructor arguments, the lines of its constructor, and its methods."""
 
     name: str
     doc: tuple[str, ...]
@@ -29,20 +29,24 @@ class ClassContext:
 
     @property
     def code(self) -> tuple[str, ...]:
-        """The lines that build it, none too long."""
+        """The lines of the constructor, each within the line length."""
         return tuple(text for line in self.init for text in fitted(line, BODY))
 
 
 def parameter_lines(
     params: Sequence[Named], where: Mapping[str, str] | None = None, modules: Sequence[str] = (), table: str = BUFFERS
 ) -> tuple[str, ...]:
-    """The lines that create parameters.
+    """Returns the lines that create parameters and buffers.
 
     Args:
-        params: their paths and types. Those that are stored are buffers.
-        where: for parameters that not every module of the class has, the condition under which it has them.
-        modules: paths of modules that others create, of which the holders are made here.
-        table: the name of the table of what is stored.
+        params: the paths and types of the parameters. Those whose type has `storage` become buffers.
+        where: the condition under which an instance of the class has a parameter, for those that not all instances
+            have.
+        modules: paths of modules that are created elsewhere; the lines create their parent modules.
+        table: the name of the table of buffers.
+
+    Returns:
+        The lines of the constructor.
     """
     where = where or {}
     holders: dict[str, list[tuple[str, str, str]]] = {}
@@ -82,12 +86,12 @@ def parameter_lines(
 
 
 def buffer_tables(params: Sequence[Named], table: str = BUFFERS) -> tuple[str, ...]:
-    """The definition of the table of what is stored apart from parameters; none where nothing is."""
+    """Returns the definition of the table of buffers; empty if there are none."""
     stored = [(path, type) for path, type in params if type.storage]
     rows = [f'    "{path}": ({_shape(type)}, {STORED[type.dtype]}),' for path, type in stored]
     return ("\n".join((f"{table} = {{", *rows, "}")),) if rows else ()
 
 
 def _shape(type: TensorType) -> str:
-    """A shape as a tuple."""
+    """Returns a shape as the text of a tuple."""
     return f"({', '.join(map(spelled, type.shape))}{',' if len(type.shape) == 1 else ''})"

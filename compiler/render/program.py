@@ -1,4 +1,4 @@
-"""Programs as methods of the model, and what several of them share as methods that they call."""
+"""Renders programs as methods of the model, and their common parts as shared methods."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,20 +14,23 @@ from specc.compiler.render.body import Body, Fact, constants_of
 from specc.compiler.render.function import Function, Speller, types_doc
 from specc.compiler.render.loops import CACHE, STATE, begin_lines, loop_lines
 
-METHODS = {"train": "forward"}  # a module is called to train it; other programs are methods of their own names
+METHODS = {"train": "forward"}  # the training program is `forward`; other programs have their own names
 TYPES = {CACHE: "list[tuple[Tensor, ...]]", STATE: "dict[str, tuple[Tensor, ...]]"}
 ONCE = "_once"
 
 
 def keeper_of(programs: Programs) -> str:
-    """What programs call the state that they read or make: a cache, or of pairs a state by place in the spec."""
+    """Returns the name of the state argument: a cache, or for models of pairs a state dict by path in the spec."""
     names = [name for graph in programs.programs for name, _ in graph.inputs]
     names += [label for graph in programs.programs for label, _ in graph.outputs]
     return STATE if any(name.startswith(f"{STATE}.") for name in names) else CACHE
 
 
 def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
-    """What is true of each program: it trains, it rounds the inputs of products, it runs each block once."""
+    """Returns the flags of each program.
+
+    `training`: it trains. `rounded`: it fake-quantizes the inputs of products. `once`: it runs each block once.
+    """
     trains = {"train", *(phase.train for phase in programs.phases)}
     return {
         graph.name: frozenset(
@@ -45,7 +48,7 @@ def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
 
 @dataclass(frozen=True)
 class Methods:
-    """Everything that methods of the model are spelled with."""
+    """The context in which the methods of the model are rendered."""
 
     plan: Plan
     speller: Speller
@@ -53,10 +56,10 @@ class Methods:
     tables: Tables
     reserved: frozenset[str]
     sides: frozenset[str]
-    own: tuple[str, ...]  # the state that no block has, in order
+    own: tuple[str, ...]  # the state outside of blocks, in order
 
     def shared(self, name: str, merged: Merged) -> tuple[Function, tuple[str, ...]]:
-        """A method that several programs call, and the flags that it asks for."""
+        """Returns a method that several programs call, and the flags that it has as arguments."""
         keeper = self.speller.keeper
         flags = self._flags(merged)
         keeping = frozenset(v for v, graph in enumerate(merged.variants) if self._keeps(graph))
@@ -84,7 +87,7 @@ class Methods:
         return Function(name, doc, tuple(arguments), lines, body.returned(), annotation), asked
 
     def program(self, graph: Graph, original: Graph) -> Function:
-        """The method of one program; `original` is it before anything was taken out."""
+        """Returns the method of one program. `original` is the program before its common parts were outlined."""
         keeper = self.speller.keeper
         inputs = [(name, type) for name, type in graph.inputs if not name.startswith(f"{keeper}.")]
         outputs = [(label, ref) for label, ref in graph.outputs if not label.startswith(f"{keeper}.")]
@@ -124,7 +127,7 @@ class Methods:
         return {name: frozenset(i for i, flags in enumerate(of) if name in flags) for name in names}
 
     def _keeps(self, graph: Graph) -> bool:
-        """Whether a graph reads state."""
+        """Returns whether a graph reads state."""
         prefix = f"{self.speller.keeper}."
         loops = any(isinstance(node.op, Loop) and (node.op.keeps or node.op.extends) for node in graph.nodes)
         return loops or any(name.startswith(prefix) for name, _ in graph.inputs)
@@ -176,7 +179,10 @@ class Methods:
     def _unpacked(
         self, state: Sequence[str], names: dict[str, str], where: Where
     ) -> list[tuple[frozenset[str], str, Where]]:
-        """The lines that take the state of stages that are no blocks, by place; `names` learns what each is called."""
+        """Returns the lines that unpack the state of stages outside of blocks, by path.
+
+        The name of each state value is added to `names`.
+        """
         keys = [name.rpartition(".")[2] for name in state]
         taken = set(names.values())
         every = _places(
@@ -199,7 +205,10 @@ class Methods:
 
 
 def _places(names: Sequence[str]) -> Mapping[str, list[str]]:
-    """State by its place: `state.decoder.lstm.h` is at `decoder.lstm`; that of a block is at the block."""
+    """Returns state names grouped by path.
+
+    `state.decoder.lstm.h` has the path `decoder.lstm`. State in a block has the path of the block.
+    """
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         words = name.split(".")[1:]
@@ -210,7 +219,7 @@ def _places(names: Sequence[str]) -> Mapping[str, list[str]]:
 
 
 def _entries(body: Body, graph: Graph) -> Iterator[str]:
-    """The entries of the dict of a new state."""
+    """Yields the entries of the dict of a new state."""
     operands = dict(body.merged.outputs)
     begins = {node.name for node in graph.nodes if isinstance(node.op, Begin)}
     done: dict[str, str] = {}
@@ -225,7 +234,10 @@ def _entries(body: Body, graph: Graph) -> Iterator[str]:
 
 
 def _wanted(merged: Merged) -> dict[str, str]:
-    """The name that blocks have for what the first of them starts from, where all are given that besides."""
+    """Returns preferred names: `x` for a loop's result, and the blocks' argument name for a loop's initial value.
+
+    The latter applies if all blocks also receive the initial value as an argument.
+    """
     found: dict[str, str] = {}
     for slot in merged.slots:
         if isinstance(slot.node.op, Loop):
@@ -238,14 +250,23 @@ def _wanted(merged: Merged) -> dict[str, str]:
 
 
 def own_state(rolled: Sequence[Graph]) -> tuple[Named, ...]:
-    """The state in a list of programs, as far as no block keeps it."""
+    """Returns the entries of the cache of the rolled programs that are outside of blocks."""
     graph = next((graph for graph in rolled if any(name.startswith(f"{CACHE}.") for name, _ in graph.inputs)), None)
     return tuple(entry for entry in graph.inputs if entry[0].startswith(f"{CACHE}.")) if graph is not None else ()
 
 
 def new_cache(graph: Graph, own: Sequence[Named], param: str, tables: Tables) -> Function:
-    """The method that makes empty state: of the embedding, where it keeps some, and a tuple of tensors a run of a
-    block, all of which keep the same."""
+    """Returns the method that creates an empty cache.
+
+    The cache has the state of the embedding, if there is any, then one tuple of tensors per run of a block. All blocks
+    have state of the same types.
+
+    Args:
+        graph: a program that reads the cache.
+        own: the state outside of blocks.
+        param: the name of a parameter, whose dtype and device the cache has.
+        tables: the tables of the module.
+    """
     blocks = [node for node in graph.nodes if field_of(node) == "blocks"]
     kept = [type for name, type in graph.inputs if name.startswith(f"{CACHE}.") and (name, type) not in own]
     each = kept[: len(kept) // len(blocks)]
@@ -267,6 +288,6 @@ def new_cache(graph: Graph, own: Sequence[Named], param: str, tables: Tables) ->
 
 
 def _empty(type: TensorType) -> str:
-    """An empty tensor of state."""
+    """Returns the expression of an empty tensor of state."""
     dims = ", ".join({"B": "rows", "S": "positions"}.get(str(dim), spelled(dim)) for dim in type.shape)
     return f"new({dims})" if type.floating else f"new({dims}, dtype=torch.int64)"

@@ -1,1 +1,1 @@
-"""PLAN.md, the summary, and what `explain` prints."""
+"""Reports about a plan: PLAN.md, the summary, and the output of `specc explain`."""

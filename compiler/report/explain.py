@@ -1,4 +1,4 @@
-"""Says which kernel computes a node, and why no other does."""
+"""Explains which kernel computes a node, and why the other kernels do not."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +14,11 @@ from specc.compiler.programs.programs import Parameter, Programs
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """One node on one target, or of what runs from an artifact there: `target` names the folder. `rejected` are the
-    kernels not chosen, each with its reason."""
+    """The kernel of one node on one target.
+
+    `target` is the folder of the plan's files: that of a target, or that of a deployed plan. `rejected` are the other
+    kernels, each with the reason why it was not chosen.
+    """
 
     target: str
     node: str
@@ -27,15 +30,20 @@ class Explained:
     rejected: tuple[tuple[str, str], ...]
 
     def data(self) -> dict[str, Any]:
-        """The row as JSON has it."""
+        """Returns the row as JSON data."""
         rejected = [{"kernel": kernel, "reason": reason} for kernel, reason in self.rejected]
         plain = {name: getattr(self, name) for name in ("target", "node", "label", "op", "kernel", "tile")}
         return {**plain, "files": list(self.files), "rejected": rejected}
 
 
 def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explained]:
-    """The nodes whose path `node` covers (it may be a pattern, or a path of one block), all products where it is
-    None. `folder` is that of the plan's files, the target's where it is empty."""
+    """Yields a row for each node that `node` covers.
+
+    Args:
+        plan: the plan.
+        node: a node's path, a path in one block, or a pattern; None for all products.
+        folder: the folder of the plan's files; the target's name if empty.
+    """
     folder = folder or plan.target.name
     told: set[Explained] = set()
     for choice in plan.choices:
@@ -50,7 +58,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
             row = Explained(folder, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected)
-            if row not in told:  # two groups may have the same product
+            if row not in told:  # two groups may contain the same product
                 told.add(row)
                 yield row
     if node is None:
@@ -64,7 +72,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
 
 
 def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
-    """Path and node of all that no kernel was looked for, and why none was."""
+    """Yields the path of each node without a choice of kernel, the node, and the reason."""
     programs = plan.programs
     for graph in programs.graphs:
         for node in graph.nodes:
@@ -87,7 +95,7 @@ def _covers(asked: str, path: str) -> bool:
 
 
 def text_of(row: Explained) -> str:
-    """The row as people read it."""
+    """Returns the row as text for display."""
     lines = [f"{row.label} on {row.target}: {row.kernel}{f', {row.tile}' if row.tile else ''}"]
     lines += [f"  {row.op}", *(f"  file: {row.target}/{name}" for name in row.files)]
     lines += [f"  not {kernel}: {reason}" for kernel, reason in row.rejected]
@@ -95,14 +103,17 @@ def text_of(row: Explained) -> str:
 
 
 def _parameter_line(param: Parameter) -> str:
-    """A row of the parameter table as a comment: what `assign_optimizers` and `assign_quant` state."""
+    """Returns a row of the parameter table as a comment: type, storage and optimizer."""
     owner = f", optimizer {param.optimizer}" if param.optimizer is not None else ""
     return f"# {param.name} : {TensorType(param.shape, param.dtype, param.storage)}{owner}"
 
 
 def graphs_text(programs: Programs, program: str | None) -> str:
-    """The parameter table and every graph, or one graph alone, in the text form that parses back; groups as their
-    forward and backward."""
+    """Returns the graphs of a plan in the text form of the IR, which can be parsed again.
+
+    If `program` is None, the text is the parameter table, every graph, and the forward and backward of every fused
+    group. Otherwise it is the graph of that name.
+    """
     graphs = [graph for graph in programs.graphs if program in (None, graph.name)]
     parts = [str(graph) for graph in graphs]
     if program is None:

@@ -1,4 +1,4 @@
-"""The int8 products of a deployed plan as rows: who computes what, of which extents, and what is padded."""
+"""The int8 products of a deployed plan as rows: kernel, extents and padding."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,8 +11,11 @@ from specc.compiler.plan.plan import Choice, Plan
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """One product [M, K] x [N, K]^T. `m` is spelled in the programs' sizes; `whole_n` and `whole_k` are what the model
-    has, `n` and `k` what the kernel is given, padded with zeros."""
+    """One product [M, K] x [N, K]^T.
+
+    `m` is an expression in the programs' sizes. `whole_n` and `whole_k` are the extents of the model; `n` and `k` are
+    those of the kernel, which are padded with zeros.
+    """
 
     node: str
     module: str
@@ -27,7 +30,7 @@ class ProductRow:
 
     @property
     def extents(self) -> str:
-        """E.g. `N 31 -> 32, K 128`."""
+        """The extents N and K as text, e.g. `N 31 -> 32, K 128` if N is padded from 31 to 32."""
         n, k = (
             f"{whole} -> {given}" if whole != given else str(given)
             for whole, given in ((self.whole_n, self.n), (self.whole_k, self.k))
@@ -35,7 +38,7 @@ class ProductRow:
         return f"N {n}, K {k}"
 
     def data(self) -> dict[str, Any]:
-        """The row as JSON has it."""
+        """Returns the row as JSON data."""
         names = ("node", "kernel", "language", "module", "tile", "m", "n", "k")
         padded = {"n": [self.whole_n, self.n], "k": [self.whole_k, self.k]}
         shown = {name: pair for name, pair in padded.items() if pair[0] != pair[1]}
@@ -43,7 +46,7 @@ class ProductRow:
 
 
 def products(plan: Plan) -> Iterator[ProductRow]:
-    """A row for each int8 product of a plan, in its order."""
+    """Yields a row for each distinct int8 product of a plan, in the plan's order."""
     told: set[ProductRow] = set()
     for choice in plan.choices:
         op, types = choice.site.node.op, choice.site.inputs
@@ -64,18 +67,18 @@ def products(plan: Plan) -> Iterator[ProductRow]:
             whole_n,
             whole_k,
         )
-        if row not in told:  # a node stands in every program that has it
+        if row not in told:  # several programs may contain the same node
             told.add(row)
             yield row
 
 
 def path_of(choice: Choice) -> str:
-    """The path of the product in the spec, whatever it was padded to or joined by."""
+    """Returns the product's path in the spec, without suffixes of padding and fusion."""
     return choice.site.label.split(" ")[0].removesuffix(".padded")
 
 
 def _whole(graph: Graph, product: Node, n: int) -> tuple[int, int]:
-    """N and K before padding."""
+    """Returns N and K before padding."""
     for reader in graph.consumers[product.name]:
         if isinstance(reader.op, CropColumns):
             n = reader.op.columns
@@ -88,7 +91,11 @@ def _whole(graph: Graph, product: Node, n: int) -> tuple[int, int]:
 
 
 def product_lines(deployed: Mapping[str, Plan]) -> list[str]:
-    """What `specc plan` says of them: a line for each kernel, the same on all targets but for what it is written in."""
+    """Returns the lines about int8 products that `specc plan` prints.
+
+    There is one line per kernel and extents, taken from the first target, because targets differ only in the kernels'
+    language.
+    """
     if not deployed:
         return []
     where = ", ".join(

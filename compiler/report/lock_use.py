@@ -1,4 +1,4 @@
-"""What of a lock applies to a spec, and what was measured for something else."""
+"""The use of a lock: which of its entries apply to a spec."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -10,18 +10,18 @@ from specc.compiler.plan.plan import Plan
 from specc.compiler.report.step import step_of
 from specc.compiler.spec.spec import Spec
 
-SHOWN = 4  # entries that a note names
+SHOWN = 4  # the most entries that a note names
 
 
 @dataclass(frozen=True, slots=True)
 class LockUse:
-    """How many entries a lock has, and those that apply to no node of a spec, as target and name."""
+    """The number of entries of a lock, and the entries that apply to no node of a spec, as target and name."""
 
     entries: int = 0
     idle: tuple[str, ...] = ()
 
     def note(self, spec: Path) -> str:
-        """What to tell people; empty where every entry applies."""
+        """Returns a note about the entries that do not apply; empty if all apply."""
         if not self.idle:
             return ""
         names = ", ".join(self.idle[:SHOWN])
@@ -31,14 +31,14 @@ class LockUse:
 
 
 def lock_use(lock: Lock, plans: Mapping[str, Plan], spec: Spec) -> LockUse:
-    """What of a lock the plans take. Targets of the spec that have no plan here are left out."""
+    """Returns which entries of a lock the plans use. Targets of the spec without a plan in `plans` are ignored."""
     targets = [target for target in lock.targets if target in plans or target not in spec.targets]
     entries = [entry for target in targets for entry in _of(lock, target, plans, spec)]
     return LockUse(len(entries), tuple(sorted(name for name, used in entries if not used)))
 
 
 def _of(lock: Lock, target: str, plans: Mapping[str, Plan], spec: Spec) -> Iterator[tuple[str, bool]]:
-    """Each entry of one target, and whether it applies."""
+    """Yields each entry of one target, and whether it applies."""
     locked, plan = lock.targets[target], plans.get(target)
     choices = plan.every_choice if plan is not None else ()
     taken = [lock.entry(target, choice.site) for choice in choices]

@@ -1,4 +1,4 @@
-"""PLAN.md, where a reviewer starts: a summary to decide from, then a row for each node."""
+"""PLAN.md: a summary for reviewers, then a row for each node."""
 
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +20,7 @@ HEADS = ("node", "what", "kernel, tile", "ms x calls", "floor")
 
 
 def plan_page(summary: Summary) -> str:
-    """The text of PLAN.md."""
+    """Returns the text of PLAN.md."""
     main = summary.main
     lines = [f"# {summary.spec.name}: plan", "", summary.head, "", *_step_table(summary), "", *_facts(summary)]
     lines += ["", f"## {main.target.name}: a row per node; ms of one call x calls a step", ""]
@@ -34,7 +34,7 @@ def plan_page(summary: Summary) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table in Markdown."""
+    """Returns the lines of a Markdown table."""
     return [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
@@ -51,7 +51,7 @@ def _step_table(summary: Summary) -> list[str]:
 
 
 def _facts(summary: Summary) -> Iterator[str]:
-    """What a reviewer decides by, a line each, and what is stored in which form."""
+    """Yields the main facts, one per line, and the table of stored forms."""
     main = summary.main
     facts = [f"Stored: {summary.stored}{f', {summary.choice}' if summary.choice else ''}."]
     facts += (f"{warning[0].upper()}{warning[1:]}." for warning in summary.storage.warnings)
@@ -79,7 +79,10 @@ def _ceilings(target: Target) -> str:
 
 
 def _rows(step: Step, plan: Plan) -> list[str]:
-    """The table of a target's nodes: those of a training step, then those of other programs alone."""
+    """Returns the table of a target's nodes.
+
+    The nodes of a training step come first, then those that only other programs contain, then those that pad or crop.
+    """
     rows = [_cells(row) for row in step.rows if row.site is not None or row.what]
     trained = {row.choice.site.key for row in step.rows if row.choice is not None}
     for choice in plan.choices:
@@ -99,7 +102,7 @@ def _cells(row: StepRow) -> tuple[str, ...]:
 
 
 def kernel_words(choice: Choice) -> str:
-    """The kernel of a node with its tile, and whether both were measured."""
+    """Returns a node's kernel with its tile. The suffix `by rule` marks a kernel that was not measured."""
     file = next(iter(sorted(choice.rendered.files, key=lambda name: not name.endswith(".cu"))), "")
     if not file:
         return choice.kernel.name
@@ -110,7 +113,7 @@ def kernel_words(choice: Choice) -> str:
 
 
 def _saved(plan: Plan) -> Iterator[str]:
-    """What groups save for their backward, and why not something else."""
+    """Yields what each group saves for its backward, and the reason."""
     if plan.save_choices:
         yield from ("", "Saved for the backward:", "")
         yield from map(_save_line, plan.save_choices)
@@ -132,7 +135,7 @@ def _saved_words(option: SaveChoice) -> str:
 
 
 def _not_chosen(plan: Plan) -> Iterator[str]:
-    """Kernels that were measured and are slower, and what somebody could do about the others."""
+    """Yields the kernels that were measured to be slower, and the kernels that a user action could enable."""
     shown = list(dict.fromkeys((*_slower(plan), *_packages(plan), *_refused(plan.programs))))
     if shown:
         yield from ("", "Why not another kernel (where it was measured, or somebody could act):", "", *shown)
@@ -146,7 +149,7 @@ def _slower(plan: Plan) -> Iterator[str]:
 
 
 def _packages(plan: Plan) -> Iterator[str]:
-    """Kernels of packages that are not part of the installation, where these were not measured."""
+    """Yields the kernels of optional packages that were not measured."""
     waiting: dict[str, dict[str, None]] = {}
     for choice in plan.choices:
         known = choice.measured.others if choice.measured is not None else {}
@@ -159,7 +162,10 @@ def _packages(plan: Plan) -> Iterator[str]:
 
 
 def _refused(programs: Programs) -> Iterator[str]:
-    """Why a product or attention outside groups could be in none that one fusion takes."""
+    """Yields the reason why a product or attention outside of fused groups cannot be fused, for each fusion.
+
+    Only fusions that can contain the op are listed.
+    """
     for graph in programs.graphs:
         for node in graph.nodes if _whole(programs, graph.name) else ():
             for fusion in catalog(fusions, Fusion).values() if node.op.matrix else ():
@@ -169,7 +175,7 @@ def _refused(programs: Programs) -> Iterator[str]:
 
 
 def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
-    """What a further target does otherwise than the first."""
+    """Yields the differences of a further target from the main one."""
     if all(choice.kernel.language == "torch" for choice in plan.choices):
         yield f"The same nodes, all by Torch: `specc explain {plan.source} NODE --target {plan.target.name}`."
         return
@@ -196,13 +202,13 @@ def _identity(choice: Choice) -> tuple[str, str]:
 
 
 def _deployed(plan: Plan) -> list[str]:
-    """The nodes with kernels of what runs from an artifact."""
+    """Returns the table of the nodes with kernels of a deployed plan."""
     rows = [(choice.site.label, words_of(choice.site), kernel_words(choice)) for choice in plan.choices]
     return table(HEADS[:3], list(dict.fromkeys(rows)))
 
 
 def _padding(programs: Programs) -> Iterator[str]:
-    """What is padded for int8 products, a line each, and an empty one."""
+    """Yields what is padded for int8 products, one line each, then an empty line."""
     lines: list[str] = []
     for graph in programs.graphs:
         for node in graph.nodes:
@@ -222,7 +228,7 @@ def _padding(programs: Programs) -> Iterator[str]:
 
 
 def _shape_changes(programs: Programs) -> Iterator[tuple[str, str, str]]:
-    """What pads and crops inside groups, once each."""
+    """Yields the path, op and types of each distinct node in fused groups that pads or crops."""
     seen: set[tuple[str, str]] = set()
     for group in programs.groups:
         for graph in (group.forward, group.backward):

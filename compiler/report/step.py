@@ -1,6 +1,6 @@
-"""A training step as rows: what runs in it, how often, what it costs at least, and what it took where it was measured.
+"""A training step as rows: each kind of node, how often it runs, its floor, and its time if it was measured.
 
-Floors are those of operations and bytes at the target's stated ceilings. The step is that of one GPU.
+A floor is the time of a node's operations and bytes at the target's stated ceilings. The step is that of one GPU.
 """
 
 import hashlib
@@ -22,17 +22,27 @@ from specc.compiler.spec.spec import Spec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
 TORCH = "torch"
-# Bytes a parameter: the optimizer reads master, gradient and two moments, and writes master, moments and the view.
+# Bytes per parameter: the optimizer reads master, gradient and two moments, and writes master, moments and view.
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2
-STATE_BYTES = 4 * 4 + 2  # held: master, gradient, two moments and the view
+STATE_BYTES = 4 * 4 + 2  # bytes per parameter in memory: master, gradient, two moments and view
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Nodes of a step that are alike. `flops`, `moved` (bytes), `floor_ms` and `ms` are of one call, `calls` of a step;
-    `ms` is None where it was not measured, and `floor_ms` where the target states no ceilings.
+    """Equivalent nodes of a step.
 
-    `site` is None for what is no node of a graph, `choice` for what the plan chooses no kernel for.
+    Attributes:
+        node: the path of the nodes, with wildcards.
+        work: the class of work.
+        what: the description of the op.
+        kernel: the library or language of the kernel.
+        calls: the number of calls in a step.
+        flops: the operations of one call.
+        moved: the bytes that one call reads and writes.
+        floor_ms: the floor of one call; None if the target states no ceilings.
+        ms: the time of one call; None if it was not measured.
+        site: the node; None for work that is not a node of a graph.
+        choice: the plan's choice of kernel; None if the plan chooses none for the node.
     """
 
     node: str
@@ -50,7 +60,10 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A class of work of a step: its milliseconds, None unless all of it was measured, and its floor."""
+    """A class of work of a step.
+
+    `ms` is its time in a step, None unless all of it was measured. `floor_ms` is its floor.
+    """
 
     name: str
     ms: float | None
@@ -60,14 +73,17 @@ class Work:
 
     @property
     def expected_ms(self) -> float:
-        """The time as measured, else the floor."""
+        """The measured time, else the floor."""
         return self.floor_ms if self.ms is None else self.ms
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step on one target. `saved` are the bytes that fused groups save in a micro-batch, by place; `memory`
-    what parameters, their optimizer's state and saved values take at least; `key` states all that runs."""
+    """A training step on one target.
+
+    `saved` are the bytes that fused groups save in a micro-batch, by path. `memory` is the least number of bytes of
+    parameters, optimizer state and saved values. `key` is a digest of everything that runs.
+    """
 
     target: str
     tokens: int
@@ -81,7 +97,7 @@ class Step:
 
     @cached_property
     def works(self) -> tuple[Work, ...]:
-        """The classes of work, the costliest first and the rest of the step last."""
+        """The classes of work, the most expensive first and the rest of the step last."""
         works = [
             _work(name, [r for r in self.rows if r.work == name]) for name in dict.fromkeys(r.work for r in self.rows)
         ]
@@ -93,11 +109,14 @@ class Step:
 
     @property
     def expected_ms(self) -> float:
-        """The time of the whole step where it was measured, else of what was measured and the floors of the rest."""
+        """The measured time of the whole step; else the sum of measured times, with floors for the rest."""
         return self.timing.ms if self.timing is not None else sum(work.expected_ms for work in self.works)
 
     def share(self, work: Work) -> float:
-        """The part of the step that a class takes: of operations where the target states no ceilings."""
+        """Returns the share of the step's time that a class of work takes.
+
+        If no times are known, because the target states no ceilings, it is the share of operations.
+        """
         if self.expected_ms:
             return work.expected_ms / self.expected_ms
         return work.flops / max(1, sum(other.flops for other in self.works))
@@ -115,8 +134,11 @@ def _work(name: str, rows: Sequence[StepRow]) -> Work:
 
 
 def step_of(spec: Spec, plan: Plan) -> Step:
-    """The training step of a plan: a row for each attention, product and kernel, forward and backward, and one for each
-    class of the work between them."""
+    """Returns the training step of a plan.
+
+    It has a row for each attention, product and kernel, forward and backward, and one row for each class of the work
+    between them.
+    """
     train, window, programs = spec.train, spec.model.window, plan.programs
     sizes = {"B": train.at_once(), "T": window, "S": window}
     tokens, micro_batches = train.rows(window) * window, max(1, -(-train.rows(window) // train.at_once()))
@@ -133,7 +155,7 @@ def step_of(spec: Spec, plan: Plan) -> Step:
             own = [type for name, type in group.backward.inputs if name in set(group.saved) - _names(group.forward)]
             saved[group_pattern(programs, group, group.scope)] += sum(type.bytes(sizes) for type in own)
     count = sum(param.count for param in programs.params)
-    moved = 3 * _pointwise_bytes(graph, sizes)  # the backward reads and writes a gradient for each value
+    moved = 3 * _pointwise_bytes(graph, sizes)  # the backward reads and writes a gradient per value
     for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
         ms = timing.classes.get(name) if timing is not None else None
         floor = plan.target.floor_ms(0, bytes)
@@ -153,14 +175,14 @@ def step_of(spec: Spec, plan: Plan) -> Step:
 
 
 def _key(plan: Plan, graph: Graph, tokens: int, sizes: Mapping[str, int]) -> str:
-    """Twelve hex digits of a step: its programs, kernels and tiles, and how many rows."""
+    """Returns twelve hex digits over a step's programs, kernels, tiles and sizes."""
     groups = (f"{group.forward}\n{group.backward}" for group in plan.programs.groups)
     words = (str(graph), *groups, *(choice.key for choice in plan.choices), str(tokens), str(sizes))
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:12]
 
 
 def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> Iterator[StepRow]:
-    """The rows that one node of the flattened training program stands for, of one call each."""
+    """Yields the rows of one node of the flattened training program, for one call each."""
     programs = plan.programs
     if isinstance(node.op, Fused):
         group = programs.group(node.op.group)
@@ -196,7 +218,7 @@ def _rows_of(plan: Plan, graph: Graph, node: Node, sizes: Mapping[str, int]) -> 
 
 
 class _Rule(Tape):
-    """Records the nodes that a derivative rule adds: suffix, op and types of the inputs."""
+    """Records the nodes that a derivative rule adds: suffix, op and input types."""
 
     def __init__(self, node: Node, graph: Graph) -> None:
         self._node = node
@@ -228,7 +250,7 @@ def _site(plan: Plan, node: Node, inputs: tuple[TensorType, ...], path: str) -> 
 
 
 def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]) -> StepRow:
-    """The row of one call of a node."""
+    """Returns the row of one call of a node."""
     op, own = site.node.op, choice is not None and bool(choice.rendered.function)
     flops = op.flops(site.inputs[: op.arity] if site.node.epilogue else site.inputs, site.node.types, sizes)
     between = choice.kernel.between(site) if choice is not None else ()
@@ -255,14 +277,14 @@ def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: i
 
 
 def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float | None:
-    """The time of a call over so many rows, as the lock has it for this node."""
+    """Returns the locked time of a node in ms, scaled to a call over `rows` rows; None if it was not measured."""
     timing = choice.measured if choice is not None else None
     timed = timing or (plan.locked.timings.get(site.key) if plan.locked is not None else None)
     return timed.ms * rows / timed.rows if timed is not None else None
 
 
 def words_of(site: Site) -> str:
-    """What a node computes, as people read it: its op, the formula of its epilogue, and its further outputs."""
+    """Returns a description of a node: its op, the formula of its epilogue, and its further outputs."""
     epilogue = site.epilogue
     words = site.node.op.words + (f", `{epilogue.outputs[0]}`" if epilogue is not None else "")
     saved = ", ".join((epilogue or site.node.op).output_labels[1:])
@@ -270,7 +292,7 @@ def words_of(site: Site) -> str:
 
 
 def _joined(rows: Iterable[StepRow]) -> Iterator[StepRow]:
-    """Rows of nodes that are alike but for one word of their path, as one."""
+    """Yields one row for each set of rows of equivalent nodes."""
     alike: dict[object, list[StepRow]] = {}
     for row in rows:
         key = (row.site.key, row.choice.rendered.module if row.choice else "") if row.site is not None else row.node
@@ -281,7 +303,7 @@ def _joined(rows: Iterable[StepRow]) -> Iterator[StepRow]:
 
 
 def _pattern(name: str) -> str:
-    """A node's path with stars for the numbers of blocks, and without those of repeated runs."""
+    """Returns a node's path with `*` for block numbers, and without the suffixes of repeated runs."""
     return ".".join("*" if word.isdigit() else re.sub(r"_run\d+$", "", word) for word in name.split("."))
 
 
@@ -290,7 +312,10 @@ def _names(graph: Graph) -> set[str]:
 
 
 def _aliases(graph: Graph, sizes: Mapping[str, int]) -> Mapping[str, str]:
-    """The value that each value is a view of: it computes nothing and has as many elements."""
+    """Maps each value that is a view to the value it is a view of.
+
+    A node returns a view if it has one input, computes nothing, and keeps the dtype and number of elements.
+    """
     views: dict[str, str] = {}
     for node in graph.nodes:
         inputs = [ref for ref in node.inputs if ref[0] not in "@$"]
@@ -303,15 +328,18 @@ def _aliases(graph: Graph, sizes: Mapping[str, int]) -> Mapping[str, str]:
 
 
 def _barrier(node: Node) -> bool:
-    """Whether Torch's compiler cannot fuse across a node."""
+    """Returns whether Torch's compiler cannot fuse across a node."""
     return isinstance(node.op, Fused | Scan) or node.op.matrix
 
 
 def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Bytes that the work between products, attention and groups moves at least in a forward pass: what runs between
-    the same of these is one kernel, which reads what it needs once and writes what others need once."""
+    """Returns the least bytes that the work between products, attention and groups moves in a forward pass.
+
+    All nodes between the same barriers are modeled as one kernel. It reads each of its inputs once, and writes each
+    value that other kernels read once.
+    """
     views = _aliases(graph, sizes)
-    made: dict[str, tuple[int, bool]] = {}  # value -> stage, and whether such a kernel writes it
+    made: dict[str, tuple[int, bool]] = {}  # value -> stage, and whether a kernel between barriers computes it
     read: set[tuple[int, str]] = set()
     written: set[str] = set()
     for node in graph.nodes:
@@ -331,14 +359,17 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
 
 
 def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Bytes of a micro-batch that products, attention and groups have read and their backward reads again."""
+    """Returns the bytes of a micro-batch that products, attention and groups save for their backward.
+
+    Only their inputs that are activations in floating point count.
+    """
     views = _aliases(graph, sizes)
     refs = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs if ref[0] not in "@$"}
     return sum(graph.types[ref].bytes(sizes) for ref in refs if graph.types[ref].floating)
 
 
 def step_programs(programs: Programs) -> frozenset[str]:
-    """The names of the graphs that run in a training step."""
+    """Returns the names of the fused groups' graphs that run in a training step."""
     graph = flatten(programs, programs.program("train"), groups=False)
     groups = [programs.group(node.op.group) for node in graph.nodes if isinstance(node.op, Fused)]
     return frozenset(inner.name for group in groups for inner in (group.forward, group.backward))

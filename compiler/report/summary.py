@@ -1,4 +1,4 @@
-"""The summary of a plan: what `specc plan` prints, PLAN.md begins with and `specc diff` compares."""
+"""The summary of a plan, which `specc plan` prints, PLAN.md begins with and `specc diff` compares."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LINES, WIDTH = 25, 120
 
 
 def quantity(value: float) -> str:
-    """A count in the unit that fits, e.g. `29.4 M`."""
+    """Returns a count with a unit prefix, e.g. `29.4 M`."""
     for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= size:
             return f"{value / size:.1f}{unit}"
@@ -26,7 +26,7 @@ def quantity(value: float) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Returns a time as text: a whole number from 100 on, else three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -36,7 +36,7 @@ def percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a reviewer asks first. `deployed` are the plans of what runs from an artifact, where these are others."""
+    """The main facts about the plans of a spec. `deployed` are the plans that run from an artifact, if they differ."""
 
     spec: Spec
     plans: Mapping[str, Plan]
@@ -44,7 +44,7 @@ class Summary:
 
     @cached_property
     def main(self) -> Plan:
-        """The plan that the summary speaks of: of a target that was measured, else of one with stated ceilings."""
+        """The plan that the summary describes: of a target with measurements, else of a target with stated ceilings."""
         return max(self.plans.values(), key=lambda plan: (plan.locked is not None, bool(plan.target.flops)))
 
     @cached_property
@@ -53,7 +53,7 @@ class Summary:
 
     @cached_property
     def forward_flops(self) -> int:
-        """Operations of a forward pass for one token: the model's own, without what a fusion pads."""
+        """Operations of a forward pass per token, without those of padding."""
         return flops_per_token(lower(self.spec, next(iter(self.plans))), self.spec.model.window)
 
     @cached_property
@@ -66,13 +66,13 @@ class Summary:
 
     @property
     def head(self) -> str:
-        """What the model is."""
+        """The title of the model, its number of parameters, and its operations per token."""
         flops = f"{quantity(3 * self.forward_flops)}FLOP a token forward and backward"
         return f"{self.spec.model.title}: {self.parameters:,} parameters, {flops}"
 
     @property
     def whole(self) -> str:
-        """The time of a step in words: measured, or what it takes at least."""
+        """The time of a step in words: measured, or a lower bound."""
         step = self.step
         if step.timing is not None:
             return f"{milliseconds(step.timing.ms)} ms, floor {milliseconds(step.floor_ms)}"
@@ -87,7 +87,7 @@ class Summary:
 
     @property
     def gap(self) -> str:
-        """Where most time is lost, among what was measured; empty where nothing was."""
+        """The class of work with the largest measured time above its floor, in words; empty if nothing was measured."""
         gaps = [(work.ms - work.floor_ms, work.name) for work in self.step.works if work.ms is not None]
         largest = max(gaps, default=None)
         return f"{largest[1]}, {milliseconds(largest[0])} ms above its floor" if largest is not None else ""
@@ -98,12 +98,12 @@ class Summary:
 
     @property
     def missing(self) -> str:
-        """What was not measured, with its share of the step by the floor model; empty where all was."""
+        """The classes of work that were not measured, with their estimated shares; empty if all were measured."""
         return ", ".join(f"{work.name} {percent(self.step.share(work))}" for work in self.unmeasured)
 
     @property
     def stored(self) -> str:
-        """The bytes of an artifact, and who decides on the bits."""
+        """The bytes of an artifact in words, and whether other bits than those of the rules are chosen later."""
         storage = self.storage
         against = f" of {storage.budget:,} ({100 * storage.bytes / storage.budget:.1f} %)" if storage.budget else ""
         rules = " at the bits of its rules, before others are chosen" if storage.chosen else ""
@@ -111,7 +111,7 @@ class Summary:
 
     @property
     def choice(self) -> str:
-        """What quantization chooses, and that it and not the default decides; empty where the rules do."""
+        """The choice that quantization makes in addition to the rules, in words; empty if there is none."""
         if not self.storage.chosen:
             return ""
         quant = self.spec.quant
@@ -120,12 +120,12 @@ class Summary:
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """What each group saves for its backward, with its bytes in a micro-batch."""
+        """The values that each group saves for its backward, with their bytes in a micro-batch."""
         return tuple(self._saved(choices) for choices in self.main.save_choices)
 
     @property
     def saved_names(self) -> dict[str, str]:
-        """What each group saves of what it computes, by place; groups that save nothing of it are left out."""
+        """The values that each group computes and saves, by path. Groups without such values are omitted."""
         groups = [group for group in self.main.programs.groups if group.backward.outputs]
         own = {group_pattern(self.main.programs, g, g.scope): SaveChoice(g, ()).saved for g in groups}
         return {place: ", ".join(names) for place, names in own.items() if names}
@@ -138,7 +138,7 @@ class Summary:
 
 
 def lines(summary: Summary) -> tuple[str, ...]:
-    """The lines of `specc plan`: at most 25 of at most 120 columns."""
+    """Returns the lines of `specc plan`: at most 25 lines of at most 120 columns."""
     step = summary.step
     rows = [f"{summary.spec.name}: {summary.spec.model.title}"]
     forward = summary.forward_flops
@@ -156,7 +156,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
     ]
     rows += [f"  {summary.choice}"] if summary.choice else []
     rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.whole}; memory {summary.memory}")
-    if summary.deployed:  # whose products have lines of their own
+    if summary.deployed:  # their products have separate lines
         rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
     else:
         rows += (_work_line(summary, work) for work in step.works)
@@ -181,7 +181,7 @@ def _work_line(summary: Summary, work: Work) -> str:
 
 
 def by(work: Work) -> str:
-    """Whose kernels do a class of work, and whether by rule."""
+    """Returns whose kernels compute a class of work, and whether they were chosen by rule."""
     kernels = ", ".join(dict.fromkeys(row.kernel for row in work.rows if row.kernel))
     ruled = any(row.choice is not None and row.choice.rendered.function and row.ms is None for row in work.rows)
     return f"{kernels}, by rule" if ruled else kernels
@@ -195,7 +195,7 @@ def _kernels(plan: Plan) -> str:
 
 
 def data(summary: Summary) -> dict[str, Any]:
-    """What the lines say, as JSON has it."""
+    """Returns the contents of `lines` as JSON data."""
     step, storage = summary.step, summary.storage
     return {
         "name": summary.spec.name,

@@ -1,1 +1,1 @@
-"""The models of a spec, and its checks."""
+"""Pydantic models of a spec, and the checks of a spec."""

@@ -1,4 +1,4 @@
-"""Checks a spec: reports every problem at once, each with a code, a place and a remedy."""
+"""Checks a spec and reports all of its problems, each with a code, a position and a hint."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path as FilePath
@@ -115,16 +115,17 @@ CODES: Mapping[str, str] = {
 
 
 def load(origin: FilePath | str, overrides: Iterable[str] = ()) -> tuple[Spec, Source]:
-    """The checked spec of a file (a path) or a text (a string), and where everything in it stands.
+    """Returns the checked spec of a file (a path) or a text (a string), and its source with the position of each value.
 
-    `overrides` are `path=value` texts laid over it first. Raises SpecError with all that is wrong.
+    `overrides` are `path=value` texts that are applied first. Raises SpecError with all problems if the spec is
+    invalid.
     """
     source = apply_overrides(read(origin), overrides)
     return check(source), source
 
 
 def check(source: Source) -> Spec:
-    """The spec that the data of a source is. Raises SpecError with all that is wrong (S1.. and S2..)."""
+    """Returns the spec of a source. Raises SpecError with all problems if its data is invalid (codes S1xx and S2xx)."""
     try:
         spec = Spec.model_validate(source.data)
     except ValidationError as error:
@@ -138,15 +139,15 @@ def check(source: Source) -> Spec:
 
 
 def to_diagnostics(problems: Iterable[Problem], source: Source) -> tuple[Diagnostic, ...]:
-    """The problems as diagnostics, placed where their paths lead in the source.
+    """Returns the problems as diagnostics with the positions of their paths in the source.
 
-    Related notes stand in the same file; one that is elsewhere, as an override is, is left out.
+    A related note is dropped if it is in another file than its problem, e.g. in an override.
     """
     return tuple(_placed(problem, source) for problem in problems)
 
 
 def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
-    """Yields the problems across the fields of every model in `value`, with paths from the root."""
+    """Yields the problems that involve several fields, of every model in `value`, with paths from the root."""
     if isinstance(value, StrictModel):
         yield from (problem.under(*path) for problem in value.problems())
         for key, name in zip(keys_of(type(value)), type(value).model_fields, strict=True):
@@ -162,7 +163,7 @@ def problems_of(value: object, path: Path = ()) -> Iterator[Problem]:
 def _problems_of_sound_parts(
     source: Source, models: Mapping[Path, Model], faulty: frozenset[Path]
 ) -> Iterator[Problem]:
-    """Yields the problems across fields inside those parts of a spec that have no error of their own."""
+    """Yields the problems that involve several fields, of the parts of a spec that have no Pydantic error."""
     sound: list[Path] = []
     for path, model in models.items():
         broken = any(fault[: len(path)] == path for fault in faulty)
@@ -173,7 +174,7 @@ def _problems_of_sound_parts(
             data = data[part]  # type: ignore[index]
         try:
             value = model.model_validate(data)
-        except ValidationError:  # reported at another path: it may be a part of several kinds of model
+        except ValidationError:  # reported at another path: the part may belong to several kinds of model
             continue
         sound.append(path)
         yield from problems_of(value, path)

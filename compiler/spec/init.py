@@ -1,4 +1,4 @@
-"""Starts a spec from another."""
+"""Creates a spec as a copy of another."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,17 @@ from specc.compiler.spec.check import load
 
 
 def copied(origin: Path, target: Path, name: str) -> None:
-    """Writes `origin` to `target` under another model name, with its comments. Raises SpeccError where `target` exists,
-    the name is none, or the result is no valid spec; then nothing is written."""
+    """Writes `origin` to `target` under another model name, with its comments.
+
+    Args:
+        origin: the spec to copy.
+        target: the new file; missing folders are created.
+        name: the model name, 1 to 64 of `a-z`, `0-9` and `_`, beginning with a letter.
+
+    Raises:
+        SpeccError: if `target` exists, `name` is not a valid model name, `origin` or the result is not a valid
+            spec, or `origin` has no line `name: ...` at the left margin. Nothing is written then.
+    """
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name):
         raise SpeccError(f"{name!r} is no model name", "use small letters, digits and _, at most 64, a letter first")
     if target.exists():

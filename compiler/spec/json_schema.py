@@ -1,4 +1,7 @@
-"""The JSON Schema of a spec, for editors. `specs/schema.json` holds it; a spec names it in its first line."""
+"""The JSON Schema of a spec, for editors.
+
+It is saved in `specs/schema.json`, which each spec references in its first line.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,8 +16,10 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class _ForEditors(GenerateJsonSchema):
-    """Without titles that only repeat a key; the members of a union require the tag that tells them apart,
-    unless a section that does not state it is that member."""
+    """Generates the schema without titles that only repeat a key.
+
+    Each member of a union requires its tag, unless the member is the default of a section that does not state a tag.
+    """
 
     def generate(self, schema: Any, mode: JsonSchemaMode = "validation") -> dict[str, Any]:
         found = super().generate(schema, mode)
@@ -34,7 +39,7 @@ def _all(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
 
 
 def _tags(schema: Any) -> Iterator[tuple[str, str]]:
-    """The key that tells the members of each union, with each member's reference."""
+    """Yields the tag's key and the reference of each member, for every union."""
     if isinstance(schema, list):
         for item in schema:
             yield from _tags(item)
@@ -47,12 +52,15 @@ def _tags(schema: Any) -> Iterator[tuple[str, str]]:
 
 
 def schema_text() -> str:
-    """The schema of `Spec`, draft 2020-12, as the text of a file: the same in every process."""
+    """Returns the schema of `Spec` (draft 2020-12) as the text of a file. The text is deterministic."""
     return json.dumps(Spec.model_json_schema(schema_generator=_ForEditors), indent=2, ensure_ascii=False) + "\n"
 
 
 def _cleared(schema: Any, named: bool = False) -> Any:
-    """`named` says that the keys are those of a spec, so that one called `title` is kept."""
+    """Returns the schema without `title` and `discriminator` entries.
+
+    `named` is true if the keys are those of a spec, so that a key called `title` is not removed.
+    """
     if isinstance(schema, list):
         return [_cleared(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The spec: what one YAML file may say. Everything here is frozen, strict and without torch."""
+"""The root model of a spec, which is one YAML file. All models here are frozen and strict, and do not import torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, Union
@@ -20,7 +20,7 @@ RULES = tuple(
 )
 ARCHITECTURES = models(architectures, Architecture, "kind")
 
-if TYPE_CHECKING:  # the unions below are made from what the packages hold, which no type checker can see
+if TYPE_CHECKING:  # type checkers cannot see these unions, which are built from the packages' contents
 
     class Rule(Scheme):
         match: str
@@ -43,9 +43,10 @@ FusePoint = Annotated[
 
 
 class Promote(StrictModel):
-    """More bits for the tensors that matter most: the `count` of largest sensitivity among those that `match` covers.
+    """More bits for the `count` tensors of largest sensitivity among those that `match` covers.
 
-    With `quant.budget_bytes` set and no count, as many as fit.
+    `by` is the measure of sensitivity. If `count` is unset, `quant.budget_bytes` must be set, and as many tensors are
+    promoted as fit the budget.
     """
 
     bits: Annotated[int, Field(ge=4, le=8)]
@@ -55,12 +56,14 @@ class Promote(StrictModel):
 
 
 class Allocate(StrictModel):
-    """Bits for each tensor that `match` covers, chosen together: those that add the least to the loss within
-    `quant.budget_bytes`, by gradients and really measured sizes. Widths below that of the tensor's rule may be named
-    too: they are what a model is stored in that would not fit otherwise.
+    """A joint choice of bits for all tensors that `match` covers.
 
-    With `clip_stds` every width is tried at each of these clips, in standard deviations of a row, where the scheme has
-    such: a wider clip makes coarser steps, which compress to fewer bytes.
+    The choice adds the least to the loss within `quant.budget_bytes`. Increases of the loss are estimated from Hessians
+    and gradients. Sizes are measured on quantized, compressed data. `bits` may include fewer bits than a tensor's rule
+    has, which stores models that would otherwise exceed the budget.
+
+    With `clip_stds`, each number of bits is tried at each of these clips if the tensor's scheme supports clips. A clip
+    is in standard deviations of a row. A wider clip has coarser steps, which compress to fewer bytes.
     """
 
     bits: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1, max_length=7)] = (4, 5, 6, 7, 8)
@@ -68,15 +71,18 @@ class Allocate(StrictModel):
     match: Pattern = "*"
 
     def problems(self) -> Iterator[Problem]:
-        """There is something to choose."""
+        """Yields a problem if there is only one option to choose from."""
         if len(set(self.bits)) * max(len(set(self.clip_stds)), 1) < 2:
             hint = "name several bits, or several clip_stds"
             yield Problem(("bits",), "S268", "allocate has one width and nothing to choose", hint)
 
 
 class Correct(StrictModel):
-    """A correction of low rank, in 2 and 4 bits (LQER), for the `count` tensors that `match` covers whose quantization
-    leaves the largest error, at the bits that `allocate` or `promote` gives them; these are then chosen anew."""
+    """A low-rank correction in 2 and 4 bits (LQER) for the tensors with the largest quantization error.
+
+    It applies to `count` of the tensors that `match` covers. Errors are measured at the bits that `allocate` or
+    `promote` chooses. After the correction, the bits of all tensors are chosen again.
+    """
 
     rank: Annotated[int, Field(ge=1, le=256)] = 4
     count: Positive = 3
@@ -84,11 +90,11 @@ class Correct(StrictModel):
 
 
 class Calibrate(StrictModel):
-    """The text whose activations make the Hessians: `sequences` windows, of which `batch` are read at once.
+    """The text whose activations define the Hessians: `sequences` windows, read in batches of `batch`.
 
-    They come from the training split, of the context each; or with `source: self` the model writes them, of `length`
-    tokens each (the context where unset), drawn at `temperature` from a start by `begin`: the mark between documents,
-    or a token drawn evenly from the vocabulary.
+    With `source: train`, windows come from the training split and are as long as the context. With `source: self`, the
+    model generates windows of `length` tokens (default: the context), sampled at `temperature`. `begin` is the first
+    token: the mark between documents (`bos`), or a token drawn uniformly from the vocabulary (`uniform`).
     """
 
     sequences: Positive = 64
@@ -99,14 +105,14 @@ class Calibrate(StrictModel):
     begin: Literal["bos", "uniform"] = later("bos")
 
     def problems(self) -> Iterator[Problem]:
-        """How the model writes is said only where it does."""
+        """Yields a problem for each sampling setting that is set although `source` is not `self`."""
         for name in ("length", "temperature", "begin"):
             if self.source != "self" and name in self.model_fields_set:
                 message = f"calibrate has a {name}, which is of text that the model writes itself"
                 yield Problem((name,), "S260", message, "add `source: self`, or take it out")
 
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
-        """Text that the model can write."""
+        """Yields a problem if the model cannot generate the calibration text, or if its windows exceed the context."""
         if self.source == "self" and reads == "lines":
             message = "the model turns lines into lines, and writes no text by itself"
             yield Problem(("source",), "S261", message, "use `source: train`")
@@ -116,7 +122,7 @@ class Calibrate(StrictModel):
 
 
 class QuantSpec(StrictModel):
-    """How each parameter is stored. The first thing said of a parameter holds: a rule, else the default."""
+    """The storage scheme of each parameter: that of the rule that matches the parameter, else `default`."""
 
     default: AnyScheme
     promote: Promote | None = None
@@ -127,7 +133,7 @@ class QuantSpec(StrictModel):
     budget_bytes: Positive | None = None
 
     def problems(self) -> Iterator[Problem]:
-        """A promotion has to end somewhere."""
+        """Yields problems of a promotion or allocation without a limit, and of the two together."""
         if self.promote is not None and self.promote.count is None and self.budget_bytes is None:
             yield Problem(
                 ("promote",),
@@ -144,7 +150,7 @@ class QuantSpec(StrictModel):
 
 
 class Spec(StrictModel):
-    """One model: its shape, where it runs, what is fused, how it is quantized, trained and scored."""
+    """One model: its architecture, targets, fusions, quantization, training and evaluation."""
 
     spec_version: One
     name: Name
@@ -157,11 +163,14 @@ class Spec(StrictModel):
 
     @property
     def at_rest(self) -> "Spec":
-        """The spec of the model that is not training: without the rounding that only training does."""
+        """The spec without quantization-aware training (`train.qat`), for the model outside training."""
         return self.model_copy(update={"train": self.train.model_copy(update={"qat": None})})
 
     def problems(self) -> Iterator[Problem]:
-        """Each target once; steps, windows and vocabulary that fit each other."""
+        """Yields the problems that involve several sections of the spec.
+
+        Examples: a target that is listed twice, and steps, windows or a vocabulary that do not fit each other.
+        """
         for i, target in enumerate(self.targets):
             if target in self.targets[:i]:
                 yield Problem(("targets", i), "S204", f"target {target} is listed twice", "remove one of the two")

@@ -1,4 +1,4 @@
-"""The `train:` and `eval:` sections of a spec: data, batch, length, optimizers, schedules, averaging; the metric."""
+"""The `train:` and `eval:` sections of a spec."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
@@ -21,11 +21,11 @@ GENERATED = tuple(kind.usual for kind in DATA if kind.generated)
 
 
 def _text_unless_said(value: Any) -> Any:
-    """Data that does not state its kind is text."""
+    """Adds `kind: text` to data that does not state its kind."""
     return {"kind": "text", **value} if isinstance(value, dict) else value
 
 
-if TYPE_CHECKING:  # the unions are made from what the packages hold, which no type checker can see
+if TYPE_CHECKING:  # type checkers cannot see these unions, which are built from the packages' contents
     AnyData = DataKind
     AnyAdaptation = Adaptation
     AnyOptimizer = OptimizerSpec
@@ -36,8 +36,10 @@ else:
 
 
 class ScheduleSpec(StrictModel):
-    """The learning rate's multiplier: up from 0 over `warmup_steps`, 1, then down to `floor` over the last
-    `warmdown_steps`. Either may be given as a fraction of the run instead, by steps or by the clock, as the run is.
+    """The multiplier of the learning rate over a run.
+
+    It rises from 0 to 1 over `warmup_steps`, stays 1, then falls to `floor` over the last `warmdown_steps`. Either span
+    may instead be a fraction of the run, which is measured in steps or in seconds, as the run itself is.
     """
 
     warmup_steps: NonNegative = 0
@@ -47,8 +49,8 @@ class ScheduleSpec(StrictModel):
     floor: Unit = 0.0
 
     def of(self, steps: int) -> tuple[int, int]:
-        """Steps of warm-up and of warm-down in a run of so many."""
-        # 0.29 * 100 is a little less than 29 in floats
+        """Returns the steps of warm-up and of warm-down in a run of `steps` steps."""
+        # 0.29 * 100 is slightly less than 29 in floating point
         parts = (int(part * steps + 1e-6) for part in (self.warmup_fraction, self.warmdown_fraction))
         up, down = (
             max(given, part) for given, part in zip((self.warmup_steps, self.warmdown_steps), parts, strict=True)
@@ -56,15 +58,20 @@ class ScheduleSpec(StrictModel):
         return up, down
 
     def lowest(self, steps: int | None, last: int = 1) -> float:
-        """How far the warm-down takes the multiplier in a run of `steps`, or where None of seconds: in the update that
-        has `last` steps left, itself among them."""
+        """Returns the multiplier of the update that has `last` steps left, including itself.
+
+        Args:
+            steps: the steps of the run; None if the run is limited by seconds, for which the result is the lowest
+                multiplier of the schedule.
+            last: the steps left.
+        """
         span = self.warmdown_fraction or self.warmdown_steps if steps is None else self.of(steps)[1]
         if not span:
             return 1.0
         return max(self.floor, 0.0 if steps is None else min(1.0, last / span))
 
     def problems(self) -> Iterator[Problem]:
-        """Each of the two is given once."""
+        """Yields a problem if warm-up or warm-down is set both in steps and as a fraction."""
         for name in ("warmup", "warmdown"):
             if getattr(self, f"{name}_steps") and getattr(self, f"{name}_fraction"):
                 message = f"{name} is given in steps and as a fraction"
@@ -72,15 +79,18 @@ class ScheduleSpec(StrictModel):
 
 
 class EmaSpec(StrictModel):
-    """An exponential moving average of the weights, which replaces them when the run ends."""
+    """An exponential moving average of the weights. It replaces the weights when the run ends."""
 
     kind: Literal["ema"]
     decay: Annotated[float, Field(gt=0, lt=1)]
 
 
 class SwaSpec(StrictModel):
-    """The plain mean of the weights after every `every` steps, once the warm-down has taken the multiplier below
-    `below` (Izmailov et al. 2018); it replaces them when the run ends."""
+    """Stochastic weight averaging (Izmailov et al. 2018).
+
+    The mean of the weights after every `every` steps, once the warm-down has lowered the multiplier below `below`. It
+    replaces the weights when the run ends.
+    """
 
     kind: Literal["swa"]
     every: Positive = 50
@@ -91,13 +101,14 @@ AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
 
 
 class QatSpec(StrictModel):
-    """Quantization-aware training: once the warm-down has taken the multiplier below `below`, the model computes with
-    weights rounded as the rules of `quant` say, before any promotion, allocation or correction; gradients pass as if
-    they were not.
+    """Quantization-aware training, from the step at which the warm-down has lowered the multiplier below `below`.
 
-    Where `quant` has products in int8, the scales of their inputs are measured at that moment and kept for the
-    artifact, and with `inputs` the inputs are rounded too, as the deployed model will. Steps are slower then, as
-    recurrences go step by step.
+    The model then computes with weights that are fake-quantized by the rules of `quant`, before any promotion,
+    allocation or correction. Gradients use the straight-through estimator.
+
+    If `quant` has int8 products, the scales of their inputs are measured at that step and saved for the artifact. With
+    `inputs`, the inputs are fake-quantized too, as in the deployed model. Steps are then slower, because recurrences
+    run step by step.
     """
 
     below: Annotated[float, Field(gt=0, le=1)] = 0.15
@@ -105,10 +116,10 @@ class QatSpec(StrictModel):
 
 
 class ForcingSpec(StrictModel):
-    """Teacher forcing: the probability with which a position of the decoder is fed the truth, else its own token.
+    """Teacher forcing: the probability with which a decoder position receives the target token, else its own output.
 
-    `points` are [when, probability], counted in steps or epochs from 0; between two the value holds, or goes in a
-    straight line. The last one stays.
+    `points` are [time, probability] pairs. Times are steps or epochs, counted from 0. Between two points, the value is
+    constant (`hold`) or interpolated (`linear`). After the last point it stays constant.
     """
 
     points: Annotated[tuple[tuple[NonNegative, Unit], ...], Field(min_length=1)]
@@ -121,17 +132,18 @@ Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_l
 
 
 class TrainSpec(StrictModel):
-    """One run. Give either `steps` or `budget_seconds`; both drive the schedule.
+    """One training run. Exactly one of `steps` and `budget_seconds` is set; it also drives the schedule.
 
-    A step is counted in tokens (`tokens_per_step`) or in rows (`batch`): windows of text, or pairs of lines. A
-    backward pass takes `micro_batch` rows on each process; where unset, 8 of a step counted in tokens, else all.
+    The size of a step is in tokens (`tokens_per_step`) or in rows (`batch`). A row is a window of text or a pair of
+    lines. A backward pass reads `micro_batch` rows on each process. The default is 8 if the step is in tokens, else all
+    rows of the step.
 
-    `lengths` are [share of the run, tokens]: from where so much of it is done, by steps or by the clock, windows are
-    cut into rows of so many tokens, which see nothing of each other. Steps keep their tokens and their order. Scores
-    are always of the whole context.
+    `lengths` are [share of the run, tokens] pairs. From that share on, by steps or by seconds, each window is cut into
+    rows of that many tokens, which do not attend to each other. The tokens of a step and their order do not change.
+    Evaluation always uses the whole context.
 
-    With `tf32` the products of f32 numbers in a training step read their factors as TF32, with 10 bits of mantissa, on
-    a GPU, where strict f32 has no tensor cores; scores stay strict.
+    With `tf32`, the f32 products of a training step on a GPU read their factors as TF32, with 10 bits of mantissa.
+    Strict f32 does not use tensor cores. Evaluation stays in strict f32.
     """
 
     data: AnyData = TextData()
@@ -154,24 +166,27 @@ class TrainSpec(StrictModel):
     checkpoint_every: NonNegative = 0
 
     def rows(self, window: int) -> int:
-        """Rows of a step, over all processes."""
+        """Returns the rows of a step over all processes; `window` is the tokens of a row."""
         return self.batch if self.batch is not None else (self.tokens_per_step or 0) // window
 
     def at_once(self, world: int = 1) -> int:
-        """Rows of a backward pass on one of `world` processes."""
+        """Returns the rows of a backward pass on one of `world` processes."""
         if self.micro_batch is not None:
             return self.micro_batch
         return 8 if self.batch is None else max(self.batch // world, 1)
 
     @property
     def forcing(self) -> ForcingSpec | None:
-        """The teacher forcing, written out."""
+        """The teacher forcing as a ForcingSpec, also if the spec has the short form."""
         given = self.teacher_forcing
         return ForcingSpec(points=given) if isinstance(given, tuple) else given
 
     def problems_of_shares(self, model: Iterable[tuple[Path, str, float]]) -> Iterator[Problem]:
-        """Settings that begin at a share of the run after its last update: those of `model` (path, name, share), of the
-        lengths and of the optimizers. In a run by the clock this is not known before."""
+        """Yields a problem for each setting that begins at a share of the run after its last step.
+
+        Checks the settings of `model` (path, name, share), of `lengths` and of the optimizers. A run that is limited by
+        seconds is not checked, because its number of steps is unknown.
+        """
         starts = [*model]
         starts += [
             (("train", "lengths", i, 0), f"rows of {n} tokens", share)
@@ -186,7 +201,7 @@ class TrainSpec(StrictModel):
                 yield Problem(path, "S269", message, "begin earlier, or give the run more steps")
 
     def problems_of_lengths(self, window: int, reads: Form) -> Iterator[Problem]:
-        """Lengths that windows of so many tokens cannot be cut into."""
+        """Yields a problem for each length that does not divide `window` tokens, or if the model reads lines."""
         if self.lengths is not None and reads == "lines":
             message = "the model turns lines into lines, which are not cut"
             yield Problem(("lengths",), "S251", message, "take lengths out")
@@ -197,7 +212,7 @@ class TrainSpec(StrictModel):
                 yield Problem(("lengths", i, 1), "S251", message, f"use a divisor of {window}, the model's context")
 
     def problems_of_a_step(self, window: int) -> Iterator[Problem]:
-        """Why a step of windows of so many tokens does not come out even, for one process."""
+        """Yields a problem if a step is not a whole number of micro-batches on one process; `window` is in tokens."""
         at_once = self.at_once() if self.batch is not None else self.at_once() * window
         size = self.batch if self.batch is not None else self.tokens_per_step
         if size is None or size % at_once == 0:
@@ -213,7 +228,7 @@ class TrainSpec(StrictModel):
         )
 
     def problems(self) -> Iterator[Problem]:
-        """A step has one size; a run ends either by steps or by the clock, and its warm-down fits inside it."""
+        """Yields problems of the step's size, the run's length, the schedule, `lengths` and teacher forcing."""
         if (self.tokens_per_step is None) == (self.batch is None):
             yield Problem(
                 ("batch",) if self.batch is not None else (),
@@ -258,9 +273,9 @@ class TrainSpec(StrictModel):
         yield from self._problems_of_beginning()
 
     def _problems_of_beginning(self) -> Iterator[Problem]:
-        """Settings that wait for the warm-down begin within it."""
+        """Yields a problem for each of `qat` and `average` whose threshold the warm-down never reaches."""
         late = [("qat", self.qat.below, 1)] if self.qat is not None else []
-        if isinstance(self.average, SwaSpec):  # it takes every so many steps, and the last of these may be long before
+        if isinstance(self.average, SwaSpec):  # its last sample may be long before the end
             every = self.average.every
             if self.steps is not None and every > self.steps:
                 message = f"the average takes the weights every {every} steps, and the run has {self.steps}"
@@ -276,8 +291,11 @@ class TrainSpec(StrictModel):
 
 
 class BitsSpec(StrictModel):
-    """`specc eval` in bits per byte: windows of `window` tokens (the context where unset), each advanced by `stride`
-    (the window where unset). `adapt` are the settings of `specc eval --adapt KIND`, which is no part of the score."""
+    """`specc eval` in bits per byte.
+
+    Windows have `window` tokens (default: the context) and advance by `stride` tokens (default: the window). `adapt`
+    has the settings of `specc eval --adapt KIND`, which does not affect the score.
+    """
 
     untagged: ClassVar[bool] = True
 
@@ -289,11 +307,11 @@ class BitsSpec(StrictModel):
 
     @property
     def halves(self) -> bool:
-        """Whether the model needs the two halves of its program `score`."""
+        """True if the model needs the two halves of its program `score`."""
         return self.adapt is not None
 
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
-        """A stride within a window, that within the context, and a model of one stream."""
+        """Yields a problem if the model reads lines, the window exceeds the context or the stride the window."""
         own = self.window or window
         if reads == "lines":
             message = "the model turns lines into lines, which have no bits per byte"
@@ -311,16 +329,16 @@ class BitsSpec(StrictModel):
             yield from (problem.under("adapt") for problem in found)
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """An adaptation of what the model has: parameters of these shapes, by name."""
+        """Yields the problems of `adapt` on a model with parameters of these shapes, by name."""
         if self.adapt is not None:
             yield from (problem.under("adapt") for problem in self.adapt.problems_of(shapes))
 
 
 class ExactMatchSpec(StrictModel):
-    """`specc eval` by exact match: the share of lines whose decoded text is the target, character for character.
+    """`specc eval` by exact match: the share of lines whose decoded text equals the target, character for character.
 
-    `batch` lines are decoded at once; of generated data, `lines` of each split are scored. `beam` is the width of a
-    beam search.
+    `batch` lines are decoded at once. Of generated data, `lines` lines of each split are scored. `beam` is the number
+    of beams of a beam search.
     """
 
     metric: Literal["exact_match"]
@@ -328,27 +346,27 @@ class ExactMatchSpec(StrictModel):
     beam: Annotated[int, Field(ge=2, le=64)] | None = None
     batch: Positive = 1024
     lines: Annotated[int, Field(ge=1, le=100_000)] = 100_000
-    halves: ClassVar[bool] = False  # its models have no use for those of `score`
+    halves: ClassVar[bool] = False  # models of lines do not use the halves of `score`
 
     def problems_with(self, window: int, reads: Form) -> Iterator[Problem]:
-        """A model of pairs."""
+        """Yields a problem if the model does not read lines."""
         if reads != "lines":
             message = "exact match is of lines, and the model reads one stream of tokens"
             yield Problem(("metric",), "S228", message, "use bits_per_byte")
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Nothing of parameters is asked."""
+        """Yields nothing: exact match has no requirements on parameters."""
         yield from ()
 
     def problems(self) -> Iterator[Problem]:
-        """A beam has a width, and nothing else has one."""
+        """Yields a problem if a beam search has no `beam`, or greedy decoding has one."""
         if (self.beam is None) != (self.decode == "greedy"):
             message = "a beam search needs its width" if self.beam is None else "greedy decoding has no beam"
             yield Problem(("decode",), "S226", message, "e.g. `decode: beam, beam: 4`, or `decode: greedy` alone")
 
 
 def _bits_unless_said(value: Any) -> Any:
-    """A section that does not state its metric is of bits per byte."""
+    """Adds `metric: bits_per_byte` to a section that does not state its metric."""
     return {"metric": "bits_per_byte", **value} if isinstance(value, dict) else value
 
 

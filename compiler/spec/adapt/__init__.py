@@ -1,1 +1,1 @@
-"""How a model may adapt to the text that it is scored on: one file a method."""
+"""Methods that adapt a model to the text it is evaluated on, one file per method."""

@@ -1,4 +1,4 @@
-"""The interface of a method that adapts a model to the text that it is scored on."""
+"""The base class of methods that adapt a model to the text it is evaluated on."""
 
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
@@ -7,12 +7,14 @@ from specc.compiler.strict import Problem, StrictModel
 
 
 class Adaptation(StrictModel):
-    """The base of what `eval.adapt` may be. A subclass names itself by a `kind` Literal and adds its settings.
+    """The base class of `eval.adapt`. A subclass has a `kind` Literal as its tag and adds its settings.
 
-    `causal` says whether what a token is predicted from depends on the artifact and on earlier tokens alone. Where it
-    does not, the number is no score of a model, and `specc eval` never gives it as one. `leaks` says why.
+    If the spec has an adaptation, the programs `features` and `nats` are created, which are the two halves of `score`.
 
-    The programs `features` and `nats`, the two halves of `score`, are made for a spec that has one of these.
+    Attributes:
+        causal: whether each prediction depends only on the artifact and on earlier tokens. If not, the result is
+            not a valid score, and `specc eval` never reports it as a score.
+        leaks: the reason why the method is not causal.
     """
 
     causal: ClassVar[bool]
@@ -22,13 +24,13 @@ class Adaptation(StrictModel):
 
     @property
     def sees(self) -> str:
-        """The inputs of a prediction, where the method is causal."""
+        """The inputs of a prediction, if the method is causal."""
         return "the artifact and earlier tokens alone"
 
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:
-        """Why it cannot work in windows of so many tokens, each so many after the one before."""
+        """Yields the reasons why the method cannot run on windows of `window` tokens that advance by `stride`."""
         yield from ()
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Why it cannot work on a model of parameters of these shapes, by name."""
+        """Yields the reasons why the method cannot run on a model with parameters of these shapes, by name."""
         yield from ()

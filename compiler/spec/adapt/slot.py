@@ -1,4 +1,7 @@
-"""SLOT: a vector added to the last hidden states, fitted anew for each few windows; once as published, once causal."""
+"""SLOT: a vector that is added to the last hidden states and fitted per window or group of windows.
+
+There are two versions: the published method, and a causal variant.
+"""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
@@ -8,7 +11,7 @@ from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Pro
 
 
 class _Fit(Adaptation):
-    """A vector that starts at 0, and `steps` steps of AdamW on the mean loss of the tokens that it is fitted on."""
+    """A vector that is initialized to 0 and fitted by `steps` steps of AdamW on the mean loss of some tokens."""
 
     lr: PositiveFloat = 0.003
     steps: Positive = 5
@@ -17,9 +20,11 @@ class _Fit(Adaptation):
 
 
 class Slot(_Fit):
-    """SLOT as published (Hu et al. 2025, arXiv 2505.12392; openai/parameter-golf pull request 1105): one vector for
-    each `windows` windows in a row, fitted on all their tokens but the last of each, and so on nearly all that it then
-    scores. That is why it is not causal."""
+    """SLOT as published (Hu et al. 2025, arXiv 2505.12392; openai/parameter-golf pull request 1105).
+
+    One vector per `windows` consecutive windows, fitted on all of their tokens except the last of each window. These
+    are nearly all of the tokens that it then scores, so the method is not causal.
+    """
 
     causal: ClassVar[bool] = False
     leaks: ClassVar[str] = "fitted on the tokens that it then scores"
@@ -29,14 +34,14 @@ class Slot(_Fit):
 
 
 class SlotCausal(_Fit):
-    """SLOT with one vector a window, fitted on those tokens alone that earlier windows have scored."""
+    """SLOT with one vector per window, fitted only on those of its tokens that earlier windows have already scored."""
 
     causal: ClassVar[bool] = True
 
     kind: Literal["slot_causal"]
 
     def problems_with(self, window: int, stride: int) -> Iterator[Problem]:
-        """Windows that overlap."""
+        """Yields a problem if windows do not overlap."""
         if stride >= window:
             message = f"slot_causal fits on what windows share, and windows of {window} that advance by {stride} do not"
             yield Problem((), "S259", message, f"use a stride below {window}")

@@ -1,4 +1,4 @@
-"""Test-time training: a chunk is scored, and only then trained on."""
+"""Test-time training: each chunk is scored before the model is trained on it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
@@ -11,7 +11,7 @@ from specc.compiler.strict import NonNegativeFloat, Pattern, Positive, PositiveF
 
 
 class SgdSettings(StrictModel):
-    """Gradient descent with momentum, as torch.optim.SGD does it."""
+    """Gradient descent with momentum, as in torch.optim.SGD."""
 
     kind: Literal["sgd"]
     lr: PositiveFloat = 0.005
@@ -20,14 +20,14 @@ class SgdSettings(StrictModel):
     weight_decay: NonNegativeFloat = 0.0
 
     def problems(self) -> Iterator[Problem]:
-        """Nesterov's form is one of momentum."""
+        """Yields a problem if `nesterov` is set without momentum."""
         if self.nesterov and not self.momentum:
             hint = "give a momentum above 0, or leave nesterov out"
             yield Problem(("nesterov",), "S259", "nesterov is a form of momentum, and there is none", hint)
 
 
 class AdamWSettings(StrictModel):
-    """AdamW (Loshchilov and Hutter, 2019), as torch.optim.AdamW does it."""
+    """AdamW (Loshchilov and Hutter, 2019), as in torch.optim.AdamW."""
 
     kind: Literal["adamw"]
     lr: PositiveFloat = 1e-4
@@ -37,22 +37,26 @@ class AdamWSettings(StrictModel):
 
 
 class LoraSettings(StrictModel):
-    """W + scale / rank * B A in place of each matrix W (Hu et al. 2021): A [rank, in] starts uniform in
-    +-1/sqrt(in), B [out, rank] at 0, and these are what learns."""
+    """Low-rank adaptation (Hu et al. 2021): W + scale / rank * B A replaces each matrix W.
+
+    Only A [rank, in] and B [out, rank] are trained. A is initialized uniformly in +-1/sqrt(in), B to 0.
+    """
 
     rank: Annotated[int, Field(ge=1, le=4096)] = 96
     scale: PositiveFloat = 144.0
 
 
 class TestTimeTraining(Adaptation):
-    """Score-first test-time training (openai/parameter-golf pull requests 549, 1413, 1493): the windows of a chunk are
-    scored, then the weights that `match` covers take `epochs` epochs of steps of `batch` rows over the chunk's tokens,
-    each once an epoch, and the next chunk is scored with what they have become. The last chunk is not trained on.
+    """Score-first test-time training (openai/parameter-golf pull requests 549, 1413, 1493).
 
-    A chunk is `chunk` tokens, in whole windows. The learning rate goes from its value to 0 over the chunks (`cosine`),
-    for which the length of the text has to be known before it is read, or stays. Gradients are clipped to `clip_norm`
-    over all that learns. The optimizer is gradient descent where unset. With `lora`, each matrix that `match` covers
-    learns a correction of low rank in its place, by AdamW where unset, and what is no matrix stays as it is.
+    The windows of a chunk are scored. Then the weights that `match` covers are trained on the chunk's tokens for
+    `epochs` epochs, in steps of `batch` rows. Each epoch reads each token once. The next chunk is scored with the
+    updated weights. The model is not trained on the last chunk.
+
+    A chunk is `chunk` tokens, in whole windows. The learning rate falls to 0 over the chunks (`cosine`) or is constant.
+    `cosine` requires the length of the text before it is read. Gradients are clipped to `clip_norm`, over all trained
+    weights. The default optimizer is gradient descent. With `lora`, each matrix that `match` covers is replaced by its
+    low-rank adaptation, other parameters are not trained, and the default optimizer is AdamW.
     """
 
     causal: ClassVar[bool] = True
@@ -69,7 +73,11 @@ class TestTimeTraining(Adaptation):
 
     @property
     def learns_by(self) -> SgdSettings | AdamWSettings:
-        """The optimizer, also where unset. The rate of gradient descent would break a correction, which starts at 0."""
+        """The optimizer, or its default if unset.
+
+        With `lora` the default is AdamW, because the default learning rate of gradient descent does not fit a
+        correction that is initialized to 0.
+        """
         return self.optimizer or (SgdSettings(kind="sgd") if self.lora is None else AdamWSettings(kind="adamw"))
 
     @property
@@ -79,7 +87,7 @@ class TestTimeTraining(Adaptation):
         return "the artifact, earlier tokens and how many there are in all (schedule: cosine)"
 
     def problems_of(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
-        """Something learns."""
+        """Yields a problem if no parameter is trained."""
         covered = [shape for name, shape in shapes.items() if matches(self.match, name)]
         if not covered:
             message, hint = f"ttt {self.match} matches no parameter", f"parameters are named like {next(iter(shapes))}"

@@ -1,1 +1,1 @@
-"""Kinds of training data: one file per kind."""
+"""Kinds of training data, one file per kind."""

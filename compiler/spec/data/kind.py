@@ -1,4 +1,4 @@
-"""The base of every kind of training data."""
+"""The base class of all kinds of training data."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
@@ -12,13 +12,13 @@ FileName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class DataKind(StrictModel):
-    """The base of what `train.data` may be. A subclass names itself by a `kind` Literal and adds its settings.
+    """The base class of `train.data`. A subclass has a `kind` Literal as its tag and adds its settings.
 
     Attributes:
-        gives: the form of its data, which the model has to read.
-        usual: the data where `--data` is not given.
-        generated: whether the data need no files, so that `--data KIND` selects the kind, with its defaults, over the
-            spec.
+        gives: the form of the data, which must be the form that the model reads.
+        usual: the data set that is used if `--data` is not given.
+        generated: whether the data is generated without files. If so, `--data KIND` replaces the spec's data by
+            this kind with its defaults.
     """
 
     gives: ClassVar[Form]
@@ -29,9 +29,9 @@ class DataKind(StrictModel):
 
     @property
     def least_vocabulary(self) -> int:
-        """How many ids a model needs to read it, as far as that is known without files."""
+        """The least number of ids that a model needs for the data; 0 if it is not known without reading files."""
         return 0
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """Why a model (an Architecture) cannot read it; paths are from the top of the spec."""
+        """Yields the reasons why a model (an Architecture) cannot read the data, with paths from the spec's root."""
         yield from ()

@@ -1,4 +1,4 @@
-"""Pairs of lines: products of two linear forms and their expansions, generated."""
+"""Generated pairs of lines: products of two linear forms, and their expansions."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,15 +9,15 @@ from specc.compiler.architectures.architecture import Form
 from specc.compiler.spec.data.kind import DataKind
 from specc.compiler.strict import NonNegative, Problem
 
-SYMBOLS = "()*+-0123456789achijknostxyz"  # every character of a line, but the `=` between its sides
-TOKENS = 30  # the longest side and a stop
+SYMBOLS = "()*+-0123456789achijknostxyz"  # every character of a line, except the `=` between its sides
+TOKENS = 30  # tokens of the longest side and a stop token
 
 
 class PolynomialData(DataKind):
     """Products such as `(7-3*z)*(-5*z-9)` and their expansions, drawn with `seed`.
 
-    A fixed set of `lines` is trained on in a new order each epoch. With `fresh` no line is drawn again: the set is
-    only where the samples begin, and what the held-out splits hold is left out.
+    Training uses a fixed set of `lines` lines, in a new order each epoch. With `fresh`, no line is repeated: the set is
+    only the start of the samples, and lines of the held-out splits are skipped.
     """
 
     gives: ClassVar[Form] = "lines"
@@ -30,7 +30,7 @@ class PolynomialData(DataKind):
     fresh: bool = False
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """It takes a model of pairs, every character and the longest line."""
+        """Yields a problem if the model does not read lines, or its vocabulary or context is too small for them."""
         if model.reads != self.gives:
             message = "`polynomial` gives pairs of lines, and the model reads one stream of tokens"
             yield Problem(("train", "data"), "S222", message, "use text, or a model of kind encoder_decoder")

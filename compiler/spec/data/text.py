@@ -1,4 +1,4 @@
-"""Text as one stream of tokens, cut into windows of the context."""
+"""Text as a stream of tokens, cut into windows as long as the context."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
@@ -7,11 +7,14 @@ from specc.compiler.architectures.architecture import Form
 from specc.compiler.spec.data.kind import DataKind, FileName
 from specc.compiler.strict import Problem
 
-BYTE_IDS = 257  # of the tokenizer `bytes`: 256 values and the mark between documents
+BYTE_IDS = 257  # of the tokenizer `bytes`: 256 byte values and the mark between documents
 
 
 class TextData(DataKind):
-    """Text and its tokens: `bytes`, a SentencePiece `*.model` or a tiktoken rank file, and the order of its windows."""
+    """Text, its tokenizer and the order of its windows.
+
+    `tokenizer` is `bytes`, a SentencePiece file `*.model`, or a tiktoken rank file.
+    """
 
     gives: ClassVar[Form] = "text"
     usual: ClassVar[str] = "stdlib"
@@ -26,7 +29,7 @@ class TextData(DataKind):
         return BYTE_IDS if self.tokenizer == "bytes" else 0
 
     def problems_with(self, model: Any) -> Iterator[Problem]:
-        """A model of pairs reads no stream; the bytes need their ids."""
+        """Yields a problem if the model reads lines, or lacks ids of the tokenizer `bytes`."""
         if model.reads != self.gives:
             message = "the model turns lines into lines, and `text` is one stream of tokens"
             yield Problem(("train", "data"), "S222", message, "e.g. `data: {kind: polynomial}`")

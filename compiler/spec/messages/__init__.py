@@ -1,1 +1,1 @@
-"""Errors of a spec in its own terms."""
+"""Error messages for invalid specs, in terms of the spec's keys and values."""

@@ -1,4 +1,4 @@
-"""The model or type that a spec expects at each path of its data, and the nearest word to a misspelled one."""
+"""The model or type that a spec expects at each path of its data, and the nearest match for a misspelled word."""
 
 import difflib
 import types
@@ -15,12 +15,12 @@ Model = type[StrictModel]
 
 
 def keys_of(model: Model) -> dict[str, FieldInfo]:
-    """The keys that a model takes in a spec, each with its field."""
+    """Returns the keys that a model accepts in a spec, each with its field."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
-    """The members of a union, or the one type there is, without annotations."""
+    """Yields the members of a union, or the type itself if it is not a union, without `Annotated`."""
     if get_origin(annotation) is Annotated:
         yield from alternatives(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
@@ -31,15 +31,15 @@ def alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def models_in(annotation: Any) -> list[Model]:
-    """The models among the alternatives."""
+    """Returns the models among the alternatives of a type."""
     return [one for one in alternatives(annotation) if isinstance(one, type) and issubclass(one, StrictModel)]
 
 
 def places(annotation: Any, data: object, path: Path = ()) -> Iterator[tuple[Path, Model]]:
-    """Every path of `data` where a model of the spec is to stand, outer ones first, with that model.
+    """Yields every path of `data` at which the spec expects a model, with that model, outer paths first.
 
-    Of a union it is the one whose tag the data states, or that needs no tag where the data states none; else there is
-    no model.
+    For a union, it yields the member whose tag the data states. If the data states no tag, it yields the member that
+    needs none. If no member applies, it yields nothing for that path.
     """
     if isinstance(data, dict):
         model = _chosen(models_in(annotation), data)
@@ -73,12 +73,12 @@ def _chosen(models: list[Model], data: Mapping[str, object]) -> Model | None:
 
 
 def tags_of(models: Iterable[Model], key: str) -> list[str]:
-    """The words by which `key` tells some models apart."""
+    """Returns the tags of some models, i.e. the values of `key` that distinguish them."""
     return [tag for model in models if (tag := tag_of(model, key)) is not None]
 
 
 def item_of(annotation: Any, index: int) -> Any:
-    """The type of item `index` of what may be a list; None where it is none."""
+    """Returns the type of item `index` if `annotation` allows a list, else None."""
     for one in alternatives(annotation):
         if get_origin(one) is tuple:
             members = get_args(one)
@@ -87,13 +87,13 @@ def item_of(annotation: Any, index: int) -> Any:
 
 
 def size_of(annotation: Any) -> int:
-    """How many items a list of this type has, where that is fixed; else 0."""
+    """Returns the number of items of a list of this type; 0 if it is not fixed."""
     members = next((get_args(one) for one in alternatives(annotation) if get_origin(one) is tuple), (Ellipsis,))
     return 0 if members[-1] is Ellipsis else len(members)
 
 
 def range_of(annotation: Any) -> str:
-    """The numbers that a type allows, in words, e.g. `at least 2 and at most 8`; empty for all."""
+    """Returns the numbers that a type allows, in words, e.g. `at least 2 and at most 8`; empty if all are allowed."""
     limits: dict[str, float] = {}
     for one in _metadata(annotation):
         limits |= {name: getattr(one, name) for name in ("gt", "ge", "lt", "le") if hasattr(one, name)}
@@ -114,7 +114,7 @@ def _metadata(annotation: Any) -> Iterator[Any]:
 
 
 def wanted(annotation: Any) -> str:
-    """The values that a field takes, in words: `a whole number`, `text or a mapping`."""
+    """Returns the values that a field accepts, in words, e.g. `a whole number` or `text or a mapping`."""
     words: list[str] = []
     for one in alternatives(annotation):
         if get_origin(one) is Literal:
@@ -137,18 +137,21 @@ _WORDS: Mapping[Any, str] = {
 
 
 def joined(words: Iterable[str]) -> str:
-    """`a, b or c`."""
+    """Returns the words as `a, b or c`."""
     *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def dotted(path: Path) -> str:
-    """A path as `--set` takes it: `model.embed.0.dim`."""
+    """Returns a path as `--set` accepts it, e.g. `model.embed.0.dim`."""
     return ".".join(map(str, path))
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that `word` most likely stands for: few slips of a finger away, or much alike; else None."""
+    """Returns the choice that `word` is most likely a misspelling of, or None.
+
+    A match is within a few edits, is similar as a whole, or is a prefix of `word` or the reverse.
+    """
     scored = [(_slips(word, choice), -_likeness(word, choice), choice) for choice in choices]
     slips, likeness, best = min(scored, default=(99, 0.0, ""))
     if slips <= max(1, len(best) // 3) or -likeness >= 0.75:
@@ -157,7 +160,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def _extends(one: str, other: str) -> bool:
-    """Whether the one begins with the other: `warmup` for `warmup_steps`, `epsilon` for `eps`."""
+    """Returns whether the longer word begins with the shorter, e.g. `epsilon` with `eps`."""
     short, long = sorted((one.lower(), other.lower()), key=len)
     return len(short) > 2 and long.startswith(short)
 
@@ -167,7 +170,10 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _slips(one: str, other: str) -> int:
-    """Letters to insert, drop, replace or swap with their neighbor (Damerau, 1964); 99 for far lengths."""
+    """Returns the edit distance, in which swapping two neighbors is one edit (Damerau, 1964).
+
+    Returns 99 if the lengths differ by more than 3 or a word is longer than 64 characters.
+    """
     if abs(len(one) - len(other)) > 3 or len(one) > 64:
         return 99
     before: list[int] = []

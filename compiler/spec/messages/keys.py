@@ -1,4 +1,4 @@
-"""Diagnostics of the errors that Pydantic reports, in the words of the spec."""
+"""Diagnostics for the errors that Pydantic reports, in terms of the spec."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +14,13 @@ from specc.compiler.text.source import Place, Source
 
 
 class Words:
-    """Writes diagnostics about `source`, whose parts at the paths of `models` should be those models."""
+    """Writes diagnostics about `source`. `models` maps each path to the model that is expected there."""
 
     def __init__(self, source: Source, models: Mapping[Path, Model], root: Model) -> None:
         self.source, self.models, self.root = source, models, root
 
     def say(self, group: list[Found]) -> Iterator[Diagnostic]:
-        """The diagnostics of the errors at one path."""
+        """Yields the diagnostics of the errors at one path."""
         special: Mapping[str, Callable[[Found], Iterator[Diagnostic]]] = {
             "extra_forbidden": self._unknown_key,
             "missing": self._missing_key,
@@ -58,7 +58,7 @@ class Words:
         return value
 
     def _annotation(self, path: Path) -> Any:
-        """The type that the spec has for `path`, with its limits; None where that is not known."""
+        """Returns the type that the spec expects at `path`, with its limits; None if it is not known."""
         if path in self.models or not path:
             return None
         *outer, last = path
@@ -78,7 +78,7 @@ class Words:
         hints = [f"did you mean {quote(near)}?"] if near else []
         homes = [path for path, other in self._offers() if path != holder and key in keys_of(other)]
         elsewhere = [path for path in homes if not _in_sibling(path, holder)]
-        # Of one kind of layer or optimizer, a key of several sections may be wished for just here.
+        # In a layer or an optimizer, a key that several sections have may be intended right here.
         is_kind = any(tag_of(model, name) for name in model.model_fields)
         if elsewhere and not (is_kind and len(_models_with(key)) > 1):
             home = min(elsewhere, key=lambda path: _apart(path, holder))
@@ -94,7 +94,7 @@ class Words:
         )
 
     def _offers(self) -> Iterator[tuple[Path, Model]]:
-        """Every model in the data, and those that its absent keys could hold."""
+        """Yields every model in the data, and the models that its absent keys could have."""
         for path, model in self.models.items():
             yield path, model
             for key, info in keys_of(model).items():
@@ -111,7 +111,7 @@ class Words:
             return
         model = self.models.get(holder)
         known = keys_of(model) if model is not None else {}
-        # A misspelled key is not missing as well.
+        # A misspelled key is reported as unknown, not also as missing.
         absent = [name for name in known if name not in self._data(holder)]
         if any(nearest(str(other), absent) == key for other in self._data(holder) if other not in known):
             return
@@ -131,7 +131,7 @@ class Words:
     # kinds
 
     def _is_tag(self, one: Found) -> bool:
-        """Whether it is the tag of the only member of a union."""
+        """Returns whether the error is about the tag of the only member of a union."""
         model = self.models.get(one.path[:-1])
         return model is not None and bool(one.choices) and tag_of(model, str(one.path[-1])) is not None
 
@@ -148,7 +148,7 @@ class Words:
         message = f"{_place(path[:-1])}: there is no {path[-1]} {quote(given)}"
         return self._at(self.source.value(path), "S105", message, " ".join(hints))
 
-    # what a field's own check says
+    # errors of a field's own validator
 
     def _refused(self, one: Found) -> Iterator[Diagnostic]:
         cause, name = one.context["error"], self._name(one.path)
@@ -165,7 +165,7 @@ def _place(path: Path) -> str:
 
 
 def _in_sibling(path: Path, holder: Path) -> bool:
-    """Whether a path leads into another item of the list that `holder` is an item of."""
+    """Returns whether a path leads into another item of the list that contains `holder`."""
     *outer, item = holder or ("",)
     here = path[: len(holder)]
     return isinstance(item, int) and here[:-1] == tuple(outer) and here[-1:] != (item,) and len(here) == len(holder)
@@ -173,15 +173,15 @@ def _in_sibling(path: Path, holder: Path) -> bool:
 
 @cache
 def _models_with(key: str) -> frozenset[Model]:
-    """All models of the language that have a key, in whatever section."""
+    """Returns all models of the spec language that have a key, in any section."""
     models: list[Model] = [StrictModel]
-    for model in models:  # it grows
+    for model in models:  # the list grows during the loop
         models += model.__subclasses__()
     return frozenset(model for model in models if key in keys_of(model))
 
 
 def _apart(one: Path, other: Path) -> int:
-    """Steps between two paths by way of what they share."""
+    """Returns the number of steps between two paths in the tree."""
     shared = 0
     while shared < min(len(one), len(other)) and one[shared] == other[shared]:
         shared += 1

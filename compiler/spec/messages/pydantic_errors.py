@@ -1,6 +1,7 @@
-"""Translates what Pydantic finds wrong with the data of a spec into diagnostics about what is written.
+"""Translates Pydantic's validation errors into diagnostics about the text of a spec.
 
-Its locations hold the tags of unions, which are no keys of the YAML; walking the data tells them apart.
+Pydantic's locations contain the tags of unions, which are not keys of the YAML. Walking the data distinguishes tags
+from keys.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,14 @@ from specc.compiler.text.source import Source, step
 def diagnostics_of(
     error: ValidationError, source: Source, models: Mapping[Path, Model], root: Model
 ) -> tuple[tuple[Diagnostic, ...], frozenset[Path]]:
-    """The diagnostics of everything Pydantic found, and the paths in the data that they are about."""
+    """Returns the diagnostics of all errors that Pydantic reported, and the paths of the data that they are about.
+
+    Args:
+        error: the errors.
+        source: the data and its positions.
+        models: the model that is expected at each path.
+        root: the model of the whole data.
+    """
     found = [_located(details, source.data) for details in error.errors(include_url=False)]
     found = list(_settled(found))
     said = [one for group in _grouped(found) for one in Words(source, models, root).say(group)]
@@ -43,7 +51,10 @@ def _located(details: ErrorDetails, data: object) -> Found:
 
 
 def _settled(found: Iterable[Found]) -> Iterator[Found]:
-    """Of a union's members, those whose shape the data has; and nothing that another error made up."""
+    """Yields the errors without those that follow from others.
+
+    Of a union's members, only the errors of those whose shape matches the data remain.
+    """
     kept = list(found)
     for fork in {(one.path[: one.fork]) for one in kept if one.fork is not None}:
         rivals = [one for one in kept if one.fork == len(fork) and one.path[: len(fork)] == fork]
@@ -59,7 +70,7 @@ def _settled(found: Iterable[Found]) -> Iterator[Found]:
 
 
 def _grouped(found: Iterable[Found]) -> list[list[Found]]:
-    """The errors by path, those about unknown keys each alone."""
+    """Returns the errors grouped by path. Errors about unknown keys are in groups of their own."""
     groups: dict[object, list[Found]] = {}
     for one in found:
         groups.setdefault((one.path, one.kind == "extra_forbidden"), []).append(one)

@@ -1,4 +1,4 @@
-"""Messages and hints for one wrong value, from the errors of Pydantic and the limits of the field."""
+"""Messages and hints for a single invalid value, from Pydantic's errors and the limits of the field."""
 
 import re
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from specc.compiler.errors import quote
 from specc.compiler.spec.messages.expected import item_of, joined, nearest, range_of, size_of
 from specc.compiler.strict import Path
 
-# The kinds of Pydantic error that say only that a value has another type.
+# The kinds of Pydantic error that only state that a value has the wrong type.
 TYPES: Mapping[str, str] = {
     "int_type": "a whole number",
     "float_type": "a number",
@@ -40,7 +40,11 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One Pydantic error at its path in the data; of `member` of the plain union at `fork`, if of any."""
+    """One Pydantic error and its path in the data.
+
+    If the error is about a member of an untagged union, `member` is that member and `fork` the length of the union's
+    path.
+    """
 
     details: ErrorDetails
     path: Path
@@ -58,18 +62,18 @@ class Found:
 
     @property
     def choices(self) -> list[str]:
-        """The words that a Literal allows."""
+        """The values that a Literal allows; empty for other errors."""
         expected = str(self.context.get("expected", "")) if self.kind == "literal_error" else ""
         return re.findall(r"'([^']*)'", expected) or ([expected] if expected else [])
 
 
 def wrong_type(group: list[Found], annotation: Any, beside: tuple[object, ...] = ()) -> tuple[str, str]:
-    """The message and the hint for a value of the wrong type.
+    """Returns the message and the hint for a value of the wrong type.
 
     Args:
-        group: the errors of each member of its type.
-        annotation: that type.
-        beside: the items of the list that it stands in, itself among them.
+        group: the errors of each member of the expected type.
+        annotation: the expected type.
+        beside: the items of the list that contains the value, including the value; empty if it is not in a list.
     """
     words: list[str] = []
     for one in group:
@@ -115,7 +119,7 @@ def _plain(value: object) -> str:
 
 
 def wrong_value(group: list[Found], annotation: Any) -> tuple[str, str]:
-    """The message and the hint for a value out of range, from the limits of its field (`annotation`)."""
+    """Returns the message and the hint for a value out of range, from the limits of its field (`annotation`)."""
     first = group[0]
     form = joined(dict.fromkeys(word for one in group for word in _limits(one)))
     return f"must be {form}, not {_given(first.value)}", _way_out(group, annotation) or f"change it to {form}"

@@ -1,1 +1,1 @@
-"""Entries of `train.optimizers`: one file per kind of optimizer."""
+"""Entries of `train.optimizers`, one file per kind of optimizer."""

@@ -1,4 +1,4 @@
-"""AdamW."""
+"""Settings of AdamW."""
 
 from typing import Literal
 

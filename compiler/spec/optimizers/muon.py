@@ -1,4 +1,4 @@
-"""Muon and its variants."""
+"""Settings of Muon and its variants."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
@@ -9,18 +9,20 @@ from specc.compiler.spec.optimizers.optimizer import Decay, OptimizerSpec
 from specc.compiler.spec.optimizers.schedules import Ramp, Taper
 from specc.compiler.strict import NonNegativeFloat, Problem, Unit, later
 
-# Of methods whose first steps are no iterations: the fewest `steps` that iterate once.
+# The least `steps` of methods whose first steps are not iterations, so that at least one step iterates.
 LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
 
 
 class MuonSpec(OptimizerSpec):
-    """Muon (Jordan, 2024): momentum whose matrix is orthogonalized by `steps` iterations.
+    """Muon (Jordan, 2024): momentum, whose matrix is orthogonalized by `steps` iterations.
 
-    `method` is how: Newton-Schulz with one quintic; Polar Express, a quintic an iteration (Amsel et al. 2025, arXiv
-    2505.16932); Turbo-Muon, which scales the rows in place of the first iteration, so that `steps: 5` are the published
-    scaling and four iterations (arXiv 2512.04632). `equalize_rows` gives all rows one length before (MuonEq-R).
-    `second_moment` is the decay of NorMuon's second moment of each row after (Li et al. 2025, arXiv 2510.05491);
-    without it there is none.
+    `method` is the iteration. `newton_schulz` is Newton-Schulz with one quintic polynomial. `polar_express` has a
+    separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, which scales the rows
+    instead of the first iteration (arXiv 2512.04632); `steps: 5` is the published scaling and four iterations.
+
+    `equalize_rows` scales all rows to one length before the iterations (MuonEq-R). `second_moment` is the decay of
+    NorMuon's second moment of each row, applied after the iterations (Li et al. 2025, arXiv 2510.05491); None disables
+    it.
     """
 
     kind: Literal["muon"]
@@ -33,11 +35,11 @@ class MuonSpec(OptimizerSpec):
     weight_decay: NonNegativeFloat | Taper = 0.0
 
     def refuses(self, shape: tuple[int, ...]) -> str:
-        """All but matrices."""
+        """Returns a reason for every parameter that is not a matrix."""
         return "" if len(shape) == 2 else "muon orthogonalizes matrices"
 
     def problems(self) -> Iterator[Problem]:
-        """At least one step iterates."""
+        """Yields a problem if no step is an iteration."""
         if self.steps < (least := LEAST_STEPS.get(self.method, 1)):
             message = f"the first iteration of {self.method} is step {least}, and `steps` is {self.steps}"
             yield Problem(("steps",), "S278", message, f"use at least {least}; without `steps` they are 5")

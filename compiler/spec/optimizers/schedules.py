@@ -1,4 +1,4 @@
-"""Numbers of an optimizer that change during a run."""
+"""Optimizer settings that change during a run."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from specc.compiler.strict import NonNegativeFloat, Positive, StrictModel, Unit
 
 
 class Ramp(StrictModel):
-    """A value that goes from `start` to `end` in a straight line over `steps` steps, and stays there."""
+    """A value that changes linearly from `start` to `end` over `steps` steps and is constant afterwards."""
 
     start: Unit
     end: Unit
@@ -16,8 +16,7 @@ class Ramp(StrictModel):
 
 
 class Taper(StrictModel):
-    """A value that is `start` until the share `after` of the run is done, and from there goes to `end` in a straight
-    line."""
+    """A value that is `start` until the share `after` of the run, then changes linearly to `end` until the run ends."""
 
     start: NonNegativeFloat
     end: NonNegativeFloat
