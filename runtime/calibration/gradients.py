@@ -76,11 +76,11 @@ def _with_unread(total: Tensor, reads: Tensor) -> Tensor:
     """Returns the sums `total` [rows, columns] with an estimate for the rows that were never read.
 
     Later text reads rows that the calibration text missed, and their errors then add to the loss. The Good-Turing
-    estimate predicts how often: a lookup, left out, is of a row that no other lookup reads exactly if its row was read
+    estimate predicts how often: if any one lookup is left out, its row is unread in the rest if and only if it was read
     once. Hence the total of the rows read once estimates the total of all unread rows.
 
     Unread rows share this total evenly, but none gets more than the mean of the rows read once. If no row was read
-    once, the unread rows share the mean of one lookup, because an estimate of 0 would allow them any error. A uniform
+    once, the unread rows share the mean over lookups, because an estimate of 0 would allow them any error. A uniform
     prior of half a read per row would overestimate rows that a language does not use: of a vocabulary of 257 bytes, the
     150 bytes that never occur in text would get 75 reads.
 
