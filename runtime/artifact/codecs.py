@@ -44,6 +44,9 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
         label: the name of the section, for messages.
         codec: the compression of the section.
 
+    Returns:
+        An iterator over the pieces; errors are raised while it is consumed.
+
     Raises:
         IntegrityError: `compressed` is not a stream of `codec`, is truncated, has bytes after its end, or expands past
             `declared` + `SLACK_BYTES`.

@@ -1,7 +1,7 @@
 """The table of arrays of an artifact: the name, dtype, shape, memory order and checksum of each array.
 
 The shapes of an artifact follow from its spec. An array that is multiplied in its stored form would be read with the
-shape of the spec even if it was written with another shape. A file with such arrays therefore has an additional
+shape of the spec even if it was written with another shape. A file with arrays of this kind therefore has an additional
 section, the table, with one JSON line per array.
 """
 
@@ -29,7 +29,7 @@ class Entry:
     Attributes:
         name: the name of the parameter.
         suffix: the suffix of the array.
-        dtype: the dtype as `Stored` spells it, or numpy's name if `Stored` has no such dtype.
+        dtype: the dtype as `Stored` spells it, or numpy's name of a dtype that `Stored` does not have.
         shape: the shape of the array.
         order: the memory order, ROWS or COLUMNS.
         checksum: the CRC-32 of the items in row-major order.

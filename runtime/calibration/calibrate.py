@@ -106,6 +106,9 @@ def calibration_windows(
         window: the length of a row in tokens.
         seed: the seed of the run.
 
+    Returns:
+        An iterator over the batches.
+
     Raises:
         DataError: the stream has fewer than window + 1 tokens.
     """

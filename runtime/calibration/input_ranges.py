@@ -75,7 +75,7 @@ def input_ranges(
 
 
 class _Met:
-    """Accumulates the range of one input from its rows, f64 [.., K], and the clipping by its `scale`, if it has one."""
+    """Accumulates the range of one input from its rows, f64 [.., K], and the clipping by its `scale`, unless None."""
 
     def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
         features = rows.shape[1]

@@ -186,7 +186,7 @@ class _RunModel:
     def _trained_scales(self) -> Mapping[str, Tensor]:
         """Returns the input scales that the run trained with, by the first weight that reads the input.
 
-        The mapping is empty if the run trained without input scales or with another `quant` than the current one.
+        The mapping is empty if the run trained without input scales or if its `quant` has changed since.
         """
         run = self.run
         if run.spec.train.qat is None:

@@ -49,7 +49,7 @@ def promote(
         base: the scheme of each parameter.
         count: the maximum number of promotions. None promotes all that fit `budget_bytes`.
         to_bits: the bits of promoted parameters.
-        match: patterns of names. A candidate matches at least one of them; an empty sequence matches all.
+        match: patterns of names. A candidate matches at least one pattern; an empty sequence matches all names.
         budget_bytes: the size limit in bytes. Promotion stops before the first candidate that exceeds it.
         measure: returns the bytes of an allocation; required with `budget_bytes`.
 

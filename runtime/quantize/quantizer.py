@@ -107,8 +107,8 @@ class Quantizer:
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
         """Returns the input scale of a weight; None if the weight has no int8 product.
 
-        Weights that read the same input share the scale of their leader, the first of them. It is the scale that the
-        run trained with, if there is one; otherwise it is computed from the measured range.
+        Weights that read the same input share the scale of their leader, the first of them. If the run did not train
+        with a scale, it is computed from the measured range.
         """
         if name not in self.inputs.ranges:
             return None

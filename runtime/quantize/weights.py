@@ -58,7 +58,7 @@ class QuantizedWeights:
         schemes: the chosen scheme of each parameter.
         stored: the arrays of the artifact.
         quantizer: the cache of quantized parameters, with the statistics of the calibration.
-        text: the text that the model wrote for its calibration; None if it was not calibrated on such text.
+        text: the text that the model wrote for its calibration; None if it was not calibrated on its own text.
         seconds: the duration of the calibration; None if nothing was calibrated.
     """
 

@@ -67,10 +67,16 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 
     Args:
         spec: the spec of the run, with its bits not yet chosen.
-        lock: the tile sizes of the kernels.
+        lock: the tuned tiles of the kernels, by target.
         targets: the targets to generate code for.
         tokenizer: the tokenizer, whose byte table is included.
         codec: the compression of the weights that the program writes.
+
+    Returns:
+        The source text of the file.
+
+    Raises:
+        ShakeError: the sources of specc contain a construct that cannot be followed.
     """
     files = modules(spec, lock, targets, tokenizer, codec)
     data = "\0".join(part for file in files.items() for part in file).encode()
@@ -81,7 +87,21 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 
 
 def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> dict[str, str]:
-    """Returns the files of the package that train_gpt.py unpacks, by path. The arguments are those of `train_gpt`."""
+    """Returns the files of the package that train_gpt.py unpacks.
+
+    Args:
+        spec: the spec of the run, with its bits not yet chosen.
+        lock: the tuned tiles of the kernels, by target.
+        targets: the targets to generate code for.
+        tokenizer: the tokenizer, whose byte table is included.
+        codec: the compression of the weights that the program writes.
+
+    Returns:
+        The source texts by path, in the order in which they compress best.
+
+    Raises:
+        ShakeError: the sources of specc contain a construct that cannot be followed.
+    """
     plan, generated = _plan(spec, lock, targets, tokenizer, codec)
     shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE)
     shaker.reach(ENTRY, "main")

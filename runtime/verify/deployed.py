@@ -31,8 +31,8 @@ ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16
 # Allowed RMS errors, as shares of the error of int8 itself, an RMS over all tokens. A value that differs in its last
 # bit may round to the next code, and everything that its sample computes afterwards then differs. Most samples have no
-# such tie, and its cost is no more than that of other roundings. Of 180 small models none had a share above 0.02 for
-# the median sample or above 0.2 for all samples.
+# tie of this kind, and its cost is no more than that of other roundings. Of 180 small models none had a share above
+# 0.02 for the median sample or above 0.2 for all samples.
 SHARE = 0.1  # for the median sample
 WHOLE_SHARE = 0.5  # for all samples together
 ROUNDING = 1e-5  # the error of f32 sums, in nats
@@ -41,8 +41,8 @@ ROUNDING = 1e-5  # the error of f32 sums, in nats
 def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
     """Runs all checks of the deployed programs of a spec's targets and yields their results.
 
-    Targets that deploy the programs that they train have no such checks. Random parameters are quantized by the spec,
-    with input ranges measured on random ids.
+    Targets that deploy the programs that they train are skipped. Random parameters are quantized by the spec, with
+    input ranges measured on random ids.
     """
     for target in targets:
         if pipeline.deployed(spec, target) is None:

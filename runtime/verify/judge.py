@@ -116,7 +116,7 @@ class Judge:
     Attributes:
         site: the node, with the types of its inputs and the target.
         inputs: the inputs of the kernels.
-        exact: the f64 outputs, of the `sample` only if there is one.
+        exact: the f64 outputs; only those of `sample` unless it is None.
         bars: the (RMS, largest) error of each output of eager Torch in the kernel's dtype, op by op, or the possible
             cost of rounding if that is larger.
         sample: the rows or sequences that are compared; None for all.
@@ -270,7 +270,7 @@ def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Mapping[str, int] | None:
-    """Returns sizes of the symbolic dims such that each multiprocessor of `device` has at least `tiles` tiles.
+    """Returns sizes of the symbolic dims with which each multiprocessor of `device` has at least `tiles` tiles.
 
     This holds for every tile size of a kernel, up to SIDE x SIDE. Returns None for the CPU.
     """

@@ -63,7 +63,10 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
         spec: the spec to verify.
         targets: the names of the targets.
         seed: the seed of the random parameters and inputs.
-        lock: the tile sizes of the kernels.
+        lock: the tuned tiles of the kernels, by target.
+
+    Returns:
+        An iterator over the results, in order of targets.
     """
     for target in targets:
         reason = not_here(target)
