@@ -1,1 +1,1 @@
-"""The `.specc` file: sections, codecs, tables, stored tensors."""
+"""The `.specc` artifact format: header, sections, codecs, the table of arrays and stored tensors."""

@@ -1,9 +1,9 @@
-"""The `.specc` artifact: one file of the resolved spec and the arrays of every parameter, never code.
+"""Reads and writes the `.specc` artifact: one file with the resolved spec and the arrays of every parameter.
 
-Names and shapes follow from the spec, which the reader's own compiler lowers; where arrays are multiplied as they are
-stored, the file tells them too (table.py), and they have to agree.
-Everything read is hashed before it is decompressed, and decompressed only up to what the header declares and
-the spec expects.
+The file stores no code. The reader's own compiler lowers the spec, and names and shapes follow from the result. If
+arrays are multiplied in their stored form, the file also states their names and shapes (table.py), which must agree
+with the spec. Every section is hashed before it is decompressed, and decompressed only up to the size that the header
+declares and the spec expects.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ Layout = Sequence[tuple[str, Stored]]
 Tensors = Mapping[str, Mapping[str, Array]]
 
 READ_LIMIT = 8 * 2**30
-REMEMBERED = 256  # sections, about 90 MB: while bits are allocated, most stay as they were
+REMEMBERED = 256  # cached sections, about 90 MB; most sections are unchanged between trials of a bit allocation
 _remembered: OrderedDict[tuple[object, ...], tuple[Section, bytes]] = OrderedDict()
 
 
 @dataclass(frozen=True, slots=True)
 class SectionSize:
-    """All sections of one kind: `compressed` and `raw` bytes, and the `pieces` that they are cut into."""
+    """The total `compressed` and `raw` bytes of all sections of one kind, and their number, `pieces`."""
 
     kind: str
     compressed: int
@@ -59,7 +59,7 @@ class SectionSize:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSize:
-    """Where the bytes of an artifact go. `total`, the size of the file, is `header` plus the sections."""
+    """The size of an artifact in bytes, by section. `total`, the size of the file, is `header` plus the sections."""
 
     total: int
     header: int
@@ -72,10 +72,10 @@ class Artifact:
 
     Attributes:
         spec: the resolved spec as canonical JSON.
-        code: SHA-256 of the generated code that it was written with.
-        tensors: arrays by parameter name and suffix, read-only, as `Stored` describes them.
-        table: text of the table of arrays; empty where there is none.
-        trained_on: digests of the training data; None where the file does not state them.
+        code: the SHA-256 of the generated code at the time of writing.
+        tensors: read-only arrays by parameter name and suffix, with the dtypes and shapes of `Stored`.
+        table: the text of the table of arrays; empty if the file has none.
+        trained_on: digests of the training data; None if the file does not state them.
     """
 
     spec: bytes
@@ -90,13 +90,13 @@ class ArtifactContents:
     """The contents of an artifact before compression.
 
     Attributes:
-        spec: the resolved spec, as canonical JSON.
-        layout: the arrays, in file order.
-        tensors: their values, by parameter name and suffix.
+        spec: the resolved spec as canonical JSON.
+        layout: the names, dtypes and shapes of the arrays, in file order.
+        tensors: the values of the arrays, by parameter name and suffix.
         interface: 32 bytes, the digest of parameter names, shapes and storage.
         code: 32 bytes, the digest of the generated code.
-        table: the section of table.py; empty where no array is multiplied as it is stored.
-        trained_on: digests of the training data; None where they are not known.
+        table: the raw section of table.py; empty if no array is multiplied in its stored form.
+        trained_on: digests of the training data; None if they are not known.
     """
 
     spec: bytes
@@ -109,7 +109,7 @@ class ArtifactContents:
 
     @property
     def texts(self) -> list[tuple[Kind, bytes]]:
-        """The sections in front of those of arrays, as (kind, raw bytes)."""
+        """The sections that precede the array sections, as (kind, raw bytes)."""
         digests = b"" if self.trained_on is None else self.trained_on.packed()
         optional = ((Kind.TABLE, self.table), (Kind.DATA_DIGESTS, digests))
         return [(Kind.SPEC, self.spec), *((kind, raw) for kind, raw in optional if raw)]
@@ -118,20 +118,24 @@ class ArtifactContents:
 def write_artifact(
     path: Path, contents: ArtifactContents, quality: int = 11, codec: Codec = Codec.BROTLI
 ) -> ArtifactSize:
-    """Writes `path` atomically. The file is read back and compared with `contents` before it takes its place.
+    """Writes an artifact to `path` atomically: the temporary file is read back and verified before it is renamed.
+
+    The bytes of the file depend on `contents`, `quality`, `codec` and the release of the codec's library alone.
 
     Args:
         path: the file to write or to replace.
-        contents: everything that the file holds.
-        quality: of brotli, 0 to 11; below 11 is for tests.
+        contents: everything that the file stores.
+        quality: the brotli quality, 0 to 11. Values below 11 are for tests.
         codec: the compression of all sections.
 
     Returns:
-        The bytes of the file, which are a function of `contents` and the release of the codec.
+        The size of the file in bytes, by section.
 
     Raises:
-        RunFailure: `contents.tensors` differs from `contents.layout`, or the file cannot be written.
-        IntegrityError: the file does not read back.
+        RunFailure: `contents.tensors` differs from `contents.layout`, the contents exceed a limit of the format, or the
+            file cannot be written.
+        IntegrityError: the data read back differs from `contents`.
+        EnvironmentFailure: `codec` is brotli, which is not installed.
     """
     header, bodies = _assemble(contents, quality, codec)
     layout, tensors = contents.layout, contents.tensors
@@ -155,9 +159,9 @@ def write_artifact(
 
 
 def measured_bytes(contents: ArtifactContents, quality: int = 11, codec: Codec = Codec.BROTLI) -> int:
-    """The exact size in bytes of the file that `write_artifact` would write, without writing it.
+    """Returns the exact size in bytes of the file that `write_artifact` would write, without writing it.
 
-    `specc.runtime.artifact.quantized_model.entropy_bytes` is the quick estimate.
+    `specc.runtime.artifact.quantized_model.entropy_bytes` is a faster estimate.
     """
     return _assemble(contents, quality, codec)[0].total
 
@@ -169,12 +173,21 @@ def read_artifact(
     limit: int = READ_LIMIT,
     judge: Callable[[bytes], None] | None = None,
 ) -> Artifact:
-    """The artifact at `path`, every byte verified.
+    """Reads the artifact at `path` and verifies every byte.
 
-    `layout_of(spec)` gives the interface digest and the layout that the local compiler makes of the spec; `judge` is
-    then shown the text of the table of arrays, empty where there is none, and may raise IntegrityError in words of its
-    own. Raises IntegrityError for any damage, when layout or digest differ from the file, or when the arrays would take
-    more than `limit` bytes.
+    Args:
+        path: the artifact.
+        layout_of: returns the (interface digest, layout) that the local compiler derives from the bytes of the spec.
+        limit: the maximum size of all arrays in bytes, checked before they are decompressed.
+        judge: called with the text of the table of arrays, which is empty if the file has none, before any array is
+            decompressed. It raises IntegrityError to reject the file.
+
+    Returns:
+        The verified artifact, with read-only arrays.
+
+    Raises:
+        IntegrityError: the file cannot be read or is damaged, its interface digest or section sizes differ from
+            `layout_of`, its arrays need more than `limit` bytes, or `judge` rejects it.
     """
     with _opened(path) as (file, size):
         header = read_header(file, size)
@@ -208,20 +221,26 @@ def read_artifact(
 
 
 def require_layout(path: Path, layout: Layout) -> None:
-    """Raises IntegrityError unless the sections of the file at `path` have the sizes of this layout."""
+    """Checks the section sizes of the artifact at `path`. Raises IntegrityError if they are not those of `layout`."""
     with _opened(path) as (file, size):
         _planned(read_header(file, size), layout)
 
 
 def peek_spec(path: Path) -> bytes:
-    """The resolved spec alone, verified; the other sections are not read. Raises IntegrityError."""
+    """Reads and verifies the resolved spec of the artifact at `path`, without the other sections.
+
+    Raises IntegrityError if the file cannot be read, or its header or spec is damaged.
+    """
     with _opened(path) as (file, size):
         header = read_header(file, size)
         return read_section(file, header.sections[0], "the spec", header.codec)
 
 
 def artifact_size(path: Path) -> ArtifactSize:
-    """Where the bytes of the file at `path` go; all of them are verified. Raises IntegrityError."""
+    """Returns the size of the artifact at `path` by section and verifies the digests of all sections.
+
+    Raises IntegrityError if the file cannot be read or is damaged.
+    """
     with _opened(path) as (file, size):
         header = read_header(file, size)
         for i, section in enumerate(header.sections):
@@ -231,12 +250,12 @@ def artifact_size(path: Path) -> ArtifactSize:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """The file and its size; every IntegrityError raised inside gets the path in front.
+    """Yields the open file and its size. An IntegrityError raised in the block is prefixed with the path.
 
-    Read, not mapped: a file truncated while mapped kills the process instead of raising.
+    The file is not memory-mapped: if a mapped file is truncated, reading it kills the process instead of raising.
     """
     try:
-        # Not blocking, so that a named pipe cannot hold us.
+        # O_NONBLOCK: opening a named pipe must not block.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -249,7 +268,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[Header, list[bytes]]:
-    """The header and the compressed sections of an artifact."""
+    """Returns the header and the compressed sections of an artifact."""
     if len(contents.interface) != 32 or len(contents.code) != 32:
         raise ValueError("the interface and code digests are 32 bytes each")
     if len(contents.spec) > MAX_SPEC_BYTES:
@@ -273,7 +292,7 @@ def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[H
 
 
 def _section(stream: Stream, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:
-    """The section of whole rows of a stream, smallest as measured; made once of the same bytes."""
+    """Returns the section of whole rows of a stream, with the transform of `choose`; cached by its raw bytes."""
     key = (stream.kind, stream.columns, hashlib.sha256(data).digest(), quality, codec)
     made = _remembered.get(key)
     if made is None:
@@ -283,13 +302,13 @@ def _section(stream: Stream, data: bytes, quality: int, codec: Codec) -> tuple[S
         made = Section(stream.kind, len(body), len(raw), hashlib.sha256(body).digest(), transform), body
         _remembered[key] = made
         while len(_remembered) > REMEMBERED:
-            with contextlib.suppress(KeyError):  # another thread was first
+            with contextlib.suppress(KeyError):  # another thread may have emptied the cache
                 _remembered.popitem(last=False)
     return made
 
 
 def _parts(layout: Layout, tensors: Tensors) -> Iterator[tuple[Stream, bytes]]:
-    """What each section holds: whole rows of a stream."""
+    """Yields the (stream, bytes) of each array section, which holds whole rows of the stream."""
     for stream in streams(layout):
         arrays = (tensors[name][stored.suffix] for name, stored in (layout[place] for place in stream.members))
         whole, position = b"".join(array.tobytes() for array in arrays), 0
@@ -299,8 +318,10 @@ def _parts(layout: Layout, tensors: Tensors) -> Iterator[tuple[Stream, bytes]]:
 
 
 def _planned(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
-    """The stream and the rows of every data section; none of version 1. Raises IntegrityError unless the sections are
-    those of the layout."""
+    """Returns the (stream, number of rows) of every array section; empty for format version 1.
+
+    Raises IntegrityError if the kinds or raw sizes of the sections are not those of the layout.
+    """
     data = header.data
     plan = [(stream, rows) for stream in streams(layout) for rows in stream.cuts()] if header.version > 1 else []
     if header.version == 1:
@@ -316,7 +337,7 @@ def _planned(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
 
 
 def _check(layout: Layout, tensors: Tensors) -> None:
-    """Raises RunFailure unless `tensors` holds exactly the arrays of `layout`."""
+    """Raises RunFailure if the names, dtypes or shapes of `tensors` are not those of `layout`."""
     wanted = [(name, stored.suffix) for name, stored in layout]
     given = {(name, suffix) for name, arrays in tensors.items() for suffix in arrays}
     if len(set(wanted)) != len(wanted):
@@ -336,12 +357,12 @@ def _check(layout: Layout, tensors: Tensors) -> None:
 def _unpacked(
     layout: Layout, header: Header, plan: list[tuple[Stream, int]], raws: list[bytes]
 ) -> dict[str, dict[str, Array]]:
-    """The arrays of `layout`; the sections have exactly its sizes."""
+    """Returns the arrays of `layout`. `_planned` has already checked the sizes of the sections."""
     whole: dict[Stream, list[bytes]] = {}
     for i, ((stream, rows), section) in enumerate(zip(plan, header.data, strict=True)):
         label = f"section {header.texts + i}"
         whole.setdefault(stream, []).append(unpack(raws[i], stream, rows, section.transform, label))
-        raws[i] = b""  # so that not all of them are held twice
+        raws[i] = b""  # frees the raw section, so that peak memory is not twice the arrays
     flat: dict[int, bytes | memoryview] = {}
     for stream, pieces in whole.items():
         data, position = memoryview(b"".join(pieces)), 0
@@ -356,7 +377,7 @@ def _unpacked(
 
 
 def _unpacked_1(layout: Layout, header: Header, raws: list[bytes]) -> dict[str, dict[str, Array]]:
-    """As `_unpacked`, of a file of version 1."""
+    """Returns the arrays of `layout` from the sections of a file of format version 1."""
     parts: dict[Kind, list[bytes]] = {}
     for section, raw in zip(header.data, raws, strict=True):
         parts.setdefault(section.kind, []).append(raw)

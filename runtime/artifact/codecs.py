@@ -1,4 +1,4 @@
-"""The two compressions that a section may have, and bounded ways back."""
+"""The two codecs of artifact sections, brotli and LZMA2, with decompression of bounded size."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from specc.runtime.errors import EnvironmentFailure, IntegrityError
 
-SLACK_BYTES = 64 * 2**10  # a section is abandoned once it gives this much more than it declared
+SLACK_BYTES = 64 * 2**10  # decompression stops when the output exceeds the declared size by more than this
 WINDOW_BITS = 24
-# The decoder's memory is set here, by the reader: a raw stream says nothing of it. Codes are not text, so that no
-# literal's high bits (lc) and no position (lp, pb) tell anything of the next.
+# A raw LZMA stream does not state its dictionary size, so this constant bounds the decoder's memory. lc, lp and pb are
+# 0 because quantization codes are not text: neither the previous byte nor the position predicts the next byte.
 _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 2**20, "lc": 0, "lp": 0, "pb": 0}]
 
 
 class Codec(IntEnum):
-    """How the sections of a file are compressed. LZMA, of Python's own library, is for where brotli is missing."""
+    """The compression of all sections of a file. LZMA needs only Python's standard library, unlike brotli."""
 
     BROTLI = 0
     LZMA = 1
 
 
 def compress(raw: bytes, quality: int, codec: Codec = Codec.BROTLI) -> bytes:
-    """`raw` as brotli of `quality` 0 to 11 with a 16 MiB window, or as LZMA2, which has one quality.
+    """Returns `raw` compressed as brotli of `quality` 0 to 11 with a 16 MiB window, or as LZMA2.
 
-    Raises EnvironmentFailure without brotli.
+    `quality` has no effect on LZMA2. Raises EnvironmentFailure if `codec` is brotli, which is not installed.
     """
     if codec == Codec.LZMA:
         return lzma.compress(raw, lzma.FORMAT_RAW, filters=_LZMA)
@@ -34,10 +34,23 @@ def compress(raw: bytes, quality: int, codec: Codec = Codec.BROTLI) -> bytes:
 
 
 def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Codec.BROTLI) -> Iterator[bytes]:
-    """Pieces of the raw bytes, little more than `declared` in all; the decoders' own limits are only wishes.
+    """Yields pieces of the decompressed bytes, at most `declared` + `SLACK_BYTES` in total.
 
-    Raises IntegrityError, naming `label`, for what is no such stream, is cut off, goes on after its end, or expands
-    past what it declares; EnvironmentFailure without brotli.
+    The total is counted here because the decoders do not enforce their own output limits strictly.
+
+    Args:
+        compressed: the compressed section.
+        declared: the raw size that the header declares, in bytes.
+        label: the name of the section, for messages.
+        codec: the compression of the section.
+
+    Returns:
+        An iterator over the pieces; errors are raised while it is consumed.
+
+    Raises:
+        IntegrityError: `compressed` is not a stream of `codec`, is truncated, has bytes after its end, or expands past
+            `declared` + `SLACK_BYTES`.
+        EnvironmentFailure: `codec` is brotli, which is not installed.
     """
     return _from_lzma(compressed, declared, label) if codec == Codec.LZMA else _from_brotli(compressed, declared, label)
 
@@ -57,8 +70,8 @@ def _from_brotli(compressed: bytes, declared: int, label: str) -> Iterator[bytes
     given, position = 0, 0
     try:
         while not decoder.is_finished():
-            # After a full piece the decoder takes no input until it has been emptied; and when all input is
-            # in, it may still hold output back.
+            # When its output buffer is full, the decoder accepts no input until the output is read. After the last
+            # input it may still have output pending.
             hungry = decoder.can_accept_more_data()
             step = compressed[position : position + SLACK_BYTES] if hungry else b""
             position += len(step)

@@ -1,4 +1,4 @@
-"""What an artifact of a spec holds, by the local compiler; needs no torch."""
+"""`Deployment`: the stored arrays and digests that the local compiler derives from a resolved spec, without torch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,9 +15,13 @@ from specc.runtime.errors import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What a resolved spec stores of a model, and the digests that an artifact of it carries.
+    """The contents of an artifact that follow from a resolved spec.
 
-    `code` is the SHA-256 of the generated code of all targets, so that it does not depend on where one is.
+    Attributes:
+        schemes: the quantization scheme of each parameter.
+        shapes: the shape of each parameter.
+        interface: the digest of parameter names, shapes and storage, 32 bytes.
+        code: the SHA-256 of the generated code of all targets, so that it does not depend on the machine.
     """
 
     schemes: Mapping[str, Scheme]
@@ -27,12 +31,12 @@ class Deployment:
 
     @classmethod
     def of(cls, spec: Spec) -> "Deployment":
-        """Raises LoweringError when the spec makes no model."""
+        """Lowers `spec` and returns its deployment. Raises LoweringError if the spec cannot be lowered."""
         built = compile_loaded(spec.at_rest, None)
         programs = next(iter(built.plans.values())).programs
         code = hashlib.sha256()
         for name, text in sorted(built.files.items()):
-            if "/" in name:  # PLAN.md and the manifest, beside the folders, are no code
+            if "/" in name:  # code is in folders; PLAN.md and the manifest are at the top level
                 code.update(f"{name}\n{len(text)}\n{text}".encode())
         return cls(
             allocation(spec.quant, programs.params),
@@ -48,12 +52,12 @@ class Deployment:
 
     @property
     def integer(self) -> bool:
-        """Whether arrays are multiplied as they are stored, so that the file also says what they are."""
+        """True if any array is multiplied in its stored form, so that the file has a table of arrays."""
         return any(scheme.integer for scheme in self.schemes.values())
 
 
 def deployment_of(text: bytes) -> tuple[Spec, Deployment]:
-    """What the local compiler makes of the spec in an artifact. Raises IntegrityError if that is no model."""
+    """Parses and lowers the spec of an artifact. Raises IntegrityError if it is invalid or cannot be lowered."""
     try:
         spec = spec_of(text)
         if problem := next(iter(problems_of(spec)), None):

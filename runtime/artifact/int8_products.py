@@ -1,6 +1,6 @@
-"""The stored arrays of int8 products: checks that they fit their products, and the tensors that the kernels read.
+"""Stored arrays of int8 products: checks them against their products and computes the tensors that the kernels read.
 
-The checks read the table of arrays alone, before anything is decompressed.
+The checks of a file need only its table of arrays, so that they run before any array is decompressed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,18 @@ Table = Mapping[tuple[str, str], Entry]
 def require_products(
     sources: Sequence[Source], shapes: Mapping[str, tuple[int, ...]], layout: Layout, text: bytes
 ) -> None:
-    """Raises IntegrityError, naming node, expected and got, unless a file's table of arrays is there and fits every
-    product, and then every array of `layout`; `shapes` are those of the weights [N, K] by name."""
+    """Checks the table of arrays of a file against its int8 products, and then against its layout.
+
+    Args:
+        sources: the int8 products of the model.
+        shapes: the shapes [N, K] of the weights, by name.
+        layout: the stored arrays of the artifact.
+        text: the table of arrays of the file; empty if it has none.
+
+    Raises:
+        IntegrityError: the table is missing, or a dtype, shape or memory order differs. The message states the node or
+            array, the expected value and the stored value.
+    """
     if not text:
         raise IntegrityError("it does not say what the arrays of its int8 products are", AGAIN)
     table = unpacked(text)
@@ -35,7 +45,11 @@ def require_products(
 
 
 def require_product(source: Source, table: Table, extent: tuple[int, int]) -> None:
-    """Raises IntegrityError, naming node, expected and got, unless the arrays of one product [N, K] fit it."""
+    """Checks the arrays of one product of `extent` (N, K).
+
+    Raises IntegrityError if an array is missing or its dtype, shape or memory order differs. The message states the
+    node, the expected value and the stored value.
+    """
     node, (n, k) = source.node, extent
     codes, scale, shared = (
         _entry(source, source.weight, suffix, table) for suffix in ("codes", "scale", "input_scale")
@@ -77,12 +91,18 @@ def _entry(source: Source, name: str, suffix: str, table: Table) -> Entry:
 
 
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
-    """What the deployed programs keep beside their parameters, by name, on the CPU: of each product's weight [N, K] the
-    `codes` i8, the `offset` i32 [N] (its bias, zeros without one) and the `scale` f32 [N] of the sums, N and K padded
-    with zeros as the product takes them; where the input is two codes, `zeros` i32 [N] as the offset of the second; and
-    once an input, the `inverse` f32 [K] of its scale.
+    """Returns the constants of the deployed int8 programs, by name, on the CPU.
 
-    Raises IntegrityError, naming the product, where arrays do not fit the product or each other.
+    For each product with a weight [N, K], where N and K are padded as its kernel requires:
+
+    - `WEIGHT_codes`, i8 [N, K], padded with zeros.
+    - `WEIGHT_offset`, i32 [N]: the bias, or zeros without a bias.
+    - `WEIGHT_scale`, f32 [N], padded with ones: the factor of the i32 sums.
+    - `WEIGHT_zeros`, i32 [N]: the offset of the second code, if the input is stored as two codes (16 bits).
+
+    For each input, under the name of its leader: `LEADER_inverse`, f32 [K] without padding, the inverse of its scale.
+
+    Raises IntegrityError, which names the product, if arrays do not fit the product or each other.
     """
     made: dict[str, Tensor] = {}
     table = entries(stored.tensors)
@@ -116,7 +136,7 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
 
 
 def _first_difference(mine: Array, leader: Array) -> str:
-    """Where the scales of one input differ."""
+    """Describes the first difference between the input scales of a weight and of its leader, for a message."""
     if mine.shape != leader.shape:
         return f"it by {mine.size} and {leader.size} numbers"
     at = int((mine != leader).argmax())
@@ -124,7 +144,7 @@ def _first_difference(mine: Array, leader: Array) -> str:
 
 
 def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into the constants of a module. Raises IntegrityError where names, shapes or dtypes differ."""
+    """Copies `tensors` into the buffers of a module. Raises IntegrityError if names, shapes or dtypes differ."""
     found = dict(loaded.model.named_buffers())
     if odd := sorted(found.keys() ^ tensors.keys()):
         message = f"{len(odd)} constants have a place or a value, not both: {', '.join(odd[:5])}"

@@ -1,4 +1,4 @@
-"""The arrays of an artifact, as they follow from a spec."""
+"""The layout of an artifact: its stored arrays, derived from the schemes and shapes of the parameters."""
 
 from collections.abc import Mapping
 
@@ -8,5 +8,5 @@ Layout = tuple[tuple[str, Stored], ...]
 
 
 def layout(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """The stored arrays of parameters of `shapes`, in the order of `schemes`."""
+    """Returns the (name, stored array) pairs of parameters with these `shapes`, in the order of `schemes`."""
     return tuple((name, stored) for name, scheme in schemes.items() for stored in scheme.stored(shapes[name]))

@@ -1,4 +1,4 @@
-"""Quantizes all parameters of a model, each by its scheme, and brings them back."""
+"""Quantizes and dequantizes all parameters of a model, each by its scheme."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """The stored arrays by parameter and suffix, and the schemes and shapes that explain them."""
+    """The stored arrays of a model by parameter and suffix, with the schemes and shapes to dequantize them."""
 
     schemes: Mapping[str, Scheme]
     shapes: Mapping[str, tuple[int, ...]]
     tensors: Mapping[str, Mapping[str, Array]]
 
     def layout(self) -> Layout:
-        """What an artifact stores, in the order of `schemes`."""
+        """Returns the layout of the arrays, in the order of `schemes`."""
         return layout(self.schemes, self.shapes)
 
     def only(self, name: str) -> "QuantizedModel":
-        """One parameter of it."""
+        """Returns a model with the parameter `name` only."""
         return QuantizedModel({name: self.schemes[name]}, {name: self.shapes[name]}, {name: self.tensors[name]})
 
 
@@ -41,11 +41,21 @@ def quantize_tensors(
     progress: Progress | None = None,
     seen: Mapping[str, Seen] | None = None,
 ) -> QuantizedModel:
-    """Every parameter by its scheme, in the order of `schemes`; after each, `progress(name, done, total)`.
+    """Quantizes every parameter by its scheme, in the order of `schemes`.
 
-    `hessians` holds X^T X [columns, columns] for the schemes that need one, `seen` all that other schemes ask of
-    calibration. Raises QuantizeError with the parameter's name when names differ, a Hessian is missing, or a scheme
-    refuses.
+    Args:
+        params: the parameters to quantize, by name.
+        schemes: the scheme of each parameter, by the same names.
+        hessians: X^T X [columns, columns] of the parameters whose scheme needs it.
+        progress: called as `progress(name, done, total)` after each parameter.
+        seen: the calibration statistics of a parameter. It replaces the entry of `hessians` for that parameter.
+
+    Returns:
+        The stored arrays, with their schemes and shapes.
+
+    Raises:
+        QuantizeError: the names of `params` and `schemes` differ, a Hessian is missing, or a scheme refuses its
+            parameter. The message names the parameter.
     """
     if set(params) != set(schemes):
         odd = sorted(set(params) ^ set(schemes))
@@ -63,9 +73,9 @@ def quantize_tensors(
 
 
 def dequantized(model: QuantizedModel) -> dict[str, Tensor]:
-    """The float32 parameters on the CPU, by name; the same bits in every process.
+    """Returns the dequantized f32 parameters on the CPU, by name, bit-identical in every process.
 
-    Raises IntegrityError when arrays are missing or are not ones that their scheme writes.
+    Raises IntegrityError if arrays are missing or are not valid for their scheme.
     """
     if not set(model.schemes) == set(model.shapes) == set(model.tensors):
         odd = sorted(set(model.schemes) ^ set(model.tensors) | set(model.schemes) ^ set(model.shapes))
@@ -80,12 +90,12 @@ def dequantized(model: QuantizedModel) -> dict[str, Tensor]:
 
 
 def entropy_bytes(model: QuantizedModel) -> int:
-    """A quick stand-in for the size of the artifact's data while bits are allocated.
+    """Returns a quick estimate, in bytes, of the compressed arrays, for the search over bit allocations.
 
-    It takes milliseconds where brotli-11 takes a minute: the order-0 entropy of each parameter's codes, plus
-    0.5 %, plus all other arrays uncompressed. On heavy-tailed matrices brotli-11 ended 0.2 % above the
-    entropy; the brotli qualities quick enough to use instead end 4 to 12 % above. The artifact itself is
-    always written, and its budget checked, at full quality.
+    The estimate is the order-0 entropy of each parameter's codes, plus 0.5 %, plus all other arrays uncompressed. It
+    needs milliseconds, while brotli of quality 11 needs a minute. On heavy-tailed matrices the output of brotli 11 was
+    0.2 % above the entropy; that of the brotli qualities that are fast enough for the search was 4 to 12 % above. The
+    artifact is always written, and its budget checked, at full quality.
     """
     codes, others = 0.0, 0
     for name, stored in model.layout():

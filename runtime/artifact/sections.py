@@ -1,4 +1,4 @@
-"""The parts of a `.specc` file: its header, and how arrays become compressed sections and come back.
+"""The header and the sections of a `.specc` file: packs the header, reads and verifies both.
 
 Layout of version 2, little-endian:
 
@@ -14,14 +14,19 @@ Layout of version 2, little-endian:
     80+44n  32    SHA-256 of everything above
     then          the sections, in order, and nothing after them
 
-Sections come by kind: one of the spec, where arrays are multiplied as they are stored one of table.py, where the
-training data are known one of their digests (64 bytes: SHA-256 of the training and of the validation split), then the
-streams of streams.py, each cut between rows at no more than 512 KiB; each section has the transform that made it
-smallest. Other names, dtypes and shapes are not stored. Cutting lets brotli adapt to each part and all cores compress,
-and bounds what any one section can expand to.
+The sections are, in this order:
 
-Version 1, which is read but no longer written, has no codec and no transforms: the arrays of each kind are joined in
-layout order and cut every 512 KiB, those of kinds wider than a byte by byte planes (all low bytes first).
+- the spec;
+- the table of arrays (table.py), if any array is multiplied in its stored form;
+- the digests of the training data, if they are known: 64 bytes, the SHA-256 of the training and validation splits;
+- the streams (streams.py), each cut between rows into sections of at most 512 KiB.
+
+Each stream section has the transform that was measured to be smallest. Other names, dtypes and shapes are not stored.
+Cutting the streams lets brotli adapt to each part, lets all cores compress in parallel, and bounds the size to which a
+section can expand.
+
+Version 1, which is read but no longer written, has no codec and no transforms. The arrays of each kind are joined in
+layout order and cut every 512 KiB. Items wider than one byte are stored as byte planes, all low bytes first.
 """
 
 import hashlib
@@ -47,16 +52,23 @@ MAGIC = b"\x93SPECC\r\n"
 VERSION = 2
 MAX_SECTIONS = 2**16  # 32 GiB of raw data and a header of 2.9 MB
 MAX_SPEC_BYTES = 16 * 2**20
-ORDER_BYTES = 2 * 2**16  # at most, in front of a section whose rows were ordered
+ORDER_BYTES = 2 * 2**16  # the maximum size of the row order that precedes the data of an ORDERED section
 
 _PREFIX = struct.Struct("<8sHHI32s32s")
-_ENTRY = struct.Struct("<BBHII32s")  # of version 1 the kind takes the first four bytes
+_ENTRY = struct.Struct("<BBHII32s")  # in version 1 the kind has four bytes, of which the last three are 0
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One entry of the header's table. `digest` is the SHA-256 of the compressed bytes; `transform` is one of
-    streams.py."""
+    """One section entry of the header.
+
+    Attributes:
+        kind: the kind of the section.
+        compressed: the compressed size in bytes.
+        raw: the raw size in bytes.
+        digest: the SHA-256 of the compressed bytes.
+        transform: the flags of `streams.Transform`.
+    """
 
     kind: Kind
     compressed: int
@@ -67,7 +79,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header that has been verified, or is to be written."""
+    """The header of an artifact: either verified after reading or ready to be written."""
 
     interface: bytes
     code: bytes
@@ -77,21 +89,21 @@ class Header:
 
     @property
     def texts(self) -> int:
-        """How many sections stand in front of those of arrays."""
+        """The number of sections that precede the array sections."""
         return sum(section.kind in TEXTS for section in self.sections)
 
     def of(self, kind: Kind) -> tuple[Section, ...]:
-        """The sections of one kind, in file order."""
+        """Returns the sections of one kind, in file order."""
         return tuple(section for section in self.sections if section.kind == kind)
 
     @property
     def data(self) -> tuple[Section, ...]:
-        """The sections of arrays."""
+        """The array sections, in file order."""
         return self.sections[self.texts :]
 
     @property
     def size(self) -> int:
-        """The header's own bytes."""
+        """The size of the header in bytes."""
         return _PREFIX.size + _ENTRY.size * len(self.sections) + DIGEST_BYTES
 
     @property
@@ -100,7 +112,7 @@ class Header:
         return self.size + sum(section.compressed for section in self.sections)
 
     def pack(self) -> bytes:
-        """The header as it stands in the file."""
+        """Returns the bytes of the header."""
         prefix = _PREFIX.pack(MAGIC, VERSION, self.codec, len(self.sections), self.interface, self.code)
         entries = (_ENTRY.pack(s.kind, s.transform, 0, s.compressed, s.raw, s.digest) for s in self.sections)
         body = prefix + b"".join(entries)
@@ -108,9 +120,9 @@ class Header:
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """The verified header of an artifact of `size` bytes: it is undamaged, and its sections fill the file.
+    """Reads and verifies the header of an artifact of `size` bytes, and leaves `file` at the first section.
 
-    Leaves `file` at the first section. Raises IntegrityError.
+    Raises IntegrityError if the header is damaged or not supported, or if its sections do not exactly fill the file.
     """
     prefix = file.read(_PREFIX.size)
     if prefix[: len(MAGIC)] != MAGIC:
@@ -123,7 +135,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
     if codec not in ((0,) if version == 1 else tuple(Codec)):
         raise IntegrityError(f"it sets the flags {codec}, which version {version} does not have")
     rest = _ENTRY.size * count + DIGEST_BYTES
-    # Before the read: a false count must not make us allocate.
+    # Checked before the read, so that a wrong count cannot cause a large allocation.
     if not 1 <= count <= MAX_SECTIONS or len(prefix) + rest > size:
         raise IntegrityError(f"it declares {count:,} sections, which its {size:,} bytes cannot hold")
     table = file.read(rest)
@@ -155,7 +167,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def raw_sizes(layout: Sequence[tuple[str, Stored]]) -> list[tuple[Kind, int]]:
-    """The (kind, raw size) of every data section of an artifact of version 1 of this layout, in file order."""
+    """Returns the (kind, raw size) of every array section of a version 1 artifact of this layout, in file order."""
     totals = dict.fromkeys(list(Kind)[1:], 0)
     for _, stored in layout:
         totals[kind_of(stored)] += stored.bytes
@@ -167,7 +179,10 @@ def raw_sizes(layout: Sequence[tuple[str, Stored]]) -> list[tuple[Kind, int]]:
 
 
 def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
-    """The compressed bytes of the section that `file` stands at. Raises IntegrityError."""
+    """Reads the compressed bytes of a section at the current position of `file`.
+
+    Raises IntegrityError if they do not match the digest of the section.
+    """
     compressed = file.read(section.compressed)
     if len(compressed) != section.compressed or hashlib.sha256(compressed).digest() != section.digest:
         raise IntegrityError(f"{label} is damaged")
@@ -175,9 +190,20 @@ def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:
 
 
 def read_section(file: BinaryIO, section: Section, label: str, codec: Codec) -> bytes:
-    """The raw bytes of the section that `file` stands at; hashed before anything is decompressed.
+    """Reads and decompresses a section at the current position of `file`, after checking its digest.
 
-    Raises IntegrityError.
+    Args:
+        file: the artifact, positioned at the section.
+        section: the header entry of the section.
+        label: the name of the section, for messages.
+        codec: the compression of the file.
+
+    Returns:
+        The raw bytes of the section.
+
+    Raises:
+        IntegrityError: the section is damaged, is not a valid stream, or has another raw size than declared.
+        EnvironmentFailure: `codec` is brotli, which is not installed.
     """
     compressed = read_verified_bytes(file, section, label)
     raw = b"".join(decompressed(compressed, section.raw, label, codec))

@@ -1,4 +1,4 @@
-"""Transforms of the rows of a stream into the raw bytes of a section, and back.
+"""Reversible transforms between the rows of a stream and the raw bytes of a section, for better compression.
 
 Streams and their cuts follow from the layout (`specc.compiler.quant.artifact_sections`), so that a file states only the
 transform of each section.
@@ -19,16 +19,20 @@ from specc.runtime.errors import IntegrityError
 Matrix = npt.NDArray[Any]
 
 SAMPLE_BYTES = 128 * 2**10
-MEASURE_QUALITY = 10  # twice as quick as 11, which it ranks alike; 9 and below do not, having other block splits
-MAX_ORDERED = 2**16  # rows that 16 bits can number
-_STRIDE = 2  # of shuffled codes
+# Twice as fast as quality 11, with the same ranking. Qualities up to 9 split blocks differently and rank differently.
+MEASURE_QUALITY = 10
+MAX_ORDERED = 2**16  # the maximum number of rows, as row indices are u16
+_STRIDE = 2  # the minimum stride of SHUFFLED, used for codes of one byte
 
 
 class Transform(IntFlag):
-    """What was done to the matrix of a section, in this order. 0 is row by row as it stands.
+    """Transforms of the matrix of a section. Combined flags apply in the order below.
 
-    ORDERED: rows by rising mean magnitude, with where they came from, u16 a row, in front. TRANSPOSED: column by
-    column. SHUFFLED: of items wider than a byte all first bytes, then all second; of codes every second byte first.
+    PLAIN: rows in their stored order.
+    ORDERED: rows sorted by rising mean magnitude, preceded by their original indices, one u16 per row.
+    TRANSPOSED: column by column.
+    SHUFFLED: for items wider than one byte, all first bytes, then all second bytes, and so on; for codes of one byte,
+    the bytes of even index, then those of odd index.
     """
 
     PLAIN = 0
@@ -44,7 +48,10 @@ _OF_ITEMS = (T.SHUFFLED, T.SHUFFLED | T.TRANSPOSED, T.PLAIN)
 
 
 def raw_size(stream: Stream, rows: int, transform: int) -> int:
-    """The raw bytes of a section of so many rows. Raises IntegrityError for a transform that such rows cannot have."""
+    """Returns the raw size in bytes of a section of `rows` rows.
+
+    Raises IntegrityError if `transform` is unknown or not allowed for the stream and the number of rows.
+    """
     if transform & ~KNOWN:
         raise IntegrityError(f"it has the unknown transform {transform}")
     ordered = bool(transform & T.ORDERED)
@@ -54,7 +61,7 @@ def raw_size(stream: Stream, rows: int, transform: int) -> int:
 
 
 def pack(data: bytes, stream: Stream, transform: int) -> bytes:
-    """The raw bytes of a section: `data`, whole rows of `stream`, transformed."""
+    """Returns the raw bytes of a section: `data`, which holds whole rows of `stream`, transformed."""
     matrix = _matrix(data, stream)
     front = b""
     if transform & T.ORDERED:
@@ -65,8 +72,21 @@ def pack(data: bytes, stream: Stream, transform: int) -> bytes:
 
 
 def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) -> bytes:
-    """What `pack` was given. `raw` has the size that `raw_size` says. Raises IntegrityError where the rows' order is
-    none."""
+    """Inverts `pack`.
+
+    Args:
+        raw: the raw bytes of the section, whose size is that of `raw_size`.
+        stream: the stream of the section.
+        rows: the number of rows.
+        transform: the flags of `Transform`.
+        label: the name of the section, for messages.
+
+    Returns:
+        The rows in their original order, as bytes.
+
+    Raises:
+        IntegrityError: the stored row order is not a permutation.
+    """
     split = 2 * rows if transform & T.ORDERED else 0
     front, body = raw[:split], raw[split:]
     if transform & T.SHUFFLED:
@@ -85,8 +105,20 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
 
 
 def choose(data: bytes, stream: Stream, quality: int, codec: Codec) -> Transform:
-    """The transform whose section is smallest, measured on a part of it: half of its rows by half of its columns, so
-    that what transposing gains is not lost with the shape."""
+    """Returns the transform with the smallest compressed size, measured on a sample of at most `SAMPLE_BYTES`.
+
+    The sample is a submatrix: its larger dimension is halved until it fits. Cutting both dimensions preserves the gain
+    of transposing, which depends on the shape.
+
+    Args:
+        data: whole rows of `stream`.
+        stream: the stream of the section.
+        quality: the brotli quality of the artifact, 0 to 11; the measurement uses at most `MEASURE_QUALITY`.
+        codec: the compression of the artifact.
+
+    Returns:
+        The best transform that is allowed for the stream and the number of rows.
+    """
     matrix = _matrix(data, stream)
     options: tuple[Transform, ...] = _OF_CODES if stream.kind == Kind.CODES else _OF_ITEMS
     if 1 in matrix.shape:

@@ -1,7 +1,8 @@
-"""The table of arrays of an artifact: the name, dtype, shape, memory order and checksum that the writer gave each.
+"""The table of arrays of an artifact: the name, dtype, shape, memory order and checksum of each array.
 
-Shapes of an artifact follow from its spec. Arrays that are multiplied as they are stored would be read in these shapes
-whatever they are, so their file states them in one more section, of one line per array.
+The shapes of an artifact follow from its spec. An array that is multiplied in its stored form would be read with the
+shape of the spec even if it was written with another shape. A file with arrays of this kind therefore has an additional
+section, the table, with one JSON line per array.
 """
 
 import json
@@ -17,14 +18,22 @@ from specc.compiler.quant.scheme import NUMPY_TYPES, Scheme, Stored
 from specc.runtime.errors import IntegrityError
 
 Array = npt.NDArray[Any]
-AGAIN = "quantize the run again"  # the hint where arrays do not fit
-ROWS, COLUMNS = "rows", "columns"  # the axis that is contiguous in memory: the last, or the first
+AGAIN = "quantize the run again"  # the hint of errors about arrays that do not fit
+ROWS, COLUMNS = "rows", "columns"  # memory orders: the last axis is contiguous, or the first
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One array: `dtype` as `Stored` spells it, or as numpy does where that has no such dtype; `order` is ROWS where
-    the last axis is contiguous; `checksum` is the CRC-32 of its items row by row."""
+    """One array of the table.
+
+    Attributes:
+        name: the name of the parameter.
+        suffix: the suffix of the array.
+        dtype: the dtype as `Stored` spells it, or numpy's name of a dtype that `Stored` does not have.
+        shape: the shape of the array.
+        order: the memory order, ROWS or COLUMNS.
+        checksum: the CRC-32 of the items in row-major order.
+    """
 
     name: str
     suffix: str
@@ -45,30 +54,30 @@ class Entry:
 
     @property
     def words(self) -> str:
-        """As types print, e.g. `i8[31,128]`."""
+        """The dtype and shape as text, e.g. `i8[31,128]`."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
 def entries(tensors: Mapping[str, Mapping[str, Array]]) -> dict[tuple[str, str], Entry]:
-    """What these arrays are, by name and suffix."""
+    """Returns the table entries of arrays, by name and suffix."""
     found = (Entry.of(name, suffix, array) for name, arrays in tensors.items() for suffix, array in arrays.items())
     return {entry.key: entry for entry in found}
 
 
 def described(schemes: Mapping[str, Scheme], tensors: Mapping[str, Mapping[str, Array]]) -> bytes:
-    """The section of an artifact of these arrays; empty where none of them is multiplied as it is stored."""
+    """Returns the raw table section of an artifact; empty if no array is multiplied in its stored form."""
     integer = any(scheme.integer for scheme in schemes.values())
     return packed(entries(tensors).values()) if integer else b""
 
 
 def packed(table: Iterable[Entry]) -> bytes:
-    """The raw bytes of the section."""
+    """Returns the raw bytes of the table section."""
     lines = ([e.name, e.suffix, e.dtype, list(e.shape), e.order, e.checksum] for e in table)
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
 def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
-    """The arrays that a section tells of, by name and suffix. Raises IntegrityError for what `packed` never writes."""
+    """Parses a table section into entries by name and suffix. Raises IntegrityError if the section is malformed."""
     found: dict[tuple[str, str], Entry] = {}
     try:
         for line in data.decode().splitlines():
@@ -86,8 +95,11 @@ def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
 
 
 def require_layout(table: Mapping[tuple[str, str], Entry], layout: Sequence[tuple[str, Stored]]) -> None:
-    """Raises IntegrityError, naming the array, unless a table has those of a layout, in their dtypes and shapes, row by
-    row."""
+    """Checks a table against a layout.
+
+    Raises IntegrityError, which names the array, if an array is missing or unexpected, has another dtype or shape, or
+    is not stored in row-major order.
+    """
     wanted = {(name, stored.suffix): stored for name, stored in layout}
     for key in [*wanted, *table]:
         what = f"{key[0]}, {key[1]}"
@@ -104,7 +116,10 @@ def require_layout(table: Mapping[tuple[str, str], Entry], layout: Sequence[tupl
 
 
 def require_values(table: Mapping[tuple[str, str], Entry], tensors: Mapping[str, Mapping[str, Array]]) -> None:
-    """Raises IntegrityError, naming the array, unless arrays hold what their table says."""
+    """Checks the values of arrays against their table.
+
+    Raises IntegrityError, which names the array, if a checksum differs.
+    """
     for key, found in entries(tensors).items():
         if found.checksum != table[key].checksum:
             message = f"{key[0]}, {key[1]} {found.words} does not hold what its table of arrays says"

@@ -1,1 +1,1 @@
-"""What a model computes on calibration data: Hessians, lookups, ranges."""
+"""Statistics of a model on calibration data: Hessians, gradient moments and input ranges."""

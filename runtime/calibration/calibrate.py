@@ -1,8 +1,7 @@
-"""Captures what goes into every linear of a model, and makes GPTQ's Hessians of it; and how much the loss hangs on what
-comes out of linears and lookups.
+"""Captures calibration statistics of a model: GPTQ Hessians of linear inputs, and gradients of linears and lookups.
 
-The unfused model is traced by torch.fx: its `score` program becomes a flat list of calls that names each
-parameter, and an interpreter that runs the list sees every `F.linear` with its input, and every `F.embedding`.
+The unfused model is traced by torch.fx. Its `score` program becomes a flat list of calls that names each parameter. An
+interpreter of that list observes every `F.linear` with its input and output, and every `F.embedding`.
 """
 
 import hashlib
@@ -27,15 +26,20 @@ Looked = Callable[[str, Tensor, Tensor], None]
 
 
 class ScoreTracer(fx.Tracer):
-    """Traces `score` in place of `forward`. Blocks and functions are followed into, loops are unrolled."""
+    """Traces `score` instead of `forward`. Blocks and functions are inlined, and loops are unrolled."""
 
     traced_func_name = "score"
 
 
 class Capture(fx.Interpreter):
-    """Runs the `score` program of a model made without fusion points, and shows `observe` the input
-    [..., features] of each linear under the name of the parameter that is its weight, and `results` its output;
-    `looked` is shown the ids [...] and the output [..., features] of each lookup under the name of its table."""
+    """An interpreter of the `score` program that reports the inputs and outputs of linears and lookups.
+
+    Args:
+        model: the model, generated without fusions.
+        observe: called with the name of the weight and the input [..., features] of each linear.
+        results: called with the name of the weight and the output [..., features] of each linear.
+        looked: called with the name of the table, the ids [...] and the output [..., features] of each lookup.
+    """
 
     def __init__(
         self, model: nn.Module, observe: Observe, results: Observe | None = None, looked: Looked | None = None
@@ -45,13 +49,13 @@ class Capture(fx.Interpreter):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters that are weights of linears, in the order of their first use."""
+        """The names of the weights of linears, in the order of their first use."""
         found = (_linear(node) for node in self.graph.nodes)
         return tuple(dict.fromkeys(linear[0] for linear in found if linear is not None))
 
     @property
     def repeated(self) -> frozenset[str]:
-        """Those of `names` that a loop of blocks uses more than once."""
+        """The names of the weights that the program uses more than once, in a loop of blocks."""
         found = [linear[0] for node in self.graph.nodes if (linear := _linear(node)) is not None]
         return frozenset(name for name in found if found.count(name) > 1)
 
@@ -70,12 +74,15 @@ class Capture(fx.Interpreter):
 
 
 def _linear(node: fx.Node) -> tuple[str, fx.Node] | None:
-    """The weight and the input of a linear; None for other nodes, or where the weight is no parameter."""
+    """Returns the weight's name and the input of a linear; None for other nodes or if the weight is no parameter."""
     return _of(F.linear, node)
 
 
 def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] | None:
-    """The parameter that is the second argument of a call of `function`, and the first argument."""
+    """Returns the parameter name of the second argument of a call of `function`, and the node of the first argument.
+
+    Returns None for other nodes, or if the second argument is no parameter.
+    """
     if node.op != "call_function" or node.target is not function:
         return None
     value, weight = node.args[0], node.args[1]
@@ -87,19 +94,29 @@ def _of(function: Callable[..., Tensor], node: fx.Node) -> tuple[str, fx.Node] |
 def calibration_windows(
     stream: TokenStream, calibrate: Calibrate, window: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of (ids, targets), i64 [at most `calibrate.batch`, window], `calibrate.sequences` rows in all.
+    """Yields batches of (ids, targets), i64 [at most `calibrate.batch`, window], `calibrate.sequences` rows in total.
 
-    They begin in equal distances from the first place of the stream to the last, from a phase that `seed` draws, and so
-    see all parts of it alike, whatever the seed; they depend on the stream, on the sizes and on `seed` alone. More than
-    there is room for overlap.
+    The windows start at equal distances over the whole stream, offset by a phase that depends on `seed`, so that every
+    seed samples all parts of the stream equally. They depend on the stream, the sizes and `seed` alone. Windows overlap
+    if the stream is too short for all of them.
 
-    Raises DataError where the stream has fewer than window + 1 tokens.
+    Args:
+        stream: the training text.
+        calibrate: supplies `sequences` and `batch`, in rows.
+        window: the length of a row in tokens.
+        seed: the seed of the run.
+
+    Returns:
+        An iterator over the batches.
+
+    Raises:
+        DataError: the stream has fewer than window + 1 tokens.
     """
     places, count = stream.tokens - window, calibrate.sequences
     if places < 1:
         message = f"the stream has {stream.tokens:,} tokens; windows of length {window:,} need {window + 1:,}"
         raise DataError(message, "give more data, or a shorter length")
-    # not of a generator, whose stream may change between versions
+    # SHA-256 instead of a random generator, whose numbers may change between versions of the library.
     phase = int.from_bytes(hashlib.sha256(f"{seed} calibration".encode()).digest()) % places
     for first in range(0, count, calibrate.batch):
         starts = [(phase + i * places) // count for i in range(first, min(first + calibrate.batch, count))]
@@ -113,11 +130,21 @@ def capture_hessians(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Tensor]:
-    """X^T X a token, f64 [features, features] on `device`, by parameter: summed over the calls of a weight that a loop
-    of blocks uses again, and a mean over all tokens of all windows.
+    """Returns the Hessian X^T X per token of each weight: summed over its calls, averaged over all tokens.
 
-    `model` is one made without fusion points, on `device`. After each batch `progress` is told the number of
-    windows so far. Raises QuantizeError where an input holds NaN or infinity.
+    A weight has several calls per token if a loop of blocks reuses it.
+
+    Args:
+        model: the model, generated without fusions, on `device`.
+        windows: batches of (ids, targets), i64 [rows, window].
+        device: the device of the model and of the result.
+        progress: called with the number of processed rows after each batch.
+
+    Returns:
+        The Hessians by parameter name, f64 [features, features] on `device`.
+
+    Raises:
+        QuantizeError: an input contains NaN or infinity.
     """
     hessians = Hessians(device=device)
     capture = Capture(model, hessians.add)
@@ -138,15 +165,25 @@ def capture_gradients(
     device: torch.device,
     progress: Callable[[int], None] | None = None,
 ) -> Mapping[str, Gradients]:
-    """How much the loss hangs on what parameters give, on `device`, by parameter; l is the sum of all targets' nats.
+    """Returns second moments of the gradients of the loss l, the sum of nats over all targets, by parameter.
 
-    Of the weight of a linear with outputs y: the mean over all rows of all calls of (dl/dy_i)^2. That there are
-    several calls a token is told by `capture_hessians`, which sums over them; that an error does to one about what it
-    does to another is told here, by the factor sum_n |sum_c g_cn x_cn^T|^2 / sum_n sum_c |g_cn x_cn^T|^2 over tokens n
-    and calls c of inputs x and gradients g (Frobenius norms). Of a table that is looked up: what `Lookups` tells. A
-    tied one has both.
+    For the weight of a linear with outputs y, `products` is the mean of (dl/dy_i)^2 over all rows of all calls. A
+    weight that a loop of blocks reuses has several calls per token. Their number enters through the Hessian, which
+    `capture_hessians` sums over calls. Their correlation enters here, as the factor
+    sum_n |sum_c g_cn x_cn^T|^2 / sum_n sum_c |g_cn x_cn^T|^2 over tokens n and calls c with inputs x and gradients g
+    (Frobenius norms). For a table that is looked up, `lookups` is the result of `Lookups`. A tied table has both.
 
-    `model` is as for `capture_hessians`. Raises QuantizeError where a gradient holds NaN or infinity.
+    Args:
+        model: the model, generated without fusions, on `device`.
+        windows: batches of (ids, targets), i64 [rows, window].
+        device: the device of the model and of the result.
+        progress: called with the number of processed rows after each batch.
+
+    Returns:
+        The second moments by parameter name, f64 on `device`.
+
+    Raises:
+        QuantizeError: a gradient contains NaN or infinity.
     """
     sums: dict[str, Tensor] = {}
     rows: dict[str, int] = {}
@@ -194,8 +231,11 @@ def capture_gradients(
 
 
 def _whole_and_alone(calls: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """The sums over tokens of the squared norms of sum_c g_c x_c^T, and of each g_c x_c^T alone; x is [..., features
-    in], g [..., features out]."""
+    """Returns two sums over tokens: of |sum_c g_c x_c^T|^2, and of sum_c |g_c x_c^T|^2.
+
+    `calls` holds (x, g) for each call c, with x [..., input features] and g [..., output features]. Each norm is
+    computed from inner products, without the outer product.
+    """
     whole = alone = 0.0
     assert len({x.shape[:-1] for x, _ in calls}) == 1, "calls of one weight are of the same tokens"
     for (i, (x, g)), (j, (other, beside)) in combinations_with_replacement(enumerate(calls), 2):

@@ -1,4 +1,4 @@
-"""Second moments of the gradients of a loss: at the outputs of linears, and at the rows that lookups read."""
+"""Second moments of the gradients of a loss at the outputs of linears and of lookups."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,33 +15,41 @@ class Gradients:
     """Second moments of the gradient of the loss l at the uses of a parameter of shape [rows, columns].
 
     Attributes:
-        products: E[(dl/dy_i)^2] of the outputs y of linears whose weight it is, f64 [rows]; None where it is none's.
-        lookups: E[1(id = v) (dl/dy_j)^2] of the rows y that are looked up in it, a token, f64 [rows, columns]; None
-            where none are.
+        products: E[(dl/dy_i)^2] of the outputs y of linears with this weight, f64 [rows]; None if no linear uses it.
+        lookups: E[1(id = v) (dl/dy_j)^2] per token of the rows y that are looked up in it, f64 [rows, columns]; None if
+            it is not looked up.
     """
 
     products: Tensor | None = None
     lookups: Tensor | None = None
 
     def cpu(self) -> "Gradients":
-        """The same on the CPU."""
+        """Returns a copy on the CPU."""
         products, lookups = (None if one is None else one.cpu() for one in (self.products, self.lookups))
         return Gradients(products, lookups)
 
 
 class Lookups:
-    """Sums of (dl/dy)^2 of lookups y = table[id], by row of the table. Memory: a float64 number an entry, however much
-    is read, and a chunk of 8,192 lookups."""
+    """Sums of (dl/dy)^2 over the lookups y = table[id], by row of the table.
+
+    Memory: one f64 number per entry of the table, regardless of the number of lookups, and a chunk of 8,192 lookups.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._reads: dict[str, Tensor] = {}
 
     def add(self, name: str, rows: int, ids: Tensor, gradient: Tensor) -> None:
-        """Adds lookups of `ids` [...], any integer dtype, in a table of `rows` rows, where the loss has the `gradient`
-        [..., columns] by what they gave, any float dtype.
+        """Adds the lookups of one call.
 
-        On the CPU, where index_add_ adds in one order: on a GPU it does not, and the same run gives the same bytes.
+        The sums are computed on the CPU, where index_add_ has a fixed order. On a GPU its order varies, so that
+        repeated runs would not be byte-identical.
+
+        Args:
+            name: the name of the table.
+            rows: the number of rows of the table.
+            ids: the indices that are looked up, [...], any integer dtype.
+            gradient: the gradient of the loss by the result of the lookup, [..., columns], any float dtype.
         """
         places, found = ids.detach().flatten().long().cpu(), gradient.detach().flatten(0, -2).cpu()
         if name not in self._sums:
@@ -53,10 +61,10 @@ class Lookups:
         self._reads[name] += places.bincount(minlength=rows)
 
     def a_token(self, tokens: int) -> Mapping[str, Tensor]:
-        """E[1(id = v) (dl/dy_j)^2] by table, f64 [rows v, columns j] on the CPU, where `tokens` went through the model:
-        a sum over the lookups that each of them makes, whose errors are taken as independent.
+        """Returns E[1(id = v) (dl/dy_j)^2] per token by table name, f64 [rows v, columns j] on the CPU.
 
-        Raises QuantizeError for NaN or infinity.
+        `tokens` is the number of tokens that the model has processed. Lookups of the same token are summed, because
+        their errors are assumed independent. Raises QuantizeError if a sum is NaN or infinite.
         """
         for name, total in self._sums.items():
             if not bool(total.isfinite().all()):
@@ -65,16 +73,23 @@ class Lookups:
 
 
 def _with_unread(total: Tensor, reads: Tensor) -> Tensor:
-    """The sums `total` [rows, columns] over `reads` [rows], with an estimate for the rows that were never read.
+    """Returns the sums `total` [rows, columns] with an estimate for the rows that were never read.
 
-    Text goes on to read rows that calibration missed, and their errors count then. How often, Good and Turing's
-    estimate tells: leave out one lookup, and it is of a row that the others do not read just where its row was read
-    once. So what the rows read once cost is what all unread ones cost together. They share it evenly, none more than a
-    row read once; where no row was read once they share one lookup of the mean gradient, as the estimate of 0 would let
-    such rows be stored as anything. An even prior over all rows (half a read each) says far too much of vocabularies
-    that a language uses little of: of 257 bytes it gives the 150 that no text holds 75 reads. The rows that were read
-    give up as much, so that the sum stays what was measured, but no more than half: a text so short that it reads
-    nearly every row once tells little of either.
+    Later text reads rows that the calibration text missed, and their errors then add to the loss. The Good-Turing
+    estimate predicts how often: if any one lookup is left out, its row is unread in the rest if and only if it was read
+    once. Hence the total of the rows read once estimates the total of all unread rows.
+
+    Unread rows share this total evenly, but none gets more than the mean of the rows read once. If no row was read
+    once, the unread rows share the mean over lookups, because an estimate of 0 would allow them any error. A uniform
+    prior of half a read per row would overestimate rows that a language does not use: of a vocabulary of 257 bytes, the
+    150 bytes that never occur in text would get 75 reads.
+
+    The rows that were read are scaled down so that the sum is unchanged, but at most by half: a text that is so short
+    that it reads nearly every row once is weak evidence about both groups.
+
+    Args:
+        total: the sums over lookups, f64 [rows, columns].
+        reads: the number of lookups of each row, i64 [rows].
     """
     unread, once, count = reads == 0, reads == 1, int(reads.sum())
     missed, single = int(unread.sum()), int(once.sum())

@@ -1,4 +1,4 @@
-"""Accumulates the Hessians X^T X that GPTQ and the allocation of bits read, one per linear input."""
+"""Accumulates the Hessians X^T X of linear inputs, for GPTQ and bit allocation."""
 
 from collections.abc import Mapping
 
@@ -7,16 +7,17 @@ from torch import Tensor
 
 from specc.runtime.errors import QuantizeError
 
-# Rows converted to the accumulation dtype at once: 64 MiB of float64 at 1,024 features.
+# The number of rows converted to the accumulation dtype at once: 64 MiB of f64 at 1,024 features.
 CHUNK_ROWS = 8192
 
 
 class Hessians:
-    """Sums of X^T X by name.
+    """Sums of X^T X by name. Memory: features^2 numbers per name.
 
-    `dtype` is float64, or float32 where that is too slow (then TF32 must be off). With `device` the sums are
-    kept there and each batch's product is made where the batch is, so an accelerator holds one product at a
-    time; without it they stay beside their inputs. Memory: features^2 numbers per name.
+    Args:
+        dtype: the accumulation dtype: f64, or f32 if f64 is too slow. With f32, TF32 must be off.
+        device: the device of the sums. Each product is computed on the device of its input and then moved, so that an
+            accelerator stores one product at a time. None keeps each sum on the device of its inputs.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> None:
@@ -26,9 +27,9 @@ class Hessians:
         self._rows: dict[str, int] = {}
 
     def add(self, name: str, x: Tensor) -> None:
-        """Adds the rows of `x` [..., features], any float dtype. No gradient is recorded.
+        """Adds the rows of `x` [..., features], any float dtype. `x` is detached, so no gradient is recorded.
 
-        Raises QuantizeError when the number of features differs from that of earlier calls.
+        Raises QuantizeError if the number of features differs from that of earlier calls with this name.
         """
         rows = x.detach().reshape(-1, x.shape[-1])
         features = rows.shape[1]
@@ -48,10 +49,12 @@ class Hessians:
         self._rows[name] += rows.shape[0]
 
     def a_token(self, tokens: int) -> dict[str, Tensor]:
-        """X^T X / tokens by name, [features, features], where `tokens` went through the model: a sum over the calls of
-        a weight that each of them meets several times. What its error does to the loss adds up as they do.
+        """Returns X^T X / tokens by name, [features, features] in the accumulation dtype.
 
-        Raises QuantizeError for a name that got no rows, or NaN or infinity.
+        `tokens` is the number of tokens that the model has processed. If a weight has several calls per token, its
+        Hessian is the sum over the calls, as the effects of its error on the loss also add up.
+
+        Raises QuantizeError if a name has no rows, or if its sum is NaN or infinite.
         """
         means: dict[str, Tensor] = {}
         for name, total in self._sums.items():
@@ -64,5 +67,5 @@ class Hessians:
 
 
 def traces(hessians: Mapping[str, Tensor]) -> dict[str, float]:
-    """The trace of each Hessian: the sensitivity by which bits are allocated, not divided by its size."""
+    """Returns the trace of each Hessian: the sensitivity that ranks parameters for promotion, not divided by size."""
     return {name: float(hessian.diagonal().double().sum()) for name, hessian in hessians.items()}

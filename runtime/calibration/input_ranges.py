@@ -1,4 +1,4 @@
-"""The inputs of int8 products: their ranges, measured feature by feature, and the scales that fit these ranges."""
+"""The inputs of int8 products: measures their ranges per feature and computes scales that fit the ranges."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -26,14 +26,25 @@ def input_ranges(
     progress: Callable[[int], None] | None = None,
     scales: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Range]:
-    """What each product of `sources` meets in the program `score`, by weight; those that share an input have it in
-    common. Where a node reads or makes features of several products side by side, as two directions do, each has its
-    part.
+    """Returns the input range of each int8 product in the program `score`, by weight.
 
-    `programs` are those before any pass, `batches` the inputs of `score` by name, on the device of `weights` (by name,
-    f32 or f64), in whose precision everything is computed, from the ops' references. `scales`, f32 [1] or [K] by
-    leader, are those that inputs have already. After each batch `progress` is told the rows so far. Raises
-    QuantizeError for a product that no batch reached, and for an input of NaN or infinity.
+    Products that share an input share its range. If a node reads or computes the features of several products in one
+    tensor, as the two directions of a bidirectional layer do, each product uses its part of the features. All values
+    are computed from the reference implementations of the ops, in the precision of `weights`.
+
+    Args:
+        programs: the lowered programs, before any pass.
+        sources: the int8 products.
+        batches: the inputs of `score` by name, on the device of `weights`.
+        weights: the parameters by name, f32 or f64.
+        progress: called with the number of processed rows after each batch.
+        scales: the existing scales of inputs, f32 [1] or [K] by leader. For these inputs, clipping is measured too.
+
+    Returns:
+        The ranges by weight name, in f64.
+
+    Raises:
+        QuantizeError: no batch reached a product, or an input contains NaN or infinity.
     """
     by_weight = {f"@{source.weight}": source for source in sources}
     met: dict[str, _Met] = {}
@@ -64,7 +75,7 @@ def input_ranges(
 
 
 class _Met:
-    """Rows of one input as they come, f64 [.., K], and what codes of its `scale` cut off, where it has one."""
+    """Accumulates the range of one input from its rows, f64 [.., K], and the clipping by its `scale`, unless None."""
 
     def __init__(self, rows: Tensor, scale: Tensor | None) -> None:
         features = rows.shape[1]
@@ -96,10 +107,20 @@ def input_scales(
     rows: Rows,
     weights: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The scale f32 [1] or [K] of each input of `sources`, by the first weight that reads it, as its scheme chooses it
-    for `weights` (f32, by name, all on one device) and for what `rows` give the program `score`.
+    """Returns the scale of each input of int8 products, as its scheme chooses it for measured ranges.
 
-    `programs` are those before any pass. Raises QuantizeError as `input_ranges` does.
+    Args:
+        programs: the lowered programs, before any pass.
+        sources: the int8 products.
+        schemes: the scheme of each parameter.
+        rows: returns the batches to measure, as inputs of `score` by name.
+        weights: the parameters by name, f32, all on one device.
+
+    Returns:
+        The scales, f32 [1] or [K], by the first weight that reads the input.
+
+    Raises:
+        QuantizeError: under the conditions of `input_ranges`.
     """
     device = next(iter(weights.values())).device
     batches = ({name: ids.to(device) for name, ids in batch.items()} for batch in rows())
@@ -108,14 +129,16 @@ def input_scales(
     for leader in dict.fromkeys(source.leader for source in sources):
         shared = [weights[source.weight] for source in sources if source.leader == leader]
         scale = schemes[leader].input_scale(ranges[leader], shared)
-        assert scale is not None  # schemes for whole numbers have one
+        assert scale is not None  # every integer scheme has an input scale
         found[leader] = scale
     return found
 
 
 def trained_scales(optimizer: Mapping[str, Tensor], sources: Sequence[Source]) -> dict[str, Tensor]:
-    """The scales that a run trained with, by the first weight that reads an input, from the optimizer state of its
-    checkpoint; empty where it rounded no inputs, or none yet."""
+    """Returns the input scales in the optimizer state of a checkpoint, by the first weight that reads the input.
+
+    The result is empty if the run did not round inputs, or had not started to when it wrote the checkpoint.
+    """
     found = {source.leader: optimizer.get(f"{SLOT}/{source.leader}") for source in sources}
     kept = {leader: scale for leader, scale in found.items() if scale is not None}
     return kept if any(bool((scale != 1).any()) for scale in kept.values()) else {}

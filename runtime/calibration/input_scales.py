@@ -1,4 +1,4 @@
-"""What training for int8 products rounds by beside the weights' own grids: the scales of the products' inputs."""
+"""The input scales of int8 products during quantization-aware training."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,22 +7,24 @@ from torch import Tensor, nn
 
 from specc.runtime.distributed.world import World
 
-SLOT = "rounding.input_scale"  # of a checkpoint's optimizer state
+SLOT = "rounding.input_scale"  # the key prefix in the optimizer state of a checkpoint
 
 
 class InputScales:
-    """The scales of the inputs of int8 products, f32 [K] each, by the first of the weights that share the input. Where
-    the model's programs round these inputs they read the inverses from its buffers, on its device already.
+    """The scales of the inputs of int8 products, f32 [K] each, by leader: the first weight that reads the input.
 
-    They stay as they were measured once, so a run that goes on from a checkpoint rounds as the one before it.
+    If the model's programs round these inputs, they read the inverse scales from its buffers, on its device. Scales are
+    measured once and saved in checkpoints, so that a resumed run rounds as before.
 
     Args:
-        leaders: the first weight that reads its input, by weight.
-        measure: the scales for given weights (f32, by parameter name), f32 [1] or [K]. Only rank 0 calls it, so they
-            are the same on any number of ranks.
+        model: the model that trains, on its device.
+        leaders: the leader of each weight, by weight name.
+        measure: returns the scales, f32 [1] or [K] by leader, for weights (f32, by parameter name). Only rank 0 calls
+            it, so that all ranks have the same scales.
+        world: the ranks of the run.
 
     Attributes:
-        measured: whether they are; before, all are 1.
+        measured: False while all scales are 1, their value before `measure`.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class InputScales:
         self._write(self._scale)
 
     def measure(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes the scales that fit `weights` from now on."""
+        """Measures the scales for `weights` (f32, by parameter name) on rank 0 and sets them on all ranks."""
 
         def found() -> dict[str, Tensor]:
             with torch.no_grad():
@@ -50,16 +52,18 @@ class InputScales:
         self._write(self._world.first(found))
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps; ones before they were measured."""
+        """Returns the scales for a checkpoint; ones if they have not been measured."""
         return {f"{SLOT}/{leader}": scale for leader, scale in self._scale.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on with what `state` gave."""
+        """Sets the scales from the result of `state`."""
         self._write({leader: state[f"{SLOT}/{leader}"] for leader in self._scale})
 
     def shares(self) -> dict[str, Tensor]:
-        """Of each weight [N, K], the scales of its input as shares of the largest, f32 [K]: the deployed model rounds
-        the weight times them."""
+        """Returns the input scales of each weight [N, K] divided by the largest of them, f32 [K], by weight name.
+
+        The deployed model rounds the weight multiplied by these shares.
+        """
         return {weight: self._share[leader] for weight, leader in self._leader.items()}
 
     @torch.no_grad()
@@ -74,5 +78,5 @@ class InputScales:
 
 
 def _ones(weight: Tensor) -> Tensor:
-    """f32 [K], on the device of a weight [N, K]."""
+    """Returns ones, f32 [K], on the device of a weight [N, K]."""
     return torch.ones(weight.shape[1], device=weight.device)

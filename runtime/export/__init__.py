@@ -1,1 +1,1 @@
-"""Writes what leaves a run: the .specc artifact and safetensors files."""
+"""Exports runs as .specc artifacts or safetensors files, and reports artifact sizes."""

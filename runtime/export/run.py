@@ -1,4 +1,4 @@
-"""Exports a run as one file: the artifact that it was quantized to, or its weights in full."""
+"""Exports a run as one file: its quantized artifact, or its unquantized weights."""
 
 from pathlib import Path
 from typing import Literal
@@ -15,22 +15,32 @@ SUFFIXES: dict[Format, str] = {"artifact": ".specc", "safetensors": ".safetensor
 
 
 class ExportError(RuntimeFailure):
-    """The export would destroy a file, or its name leads nowhere."""
+    """Raised if the output file exists, its path is not usable, or the run cannot be exported in this form."""
 
     exit_code = 2
 
 
 def export(path: Path, format: Format, out: Path | None = None, *, force: bool = False, say: Say | None = None) -> Path:
-    """Writes the run at `path` as one file, `out`, and returns where; unless it is given, into the run as
-    NAME.specc or NAME.safetensors.
+    """Exports the run at `path` as one file and returns its path.
 
-    `artifact` is a copy of what `specc quantize` made; `safetensors` the weights that the run ends with, f32,
-    with the spec's name and digest and the step in the metadata. Both are read back and compared before they
-    take their place. `say` is told of an artifact that is older than the run's weights.
+    The file is read back and compared before it is renamed to `out`.
 
-    Raises ExportError (2) for an `out` that exists, unless `force`, or has no folder; RunDirectoryError (2)
-    without a run; RunFailure (4) where it was not quantized, has no checkpoint, or nothing can be written;
-    IntegrityError (5) for damage, before or after.
+    Args:
+        path: the run directory.
+        format: "artifact" copies the artifact that `specc quantize` wrote. "safetensors" writes the final weights of
+            the run, f32, with the spec's name and digest and the step as metadata.
+        out: the output file; NAME.specc or NAME.safetensors in the run directory if None.
+        force: overwrite `out` if it exists.
+        say: called with a line of text if the artifact is older than the weights of the run.
+
+    Returns:
+        The path of the output file.
+
+    Raises:
+        ExportError (exit code 2): `out` exists and `force` is False, `out` is a folder, or its folder does not exist.
+        RunDirectoryError (2): `path` is not a run.
+        RunFailure (4): the run is not quantized or has no checkpoint, or the file cannot be written.
+        IntegrityError (5): the source is damaged, or the data read back differ.
     """
     run = Run.open(path)
     out = out if out is not None else run.directory / f"{run.spec.name}{SUFFIXES[format]}"

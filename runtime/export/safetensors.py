@@ -1,4 +1,4 @@
-"""Exports parameters as a safetensors file, read back before it counts."""
+"""Exports parameters as a safetensors file, which is verified by reading it back."""
 
 import json
 from collections.abc import Mapping
@@ -14,11 +14,13 @@ from specc.runtime.storage.atomic import write_atomically
 
 
 def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes `tensors` (any device) to `path` atomically, in their own dtypes and shapes.
+    """Writes `tensors` (any device) to `path` atomically, with their dtypes and shapes, and with `metadata`.
 
-    Tensors that share memory are written each in full. The file is reloaded and compared bit for bit,
-    metadata too, before it takes its place. Raises RunFailure when a tensor cannot be stored or the file not
-    written, IntegrityError when it does not read back; either way `path` is as before.
+    Tensors that share memory are each written in full. The file is read back and compared bit for bit, including the
+    metadata, before it is renamed to `path`.
+
+    Raises RunFailure if a tensor cannot be stored or the file cannot be written, and IntegrityError if the data read
+    back differ. `path` is unchanged after an error.
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:
@@ -45,7 +47,7 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
 
 
 def _sorted_metadata(data: bytes) -> bytes:
-    """The file with its metadata sorted: the library writes it in an order that changes by the call."""
+    """Returns the file's bytes with sorted metadata, because the library's order of metadata varies between calls."""
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     if "__metadata__" in header:
@@ -56,7 +58,7 @@ def _sorted_metadata(data: bytes) -> bytes:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal dtype, shape and bytes; so NaN equals itself and 0 is not -0."""
+    """Returns True if dtype, shape and bytes are equal. NaN equals the same NaN, and 0 differs from -0."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""The bytes of an artifact, by section and by group of parameters."""
+"""Reports the size of an artifact in bytes, by section and by group of parameters."""
 
 import math
 import re
@@ -14,10 +14,15 @@ from specc.runtime.storage.quantized_run import artifact_of
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """Equal parameters of all blocks, such as `blocks.*.mlp.up`.
+    """The parameters of the same name in all blocks, such as `blocks.*.mlp.up`.
 
-    `stored` is their bytes before compression: brotli sees all codes of a model as one stream, so the
-    compressed bytes of one parameter do not exist. `scheme` is the schemes of its tensors, most bits first.
+    Attributes:
+        name: the name of the group, with `*` for the block index.
+        tensors: the number of tensors.
+        parameters: the number of values in all tensors.
+        scheme: the labels of the tensors' schemes, most bits first.
+        stored: the bytes before compression. Compressed bytes cannot be attributed to a parameter, because streams join
+            the codes of several parameters.
     """
 
     name: str
@@ -29,10 +34,18 @@ class GroupSize:
 
 @dataclass(frozen=True, slots=True)
 class SizeResult:
-    """The bytes of an artifact, decimal.
+    """The size of an artifact in bytes.
 
-    `total`, what the file system says, is `header` plus the compressed bytes of `sections`. The raw bytes of
-    all sections but the spec's are the `stored` bytes of all `groups`, and two a row where rows were ordered.
+    The raw bytes of the array sections are the `stored` bytes of all `groups`, plus two bytes per row in sections with
+    the ORDERED transform.
+
+    Attributes:
+        path: the artifact.
+        total: the size of the file, which is `header` plus the compressed bytes of `sections`.
+        header: the size of the header.
+        sections: the sizes by kind of section.
+        groups: the sizes by group of parameters.
+        budget: the size limit; None without a budget.
     """
 
     path: Path
@@ -44,16 +57,18 @@ class SizeResult:
 
     @property
     def over(self) -> bool:
-        """Whether there is a budget, and more bytes than it allows."""
+        """True if there is a budget and the file exceeds it."""
         return self.budget is not None and self.total > self.budget
 
 
 def size(path: Path, budget: int | None = None, say: Say = lambda _: None) -> SizeResult:
-    """The bytes of an artifact, or of that of a quantized run. Without `budget` the spec's holds. `say` is told where
-    the run has other weights since it was quantized.
+    """Returns the size of the artifact at `path`, which is an artifact or a quantized run.
 
-    Raises RunDirectoryError when there is neither at `path`, RunFailure for a run that was not quantized, and
-    IntegrityError for a file that is not what its header and its spec say.
+    `budget` is a limit in bytes; if it is None, the spec's `quant.budget_bytes` applies. `say` is called with a line of
+    text if the weights of the run have changed since it was quantized.
+
+    Raises RunDirectoryError if `path` is neither an artifact nor a run, RunFailure if the run is not quantized, and
+    IntegrityError if the file does not match its header or its spec.
     """
     artifact = artifact_of(path, say)
     found = artifact_size(artifact)

@@ -1,7 +1,8 @@
-"""Allocation of bits under a byte budget: the widths that add least to the loss.
+"""Bit allocation under a byte budget: chooses the bits of each parameter that add least to the loss.
 
-Each width of each parameter costs bytes, measured by quantizing it, and nats a token, by the second-order estimate
-below. To choose one width per parameter is a multiple-choice knapsack, solved by dynamic programming over bytes.
+Each choice of bits for a parameter has a size in bytes, measured by quantizing it, and a cost in nats per token, by the
+second-order estimate of `added_nats`. The choice over all parameters is a multiple-choice knapsack problem, solved by
+dynamic programming over bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,24 +19,26 @@ from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.errors import QuantizeError
 from specc.runtime.quantize.promotion import Allocation, Measure, too_large
 
-CELLS = 2**16  # bytes are counted in this many parts of the budget
-ROUNDS = 8  # exact sizes that are measured at most: each compresses everything
-ENOUGH = 0.0005  # of the budget; the search ends when less is left over
+CELLS = 2**16  # the dynamic program counts bytes in units of budget / CELLS
+ROUNDS = 8  # the maximum number of exact measurements, each of which compresses all arrays
+ENOUGH = 0.0005  # the search ends when less than this share of the budget is unused
 
 Option = tuple[int, float]  # bytes, cost
 
 
 def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> float:
-    """The increase of the loss by an error `delta` [rows, columns] of a parameter, in nats a token, to second order:
-    the sum over the products that read the parameter and the lookups in it. A tied table has both.
+    """Returns the second-order increase of the loss, in nats per token, by an error `delta` [rows, columns].
+
+    The increase is the sum over the products that read the parameter and the lookups in it. A tied embedding table has
+    both.
 
     Products add 1/2 sum_i g_i dw_i H dw_i^T, with H = `hessian` [columns, columns] = E[x x^T] of the inputs, summed
-    over the calls per token, and g = `gradients.products`. This is the Fisher information with inputs and gradients
-    independent and outputs uncorrelated (Martens and Grosse 2015, "K-FAC", diagonal on the side of the outputs). For a
-    weight with several calls per token, g includes their correlation. Lookups add the diagonal of the Fisher
-    information, 1/2 sum_vj f_vj dw_vj^2 with f = `gradients.lookups`.
+    over the calls per token, and g = `gradients.products`. This is the Fisher information under the assumptions that
+    inputs and gradients are independent and that outputs are uncorrelated (Martens and Grosse 2015, "K-FAC", with a
+    diagonal output factor). For a weight with several calls per token, g includes their correlation. Lookups add the
+    diagonal of the Fisher information, 1/2 sum_vj f_vj dw_vj^2 with f = `gradients.lookups`.
 
-    Raises ValueError for products without a Hessian.
+    Raises ValueError if `gradients.products` is set and `hessian` is None.
     """
     exact, total = delta.double(), 0.0
     if gradients.products is not None:
@@ -49,11 +52,11 @@ def added_nats(delta: Tensor, hessian: Tensor | None, gradients: Gradients) -> f
 
 
 def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...] | None:
-    """The option of each item for which the sum of costs is least and the bytes stay within `budget`; None where even
-    the smallest options exceed it.
+    """Returns the index of the chosen option of each item: the least sum of costs whose bytes are within `budget`.
 
-    The result is exact up to a cell of budget / 65536 bytes: sizes are rounded up to whole cells, never down. Of equal
-    costs the smaller size wins, then the earlier option.
+    Returns None if even the smallest options exceed the budget. Sizes are rounded up to whole cells of budget / 65536
+    bytes, so the result is optimal up to this rounding and never exceeds the budget. Options of equal cost rank by
+    size in cells, then by index.
     """
     smallest = sum(min(size for size, _ in item) for item in options)
     if smallest > budget:
@@ -61,7 +64,7 @@ def knapsack(options: Sequence[Sequence[Option]], budget: int) -> tuple[int, ...
     cell = max(1, -(-budget // CELLS))
     room = budget // cell
     sizes = [[-(-size // cell) for size, _ in item] for item in options]
-    if sum(map(min, sizes)) > room:  # only because of the rounding
+    if sum(map(min, sizes)) > room:  # the smallest options fit exactly but not after the rounding
         return tuple(min(range(len(item)), key=lambda i: item[i]) for item in options)
     best = np.zeros(room + 1)
     picks = np.zeros((len(options), room + 1), dtype=np.int16)
@@ -94,23 +97,27 @@ def allocate_bits(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> dict[str, Scheme]:
-    """`base` with the widths of `allocate.bits` that add least to the loss within `budget` bytes.
+    """Returns `base` with the bits from `allocate.bits` that add least to the loss within `budget` bytes.
 
-    A width is chosen for each parameter that `allocate.match` covers, whose scheme has several widths and whose `cost`
-    is known; others keep their scheme.
+    Bits are chosen for each parameter that `allocate.match` matches, whose scheme has several variants and whose `cost`
+    is known. Other parameters keep their scheme.
 
     Args:
-        allocate: the widths, clips and names to choose among.
-        budget: bytes of the artifact, `reserved` already taken off.
-        base: the scheme of each parameter before.
-        cost: the increase of the loss by a parameter at a scheme, nats a token; None where it is unknown.
-        estimate: the estimated bytes of a parameter at a scheme.
-        exact: the bytes of the whole artifact. It decides; the sum of the estimates is corrected by it.
-        say: is told of each allocation that is measured.
-        reserved: bytes of the budget for the code of a submission, for messages.
+        allocate: the bits and clips to choose from, and the pattern of parameter names.
+        budget: the size limit of the artifact in bytes, with `reserved` already subtracted.
+        base: the scheme of each parameter before allocation.
+        cost: returns the increase of the loss by a parameter at a scheme, in nats per token; None if it is unknown.
+        estimate: returns the estimated bytes of a parameter at a scheme.
+        exact: returns the bytes of the whole artifact. It decides whether an allocation fits, and corrects the sum of
+            the estimates.
+        say: called with a line of text for each allocation that is measured.
+        reserved: bytes of the budget for the code of a submission; used in messages only.
+
+    Returns:
+        The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: the smallest allocation exceeds the budget, or no parameter has a choice.
+        QuantizeError: the smallest allocation exceeds the budget, or no parameter has a choice of bits.
     """
     choices = {name: options for name in base if len(options := _widths(name, base[name], allocate, cost)) > 1}
     if not choices:
@@ -137,7 +144,7 @@ def allocate_bits(
     if tried[smallest] > budget:
         hint = "allow fewer bits or wider clips under quant.allocate, or a larger quant.budget_bytes"
         raise too_large(tried[smallest], "with the fewest bits", budget, reserved, hint)
-    low, high = estimated(smallest), None  # estimates that fit and that do not
+    low, high = estimated(smallest), None  # the largest estimate that fits and the smallest that does not
     target = low + budget - tried[smallest]
     for _ in range(4 * ROUNDS):
         picks = knapsack(sized, target)
@@ -150,7 +157,7 @@ def allocate_bits(
         if 0 <= left < budget * ENOUGH:
             break
         low, high = (max(low, target), high) if left >= 0 else (low, target)
-        wanted = estimated(picks) + left  # the estimate, moved to be right for what was measured last
+        wanted = estimated(picks) + left  # corrects the estimate by its error on the last measured allocation
         if (high is None and wanted <= target) or (high is not None and high - low <= 1):
             break
         target = wanted if high is None or low < wanted < high else (low + high) // 2
@@ -161,7 +168,7 @@ def allocate_bits(
 def _widths(
     name: str, scheme: Scheme, allocate: Allocate, cost: Callable[[str, Scheme], float | None]
 ) -> list[tuple[Scheme, float]]:
-    """The schemes that a parameter may have, each with its cost; empty where there is no choice."""
+    """Returns the (scheme, cost) variants of a parameter; empty if no pattern matches it or no cost is known."""
     if not matches(allocate.match, name):
         return []
     costs = ((other, cost(name, other)) for other in variants(scheme, allocate.bits, allocate.clip_stds))
@@ -169,6 +176,6 @@ def _widths(
 
 
 def largest_errors(names: Sequence[str], errors: Callable[[str], Tensor], count: int) -> tuple[str, ...]:
-    """The `count` of `names` whose errors have the largest Frobenius norm, equals by name."""
+    """Returns the `count` names whose errors have the largest Frobenius norm. Equal norms rank by name."""
     norms = {name: float(torch.linalg.vector_norm(errors(name).double())) for name in names}
     return tuple(sorted(names, key=lambda name: (-norms[name], name))[:count])

@@ -1,4 +1,4 @@
-"""The bits of each parameter by the spec's `quant`: promotion or allocation, with corrections of low rank."""
+"""Chooses the bits of each parameter by the spec's `quant`: promotion or allocation, with low-rank corrections."""
 
 from specc.compiler.pattern import matches
 from specc.compiler.quant.rows import correctable, largest_rank
@@ -15,20 +15,24 @@ from specc.runtime.quantize.quantizer import Quantizer
 def choose_bits(
     quantizer: Quantizer, quant: QuantSpec, base: Allocation, packer: Packer, say: Say, reserved: int = 0
 ) -> Allocation:
-    """`base` with the bits and the corrections of low rank that `quant` leaves to choose.
+    """Returns `base` with the bits and low-rank corrections chosen by `quant.promote`, `allocate` and `correct`.
 
-    Corrections go to the parameters with the largest errors at the chosen bits; beside them bits are chosen anew.
+    Corrections are added to the parameters with the largest errors at the chosen bits. Then the bits are chosen again,
+    because the corrections use part of the budget.
 
     Args:
-        quantizer: of the weights and what calibration measured of them.
-        quant: its `promote`, `allocate`, `correct` and `budget_bytes`.
+        quantizer: quantizes the weights and estimates their cost and size.
+        quant: supplies `promote`, `allocate`, `correct` and `budget_bytes`.
         base: the scheme of each parameter by the rules.
-        packer: measures the artifact.
-        say: is told of each allocation that is measured.
-        reserved: bytes of the budget that the artifact must leave, for the code of a submission.
+        packer: measures the exact size of the artifact.
+        say: called with a line of text for each allocation that is measured.
+        reserved: bytes of the budget that the artifact must not use, for the code of a submission.
+
+    Returns:
+        The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: as `allocate_bits` and `promote_within_budget`.
+        QuantizeError: under the conditions of `allocate_bits` and `promote_within_budget`.
     """
     if quant.budget_bytes is not None:
         quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
@@ -43,13 +47,13 @@ def choose_bits(
     }
     try:
         return _widths(quantizer, quant, corrected, packer, say, reserved)
-    except QuantizeError as error:  # without them it fits
+    except QuantizeError as error:  # the artifact fits without corrections, or the first call had raised
         message = f"with corrections of rank {quant.correct.rank}, for {', '.join(names)}: {error.message}"
         raise QuantizeError(message, "lower quant.correct's rank or count; without them it fits") from error
 
 
 def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: Allocation) -> tuple[str, ...]:
-    """The names of the parameters to correct."""
+    """Returns the names of the parameters to correct: those that `correct` matches with the largest errors."""
     able = [
         name
         for name, scheme in base.items()
@@ -62,7 +66,7 @@ def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: 
 def _widths(
     quantizer: Quantizer, quant: QuantSpec, base: Allocation, packer: Packer, say: Say, reserved: int
 ) -> Allocation:
-    """`base` with the bits that `quant` leaves to choose."""
+    """Returns `base` with the bits chosen by `quant.allocate` or `quant.promote`."""
 
     def exact(schemes: Allocation) -> int:
         return packer.measure(quantizer.model(schemes))

@@ -1,4 +1,4 @@
-"""Packs quantized parameters as the artifact of a spec."""
+"""Packers: write quantized parameters as an artifact, or measure the artifact without writing it."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,21 +16,29 @@ from specc.runtime.storage.data_digests import DataDigests
 
 
 class Packer(Protocol):
-    """Makes artifacts of one model. `specc` writes its resolved spec from the compiler's; a submission carries the
-    text."""
+    """Writes and measures the artifacts of one model.
+
+    The packer of `specc` computes the resolved spec with the compiler. The packer of a submission carries its text.
+    """
 
     def measure(self, stored: QuantizedModel) -> int:
-        """The exact bytes of the artifact of `stored`."""
+        """Returns the exact size of the artifact of `stored` in bytes."""
         ...
 
     def write(self, path: Path, stored: QuantizedModel) -> ArtifactSize:
-        """Writes the artifact of `stored`. Raises as `write_artifact` does."""
+        """Writes the artifact of `stored` and returns its size. Raises under the conditions of `write_artifact`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SpecPacker:
-    """The packer of a spec."""
+    """A packer that computes the resolved spec of each artifact from `spec`.
+
+    Attributes:
+        spec: the spec of the trained run.
+        trained_on: digests of the training data; None if they are not known.
+        codec: the compression of all sections.
+    """
 
     spec: Spec
     trained_on: DataDigests | None = None

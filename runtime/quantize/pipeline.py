@@ -1,6 +1,7 @@
-"""`specc quantize`: from a trained run to the artifact that ships.
+"""`specc quantize`: quantizes the weights of a trained run and writes the artifact to deploy.
 
-Calibrate, choose the bits, quantize, write the resolved spec, and hold the artifact to its budget by its exact bytes.
+The stages are: calibrate, choose the bits of each parameter, quantize, write the resolved spec, and check the exact
+size of the artifact against the byte budget.
 """
 
 import json
@@ -52,7 +53,8 @@ from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
 from specc.runtime.storage.run_directory import SPEC, Run, locked, readable
 from specc.runtime.train.sources.source import source_of
 
-HOPELESS = 4096  # lines of a set, none of them exact: a model that has hardly trained is not decoded to the end
+# Evaluation stops after this many lines of a set if none of them is exact, so that a barely trained model is cheap.
+HOPELESS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +62,19 @@ class QuantizeResult:
     """The result of `quantize`.
 
     Attributes:
-        artifact: the file that ships.
-        spec: the resolved spec in it, one rule per parameter.
-        step: of the checkpoint that was quantized.
-        size: the bytes of the file.
-        budget: the bytes that it may have; None without a budget.
-        rows: one per parameter.
-        inputs: one per input of int8 products.
-        promoted: the parameters that got more bits, by descending Hessian trace.
-        before: the validation loss with the weights as trained.
-        after: the validation loss with the weights of the artifact.
-        calibration: the source of the calibration, as report.json has it; None where nothing was calibrated.
-        seconds: the time of the calibration. It is not in report.json, which depends on the run alone.
+        artifact: the path of the artifact.
+        spec: the resolved spec that the artifact stores, with one rule per parameter.
+        step: the training step of the checkpoint that was quantized.
+        size: the size of the artifact in bytes, by section.
+        budget: the size limit in bytes; None without a budget.
+        rows: one report row per parameter.
+        inputs: one report row per input of int8 products.
+        promoted: the parameters that have more bits than the rules state, by descending Hessian trace.
+        before: the validation score with the trained weights.
+        after: the validation score with the quantized weights.
+        calibration: the source of the calibration, as in report.json; None if nothing was calibrated.
+        seconds: the duration of the calibration; 0.0 without a calibration. It is not in report.json, which depends on
+            the run alone.
     """
 
     artifact: Path
@@ -90,18 +93,18 @@ class QuantizeResult:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """How to quantize. The run or the machine decides what is None.
+    """The options of `quantize`. An option that is None is taken from the run or the machine.
 
     Attributes:
-        data: a source as `specc.runtime.data.windows.stream.open_stream` takes it. Its train split calibrates, unless
-            the model writes that text itself; its val split measures the loss.
-        max_tokens: measure the loss on so many tokens only.
-        target: one of the spec's, to compute with.
-        device: a torch device, to compute on.
-        search: more folders to look for the tokenizer in.
+        data: a data source, as `specc.runtime.data.windows.stream.open_stream` accepts. Its train split is the
+            calibration text, unless the model writes that text itself. Its val split measures the loss.
+        max_tokens: the number of tokens to measure the loss on; None for all.
+        target: the name of the spec's target to compute with.
+        device: the torch device to compute on.
+        search: additional folders to search for the tokenizer.
         cache: the folder of tokenized text.
         overrides: `--set` texts for the spec's `quant`.
-        reserved: bytes of the spec's budget for what ships beside the artifact.
+        reserved: bytes of the spec's budget that are reserved for files deployed with the artifact.
     """
 
     data: str | None = None
@@ -116,7 +119,7 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class _RunModel:
-    """The trained model of a run."""
+    """The trained model of a run, as `quantize_weights` accepts it."""
 
     run: Run
     step: int
@@ -181,7 +184,10 @@ class _RunModel:
         return IntegerInputs(self.sources, ranges, trained)
 
     def _trained_scales(self) -> Mapping[str, Tensor]:
-        """The scales of inputs that the run trained with; empty where it has none, or trained for another `quant`."""
+        """Returns the input scales that the run trained with, by the first weight that reads the input.
+
+        The mapping is empty if the run trained without input scales or if its `quant` has changed since.
+        """
         run = self.run
         if run.spec.train.qat is None:
             return {}
@@ -205,30 +211,33 @@ class _RunModel:
 
 
 def quantize(path: Path, options: QuantizeOptions, say: Say, progress: Progress | None = None) -> QuantizeResult:
-    """Quantizes the final weights of a run into its `quantized/`, as its spec's `quant` says.
+    """Quantizes the final weights of a run by its spec's `quant` and writes the result to the run's `quantized/`.
 
-    That folder holds the artifact, spec.json (resolved) and report.json, and is replaced as one. The same run gives the
-    same bytes, on one machine with one number of threads. The trained weights stay as they are.
+    That folder holds the artifact, spec.json (resolved) and report.json, and is replaced atomically. The result is
+    byte-identical for the same run on one machine with one number of threads. The trained weights are not changed.
 
     Args:
         path: the run directory.
         options: data, device and overrides.
-        say: is told of each stage.
+        say: called with a line of text per stage.
         progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`
             and `evaluate`.
 
+    Returns:
+        The path and size of the artifact, the resolved spec and the report rows.
+
     Raises:
-        QuantizeError: the spec quantizes nothing, a parameter cannot be quantized as asked, or the budget cannot be
-            met; nothing is written then.
+        QuantizeError: the spec has no `quant`, a scheme refuses its parameter, or the budget cannot be met. Nothing is
+            written then.
         EnvironmentFailure: the disk is full.
-        RunDirectoryError, RunFailure, IntegrityError, DataError: of the run and the data.
-        SpecError: of the overrides.
+        RunDirectoryError, RunFailure, IntegrityError, DataError: the run or the data cannot be read.
+        SpecError: an override is invalid.
     """
     try:
         run = Run.open(path).requantized(options.overrides)
         if run.spec.quant is None:
             raise QuantizeError(f"{run.spec.name} does not say how to quantize", "add quant: to the spec")
-        with locked(run.staged.parent), ExitStack() as stack:  # before any work: the folder may not be writable
+        with locked(run.staged.parent), ExitStack() as stack:  # locked first: fails early if the folder is read-only
             return _quantize(run, run.spec.quant, options, say, progress or (lambda stage, done, total: None), stack)
     except QuantizeError as error:
         again = f"specc quantize {shlex.quote(str(path))} --set quant.KEY=VALUE"
@@ -281,7 +290,7 @@ def _quantize(
 
 
 def _calibration_facts(model: _RunModel, text: WrittenText | None) -> dict[str, Any]:
-    """The source of the calibration, for the report."""
+    """Returns the calibration settings for report.json; `text` is what the model wrote, or None for training data."""
     calibrate = model.quant.calibrate
     facts = {"source": calibrate.source, "sequences": calibrate.sequences, "seed": model.seed}
     if text is None:
@@ -299,7 +308,7 @@ def _write(
     before: Scored,
     after: Scored,
 ) -> QuantizeResult:
-    """Replaces the run's artifact, its spec and its report; the staging folder is locked."""
+    """Replaces the run's artifact, resolved spec and report. The caller holds the lock of the staging folder."""
     run, quantizer = model.run, quantized.quantizer
     spec = resolved(run.spec, quantized.schemes)
     hessians = traces(quantizer.statistics.hessians)
@@ -335,7 +344,7 @@ def _write(
 
 
 def _clear(staging: Path) -> None:
-    """Removes all but the lock from the staging folder, also what a killed process left there."""
+    """Removes folders and artifacts from the staging folder, including those of an interrupted run; keeps the lock."""
     for entry in staging.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -344,9 +353,10 @@ def _clear(staging: Path) -> None:
 
 
 def report_json(result: QuantizeResult, traces: Mapping[str, float], options: QuantizeOptions) -> str:
-    """The text of report.json: sizes, the loss before and after, a row per parameter and per input of int8 products.
+    """Returns the text of report.json: sizes, the loss before and after, one row per parameter and per int8 input.
 
-    `output_error` is null without a Hessian, or where the output is zero; `trace` is null without a Hessian.
+    `output_error` is null without a Hessian, or if it is infinite because the trained output is zero. `trace` is null
+    without a Hessian.
     """
     rows = []
     for row in result.rows:

@@ -1,4 +1,4 @@
-"""Promotion: the parameters with the largest Hessian traces get more bits, by count or within a byte budget."""
+"""Promotion: assigns more bits to the parameters with the largest Hessian traces, by count or within a byte budget."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,14 +12,17 @@ Measure = Callable[[Allocation], int]  # bytes
 
 
 def too_large(size: int, when: str, budget: int, reserved: int, hint: str) -> QuantizeError:
-    """The error for an artifact that exceeds its budget with the fewest bits.
+    """Returns the error for an artifact that exceeds its budget even with the fewest bits.
 
     Args:
-        size: bytes of the artifact.
-        when: the state that has this size, as "before any promotion".
-        budget: bytes for the artifact, `reserved` already taken off.
+        size: the size of the artifact in bytes.
+        when: the state that has this size, e.g. "before any promotion".
+        budget: the size limit of the artifact in bytes, with `reserved` already subtracted.
         reserved: bytes of the spec's budget for the code of a submission.
-        hint: what to change.
+        hint: the setting to change.
+
+    Returns:
+        The error, for the caller to raise.
     """
     less = f", less {reserved:,} for the code" if reserved else ""
     whole = budget + reserved
@@ -36,23 +39,27 @@ def promote(
     budget_bytes: int | None,
     measure: Measure | None,
 ) -> dict[str, Scheme]:
-    """`base` with some schemes at `to_bits`, in the order of `base`.
+    """Returns `base` with the schemes of promoted parameters at `to_bits`, in the order of `base`.
 
-    Candidates have a trace, and a scheme of fewer bits that can have `to_bits`. They are promoted by descending
-    Hessian trace, which is not divided by the parameter's size (parameter-golf PR 1105 ranks so).
+    A candidate has a Hessian trace, and a scheme with fewer bits that supports `to_bits`. Candidates are promoted by
+    descending trace, which is not divided by the size of the parameter (the ranking of parameter-golf PR 1105).
 
     Args:
-        traces: the trace of the Hessian, by parameter name; equal traces rank by name.
+        traces: the trace of the Hessian, by parameter name. Equal traces rank by name.
         base: the scheme of each parameter.
-        count: promote at most so many. None promotes all that fit `budget_bytes`.
-        to_bits: the width of promoted parameters.
-        match: patterns of names; candidates match one of them. Empty matches all.
-        budget_bytes: promote one after another until the next would make `measure` exceed it.
-        measure: the bytes of an allocation; required with `budget_bytes`.
+        count: the maximum number of promotions. None promotes all that fit `budget_bytes`.
+        to_bits: the bits of promoted parameters.
+        match: patterns of names. A candidate matches at least one pattern; an empty sequence matches all names.
+        budget_bytes: the size limit in bytes. Promotion stops before the first candidate that exceeds it.
+        measure: returns the bytes of an allocation; required with `budget_bytes`.
+
+    Returns:
+        The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: a pattern matches nothing, `count` exceeds the candidates, or `base` exceeds the budget.
-        ValueError: there is neither a count nor a budget, or a budget without `measure`.
+        QuantizeError: a pattern matches no parameter, `count` without a budget exceeds the number of candidates, or
+            `base` exceeds the budget.
+        ValueError: both `count` and `budget_bytes` are None, or `budget_bytes` is set without `measure`.
     """
     if count is None and budget_bytes is None:
         raise ValueError("promote needs a count or a byte budget")
@@ -90,7 +97,7 @@ def promote(
 
 
 def _promoted(scheme: Scheme, to_bits: int) -> Scheme | None:
-    """`scheme` at `to_bits`; None where it has no width, another range of widths, or as many bits already."""
+    """Returns `scheme` at `to_bits`; None if it does not support `to_bits` or already has at least as many bits."""
     if scheme.bits_per_value() >= to_bits:
         return None
     try:
@@ -108,20 +115,23 @@ def promote_within_budget(
     say: Callable[[str], None],
     reserved: int = 0,
 ) -> Allocation:
-    """`base` with the parameters of the largest traces promoted as `quant.promote` says.
+    """Returns `base` with the parameters of the largest Hessian traces promoted by `quant.promote` within the budget.
 
     Args:
-        quant: its `promote` and `budget_bytes`, `reserved` already taken off.
+        quant: supplies `promote` and `budget_bytes`, with `reserved` already subtracted.
         base: the scheme of each parameter before promotion.
         traces: the trace of the Hessian, by parameter name.
-        estimate: a quick estimate of the bytes; its offset is corrected at `base`. It bounds how many promotions are
-            tried first.
-        exact: the bytes of the artifact, fully compressed. It decides.
-        say: is told of each promotion that is taken back.
-        reserved: bytes of the budget for the code of a submission, for messages.
+        estimate: returns a quick estimate of the bytes of an allocation. Its offset is corrected at `base`. It
+            determines the first number of promotions to measure.
+        exact: returns the bytes of the compressed artifact. It decides whether an allocation fits.
+        say: called with a line of text for each promotion that is undone because the artifact exceeds the budget.
+        reserved: bytes of the budget for the code of a submission; used in messages only.
+
+    Returns:
+        The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: `base` exceeds the budget, or the promotion is impossible as asked.
+        QuantizeError: `base` exceeds the budget, or `promote` raises for the same settings.
     """
     wish, budget = quant.promote, quant.budget_bytes
 
@@ -172,7 +182,9 @@ def promote_within_budget(
 
 
 def promoted(base: Allocation, schemes: Allocation, traces: Mapping[str, float]) -> tuple[str, ...]:
-    """The parameters with more bits than in `base`, by descending trace, equal traces by name; last those without a
-    trace, such as tables that are only looked up."""
+    """Returns the names of the parameters with more bits than in `base`, by descending Hessian trace.
+
+    Equal traces rank by name. Parameters without a trace, such as tables that are only looked up, come last.
+    """
     changed = [name for name in base if base[name].bits_per_value() < schemes[name].bits_per_value()]
     return tuple(sorted(changed, key=lambda name: (-traces.get(name, -1.0), name)))

@@ -1,4 +1,4 @@
-"""Quantizes parameters while allocations of bits are tried."""
+"""`Quantizer`: a cache of quantized parameters, for the search over bit allocations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ class Statistics:
     """Measurements of a calibration, by parameter name.
 
     Attributes:
-        hessians: E[x x^T] a token of the inputs of each weight, f64 [columns, columns].
-        gradients: second moments of the loss's gradients.
+        hessians: E[x x^T] per token of the inputs x of each weight, f64 [columns, columns].
+        gradients: second moments of the gradients of the loss.
     """
 
     hessians: Mapping[str, Tensor] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class IntegerInputs:
         sources: the products.
         ranges: the measured range of each input, by weight.
         trained: the scales f32 [1] or [K] that the run trained with, by the first weight that reads the input; empty
-            where calibration chooses them.
+            if calibration chooses the scales.
     """
 
     sources: Sequence[Source] = ()
@@ -45,16 +45,16 @@ class IntegerInputs:
 
 
 class Quantizer:
-    """Quantizes parameters while allocations are tried: each (parameter, scheme) once.
+    """A cache of quantized parameters: each (parameter, scheme) pair is quantized once.
 
     Args:
-        weights: f32, by parameter name.
-        statistics: of the calibration; empty for schemes that need none.
-        inputs: of int8 products; empty where the model has none.
-        progress: called as `progress("quantize", done, total)` after each parameter.
+        weights: the trained parameters, f32, by name.
+        statistics: the measurements of the calibration; may be empty if no scheme needs them.
+        inputs: the inputs of int8 products; empty if the model has none.
+        progress: called as `progress("quantize", done, total)` after each parameter that is quantized.
 
     Attributes:
-        solutions: how each (parameter, scheme) was solved for by its Hessian, where it was.
+        solutions: the damping and dead columns of each (parameter, scheme) that was solved with its Hessian.
     """
 
     def __init__(
@@ -74,7 +74,10 @@ class Quantizer:
         self._sizes: dict[tuple[str, Scheme], int] = {}
 
     def model(self, schemes: Mapping[str, Scheme]) -> QuantizedModel:
-        """Every parameter by its scheme. Raises QuantizeError, naming the parameter, where a scheme refuses it."""
+        """Returns every parameter quantized by its scheme.
+
+        Raises QuantizeError, which names the parameter, if a scheme refuses it.
+        """
         for done, (name, scheme) in enumerate(schemes.items(), 1):
             if (name, scheme) not in self._stored:
                 self._quantize(name, schemes)
@@ -85,7 +88,7 @@ class Quantizer:
         return QuantizedModel(dict(schemes), shapes, tensors)
 
     def _quantize(self, name: str, schemes: Mapping[str, Scheme]) -> QuantizedModel:
-        """One parameter by its scheme; a bias after its weight."""
+        """Returns one parameter quantized by its scheme. The weight of a bias is quantized before the bias."""
         scheme = schemes[name]
         if (name, scheme) not in self._stored:
             weight = self._weight_of.get(name)
@@ -102,8 +105,11 @@ class Quantizer:
         return self._stored[name, scheme]
 
     def _input_scale(self, name: str, scheme: Scheme) -> Tensor | None:
-        """The scale of the input of a weight, which the weight shares with its leader: the one that the run trained
-        with, else the one that fits the measured range."""
+        """Returns the input scale of a weight; None if the weight has no int8 product.
+
+        Weights that read the same input share the scale of their leader, the first of them. If the run did not train
+        with a scale, it is computed from the measured range.
+        """
         if name not in self.inputs.ranges:
             return None
         leader = self._leader_of[name]
@@ -115,8 +121,10 @@ class Quantizer:
         return self._input_scales[leader, scheme]
 
     def _trained_scale(self, name: str, scheme: Scheme) -> Tensor | None:
-        """The scale by which the run rounded the input of a weight; None where it did not. A run has one scale per
-        feature, all equal where the scheme stores one number."""
+        """Returns the scale, f32 [1] or [K], by which training rounded the input of a weight; None if it did not.
+
+        A run stores one scale per feature. They are all equal if the scheme stores one number per input.
+        """
         trained = self.inputs.trained.get(self._leader_of[name]) if name in self._leader_of else None
         if trained is None or not scheme.integer:
             return None
@@ -124,25 +132,25 @@ class Quantizer:
         return trained[:size]
 
     def error(self, name: str, scheme: Scheme) -> Tensor:
-        """The error of a parameter by a scheme, in the parameter's shape and on its device."""
+        """Returns a parameter minus its quantized value, in the parameter's shape and on its device."""
         stored = self.model({name: scheme}).tensors[name]
         weight = self.weights[name]
         return weight - scheme.dequantize(stored, tuple(weight.shape)).to(weight.device)
 
     def cost(self, name: str, scheme: Scheme) -> float | None:
-        """The estimated increase of the loss by that error, in nats a token; None without gradients."""
+        """Returns the estimated increase of the loss by that error, in nats per token; None without gradients."""
         gradients = self.statistics.gradients.get(name)
         if gradients is None:
             return None
         return added_nats(self.error(name, scheme), self.statistics.hessians.get(name), gradients)
 
     def estimate(self, schemes: Mapping[str, Scheme]) -> int:
-        """The estimated compressed bytes of the arrays."""
+        """Returns the estimated compressed size of the arrays in bytes."""
         self.model(schemes)
         return sum(self._sizes[item] for item in schemes.items())
 
     def overdamped(self, schemes: Mapping[str, Scheme]) -> list[str]:
-        """A line for each parameter whose Hessian needed more damping than its scheme asks for."""
+        """Returns a line for each parameter whose Hessian needed more damping than its scheme requests."""
         return [
             f"{name}: Cholesky failed; its Hessian is damped by {solution.damping:g} mean diagonals"
             for (name, scheme), solution in self.solutions.items()

@@ -1,4 +1,4 @@
-"""What quantization did to each parameter, as rows and as a table."""
+"""The report of a quantization: errors and sizes of each parameter, as rows and as a text table."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,26 @@ from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, 
 from specc.runtime.quantize.bit_allocation import added_nats
 from specc.runtime.quantize.quantizer import Statistics
 
-COLUMNS = 100  # of a terminal that tables are made for
-MANY = 40  # rows of a table; more are told by role
+COLUMNS = 100  # the maximum number of columns of a text table
+MANY = 40  # a table of more rows has one line per role
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One parameter after quantization.
 
-    `mse` is the mean squared error of the weights. `output_error` is ||dW X|| / ||W X|| over the calibration
-    inputs, which is sqrt(tr(dW H dW^T) / tr(W H W^T)); None without a Hessian. `bytes` is stored bytes before
-    compression, `compressed` about how many they take after it. `added_nats` is what the error adds to the loss, a
-    token, by the estimate that bits are allocated by; None where there is none. `solution` says how it was solved for
-    by its Hessian, where it was.
+    Attributes:
+        name: the name of the parameter.
+        scheme: the label of its scheme.
+        bits: bits per value.
+        mse: the mean squared error of the weights.
+        output_error: ||dW X|| / ||W X|| over the calibration inputs, computed as sqrt(tr(dW H dW^T) / tr(W H W^T));
+            None without a Hessian.
+        bytes: the stored bytes before compression.
+        compressed: the estimated bytes after compression.
+        added_nats: the estimated increase of the loss by the error, in nats per token, as used by bit allocation; None
+            without gradients.
+        solution: the damping and dead columns of the solution with the Hessian; None if the scheme used no Hessian.
     """
 
     name: str
@@ -42,13 +49,23 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One input of int8 products. `maker` is what made it, `weights` what it is multiplied by. `peak` is the largest
-    magnitude that calibration saw, `rms` the root mean square; `scale` the largest of its features', which differ by
-    the factor `spread`; of `bits` 16 a scale is of 254 steps. `reach` is the largest magnitude as a share of the range
-    of its feature's scale, beyond which inputs are cut off: above 1 it can be where a run trained with the scale.
-    `clipped` is the share of numbers that lose more than half a scale so, which is what a second code, of 16 bits,
-    still reaches. `error` is what rounding to these steps costs by expectation, with what was cut off, as a share
-    of `rms`: sqrt(sum_k (step_k^2 / 12 + E[lost_k^2])) / sqrt(sum_k E[x_k^2]).
+    """One input of int8 products.
+
+    Attributes:
+        maker: the node that computes the input.
+        weights: the names of the weights that it is multiplied by.
+        features: the number of features K.
+        peak: the largest magnitude in the calibration.
+        rms: the root mean square in the calibration.
+        scale: the largest scale of its features.
+        spread: the largest scale divided by the smallest.
+        bits: the bits of the input. With 16 bits a scale is divided into 254 steps.
+        reach: the largest magnitude divided by the range of its feature's scale. Inputs beyond the range are clipped.
+            `reach` can exceed 1 if the run trained with the scale.
+        clipped: the share of values that clipping changes by more than half a scale. The second code of a 16-bit input
+            covers smaller differences.
+        error: the expected error of rounding to these steps, including clipping, relative to the root mean square:
+            sqrt(sum_k (step_k^2 / 12 + E[lost_k^2])) / sqrt(sum_k E[x_k^2]).
     """
 
     maker: str
@@ -65,7 +82,13 @@ class InputRow:
 
 
 def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: QuantizedModel) -> tuple[InputRow, ...]:
-    """A row for each input of `sources`, in their order."""
+    """Returns one row per input of `sources`, in the order of their first products.
+
+    Args:
+        sources: the int8 products. Products with the same leader share an input.
+        ranges: the measured range of each input, by weight.
+        model: the quantized arrays, which hold the input scales.
+    """
     shared: dict[str, list[Source]] = {}
     for source in sources:
         shared.setdefault(source.leader, []).append(source)
@@ -96,7 +119,7 @@ def input_report(sources: Sequence[Source], ranges: Mapping[str, Range], model: 
 
 
 def clipped_line(rows: Sequence[InputRow]) -> str:
-    """A line about the inputs that their scales do not reach to, the farthest first; empty where there are none."""
+    """Returns a line about the inputs that exceed the range of their scales, largest `reach` first; empty if none."""
     found = sorted((row for row in rows if row.clipped), key=lambda row: -row.reach)
     if not found:
         return ""
@@ -106,7 +129,7 @@ def clipped_line(rows: Sequence[InputRow]) -> str:
 
 
 def input_table(rows: Sequence[InputRow]) -> str:
-    """The rows as aligned text, with a header; empty without any."""
+    """Returns the rows as aligned text with a header; empty if there are no rows."""
     if not rows:
         return ""
     cells = [("input of", "made by", "peak", "rms", "scale", "spread", "bits", "error")]
@@ -123,13 +146,16 @@ def report(
     statistics: Statistics,
     solutions: Mapping[tuple[str, Scheme], Solution] | None = None,
 ) -> tuple[Row, ...]:
-    """A row per parameter, in the model's order.
+    """Returns one row per parameter, in the order of `model.schemes`.
 
     Args:
-        params: the originals, f32.
+        params: the trained parameters, f32, by name.
         model: the quantized arrays.
-        statistics: of the calibration; names may be missing.
-        solutions: by (name, scheme), as `Quantizer.solutions`; keys may be missing.
+        statistics: the measurements of the calibration. Names may be missing.
+        solutions: `Quantizer.solutions`, by (name, scheme). Keys may be missing.
+
+    Returns:
+        The rows, with errors relative to `params` and sizes in bytes.
     """
     solutions = solutions or {}
     hessians, gradients = statistics.hessians, statistics.gradients
@@ -156,8 +182,11 @@ def report(
 
 
 def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
-    """0 where there is no output to be wrong; infinity where there was none and now there is."""
-    # Scaled to a largest entry of 1, so that no Hessian under- or overflows; the ratio does not change.
+    """Returns sqrt(tr(dW H dW^T) / tr(W H W^T)).
+
+    If the trained output is zero, returns 0 if the quantized output is zero too, otherwise infinity.
+    """
+    # The Hessian is scaled to a largest entry of 1 so that nothing under- or overflows; the ratio does not change.
     largest = float(hessian.abs().max())
     hessian = hessian / largest if largest > 0 else hessian
     wrong = max(float((delta @ hessian * delta).sum()), 0.0)
@@ -168,8 +197,10 @@ def _output_error(delta: Tensor, weight: Tensor, hessian: Tensor) -> float:
 
 
 def solution_line(rows: Sequence[Row]) -> str:
-    """By how much Hessians were damped, which of them by more than the rest, and where columns had no input; empty
-    where nothing was solved for."""
+    """Returns a line about the Hessian solutions; empty if no parameter was solved with its Hessian.
+
+    It states the damping, the parameters that needed more damping, and those with columns that had no input.
+    """
     solved = {row.name: row.solution for row in rows if row.solution is not None}
     if not solved:
         return ""
@@ -183,9 +214,11 @@ def solution_line(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text of at most 100 columns, with a header and a total. Of more than 40 rows there is a line
-    for those of each role, whose names differ in the layer's number alone, with the largest of their errors and the
-    sums of the rest."""
+    """Returns the rows as aligned text of at most 100 columns, with a header and a total.
+
+    With more than 40 rows, parameters whose names differ only in their numbers, such as the layer index, share a line.
+    It has the largest of their errors and the sums of nats and bytes.
+    """
     roles: dict[str, list[Row]] = {}
     for row in rows:
         alike = ".".join("*" if word.isdigit() else word for word in row.name.split("."))
@@ -203,7 +236,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _told(rows: Sequence[Row]) -> tuple[str, ...]:
-    """What `table` says of rows of one role, after their name."""
+    """Returns the cells of `table` for rows that share a line, without the name."""
     bits = sorted({row.bits for row in rows})
     errors = [row.output_error for row in rows if row.output_error is not None]
     nats = [row.added_nats for row in rows if row.added_nats is not None]
@@ -218,7 +251,7 @@ def _told(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _shortened(name: str, room: int) -> str:
-    """A name without its middle, where it is longer than `room`; its ends tell it from others."""
+    """Returns a name shortened to `room` characters; the middle is elided because the ends distinguish names."""
     if len(name) <= room:
         return name
     end = (room - 1) // 2
@@ -226,7 +259,7 @@ def _shortened(name: str, room: int) -> str:
 
 
 def _aligned(cells: Sequence[tuple[str, ...]], left: int = 2) -> str:
-    """Columns, the first `left` to the left, the others to the right."""
+    """Returns lines of aligned columns: the first `left` columns left-aligned, the others right-aligned."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     lines = []
     for line in cells:

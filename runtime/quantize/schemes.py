@@ -1,4 +1,4 @@
-"""The scheme of each parameter: as the spec's rules give it, and written back into a resolved spec."""
+"""The scheme of each parameter: `base_schemes` reads it from the rules, `resolved` writes it back into a spec."""
 
 from collections.abc import Mapping
 from typing import cast
@@ -12,19 +12,19 @@ Allocation = Mapping[str, Scheme]
 
 
 def base_schemes(quant: QuantSpec | None, parameters: tuple[Parameter, ...]) -> dict[str, Scheme]:
-    """The scheme of each parameter by the rules of `quant`, before promotion, allocation or correction."""
+    """Returns the scheme of each parameter by the rules of `quant`, before promotion, allocation or correction."""
     return {name: _without_match(scheme) for name, scheme in allocation(quant, parameters).items()}
 
 
 def _without_match(scheme: Scheme) -> Scheme:
-    """The scheme of a rule, without the pattern that the rule matches."""
+    """Returns the scheme of a rule, without the rule's `match` pattern."""
     kind = next(kind for kind in SCHEMES if isinstance(scheme, kind))
     settings = {name: getattr(scheme, name) for name in kind.model_fields}
     return cast(Scheme, kind.model_validate(settings))
 
 
 def resolved(spec: Spec, schemes: Allocation) -> Spec:
-    """`spec` with one rule per parameter, and no bits left to choose."""
+    """Returns `spec` with one rule per parameter and without `promote`, `allocate` and `correct`."""
     assert spec.quant is not None
     rules = tuple(_rule(name, scheme) for name, scheme in schemes.items())
     decided = {"rules": rules, "promote": None, "allocate": None, "correct": None}

@@ -1,6 +1,6 @@
 """Quantizes the weights of a trained model: calibrates, chooses the bits, quantizes.
 
-`specc quantize` calls it for a run, and a submission for what it has trained.
+`specc quantize` calls it for a run, and the script of a submission calls it for the model that it has trained.
 """
 
 import time
@@ -26,12 +26,12 @@ Windows = Iterator[tuple[Tensor, Tensor]]
 
 
 class TrainedModel(TextModel, Protocol):
-    """A trained model of any kind. `specc` renders its modules from the spec; a submission carries them.
+    """A trained model to quantize. `specc` renders its modules from the spec; a submission carries their code.
 
     Attributes:
-        seed: of the run.
-        window: tokens of the context.
-        weights: f32 on `device`, by parameter name.
+        seed: the seed of the run.
+        window: the length of the context in tokens.
+        weights: the trained parameters, f32 on `device`, by name.
     """
 
     @property
@@ -42,11 +42,11 @@ class TrainedModel(TextModel, Protocol):
     def weights(self) -> Mapping[str, Tensor]: ...
 
     def unfused(self) -> nn.Module:
-        """The module without fusion points, with `weights`, in eval mode on `device`: each linear is a node."""
+        """Returns the module without fusions, with `weights`, in eval mode on `device`. Each linear is a node."""
         ...
 
     def windows(self) -> Windows:
-        """(ids, targets) of the training text, i64 [rows, window], as `quant.calibrate` asks."""
+        """Yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes of `quant.calibrate`."""
         ...
 
 
@@ -57,9 +57,9 @@ class QuantizedWeights:
     Attributes:
         schemes: the chosen scheme of each parameter.
         stored: the arrays of the artifact.
-        quantizer: the allocations that were tried, and the statistics they were tried with.
-        text: what the model wrote to be calibrated on; None where it read the training data.
-        seconds: of the calibration; None where nothing was calibrated.
+        quantizer: the cache of quantized parameters, with the statistics of the calibration.
+        text: the text that the model wrote for its calibration; None if it was not calibrated on its own text.
+        seconds: the duration of the calibration; None if nothing was calibrated.
     """
 
     schemes: Mapping[str, Scheme]
@@ -80,21 +80,24 @@ def quantize_weights(
     integer_inputs: Callable[[WrittenText | None], IntegerInputs] | None = None,
     reserved: int = 0,
 ) -> QuantizedWeights:
-    """Quantizes the weights of `model` as `quant` says.
+    """Quantizes the weights of `model` by `quant`.
 
     Args:
         model: the weights, the modules to calibrate, and the data.
-        quant: how to calibrate, and what bits are to be chosen within which budget.
+        quant: the settings of the calibration and of the choice of bits, and the byte budget.
         base: the scheme of each parameter by the rules of `quant`.
         packer: measures the artifact while bits are chosen.
-        say: is told of each stage, and of each allocation that is measured.
+        say: called with a line of text for each stage and each allocation that is measured.
         progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`.
-        integer_inputs: measures the inputs of int8 products on the written text, else on the training data; None where
-            the model has no such products.
-        reserved: bytes of the budget that the artifact must leave, for the code of a submission.
+        integer_inputs: measures the inputs of int8 products on the written text, or on the training data if its
+            argument is None. None if the model has no int8 products.
+        reserved: bytes of the budget that the artifact must not use, for the code of a submission.
+
+    Returns:
+        The chosen schemes, the stored arrays and the measurements.
 
     Raises:
-        QuantizeError: a parameter cannot be quantized as asked, or the budget cannot be met.
+        QuantizeError: a scheme refuses its parameter, or the budget cannot be met.
         RunFailure: GPU memory is full.
         DataError: the training data cannot be read.
     """
@@ -122,7 +125,10 @@ def quantize_weights(
 
 
 def _statistics(model: TrainedModel, quant: QuantSpec, text: WrittenText | None, progress: Progress) -> Statistics:
-    """Hessians, and gradients where bits are allocated, of the unfused model on `text`, else on the training text."""
+    """Returns Hessians, and gradients if `quant.allocate` is set, of the unfused model.
+
+    The calibration text is `text`, or the training text if `text` is None.
+    """
     calibrate, unfused = quant.calibrate, model.unfused()
 
     def windows() -> Windows:

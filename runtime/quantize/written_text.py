@@ -1,4 +1,4 @@
-"""Text that a model writes itself, to calibrate on: it needs no data, and resembles what the model was trained on."""
+"""Calibration text that the model writes itself: it needs no data and resembles the training text."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ from specc.runtime.decode.text import Decoder, Sampling, sample_tokens
 from specc.runtime.errors import QuantizeError, RunFailure
 from specc.runtime.model.protocols import GeneratedText
 
-REPORT_EVERY = 64  # tokens of each row between two calls of `progress`
+REPORT_EVERY = 64  # tokens per row between two calls of `progress`
 
 
 class TextModel(Protocol):
-    """A model of text that is ready to run on `device`."""
+    """A language model with its tokenizer, loaded on `device`."""
 
     @property
     def text_model(self) -> GeneratedText: ...
@@ -33,10 +33,10 @@ class WrittenText:
     """Text that a model wrote.
 
     Attributes:
-        tokens: i64 [sequences, length + 1] on the CPU; the first token of each row was given to the model.
-        separators: how many of the others separate documents.
-        seconds: the whole time.
-        capture_seconds: the part of it that captured steps as CUDA graphs.
+        tokens: i64 [sequences, length + 1] on the CPU. The first token of each row is the prompt.
+        separators: the number of document separators among the sampled tokens.
+        seconds: the total duration.
+        capture_seconds: the part of `seconds` spent on capturing steps as CUDA graphs.
     """
 
     tokens: Tensor
@@ -45,7 +45,7 @@ class WrittenText:
     capture_seconds: float
 
     def windows(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(ids, targets) of all rows in order, i64 [at most `batch`, length] each."""
+        """Yields (ids, targets) of all rows in order, i64 [at most `batch`, length] each."""
         for at in range(0, len(self.tokens), batch):
             rows = self.tokens[at : at + batch]
             yield rows[:, :-1], rows[:, 1:]
@@ -58,20 +58,23 @@ def write_text(
     seed: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> WrittenText:
-    """Decodes `calibrate.sequences` rows of `calibrate.length` tokens (`window` where unset), all at once.
+    """Samples `calibrate.sequences` rows of `calibrate.length` tokens (`window` if unset) in one batch.
 
     On one machine with one number of threads the rows depend on the weights, `calibrate` and `seed` alone. Row r is
-    drawn with the seed `seed * sequences + r`.
+    sampled with the seed `seed * sequences + r`, modulo 2**63.
 
     Args:
-        model: writes the text.
+        model: the model that writes the text.
         calibrate: sizes, temperature and the first token.
-        window: tokens of the model's context.
-        seed: of the run.
-        progress: called as `progress(tokens of a row so far, tokens of a row)`.
+        window: the length of the model's context in tokens.
+        seed: the seed of the run.
+        progress: called as `progress(sampled tokens per row, tokens per row)`.
+
+    Returns:
+        The sampled tokens, i64 [sequences, length + 1], with timings.
 
     Raises:
-        QuantizeError: `begin: bos`, and the tokenizer has no separator of documents.
+        QuantizeError: `calibrate.begin` is "bos" and the tokenizer has no document separator.
         RunFailure: the logits are not finite, or GPU memory is full.
     """
     tokenizer, rows = model.tokenizer, calibrate.sequences
@@ -89,7 +92,7 @@ def write_text(
     written[:, 0] = first.to(model.device)
     start = written[:, :1].clone()
     try:
-        decoder = Decoder(model.text_model, length, model.device, rows)  # never full: it ends there
+        decoder = Decoder(model.text_model, length, model.device, rows)  # sampling ends before its cache is full
         steps = sample_tokens(decoder, start, tokenizer.vocab, Sampling(calibrate.temperature), seeds, length)
         for done, step in enumerate(steps, 1):
             written[:, done] = step

@@ -1,1 +1,1 @@
-"""One file that trains, quantizes and scores a model without specc: what parameter-golf accepts."""
+"""Submissions to the parameter-golf challenge: one file that trains, quantizes and scores a model without specc."""

@@ -1,7 +1,7 @@
-"""Makes train_gpt.py: the entry with all that it needs of specc, the generated model, and the plan, in one file.
+"""Builds train_gpt.py, one file of the entry program, the parts of specc that it needs, the model and the plan.
 
-The code is shaken out of specc's own sources (shake.py), its docstrings and annotations removed, compressed, and
-unpacked at start into a folder of its own: Triton and nvcc read sources from files.
+The needed code is extracted from the sources of specc (shake.py), stripped of docstrings and annotations, and
+compressed. At start train_gpt.py unpacks it into a temporary folder, because Triton and nvcc read sources from files.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ REPLACED: Mapping[Symbol, Symbol] = {
     ("specc.runtime.data.shards.record", "read_record"): (_KNOWN, "read_record"),
 }
 LZMA: Mapping[str, int] = {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 3, "lp": 0, "pb": 0}
-MATCHES = (48, 64, 96, 128, 273)  # lengths at which the encoder takes a match; which is best, nobody knows before
-# Strings and characters of C++, which stay, and comments.
+MATCHES = (48, 64, 96, 128, 273)  # values of LZMA's nice_len; all are tried, as the best depends on the data
+# Matches the strings and characters of C++, which are preserved, and its comments, which are removed.
 _CUDA_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 STUB = """\
 import base64,lzma,os,shutil,sys,tempfile
@@ -63,7 +63,21 @@ if __name__=="__main__":
 
 
 def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> str:
-    """The text of train_gpt.py. `spec` is that of the run, with its bits still to be chosen."""
+    """Returns the text of train_gpt.py.
+
+    Args:
+        spec: the spec of the run, with its bits not yet chosen.
+        lock: the tuned tiles of the kernels, by target.
+        targets: the targets to generate code for.
+        tokenizer: the tokenizer, whose byte table is included.
+        codec: the compression of the weights that the program writes.
+
+    Returns:
+        The source text of the file.
+
+    Raises:
+        ShakeError: the sources of specc contain a construct that cannot be followed.
+    """
     files = modules(spec, lock, targets, tokenizer, codec)
     data = "\0".join(part for file in files.items() for part in file).encode()
     filters = [{**LZMA, "nice_len": length} for length in MATCHES]
@@ -73,7 +87,21 @@ def train_gpt(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokeniz
 
 
 def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec) -> dict[str, str]:
-    """The files of the package that train_gpt.py unpacks, by path."""
+    """Returns the files of the package that train_gpt.py unpacks.
+
+    Args:
+        spec: the spec of the run, with its bits not yet chosen.
+        lock: the tuned tiles of the kernels, by target.
+        targets: the targets to generate code for.
+        tokenizer: the tokenizer, whose byte table is included.
+        codec: the compression of the weights that the program writes.
+
+    Returns:
+        The source texts by path, in the order in which they compress best.
+
+    Raises:
+        ShakeError: the sources of specc contain a construct that cannot be followed.
+    """
     plan, generated = _plan(spec, lock, targets, tokenizer, codec)
     shaker = Shaker("specc", {**_sources(), PLAN: plan}, REPLACED, PACKAGE)
     shaker.reach(ENTRY, "main")
@@ -85,20 +113,22 @@ def modules(spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer
 
 
 def _beside_similar(file: tuple[str, str]) -> tuple[bool, str, bool, str, str]:
-    """A sort key by which similar files stand together and compress well: a kernel beside that of other targets, and
-    the tables of the plan last."""
+    """Returns a sort key that places similar files together, so that they compress well.
+
+    A kernel is next to the same kernel of other targets, and the tables of the plan are last.
+    """
     path = PurePosixPath(file[0])
     return path.stem == _flat(PLAN), path.suffix, len(path.parts) > 1, path.name, file[0]
 
 
 def _without_comments(text: str) -> str:
-    """CUDA C++ without comments, blank lines and indentation."""
+    """Returns CUDA C++ without comments, blank lines and indentation."""
     code = _CUDA_TOKEN.sub(lambda token: "" if token[0].startswith("/") else token[0], text)
     return "".join(f"{line.strip()}\n" for line in code.splitlines() if line.strip())
 
 
 def _sources() -> dict[str, str]:
-    """The texts of all modules of specc, by name."""
+    """Returns the source texts of all modules of `specc.compiler` and `specc.runtime`, by module name."""
     found: dict[str, str] = {}
     for package in (specc.compiler, specc.runtime):
         root = Path(str(package.__file__)).parent
@@ -112,7 +142,7 @@ def _sources() -> dict[str, str]:
 def _plan(
     spec: Spec, lock: Lock, targets: Sequence[str], tokenizer: Tokenizer, codec: Codec
 ) -> tuple[str, dict[str, str]]:
-    """The text of the module `plan`, and the generated files by path."""
+    """Returns the source of the module `plan`, and the generated files by path."""
     quant = spec.quant
     assert quant is not None and isinstance(spec.eval, BitsSpec)
     built, unfused = (compile_loaded(one, None, tuple(targets), lock) for one in (spec, replace_fuse(spec)))
@@ -164,8 +194,11 @@ def _plan(
 
 
 def spelled(value: Any, classes: set[type]) -> str:
-    """A Python expression for settings, and for tuples, lists and mappings of them; the classes that it names are added
-    to `classes`. Settings that have their defaults are left out."""
+    """Returns a Python expression for `value`: settings, plain values, or tuples, lists and mappings of them.
+
+    Classes that the expression names are added to `classes`. Fields with default values are omitted. Raises TypeError
+    if `value` is of another type.
+    """
 
     def call(kind: type, fields: Iterable[tuple[str, Any]]) -> str:
         classes.add(kind)

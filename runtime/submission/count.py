@@ -1,4 +1,4 @@
-"""The bytes of a submission, counted as the challenge counts them: its code as it stands, and its weights."""
+"""Counts the bytes of a submission by the rules of the challenge: the code file plus the weights file."""
 
 import stat
 from dataclasses import dataclass
@@ -13,7 +13,15 @@ from specc.runtime.submission.names import CODE, LIMIT, WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class SubmissionSize:
-    """Bytes, decimal. `others` are the names of files beside the two, which do not count."""
+    """The size of a submission in bytes.
+
+    Attributes:
+        path: the folder of the submission.
+        code: the size of the code file.
+        weights: the size of the weights file.
+        budget: the size limit of both together.
+        others: the names of other files in the folder, which do not count.
+    """
 
     path: Path
     code: int
@@ -30,22 +38,23 @@ class SubmissionSize:
         return self.total > self.budget
 
     def report(self) -> list[str]:
-        """For people."""
+        """Returns the sizes as lines of text."""
         lines = [f"code    {self.code:>12,} bytes {CODE}", f"weights {self.weights:>12,} bytes {WEIGHTS}"]
         lines += [f"not counted: {', '.join(self.others)}"] if self.others else []
         verdict = f"{'OVER by' if self.over else 'within, by'} {abs(self.budget - self.total):,}"
         return [*lines, f"{self.path}: {self.total:,} bytes of {self.budget:,}: {verdict}"]
 
     def facts(self) -> dict[str, object]:
-        """For programs."""
+        """Returns the sizes as a dict for JSON output."""
         counts = {"code": self.code, "weights": self.weights, "total": self.total}
         return {"path": str(self.path), **counts, "budget": self.budget, "over": self.over, "others": [*self.others]}
 
 
 def is_submission(path: Path) -> bool:
-    """Whether the folder `path` holds the code of a submission.
+    """Returns True if `path` is a folder with the code file of a submission.
 
-    Raises IntegrityError for what an export leaves there that was killed: nothing, or weights without the code.
+    Raises IntegrityError if the folder is what an interrupted export leaves: empty, or with temporary files or weights
+    but no code.
     """
     if (path / CODE).exists() or not path.is_dir() or is_run(path):
         return (path / CODE).exists()
@@ -57,10 +66,13 @@ def is_submission(path: Path) -> bool:
 
 
 def submission_size(path: Path, budget: int | None = None) -> SubmissionSize:
-    """The bytes of the submission in the folder `path` against a budget: `budget`, else the `quant.budget_bytes` of the
-    spec in its weights, else the challenge's 16,000,000.
+    """Returns the size of the submission in the folder `path`, with its budget in bytes.
 
-    Raises IntegrityError where one of its files is missing or not a regular file, or the weights are none.
+    If `budget` is None, the `quant.budget_bytes` of the spec in its weights applies, or else the 16,000,000 bytes of
+    the challenge.
+
+    Raises IntegrityError if one of its files is missing or not a regular file, or if `budget` is None and the weights
+    are not a valid artifact.
     """
     sizes = []
     for name in (CODE, WEIGHTS):

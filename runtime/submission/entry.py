@@ -1,8 +1,9 @@
-"""The program of a submission: trains, quantizes, writes the weights, scores them.
+"""The program of a submission: trains, quantizes, writes the weights and scores them.
 
-`python train_gpt.py [train]` does all; `python train_gpt.py score WEIGHTS` only scores. `torchrun` starts it on several
-GPUs. The trained weights are kept until they are quantized: should that fail, `python train_gpt.py quantize WEIGHTS`
-goes on from there. Data are token shards: `--data`, else DATA_PATH, is their folder.
+`python train_gpt.py [train]` runs all stages; `python train_gpt.py score WEIGHTS` only scores. `torchrun` starts it on
+several GPUs. The trained weights are saved until they are quantized: if quantization fails,
+`python train_gpt.py quantize WEIGHTS` resumes from them. The data are token shards in the folder `--data`, or else
+DATA_PATH.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ from specc.runtime.train.sources.feed import TrainingData, Windows
 from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
 from specc.runtime.train.trainer import Trainer
 
-DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # the challenge's folder of shards of that vocabulary
+DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # the challenge's shard folder for this vocabulary size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes are those of specc."""
+    """Runs the program with command-line `arguments`, and returns its exit code. The codes are those of specc."""
     options = _options(arguments)
     try:
         with joined() if is_launched() else nullcontext(World.alone()) as world:
@@ -102,9 +103,9 @@ def _count(text: str) -> int:
 
 @dataclass(frozen=True)
 class TrainedFile:
-    """The file of trained weights, kept until they are quantized: where the training loop saves its state."""
+    """The file of trained weights, which exists until they are quantized. The training loop saves its state here."""
 
-    weights: Path  # the quantized weights, which will be written beside it
+    weights: Path  # the path of the quantized weights, in the same folder
     target: str
     resume_command: str
     spec_digest = plan.SPEC_DIGEST
@@ -118,8 +119,11 @@ class TrainedFile:
         return self.weights.with_name(f"{self.weights.name}.trained")
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Writes the final weights, whole or not at all. Raises RunFailure before the last phase of the run: the
-        weights file would be scored as a model that was not trained."""
+        """Writes the final weights atomically, f32, and returns the path.
+
+        Raises RunFailure if the run has not reached its last phase, because the weights file would then be scored as a
+        model that was not trained, or if the file cannot be written.
+        """
         if any(snapshot.done < phase.until for phase in plan.PHASES):
             raise _too_few(snapshot.step)
         staged = self.path.with_name(f"{self.path.name}.tmp")
@@ -132,7 +136,10 @@ class TrainedFile:
         return self.path
 
     def load(self, device: torch.device) -> dict[str, Tensor]:
-        """The weights that `save` wrote. Raises RunFailure for any other file."""
+        """Returns the weights that `save` wrote, by name, on `device`.
+
+        Raises RunFailure if the file is missing or does not contain the weights of this model.
+        """
         try:
             weights = torch.load(self.path, map_location=device, weights_only=True)
         except FileNotFoundError:
@@ -145,7 +152,7 @@ class TrainedFile:
 
 
 class Steps:
-    """Prints the first ten updates and every hundredth."""
+    """A step reporter that prints the first ten updates and every hundredth."""
 
     def show(self, step: Step, done: float) -> None:
         if step.step % 100 == 0 or step.step <= 10:
@@ -153,19 +160,19 @@ class Steps:
 
 
 def _train_and_quantize(world: World, target: str, options: Any) -> None:
-    """Trains, unless that is done, quantizes on rank 0, and writes `options.weights`."""
+    """Trains, unless the command is `quantize`, then quantizes on rank 0 and writes `options.weights`."""
     out = Path(options.weights)
-    if out.is_dir() or not out.parent.is_dir():  # now, not after all the training
+    if out.is_dir() or not out.parent.is_dir():  # checked before training, so that no training is lost
         raise RunFailure(f"{out} is not a place for a file", "name a file in a folder that exists")
-    compress(b"", 0, CarriedPacker.codec)  # likewise: brotli may not be installed
+    compress(b"", 0, CarriedPacker.codec)  # raises before training if brotli is not installed
     places = [shlex.quote(str(place)) for place in (sys.argv[0], out, options.data)]
     chosen = f" --target {options.target}" if options.target else ""
     trained = TrainedFile(out, target, "python {} quantize {} --data {}".format(*places) + f"{chosen} [--budget BYTES]")
     streams = [open_stream(options.data, split, TOKENIZER, Path()) for split in ("train", "val")]
     if options.command == "quantize":
-        trained.load(world.device)  # before earlier weights are put aside
+        trained.load(world.device)  # raises before earlier weights are renamed
     before = out.with_name(f"{out.name}.before")
-    if not world.rank and out.exists():  # else it would be scored as new, should this run fail
+    if not world.rank and out.exists():  # renamed, so that it is not scored as the result if this run fails
         try:
             out.replace(before)
         except OSError as error:
@@ -191,8 +198,19 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
 
 
 def train(world: World, target: str, steps: int | None, streams: Sequence[TokenStream], trained: TrainedFile) -> None:
-    """Trains to the end, or for so many `steps`, and saves the weights. Raises RunFailure where training would not come
-    to the last phase of the run: before the first update, if the run goes by steps."""
+    """Trains to the end of the run, or for `steps` updates, and saves the weights.
+
+    Args:
+        world: the ranks of the run, with their device.
+        target: the target whose generated code is trained.
+        steps: the number of updates; None for all of the run.
+        streams: the training and validation tokens.
+        trained: the file to save the weights to.
+
+    Raises:
+        RunFailure: training ends before the last phase of the run. If the spec states the number of steps, this is
+            checked before the first update.
+    """
     spec, window, compiled = plan.TRAIN, plan.WINDOW, world.device.type == "cuda"
     last = (steps - 1) / spec.steps if steps is not None and spec.steps is not None else 1.0
     if steps is not None and any(last < phase.until for phase in plan.PHASES):
@@ -218,11 +236,21 @@ def _too_few(steps: int) -> RunFailure:
 
 
 def quantize(model: CarriedModel, out: Path, packer: CarriedPacker, budget: int | None) -> None:
-    """Quantizes within `budget` bytes, the spec's where it is None, and writes the weights file."""
+    """Quantizes the model and writes the weights file.
+
+    Args:
+        model: the trained model.
+        out: the weights file.
+        packer: writes and measures the weights file.
+        budget: the size limit in bytes of the code and the weights together; that of the spec if None.
+
+    Raises:
+        QuantizeError, RunFailure, DataError: under the conditions of `quantize_weights`.
+    """
     quant = plan.QUANT
     if budget is not None:
         quant = quant.model_copy(update={"budget_bytes": budget})
-    code = Path(sys.argv[0]).stat().st_size  # it counts too
+    code = Path(sys.argv[0]).stat().st_size  # the code counts towards the budget
     result = quantize_weights(model, quant, plan.BASE, packer, _print, lambda *_: None, reserved=code)
     for line in result.quantizer.overdamped(result.schemes):
         _print(line)
@@ -230,7 +258,10 @@ def quantize(model: CarriedModel, out: Path, packer: CarriedPacker, budget: int 
 
 
 def score(world: World, target: str, options: Any) -> BitsPerByte:
-    """Bits per byte of a weights file, shared among the ranks."""
+    """Returns the bits per byte of a weights file on the validation text. The ranks share the work.
+
+    Raises RunFailure if the loss is not finite, and IntegrityError if the weights file is not valid.
+    """
     stored, known = read_weights(Path(options.weights))
     model = realized(target, dequantized(stored), world.device)
     call = torch.compile(model.score, fullgraph=True) if world.device.type == "cuda" else model.score

@@ -1,4 +1,4 @@
-"""Writes a submission: train_gpt.py and the weights of a quantized run, beside each other."""
+"""Exports a submission: train_gpt.py and the weights of a quantized run, in one folder."""
 
 import json
 import shlex
@@ -35,17 +35,31 @@ def export_submission(
     force: bool = False,
     say: Say | None = None,
 ) -> SubmissionSize:
-    """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`; returns what they
-    take.
+    """Writes train_gpt.py and final_model.specc of the quantized run at `path` into the folder `out`.
 
-    The weights are those of the run's artifact, compressed by `codec`; the code, for `targets` (all of the spec's where
-    none is named), trains, quantizes and scores with torch and numpy alone, and brotli where that is the codec. The
-    code is written last: a folder with it is whole. `say` is told of weights that are older than the run's, and of
-    files that are over the spec's `quant.budget_bytes` (the challenge's limit where it has none), in which the code
-    counts.
+    The weights are those of the run's artifact. The code trains, quantizes and scores; it needs only torch and numpy,
+    and brotli if `codec` is brotli. The code is written last, so that a folder with the code is complete.
 
-    Raises ExportError (2) where one of the files exists, unless `force`, or the run is of a kind that no submission can
-    be of; TargetError (2); DataError without the tokenizer; otherwise as `specc.runtime.export.run.export`.
+    Args:
+        path: the run directory.
+        out: the output folder, created if it does not exist.
+        codec: the compression of the weights.
+        targets: the targets to include; all targets of the spec if empty.
+        search: additional folders to search for the tokenizer.
+        force: overwrite existing files.
+        say: called with a line of text about requirements, about weights that are older than those of the run, and if
+            code and weights exceed the spec's `quant.budget_bytes` (or the challenge's limit if it is unset).
+
+    Returns:
+        The sizes of the code and the weights in bytes.
+
+    Raises:
+        ExportError (exit code 2): one of the files exists and `force` is False, `out` is not a folder, or the run is of
+            a kind that cannot be a submission.
+        TargetError (2): a target is not valid for the spec.
+        DataError: the tokenizer is missing.
+        RunDirectoryError, RunFailure, IntegrityError: as for `specc.runtime.export.run.export`; RunFailure also if the
+            run ended before its last phase or its spec changed after it was quantized.
     """
     run = _of_text(Run.open(path))
     say = say or (lambda _: None)
@@ -83,7 +97,7 @@ def export_submission(
                 raise IntegrityError(f"{code}: what was written does not read back", "check disk and memory")
 
         write_atomically(code, [text.encode()], check)
-    python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write what older ones cannot read
+    python = ".".join(map(str, sys.version_info[:2]))  # ast.unparse may write syntax that older versions cannot parse
     needs = f"Python {python} or later, {'torch, numpy and brotli' if codec == Codec.BROTLI else 'torch and numpy'}"
     say(f"{', '.join(targets)}; the weights are compressed by {codec.name.lower()}: it needs {needs}")
     size = submission_size(out, spec.quant.budget_bytes or LIMIT)
@@ -96,7 +110,7 @@ def export_submission(
 
 @contextmanager
 def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
-    """Removes `file`, `folder` and its parents again where they were not there before and the body fails."""
+    """Removes `file`, `folder` and its parents if the block raises, except for those that existed before."""
     fresh = [path for path in (file, folder, *folder.parents) if not path.exists()]
     try:
         yield
@@ -108,13 +122,16 @@ def _removed_on_failure(folder: Path, file: Path) -> Iterator[None]:
 
 
 def code_bytes(path: Path, overrides: Sequence[str] = (), search: Sequence[Path] = ()) -> int:
-    """The bytes of the train_gpt.py that `export_submission` would write of the run at `path`, for all targets of its
-    spec, and weights by brotli. Raises as that does."""
+    """Returns the size in bytes of the train_gpt.py that `export_submission` would write for the run at `path`.
+
+    The code is for all targets of the spec and weights compressed by brotli. Raises ExportError or DataError under the
+    conditions of `export_submission`.
+    """
     return len(_code(_of_text(Run.open(path).requantized(overrides)), (), search, Codec.BROTLI).encode())
 
 
 def _of_text(run: Run) -> Run:
-    """The run, if a submission can be of its kind. Raises ExportError."""
+    """Returns the run. Raises ExportError if it is not a quantized text model or trains by teacher forcing."""
     spec = run.spec
     if spec.quant is None or not isinstance(spec.eval, BitsSpec):
         raise ExportError(f"{spec.name} is no quantized model of text", "a submission is scored in bits per byte")
@@ -129,7 +146,7 @@ def _code(run: Run, targets: Sequence[str], search: Sequence[Path], codec: Codec
 
 
 def _without_rules(text: str) -> object:
-    """A resolved spec without what quantizing decides."""
+    """Parses a resolved spec and removes the settings that quantization chooses."""
     data = json.loads(text)
     for decided in ("rules", "promote", "allocate", "correct"):
         data["quant"].pop(decided, None)

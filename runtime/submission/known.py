@@ -1,4 +1,4 @@
-"""Stand-ins, in a submission, for what finds things by the compiler, reads text as data, or needs Pydantic."""
+"""Replacements, in a submission, for functions of specc that need the compiler, a text tokenizer or Pydantic."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SHARDS = "give a folder of NAME_train_*.bin and NAME_val_*.bin"
 
 
 def rule_of(spec: OptimizerSpec) -> type[UpdateRule[OptimizerSpec]]:
-    """The update rule of a kind of optimizer."""
+    """Returns the update rule of an optimizer."""
     return plan.RULES[spec.kind]
 
 
 def owners(optimizers: object, shapes: Mapping[str, object]) -> Mapping[str, int]:
-    """Parameter name -> index of its optimizer, as the compiler assigned it."""
+    """Returns the optimizer index of each parameter of `shapes`, by name, as assigned by the compiler."""
     assigned = ((param.name, param.optimizer) for param in next(iter(plan.PARAMS.values())))
     index = {name: i for name, i in assigned if i is not None}
     return {name: index[name] for name in shapes}
@@ -34,13 +34,15 @@ def open_cached(source: object, *how: object) -> NoReturn:
 
 
 def missing_source(path: Path) -> DataError:
-    """The error for a folder that does not exist."""
+    """Returns the error for a folder that does not exist."""
     return DataError(f"{path}: no such file or folder", SHARDS)
 
 
 def read_record(folder: Path) -> ShardRecord | None:
-    """As the record's own, for the fields that shards are held to. Raises DataIntegrityError for what is none, or where
-    a pack or fetch has not completed the folder."""
+    """Reads the record of a folder of shards without Pydantic; returns None if the folder has none.
+
+    Raises DataIntegrityError if the record cannot be read or parsed, or if a pack or fetch did not complete the folder.
+    """
     path = folder / RECORD
     try:
         text = path.read_bytes()

@@ -1,6 +1,6 @@
-"""The model of a submission: modules and a tokenizer's table that are carried in the package, not compiled.
+"""The model of a submission: generated modules and a tokenizer table that are included in the package.
 
-It stands where `specc` has a run's model and the packer of its spec.
+`CarriedModel` and `CarriedPacker` replace the run's model and the `SpecPacker` of `specc`, which need the compiler.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPES = {parameter.name: tuple(parameter.shape) for parameter in PARAMETERS}
 
 
 class TokenTable:
-    """The tokenizer, as far as shards of tokens need it: its separator, and the bytes that its tokens stand for."""
+    """The part of the tokenizer that token shards need: its separator and the number of bytes of each token."""
 
     name, vocab, bos, lossless, _digest = plan.TOKENIZER
 
@@ -63,26 +63,36 @@ TOKENIZER: Any = TokenTable()
 
 
 def module(target: str, plain: bool = False) -> nn.Module:
-    """The generated model, f32, not yet filled; `plain` is the one without fusion points."""
+    """Returns the generated model, f32, with uninitialized parameters; without fusions if `plain`."""
     package = __name__.rpartition(".")[0]
     model: nn.Module = importlib.import_module(f"{package}.{target}{'_plain' if plain else ''}.model").Model()
     return model
 
 
 def folder(target: str) -> Path:
-    """The folder of a target's sources."""
+    """Returns the folder of a target's generated sources."""
     return Path(__file__).with_name(target)
 
 
 def initialized(target: str) -> nn.Module:
-    """The generated model with its weights before training."""
+    """Returns the generated model with its initial weights."""
     model = module(target)
     fill(model, plan.INITS, plan.TRAIN.seed)
     return model
 
 
 def realized(target: str, weights: Mapping[str, Tensor], device: torch.device, plain: bool = False) -> Any:
-    """The generated model with `weights` (f32, by name), in the dtypes of its target, in eval mode on `device`."""
+    """Returns the generated model with trained weights.
+
+    Args:
+        target: the name of the target.
+        weights: the parameters, f32, by name.
+        device: the device of the model.
+        plain: use the code without fusions.
+
+    Returns:
+        The model in the dtypes of its target, in eval mode on `device`.
+    """
     model = module(target, plain)
     assign(model, weights)
     place(model, {parameter.name: DTYPES[parameter.dtype] for parameter in plan.PARAMS[target]}, device)
@@ -91,7 +101,7 @@ def realized(target: str, weights: Mapping[str, Tensor], device: torch.device, p
 
 @dataclass(frozen=True)
 class CarriedModel:
-    """The trained model of a submission, as quantization takes it."""
+    """The trained model of a submission, as `quantize_weights` accepts it."""
 
     target: str
     device: torch.device
@@ -118,7 +128,7 @@ class CarriedModel:
 
 @dataclass(frozen=True)
 class CarriedPacker:
-    """Packs quantized parameters as the artifact of the carried spec."""
+    """A packer that uses the resolved spec text included in the submission."""
 
     trained_on: DataDigests
     codec: ClassVar[Codec] = Codec(plan.CODEC)
@@ -133,7 +143,7 @@ class CarriedPacker:
         data = json.loads(plan.SPEC)
         rules = [{"match": name, **scheme.model_dump()} for name, scheme in stored.schemes.items()]
         data["quant"]["rules"] = rules
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # as the compiler's canonical text
+        text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # the compiler's canonical form
         return ArtifactContents(
             text.encode(),
             stored.layout(),
@@ -145,8 +155,10 @@ class CarriedPacker:
 
 
 def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
-    """The parameters of a weights file, and the digests of the data that they were trained on. Raises IntegrityError
-    for any other file."""
+    """Reads a weights file and returns its quantized parameters and the digests of their training data.
+
+    Raises IntegrityError if the file is not a valid weights file of this model.
+    """
     schemes: dict[str, Scheme] = {}
 
     def expected(text: bytes) -> tuple[bytes, Any]:
@@ -167,5 +179,5 @@ def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:
 
 
 def _interface(schemes: Mapping[str, Scheme]) -> bytes:
-    """The digest that binds a weights file to the model."""
+    """Returns the digest of the model's parameters and their storage, which ties a weights file to the model."""
     return interface_digest(PARAMETERS, {name: storage_name(scheme) for name, scheme in schemes.items()})

@@ -1,4 +1,4 @@
-"""The bytes of an artifact's arrays by the plain scheme that parameter-golf's PR 1105 ships, to compare with."""
+"""Baseline size of an artifact's arrays in the plain format of parameter-golf's PR 1105."""
 
 import io
 from dataclasses import dataclass
@@ -15,23 +15,26 @@ from specc.runtime.submission.names import WEIGHTS
 
 @dataclass(frozen=True, slots=True)
 class PlainSize:
-    """Bytes of the same arrays, decimal: `own` of the artifact, all of the file; `plain` by the plain scheme."""
+    """The sizes of the same arrays in bytes: `own` of the whole artifact at `path`, `plain` in the plain format."""
 
     path: Path
     own: int
     plain: int
 
     def report(self) -> str:
-        """For people."""
+        """Returns the comparison as a line of text."""
         less, word = abs(1 - self.own / self.plain), "smaller" if self.own < self.plain else "LARGER"
         scheme = "one byte a value, torch.save, brotli-11 over all, no transforms"
         return f"plain scheme {self.plain:,} bytes ({scheme}); {self.path.name} {self.own:,}: {less:.2%} {word}"
 
 
 def plain_size(path: Path) -> PlainSize:
-    """Compresses the arrays of an artifact, a quantized run or a submission as PR 1105 does: a dict of int8 codes, f16
-    scales and the rest, one byte a code, by `torch.save`, then brotli of quality 11 in one stream. Of 30 million codes
-    that takes minutes. Raises as `specc.runtime.open_model.read_verified`."""
+    """Measures the arrays of an artifact, a quantized run or a submission in the format of PR 1105.
+
+    The format is a dict of int8 codes, one byte per code, f16 scales and all other arrays, written by `torch.save` and
+    compressed by brotli of quality 11 in one stream. For 30 million codes this needs minutes. Raises under the
+    conditions of `specc.runtime.open_model.read_verified`.
+    """
     path = path / WEIGHTS if is_submission(path) else artifact_of(path, lambda _: None)
     arrays = read_verified(path).stored.tensors
     saved = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What a submission knows of its model. Its values are written by bundle.py; here they have types only."""
+"""The constants of a submission's model. This module declares their types; bundle.py generates their values."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ WINDOW: int
 TRAIN: TrainSpec
 EVAL: BitsSpec
 PHASES: tuple[Phase, ...]
-QUANT: QuantSpec  # without its rules
+QUANT: QuantSpec  # without rules and default
 PARAMS: Mapping[str, Sequence[Parameter]]  # by target
-INITS: Mapping[str, tuple[str, float]]  # a parameter's way to start, and the number that belongs to it
-BASE: Mapping[str, Scheme]  # a scheme a parameter, before any promotion
+INITS: Mapping[str, tuple[str, float]]  # the initialization of each parameter and its numeric argument
+BASE: Mapping[str, Scheme]  # the scheme of each parameter, before promotion or allocation
 SCHEMES: Mapping[str, type[Scheme]]
 RULES: Mapping[str, type[UpdateRule[Any]]]  # by kind of optimizer
 SPEC: str  # JSON, resolved for BASE
 SPEC_DIGEST: str
 CODE: bytes
-# Of the tokenizer: name, ids, id of the separator, lossless, digest; bytes of each id without a leading space, which
-# ids have one, and which are boundaries.
+# TOKENIZER: name, number of ids, id of the separator, lossless, digest. BYTES: the number of bytes of each id without a
+# leading space. SPACES: the ids with a leading space. BOUNDARIES: the ids that are boundaries.
 TOKENIZER: tuple[str, int, int | None, bool, str]
 BYTES: Sequence[int]
 SPACES: Sequence[int]

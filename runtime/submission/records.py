@@ -1,7 +1,6 @@
-"""Stands for pydantic in a submission: the settings in it were checked when it was exported.
+"""A minimal replacement for pydantic in a submission, whose settings were validated when it was exported.
 
-What comes from outside, the rules in a weights file, is checked again, as far as a field states its range beside its
-name.
+Only the rules in a weights file come from outside. Their fields are validated against the ranges in their annotations.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Any, ClassVar, Self, get_args, get_type_hints
 
 
 class ValidationError(ValueError):
-    """A field that is unknown, missing, or out of its range."""
+    """Raised if a field is unknown, missing, or out of its range."""
 
     def errors(self) -> list[dict[str, str]]:
         return [{"msg": str(self)}]
 
 
 class _Field:
-    """The default of a field, its range, and when a text leaves it out."""
+    """The default of a field, its range, and the condition under which a dump omits it."""
 
     def __init__(self, default: Any = ..., **settings: Any) -> None:
         self.default, self.settings = default, settings
@@ -97,5 +96,5 @@ class BaseModel:
         return type(self)(**{**dict(self), **update})
 
     def model_dump(self) -> dict[str, Any]:
-        """Plain fields, without those that a text leaves out."""
+        """Returns the fields as a dict, without those whose `exclude_if` is true."""
         return {name: value for name, value in self if not (name in self._left_out and self._left_out[name](value))}

@@ -1,9 +1,9 @@
-"""Takes out of a package just what an entry needs, statement by statement, as modules of another package.
+"""Tree shaking: extracts the top-level statements of a package that an entry function needs, as a new package.
 
-Modules are read, never run. From the entry's module every top-level statement that is reached is kept: names lead to
-the statements that bind them, imports to those of other modules. A method is kept if what is kept mentions its name;
-classes that derive from others than the package's keep all of theirs. Docstrings and annotations go, imports are
-written anew, so that a module that is only named in an annotation is not reached at all.
+Modules are parsed, never executed. Starting from the entry function, a name leads to the statements that bind it, and
+an import leads to statements of other modules; every statement that is reached is kept. A method is kept if a kept
+statement mentions its name. A class with a base class from outside the package keeps all of its methods. Docstrings and
+annotations are removed and imports are regenerated, so that a module that is used only in annotations is not included.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ Symbol = tuple[str, str | None]  # a module and a name in it; None for the modul
 
 
 class ShakeError(Exception):
-    """The sources hold something that cannot be followed."""
+    """Raised if the sources contain a construct that cannot be followed."""
 
 
 @dataclass
 class _Module:
-    """A module, stripped. `imports` are the names that imports bind, `bound` the statements that bind the others."""
+    """A parsed module without docstrings and annotations.
+
+    `imports` maps the names that import statements bind to their symbols. `bound` maps all other names to the indices
+    of the statements that bind them. `kept` holds the indices of the kept statements, and `used` the imports that they
+    need.
+    """
 
     body: list[ast.stmt]
     whole: bool
@@ -31,16 +36,19 @@ class _Module:
     bound: dict[str, list[int]] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     used: dict[str, Symbol] = field(default_factory=dict)
-    dotted: dict[str, list[str]] = field(default_factory=dict)  # what `import a.b` binds `a` to, all of them
+    dotted: dict[str, list[str]] = field(default_factory=dict)  # for `a`, the modules of all `import a.b` statements
 
 
 class Shaker:
-    """Follows modules of the package `root`, whose texts are `sources` by module name.
+    """Collects the statements of a package that entry functions need.
 
     Args:
-        replaced: symbols to take others for, as (module, name) pairs; a module outside the package stands for all of
-            its names.
-        package: what the new modules are part of, each under its own name with `_` for `.`.
+        root: the name of the package.
+        sources: the source texts of its modules, by module name.
+        replaced: the replacement of each replaced symbol, as (module, name) pairs. A pair (module, None) of a module
+            outside the package replaces all of its names.
+        package: the name of the new package. Its modules are named after the old modules, without `root` and with `_`
+            for `.`.
     """
 
     def __init__(
@@ -54,10 +62,10 @@ class Shaker:
         self._modules: dict[str, _Module] = {}
         self._queue: list[tuple[str, ast.stmt]] = []
         self._mentioned: set[str] = set()
-        self._unmentioned: dict[str, list[tuple[str, ast.stmt]]] = {}  # methods, by name, with their module
+        self._unmentioned: dict[str, list[tuple[str, ast.stmt]]] = {}  # (module, method) pairs by method name
 
     def reach(self, module: str, name: str) -> None:
-        """Keeps what `name` stands for in `module`, and all that it needs."""
+        """Keeps the statements that bind `name` in `module`, and all statements that they need."""
         self._reach(self._resolved((module, name)))
         self._drain()
 
@@ -66,8 +74,10 @@ class Shaker:
             self._follow(*self._queue.pop())
 
     def rewritten(self, text: str) -> str:
-        """A module from outside the package, whole, with its docstrings gone and its imports of the package led to the
-        new modules."""
+        """Returns the source of a module from outside the package, without docstrings, with rewritten imports.
+
+        Its imports from the old package refer to the new modules. All that it imports is kept.
+        """
         tree = ast.parse(text)
         _Strip(annotations=False).visit(tree)
         for node in ast.walk(tree):
@@ -79,7 +89,7 @@ class Shaker:
         return _text(ast.fix_missing_locations(_Imports(self).visit(tree)))
 
     def texts(self) -> dict[str, str]:
-        """The new modules, by file name."""
+        """Returns the sources of the new modules, by file name."""
         made: dict[str, str] = {}
         for name, module in sorted(self._modules.items()):
             if module.kept or module.used:
@@ -90,14 +100,14 @@ class Shaker:
         return made
 
     def _without_unmentioned(self, statement: ast.stmt) -> ast.stmt:
-        """A statement; of a class, without the methods that nothing mentions."""
+        """Returns a statement. Methods that no kept statement mentions are removed from a class."""
         if isinstance(statement, ast.ClassDef):
             left_out = {id(method) for methods in self._unmentioned.values() for _, method in methods}
             statement.body = [inner for inner in statement.body if id(inner) not in left_out] or [ast.Pass()]
         return statement
 
     def _import_lines(self, module: _Module) -> Iterable[ast.stmt]:
-        """One statement per imported module."""
+        """Yields the import statements of a new module."""
         names: dict[str, list[ast.alias]] = {}
         for name, (source, symbol) in sorted(module.used.items()):
             if name in module.dotted and symbol is None:
@@ -111,7 +121,7 @@ class Shaker:
         yield from (ast.ImportFrom(source, aliases, 0) for source, aliases in sorted(names.items()))
 
     def import_of(self, source: str, symbol: str | None, name: str) -> ast.Import | ast.ImportFrom:
-        """The statement that binds `name` to a symbol."""
+        """Returns the import statement that binds `name` to a symbol in the new package."""
         inside = source in self._sources
         if symbol is None and not inside:
             first = source.partition(".")[0]
@@ -122,7 +132,7 @@ class Shaker:
         return ast.ImportFrom(origin, [ast.alias(symbol, None if symbol == name else name)], 0)
 
     def resolved(self, module: str, name: str) -> Symbol:
-        """What `from module import name` stands for at its origin."""
+        """Returns the symbol that `from module import name` binds, in the module that defines it."""
         return self._resolved((module, name))
 
     def inside(self, module: str) -> bool:
@@ -215,13 +225,13 @@ class Shaker:
                 self._reach(symbol)
 
     def _mention(self, node: ast.AST) -> None:
-        """Keeps the methods of a name that `node` mentions."""
+        """Records the names that `node` mentions, and queues the methods of these names."""
         for name in _names_of(node):
             self._mentioned.add(name)
             self._queue.extend(self._unmentioned.pop(name, ()))
 
     def _kept(self, statement: ast.stmt) -> Iterator[ast.AST]:
-        """All nodes of a statement but those of methods that nothing mentions."""
+        """Yields all nodes of a statement except for methods that no kept statement mentions."""
         left_out = {id(method) for methods in self._unmentioned.values() for _, method in methods}
         pending: list[ast.AST] = [statement]
         while pending:
@@ -231,7 +241,7 @@ class Shaker:
                 pending.extend(ast.iter_child_nodes(node))
 
     def _is_closed(self, owner: str, statement: ast.ClassDef) -> bool:
-        """Whether a class derives from classes of the package alone: nobody else calls its methods by their names."""
+        """Returns True if all base classes are in the package, so that code outside it does not call its methods."""
         bases = [base.value if isinstance(base, ast.Subscript) else base for base in statement.bases]
         if not all(isinstance(base, ast.Name) for base in bases):
             return False
@@ -249,14 +259,17 @@ class Shaker:
         return True
 
     def _through(self, module: str, attribute: str | None) -> None:
-        """What `module.attribute` needs. The name must be the module's own, as its imports are written anew."""
+        """Keeps the statements of `module.attribute`.
+
+        Raises ShakeError if the module does not bind the name itself, because its imports are regenerated.
+        """
         if attribute is None or attribute not in self._module(module).bound:
             raise ShakeError(f"{module} is used as more than a place of names ({attribute})")
         self._reach((module, attribute))
 
 
 def _text(tree: ast.AST) -> str:
-    """The source of a module, indented by one space; strings of several lines are written on one."""
+    """Returns the source of a module, indented by one space. Multi-line strings are written on one line."""
     return re.sub("(?m)^( {4})+", lambda spaces: " " * (len(spaces[0]) // 4), ast.unparse(tree)) + "\n"
 
 
@@ -265,20 +278,20 @@ def _flat(module: str) -> str:
 
 
 def _targets_of(node: ast.AST) -> list[tuple[str, str]]:
-    """What an import statement inside a function names."""
+    """Returns the (module, name) pairs of a `from` import statement; empty for other nodes."""
     if isinstance(node, ast.ImportFrom) and node.module and not node.level:
         return [(node.module, alias.name) for alias in node.names]
     return []
 
 
 def _methods(statement: ast.ClassDef) -> list[ast.FunctionDef]:
-    """The methods of a class that Python does not call by itself."""
+    """Returns the methods of a class except for special methods, which Python calls itself."""
     functions = [inner for inner in statement.body if isinstance(inner, ast.FunctionDef)]
     return [method for method in functions if not (method.name.startswith("__") and method.name.endswith("__"))]
 
 
 def _names_of(node: ast.AST) -> Iterator[str]:
-    """The names by which a node could mean a method."""
+    """Yields the names in a node that could refer to a method."""
     if isinstance(node, ast.Attribute):
         yield node.attr
     elif isinstance(node, ast.Name):
@@ -297,7 +310,7 @@ def _bindings(statement: ast.stmt) -> set[str]:
 
 
 class _Imports(ast.NodeTransformer):
-    """Leads imports of the package to where its symbols now are."""
+    """Rewrites imports from the old package to the new modules."""
 
     def __init__(self, shaker: Shaker) -> None:
         self._shaker = shaker
@@ -312,10 +325,10 @@ class _Imports(ast.NodeTransformer):
 
 
 class _Strip(ast.NodeTransformer):
-    """Removes docstrings, and with `annotations` what is for type checkers alone: annotations, casts and assertions.
+    """Removes docstrings; with `annotations`, also code for type checkers: annotations, casts and assertions.
 
-    Of a class the annotations stay, as `int`: dataclasses find their fields by them. One that states the range of a
-    number with `Field(...)` stays as it is.
+    Annotations in a class body become `int`, because dataclasses find their fields by them. An annotation that states
+    the range of a number with `Field(...)` is not changed.
     """
 
     def __init__(self, annotations: bool) -> None:

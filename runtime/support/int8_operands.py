@@ -1,5 +1,7 @@
-"""What an int8 product, or a step with one, is given, checked each time it is launched: pointers carry no shapes, so
-nothing else would."""
+"""Checks of the operands of int8 products and LSTM steps at every launch.
+
+Kernels receive pointers without shapes, so these checks are the only protection against operands that do not fit.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,13 +10,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-ALIGNMENT = 16  # bytes that one load takes
-QUAD = 4  # elements of a state that one load takes
+ALIGNMENT = 16  # bytes per vector load
+QUAD = 4  # elements of a state per vector load
 Given = Mapping[str, tuple[Tensor, torch.dtype]]
 
 
 class Wanted(NamedTuple):
-    """A tensor and what it has to be. A `state` that is a matrix may have rows further apart."""
+    """A tensor with its required shape and dtype.
+
+    The tensor must be contiguous, except that a `state` that is a matrix may have a row stride larger than its row.
+    """
 
     name: str
     tensor: Tensor
@@ -24,7 +29,7 @@ class Wanted(NamedTuple):
 
 
 def named(nodes: Sequence[str]) -> str:
-    """The nodes that one function computes, for a message: whichever called it is among them."""
+    """Returns the names of the nodes that share a function, for a message. The caller is one of them."""
     return nodes[0] if len(nodes) == 1 else f"one of {', '.join(nodes)}"
 
 
@@ -37,9 +42,22 @@ def check_operands(
     columns: Given | None = None,
     tiles: Given | None = None,
 ) -> None:
-    """Raises ValueError, naming the nodes that may have called, unless x is i8 [..., K] and w i8 [N, K] row by row,
-    offset i32 [N], `columns` are of [N] and `tiles` of [..., N] in the dtype beside each, and all are contiguous,
-    16-byte aligned, on one device."""
+    """Checks the operands of an int8 product.
+
+    All tensors must be contiguous (row-major), 16-byte aligned and on one device.
+
+    Args:
+        nodes: the nodes that may have called the kernel, for the message.
+        x: the input, i8 [..., K].
+        w: the weight, i8 [N, K].
+        offset: the offset of the sums, i32 [N].
+        extent: (N, K) of the kernel.
+        columns: more operands of shape [N], each with its dtype, by name.
+        tiles: more operands of shape [..., N], each with its dtype, by name.
+
+    Raises:
+        ValueError: an operand has another shape, dtype, stride, alignment or device. The message states `nodes`.
+    """
     if reason := _refused(x, w, offset, extent, columns or {}, tiles or {}):
         raise ValueError(f"{named(nodes)}: {reason}")
 
@@ -56,9 +74,26 @@ def check_step(
     extent: tuple[int, int],
     dtype: torch.dtype,
 ) -> None:
-    """As `check_operands`, for a step of an LSTM of `extent` H and K: h and c are [..., H] in `dtype`, x f32 [..., 4H],
-    w i8 [4H, K] row by row, offset i32 and scale f32 [4H], inverse f32 [H]. Rows of h and c may be further apart, where
-    these are matrices."""
+    """Checks the operands of a step of an LSTM with an int8 product.
+
+    All tensors must be on one device, and contiguous and 16-byte aligned except for h and c.
+
+    Args:
+        nodes: the nodes that may have called the kernel, for the message.
+        h: the hidden state, [..., H] in `dtype`. A matrix may have a row stride that is a larger multiple of 4
+            elements. Aligned to 4 elements, or to 16 bytes if that is less.
+        c: the cell state, with the shape, dtype, strides and alignment of h.
+        x: the input contribution to the gates, f32 [..., 4H].
+        w: the recurrent weight, i8 [4H, K].
+        offset: the offset of the sums, i32 [4H].
+        scale: the scale of the sums, f32 [4H].
+        inverse: the inverse of the scale of h, f32 [H].
+        extent: (H, K) of the kernel.
+        dtype: the dtype of the state.
+
+    Raises:
+        ValueError: an operand has another shape, dtype, stride, alignment or device. The message states `nodes`.
+    """
     size, k = extent
     rows, n = h.shape[:-1], 4 * size
     wanted = (
@@ -75,7 +110,7 @@ def check_step(
 
 
 def _refused(x: Tensor, w: Tensor, offset: Tensor, extent: tuple[int, int], columns: Given, tiles: Given) -> str | None:
-    """What does not fit; None where all does."""
+    """Describes the first operand of a product that does not fit; None if all operands fit."""
     n, k = extent
     if w.dim() != 2 or w.shape[1] != x.shape[-1]:
         shown = w.shape[-1] if w.dim() == 2 else list(w.shape)
@@ -91,7 +126,7 @@ def _refused(x: Tensor, w: Tensor, offset: Tensor, extent: tuple[int, int], colu
 
 
 def _misfit(wanted: Sequence[Wanted]) -> str | None:
-    """What of some tensors does not fit, where all lie on the device of the first; None where all do."""
+    """Describes the first tensor that does not fit or is on another device than the first; None if all fit."""
     first = wanted[0]
     for name, tensor, shape, dtype, state in wanted:
         if tensor.dtype != dtype:
@@ -112,5 +147,5 @@ def _misfit(wanted: Sequence[Wanted]) -> str | None:
 
 
 def _spaced(tensor: Tensor) -> bool:
-    """Whether it is a matrix of rows that one load after another reads."""
+    """Returns True if the tensor is a matrix with contiguous rows whose stride is a multiple of `QUAD` elements."""
     return tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) % QUAD == 0

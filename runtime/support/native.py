@@ -1,7 +1,7 @@
 """Compiles generated CUDA C++ with nvcc, once per content, and loads it with ctypes.
 
-What is compiled is kept in `native/` of the user's cache directory (or of SPECC_CACHE_DIR), which only the
-user may write: what lies there is loaded as code.
+Compiled libraries are cached in `native/` of the user's cache directory (or of SPECC_CACHE_DIR). Only the user may have
+write access to that folder, because its files are loaded as code.
 """
 
 import contextlib
@@ -30,32 +30,34 @@ FLAGS = (
     "-std=c++17",
     "-DNDEBUG",
     "--expt-relaxed-constexpr",
-    "-ftz=true",  # else every exp is scaled around the subnormals: a quarter of the instructions of gelu
-    "-prec-div=false",  # within 2 ulp of f32; the exact forms branch, and cost registers that the epilogue lacks
+    "-ftz=true",  # without it every exp handles subnormals, which is a quarter of the instructions of gelu
+    "-prec-div=false",  # within 2 ulp of f32; exact division and roots branch and need registers the epilogue lacks
     "-prec-sqrt=false",
     "-Xptxas=-v",
     "-shared",
     "-Xcompiler=-fPIC",
 )
-HEADERS = ("include", "tools/util/include")  # below the wheel's cutlass_library/source
+HEADERS = ("include", "tools/util/include")  # relative to the wheel's cutlass_library/source
 CUTLASS = "nvidia-cutlass"
-ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)  # how a source says for what it is; else sm_90a
-RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)")  # in what nvcc prints of itself
+ARCH = re.compile(rb"^// arch: sm_([0-9]+a?)$", re.MULTILINE)  # the architecture of a source; sm_90a if absent
+RELEASE = re.compile(r"\bV(\d+(?:\.\d+)+)")  # the release in the output of `nvcc --version`
 LOG_LINES = 40
 
 
 def library(source: Path) -> ctypes.CDLL:
-    """The compiled form of a generated .cu file, loaded into the process.
+    """Compiles a generated .cu file, unless it is cached, and loads it into the process.
 
-    Raises EnvironmentFailure without nvcc or the CUTLASS headers, RunFailure where nvcc refuses the source or
-    ptxas makes a slow kernel of it, IntegrityError where the cache directory is not the user's alone.
+    Raises EnvironmentFailure if nvcc or the CUTLASS headers are missing, RunFailure if nvcc rejects the source or
+    ptxas reports a slow kernel, and IntegrityError if others can write to the cache directory.
     """
     return ctypes.CDLL(str(compile_only(source)))
 
 
 def compile_only(source: Path) -> Path:
-    """The shared library of a .cu file, compiled unless the cache has it already, whatever its comments say. Raises as
-    `library`."""
+    """Compiles a .cu file, unless it is cached, and returns the path of the shared library.
+
+    The cache key ignores `//` comment lines. Raises under the conditions of `library`.
+    """
     text = source.read_bytes()
     nvcc, (version, headers) = find_nvcc(), find_cutlass()
     facts = (nvcc_version(nvcc), version, platform.machine(), *flags(text))
@@ -70,15 +72,18 @@ def compile_only(source: Path) -> Path:
 
 
 def flags(text: bytes) -> tuple[str, ...]:
-    """What nvcc is told for a source: `FLAGS`, and the architecture that the source names."""
+    """Returns the nvcc flags of a source: `FLAGS` and the architecture that the source states."""
     found = ARCH.search(text)
     arch = found[1].decode() if found else "90a"
     return (*FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}")
 
 
 def compile_ahead(directory: Path) -> None:
-    """Starts to compile every .cu file of a folder in the background, at most one a core: nvcc takes longer than
-    torch.compile. What fails is told where the kernel is first called, which tries again."""
+    """Starts to compile every .cu file of a folder in background threads, at most one compilation per core.
+
+    nvcc needs longer than torch.compile, so it runs in parallel with it. Errors are ignored here: the first call of the
+    kernel compiles it again and raises them.
+    """
     cores = threading.Semaphore(os.cpu_count() or 1)
 
     def quietly(source: Path) -> None:
@@ -106,7 +111,7 @@ def _compile(nvcc: str, headers: Path, name: str, text: bytes, compiled: Path) -
 
 
 def slow(log: str) -> str | None:
-    """What ptxas says of a kernel that would run far below its speed: registers spill, wgmma waits."""
+    """Returns the reason in a ptxas log why a kernel is slow: spilled registers or serialized wgmma; None if fast."""
     if "C7510" in log:
         return "warning C7510, wgmma instructions are serialized"
     spilled = [f"{size} bytes {what}" for size, what in re.findall(r"(\d+) bytes (spill \w+)", log) if int(size)]
@@ -114,7 +119,10 @@ def slow(log: str) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: made with mode 0700, refused where another user could write to it."""
+    """Returns the folder of compiled kernels, created with mode 0700.
+
+    Raises IntegrityError if the folder is a link, belongs to another user, or is writable by others.
+    """
     folder = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "native")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
@@ -130,7 +138,10 @@ def cache_folder() -> Path:
 
 
 def find_nvcc() -> str:
-    """The path of nvcc: of PATH, else of CUDA_HOME, else of /usr/local/cuda. Raises EnvironmentFailure."""
+    """Returns the path of nvcc from PATH, or else from CUDA_HOME, by default /usr/local/cuda.
+
+    Raises EnvironmentFailure if there is no nvcc.
+    """
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
     if found is None:
@@ -141,7 +152,7 @@ def find_nvcc() -> str:
 
 @cache
 def nvcc_version(nvcc: str) -> str:
-    """What `nvcc --version` prints. Raises EnvironmentFailure where it fails."""
+    """Returns the output of `nvcc --version`. Raises EnvironmentFailure if the command fails."""
     done = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
     if done.returncode:
         raise EnvironmentFailure(f"{nvcc} --version ends with {done.returncode}", done.stderr.strip()[:200])
@@ -149,14 +160,20 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def nvcc_release(nvcc: str) -> str:
-    """Its version, e.g. `13.0.88`; the first line of what it prints where that has none. Raises EnvironmentFailure."""
+    """Returns the release of nvcc, e.g. `13.0.88`, or the first line of its output if that has no release.
+
+    Raises EnvironmentFailure if `nvcc --version` fails.
+    """
     said = nvcc_version(nvcc)
     found = RELEASE.search(said)
     return found[1] if found else said.strip().partition("\n")[0][:200] or "unknown"
 
 
 def find_cutlass() -> tuple[str, Path]:
-    """Version of the CUTLASS wheel and the folder with its headers. Raises EnvironmentFailure."""
+    """Returns the version of the CUTLASS wheel and the folder of its sources, which contains the headers.
+
+    Raises EnvironmentFailure if the wheel or its headers are missing.
+    """
     try:
         version = importlib.metadata.version(CUTLASS)
     except importlib.metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""Generated code held to references."""
+"""Verifies generated code against reference implementations."""

@@ -1,4 +1,4 @@
-"""Holds what runs from an artifact to its witnesses: programs whose products are computed in whole numbers."""
+"""Verifies the deployed programs of an artifact, whose products are computed in integers, against references."""
 
 import sys
 import tempfile
@@ -29,17 +29,21 @@ from specc.runtime.verify.verify import STEPPED, Check, batch_of, not_here, trac
 
 ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16
-# Of what int8 itself costs, an RMS over all tokens. A number that differs in its last bit can fall to the next code,
-# and all that its sample computes from there on differs: most samples meet no such tie, and what one costs is no more
-# than other roundings do. Of 180 small models none had more than 0.02 in the middle and 0.2 in all.
-SHARE = 0.1  # of the sample in the middle
-WHOLE_SHARE = 0.5  # of all samples together
-ROUNDING = 1e-5  # nats, of sums in f32
+# Allowed RMS errors, as shares of the error of int8 itself, an RMS over all tokens. A value that differs in its last
+# bit may round to the next code, and everything that its sample computes afterwards then differs. Most samples have no
+# tie of this kind, and its cost is no more than that of other roundings. Of 180 small models none had a share above
+# 0.02 for the median sample or above 0.2 for all samples.
+SHARE = 0.1  # for the median sample
+WHOLE_SHARE = 0.5  # for all samples together
+ROUNDING = 1e-5  # the error of f32 sums, in nats
 
 
 def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iterator[Check]:
-    """All checks of the deployed programs of a spec's targets; none for targets that deploy what they train. Random
-    parameters are quantized as the spec says, from ranges of random ids."""
+    """Runs all checks of the deployed programs of a spec's targets and yields their results.
+
+    Targets that deploy the programs that they train are skipped. Random parameters are quantized by the spec, with
+    input ranges measured on random ids.
+    """
     for target in targets:
         if pipeline.deployed(spec, target) is None:
             continue
@@ -56,7 +60,7 @@ def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iter
 
 
 def _quantized(spec: Spec, target: str) -> tuple[dict[str, Tensor], QuantizedModel]:
-    """Random parameters that leave no path at zero, f32 on the CPU, and what is stored of them."""
+    """Returns random nonzero parameters, f32 on the CPU by name, and their quantized arrays."""
     programs = pipeline.lower(spec, target)
     weights = {
         param.name: torch.randn(param.shape) * (0.2 if len(param.shape) < 2 else (3.0 / param.shape[-1]) ** 0.5)
@@ -75,7 +79,10 @@ def _tokens(spec: Spec) -> int:
 
 
 def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterator[Check]:
-    """Scores against the deployed programs' references in float64, with the same codes; and token by token."""
+    """Checks whole-sequence and token-by-token scores against f64 references of the deployed programs.
+
+    The references use the same codes as the deployed model.
+    """
     target, model = loaded.target.name, loaded.model
     inputs = batch_of(spec, loaded.programs, "score", SAMPLES, _tokens(spec), device_of(loaded.target))
     own: Any = model
@@ -100,13 +107,15 @@ def _values(spec: Spec, loaded: Loaded, weights: Mapping[str, Tensor]) -> Iterat
 
 
 def near(wrong: Tensor, cost: float) -> bool:
-    """Whether the errors [samples, tokens] are those of sound code, where int8 costs an RMS of `cost` beside the
-    floats; never for NaN."""
+    """Returns True if the errors [samples, tokens] are within tolerance; False if they contain NaN.
+
+    `cost` is the RMS error of int8 against floating point. All errors are in nats.
+    """
     return _middle(wrong) <= SHARE * cost + ROUNDING and _rms(wrong) <= WHOLE_SHARE * cost + ROUNDING
 
 
 def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """Every kernel of the plan on several numbers of rows, against float64."""
+    """Checks every kernel of the plan on several numbers of rows, against f64."""
     plan = pipeline.deployed_plan(spec, loaded.target.name, "")
     assert plan is not None
     source = sys.modules[type(loaded.model).__module__]
@@ -123,14 +132,16 @@ def _kernels(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _judged_error(site: Site, function: Any, rows: int, device: str) -> float:
-    """The largest error of an output as a share of what the judge lets pass; infinite for NaN or another shape."""
+    """Returns the largest error of an output relative to the judge's limit; infinity for NaN or a wrong shape."""
     judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device))
     return max(max(error.rms / RMS, error.peak / PEAK) for error in judge.errors(judge.call(function)))
 
 
 def _product_error(site: Site, function: Any, rows: int, device: str) -> float:
-    """The largest error of a product, whose sums are exact, as a share of what rounding the output may cost; infinite
-    for NaN or another shape."""
+    """Returns the largest error of an int8 product relative to the possible rounding error of its output.
+
+    The sums of the product are exact, so only its epilogue rounds. Returns infinity for NaN or a wrong shape.
+    """
     epilogue = int8_epilogue(site)
     given = int8_operands(epilogue, rows, torch.device(device))
     found = function(*given).cpu()
@@ -151,5 +162,5 @@ def _rms(values: Tensor) -> float:
 
 
 def _middle(values: Tensor) -> float:
-    """The median over samples, the first dim, of their RMS."""
+    """Returns the median RMS over samples, which are the first dim."""
     return float(values.square().flatten(1).mean(1).sqrt().median())

@@ -1,5 +1,9 @@
-"""The judge of kernels, for verify, tune and bench: float64 on random inputs, and plain Torch in the kernel's dtype for
-what rounding costs. What several kernels give together, which round what they keep for others, `Composed` judges."""
+"""Accuracy checks of kernels, for verify, tune and bench.
+
+`Judge` compares the outputs of a kernel on random inputs with f64 references. The tolerance is derived from the errors
+of eager Torch in the kernel's dtype. `Composed` compares the results of several kernels together, which also round
+intermediate values.
+"""
 
 import math
 import warnings
@@ -18,26 +22,26 @@ from specc.compiler.programs import reference
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.verify.random_inputs import random_tensor
 
-RMS, PEAK = 1.005, 2.0  # what a kernel's errors may be, as multiples of those of the eager chain
-ROUNDINGS = 4  # of f32: what a sum in another order may cost
-SEQUENCE = 16  # tokens, at least, where tokens meet
-TINIEST = 1e-30  # where reference and chain are both exactly 0
+RMS, PEAK = 1.005, 2.0  # the allowed RMS and largest error of a kernel, as multiples of those of eager Torch
+ROUNDINGS = 4  # the allowed error of an f32 sum in another order, in roundings
+SEQUENCE = 16  # the minimum number of tokens per sequence for ops that mix tokens
+TINIEST = 1e-30  # the minimum tolerance, for outputs that are exactly 0 in both f64 and eager Torch
 TINY = {"B": 1, "T": 8, "S": 8}
-TILES = 3  # for each multiprocessor: it goes from one to the next, and uses each piece of its memory again
-SIDE = 256  # rows and columns; no kernel's tile has more
-TOKENS = 343  # of a sequence where there are many: no tile divides their product
-EVERY = 7  # rows of a product one is judged where there are many: of each 8, which a tile's smallest part has, one
-PARTS = 8  # into which the rows of a sum are cut to estimate the size of its terms
-FEW = 16  # numbers whose rounding errors are too few to be compared by ratio alone
-LOOSER = 1.5  # what the error of several kernels together may be, as a multiple of that of the unfused chain
-FEW_LOOSER = 10.0  # the same for few numbers
-FLOORS = {torch.float32: 1e-5}  # relative; what rounding may cost where that chain happens to be exact
-FLOOR = 1e-3
+TILES = 3  # the minimum number of tiles per multiprocessor, so that it changes tiles and reuses each memory buffer
+SIDE = 256  # the maximum number of rows or columns of a kernel's tile
+TOKENS = 343  # the sequence length for many tiles; 7^3, so that no tile divides the number of rows
+EVERY = 7  # with many tiles, every 7th row is compared, hence at least one of every 8 rows, a tile's smallest part
+PARTS = 8  # the number of parts of the rows of a sum, to estimate the size of its terms
+FEW = 16  # outputs of at most this many numbers have too few rounding errors to compare by ratio alone
+LOOSER = 1.5  # the allowed error of several kernels together, as a multiple of that of unfused code
+FEW_LOOSER = 10.0  # the same for outputs of at most FEW numbers
+FLOORS = {torch.float32: 1e-5}  # the relative error that is always allowed, as unfused code may be exact by chance
+FLOOR = 1e-3  # the same for other dtypes
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """The RMS and the largest error of one output, as multiples of what the eager chain's may count as."""
+    """The RMS and largest error (`peak`) of one output, as multiples of `Judge.bars`."""
 
     rms: float
     peak: float
@@ -48,7 +52,7 @@ class Errors:
 
     @property
     def words(self) -> str:
-        """What an output has, for an error message."""
+        """A description of the errors, for a message that starts with the name of the output."""
         if math.isinf(self.rms):
             return "has another shape, or holds NaN or infinity: it is not all written, or wrong"
         return f"has {self.rms:.2f}x the RMS error of plain Torch and {self.peak:.2f}x its largest"
@@ -56,16 +60,24 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """|found - exact| / |exact| in the Frobenius norm of the worst output, of what several kernels give together and of
-    the unfused chain; `exact` is the precision of the reference."""
+    """The relative errors of several kernels together and of unfused code: |found - exact| / |exact|, Frobenius norms.
+
+    Attributes:
+        generated: the error of the generated kernels; for several outputs, of the worst.
+        eager: the error of unfused code.
+        exact: the dtype of the reference.
+    """
 
     generated: float
     eager: float
     exact: str = "float64"
 
     def ok(self, dtype: torch.dtype, room: float = LOOSER, count: int = FEW + 1) -> bool:
-        """Whether the kernels are no further off than the chain explains, or rounding to `dtype`; not with NaN. Of few
-        numbers, `count`, the chain's error may be small by chance: each may be off by one unit of `dtype`."""
+        """Returns True if the error is within `room` times that of unfused code, or within the floor of `dtype`.
+
+        Returns False for NaN. If `count`, the number of compared values, is at most FEW, the error of unfused code may
+        be small by chance. A factor of at least FEW_LOOSER and an error of one unit of `dtype` are then allowed.
+        """
         floor = FLOORS.get(dtype, FLOOR)
         if count <= FEW:
             room, floor = max(room, FEW_LOOSER), max(floor, torch.finfo(dtype).eps)
@@ -74,20 +86,23 @@ class Composed:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some rows, or sequences, by number: of the values that have the `dims` in front, all of these as one."""
+    """A selection of rows or sequences of the values whose leading dims are `dims`.
+
+    `rows` are indices into these leading dims, flattened to one.
+    """
 
     rows: Tensor
     dims: tuple[Dim, ...]
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor]) -> "Sample":
-        """Every seventh of a node's rows where they know nothing of each other, else of its sequences; and the last."""
+        """Selects every seventh row and the last; if the op is not row-wise, every seventh sequence and the last."""
         dims = site.inputs[0].shape[: -1 if site.node.op.rowwise else 1]
         count = inputs[0].shape[: len(dims)].numel()
         return cls(torch.tensor(sorted({*range(0, count, EVERY), count - 1}), device=inputs[0].device), dims)
 
     def __call__(self, value: Tensor, type: TensorType) -> Tensor:
-        """What of a value of some type is compared."""
+        """Returns the selected part of a value of `type`; all of the value if its leading dims are not `dims`."""
         return value.flatten(0, len(self.dims) - 1)[self.rows] if self.has(type) else value
 
     def has(self, type: TensorType) -> bool:
@@ -96,9 +111,16 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Holds kernels of one node to float64, on inputs that all of them share. `bars` are, an output, the RMS and the
-    largest error of plain Torch in the kernel's dtype, op after op, or what rounding may cost where it is exact.
-    `sample` is what it compares; everything where None."""
+    """Compares kernels of one node with f64, on the same inputs for all kernels.
+
+    Attributes:
+        site: the node, with the types of its inputs and the target.
+        inputs: the inputs of the kernels.
+        exact: the f64 outputs; only those of `sample` unless it is None.
+        bars: the (RMS, largest) error of each output of eager Torch in the kernel's dtype, op by op, or the possible
+            cost of rounding if that is larger.
+        sample: the rows or sequences that are compared; None for all.
+    """
 
     site: Site
     inputs: Sequence[Tensor]
@@ -108,7 +130,7 @@ class Judge:
 
     @classmethod
     def of(cls, site: Site, inputs: Sequence[Tensor], sample: bool = False) -> "Judge":
-        """For a node, on inputs that `inputs_of` made; of what a `sample` has of them where that is asked for."""
+        """Returns the judge of a node for `inputs` from `inputs_of`. If `sample`, only a sample of rows is compared."""
         chosen, given = Sample.of(site, inputs) if sample else None, list(inputs)
         if chosen is not None:
             given = [chosen(value, type) for value, type in zip(inputs, site.inputs, strict=True)]
@@ -118,7 +140,7 @@ class Judge:
         for have, want in zip(reference.node_value(site.node, given, inputs), exact, strict=True):
             largest, error = want.abs().max().item(), (have.double() - want).abs()
             floor = torch.finfo(DTYPES[site.target.dtype]).eps * largest
-            # which of two chains in f32 is nearer is chance
+            # Two correct f32 computations differ by rounding, so the error of eager f32 may be small by chance.
             close = ROUNDINGS * site.node.op.chained * torch.finfo(torch.float32).eps
             close = close if have.dtype == torch.float32 else 0.0
             rms = max(rms_of(error), close * rms_of(want), 1e-3 * floor, TINIEST)
@@ -127,16 +149,22 @@ class Judge:
 
     @classmethod
     def many(cls, site: Site, device: torch.device | str, seed: int = 0) -> "Judge | None":
-        """One on so many rows that every multiprocessor gets several tiles; None on a device that has none."""
+        """Returns a judge with enough rows that every multiprocessor computes several tiles; None on the CPU."""
         sizes = many_sizes(site, device)
         return None if sizes is None else cls.of(site, inputs_of(site, sizes, device, seed), by_tiles(site))
 
     def errors(self, found: Sequence[Tensor]) -> tuple[Errors, ...]:
-        """Of every output; infinite where one has another shape, or is not finite: what was not written is NaN."""
+        """Returns the errors of every output. They are infinite if its shape is wrong or a value is not finite.
+
+        Values that the kernel did not write are NaN if it was run by `call`.
+        """
         return tuple(self._errors(i, value) for i, value in enumerate(found))
 
     def relative(self, errors: Sequence[Errors]) -> Composed:
-        """RMS errors as shares of the RMS of what is exact, of a kernel that has `errors` and of the bars."""
+        """Returns the relative errors of a kernel with these `errors` and of eager Torch, for the worst output.
+
+        An error is relative to the RMS of the exact output.
+        """
         shares = [bar[0] / max(rms_of(want), TINIEST) for bar, want in zip(self.bars, self.exact, strict=True)]
         return Composed(max(error.rms * share for error, share in zip(errors, shares, strict=True)), max(shares))
 
@@ -155,8 +183,11 @@ class Judge:
         return Errors(rms_of(error) / max(bars[0], bound), error.max().item() / max(bars[1], bound))
 
     def rounding_of_sum(self, i: int, dtype: torch.dtype) -> float:
-        """A bound on the rounding error of output `i`, a sum over rows: half a unit of the result in `dtype`, and f32
-        additions, whose errors grow with the terms and not with their sum, which may cancel."""
+        """Returns a bound on the rounding error of output `i`, a sum over rows.
+
+        The bound is half a unit of the result in `dtype`, plus the error of the f32 additions. The latter grows with
+        the size of the terms instead of their sum, as the terms may cancel.
+        """
         op, types = self.site.node.op, self.site.inputs
         dim = "B" if op.mixes_tokens else "T"
         places = [type.shape.index(dim) if dim in type.shape else None for type in types]
@@ -176,7 +207,7 @@ class Judge:
         return torch.finfo(dtype).eps / 2 * largest + additions * terms
 
     def call(self, kernel: Callable[..., Any]) -> tuple[Tensor, ...]:
-        """The kernel's outputs on the inputs, in memory that was full of NaN."""
+        """Runs a kernel on the inputs and returns its outputs, whose memory was filled with NaN before."""
         with poisoned():
             return many(kernel(*self.inputs))
 
@@ -184,8 +215,15 @@ class Judge:
 def composed(
     found: Sequence[Tensor], chain: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> Iterator[tuple[Composed, bool]]:
-    """What there is to say of each output of several kernels together, and whether it is good: one of another shape, or
-    with NaN, is not."""
+    """Yields the errors of each output of several kernels together, and whether they are acceptable.
+
+    An output with a wrong shape or NaN is not acceptable.
+
+    Args:
+        found: the outputs of the kernels.
+        chain: the outputs of unfused code.
+        exact: the outputs of the reference.
+    """
     for have, other, want in zip(found, chain, exact, strict=True):
         own = _norm_error(have, want) if have.shape == want.shape else math.inf
         seen = Composed(own, _norm_error(other, want), str(want.dtype).removeprefix("torch."))
@@ -198,7 +236,7 @@ def _norm_error(found: Tensor, exact: Tensor) -> float:
 
 
 def by_tiles(site: Site) -> bool:
-    """Whether every tile has rows of a sample, so that with tiles enough no more need be compared: a product's have."""
+    """Returns True for products: every tile contains rows of a sample, so that comparing the sample is sufficient."""
     return isinstance(site.node.op, Product)
 
 
@@ -207,21 +245,24 @@ def rms_of(values: Tensor) -> float:
 
 
 def many(value: Any) -> tuple[Tensor, ...]:
-    """One tensor or several as several."""
+    """Returns one tensor or a sequence of tensors as a tuple."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
 def sizes_of(site: Site, rows: int) -> Mapping[str, int]:
-    """What symbols stand for on `rows` rows. Where tokens meet, these are two sequences of so many tokens, or of the
-    shortest that measures anything: the gradient of attention to oneself alone is exactly 0, and to two or three it is
-    a difference of nearly equal numbers, which says more of the numbers than of a kernel."""
+    """Returns the sizes of the symbolic dims for inputs of `rows` rows.
+
+    For an op that mixes tokens they are two sequences of `rows` tokens, but at least SEQUENCE. Shorter sequences test
+    little: the gradient of attention to one token is exactly 0, and to two or three tokens it is a difference of nearly
+    equal numbers, dominated by rounding.
+    """
     if site.node.op.mixes_tokens:
         return within(site, {"B": 2, "T": max(rows, SEQUENCE), "S": max(rows, SEQUENCE)})
     return {"B": 1, "T": rows, "S": rows}
 
 
 def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
-    """Sizes with no longer sequences than the model has, or than measure anything, where tokens meet."""
+    """Returns `sizes`; for an op that mixes tokens, sequences are cut to the model's context, or SEQUENCE if larger."""
     if site.context is None or not site.node.op.mixes_tokens:
         return sizes
     most = max(site.context, SEQUENCE)
@@ -229,8 +270,10 @@ def within(site: Site, sizes: Mapping[str, int]) -> Mapping[str, int]:
 
 
 def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Mapping[str, int] | None:
-    """What symbols stand for where tiles are many: each multiprocessor of `device` gets at least so many, however large
-    a kernel's tile is. None on a device without multiprocessors."""
+    """Returns sizes of the symbolic dims with which each multiprocessor of `device` has at least `tiles` tiles.
+
+    This holds for every tile size of a kernel, up to SIDE x SIDE. Returns None for the CPU.
+    """
     count = multiprocessors(device)
     if count is None:
         return None
@@ -243,7 +286,7 @@ def many_sizes(site: Site, device: torch.device | str, tiles: int = TILES) -> Ma
 
 
 def multiprocessors(device: torch.device | str) -> int | None:
-    """How many a GPU has; None for the CPU."""
+    """Returns the number of multiprocessors of a GPU; None for the CPU."""
     if torch.device(device).type != "cuda":
         return None
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -251,15 +294,29 @@ def multiprocessors(device: torch.device | str) -> int | None:
 
 
 def inputs_of(site: Site, sizes: Mapping[str, int], device: torch.device | str, seed: int = 0) -> list[Tensor]:
-    """Random inputs where symbols have `sizes`: what `random_tensor` makes, whole numbers that the op can take, and
-    what belongs together where an input follows from others. Where operands have a domain, as sqrt(y) has, they are
-    made positive."""
+    """Returns random inputs of a node, with values that its op accepts.
+
+    Integers are below the limit of the op, and inputs that follow from others are consistent with them. If the op is
+    not defined everywhere, as sqrt(y) is not, its operands are positive.
+
+    Args:
+        site: the node and the types of its inputs.
+        sizes: the sizes of the symbolic dims.
+        device: the device of the inputs.
+        seed: the seed of the random generator.
+
+    Returns:
+        The inputs, in the dtypes of their types.
+    """
     return on_domain(site, _random(site, sizes, device, seed), _random(site, TINY, device, seed))
 
 
 def on_domain(site: Site, values: Sequence[Tensor], sample: Sequence[Tensor]) -> list[Tensor]:
-    """The values of a node's inputs with all operands made positive where its value on `sample` is no number, and such
-    that they belong together."""
+    """Returns consistent values of a node's inputs, in the domain of its op.
+
+    If the node's value on `sample`, small inputs of the same types, is NaN, all operands are replaced by their absolute
+    values. Inputs that follow from others are computed from them.
+    """
     arity = site.node.op.arity
     if any(bool(value.isnan().any()) for value in reference.node_value(site.node, list(sample))):
         values = [*values[:arity], *map(abs, values[arity:])]
@@ -273,13 +330,13 @@ def _random(site: Site, sizes: Mapping[str, int], device: torch.device | str, se
 
 
 def upcast(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
-    """A floating tensor in another precision; whole numbers and plain numbers as they are."""
+    """Returns a floating-point tensor in `dtype`; integer tensors and Python numbers are returned unchanged."""
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that Torch hands out is full of NaN, so that what a kernel does not write is seen."""
+    """Fills memory that Torch allocates in the block with NaN, so that values that a kernel does not write are NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

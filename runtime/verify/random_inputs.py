@@ -1,4 +1,4 @@
-"""Random inputs of the types that a plan states, on the spec's own sizes."""
+"""Random inputs for the types of a plan, with the sizes of a spec."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,11 +12,11 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.dtypes import DTYPES as DTYPES
 
 Value = Tensor | float
-SCALAR = 0.5  # for a number that each block fixes for itself
+SCALAR = 0.5  # the value of a scalar that each block binds for itself
 
 
 def sizes_of(spec: Spec) -> Mapping[str, int]:
-    """What the symbols of a type stand for: one micro-batch of whole windows."""
+    """Returns the sizes of the symbolic dims: those of one micro-batch of whole windows."""
     window = spec.model.window
     return {"B": spec.train.at_once(), "T": window, "S": window}
 
@@ -24,8 +24,20 @@ def sizes_of(spec: Spec) -> Mapping[str, int]:
 def random_tensor(
     type: TensorType, sizes: Mapping[str, int], generator: torch.Generator, below: Callable[[torch.dtype], int]
 ) -> Tensor:
-    """A random value of a type, on the generator's device: normal numbers, matrices of parameters scaled so that
-    products are about 1, whole numbers from 0 to under `below` of their dtype."""
+    """Returns a random tensor of a type, on the generator's device.
+
+    Floating-point values are normal. Matrices without symbolic dims, which are parameters, are scaled so that their
+    products are about 1.
+
+    Args:
+        type: the dtype and shape.
+        sizes: the sizes of the symbolic dims.
+        generator: the random generator.
+        below: returns the exclusive upper bound of integers of a dtype, which start at 0.
+
+    Returns:
+        A tensor with the dtype and shape of `type`.
+    """
     shape = [sizes[dim] if isinstance(dim, str) else dim for dim in type.shape]
     dtype, known = DTYPES[type.dtype], all(isinstance(dim, int) for dim in type.shape)
     if not dtype.is_floating_point:
@@ -35,22 +47,21 @@ def random_tensor(
 
 
 class Operands:
-    """Makes inputs on the spec's sizes: `random_tensor`, with tokens below the vocabulary where a type has whole
-    numbers."""
+    """A source of random inputs with the sizes of a spec. Integers are token ids below the vocabulary size."""
 
     def __init__(self, spec: Spec, device: torch.device, seed: int = 0) -> None:
         self._sizes, self._vocabulary = sizes_of(spec), spec.model.vocabulary
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(self, type: TensorType) -> Tensor:
-        """A random value of a type."""
+        """Returns a random tensor of a type."""
         return random_tensor(type, self._sizes, self._generator, self._below)
 
     def _below(self, dtype: torch.dtype) -> int:
         return 2 if dtype == torch.bool else min(self._vocabulary, torch.iinfo(dtype).max)
 
     def of(self, refs: Sequence[str], types: Sequence[TensorType]) -> list[Value]:
-        """A value for each ref, one for all places that name the same; a number where a block binds one."""
+        """Returns a value for each ref. Equal refs share a value, and a scalar bound by a block is a number."""
         made: dict[str, Value] = {}
         for ref, type in zip(refs, types, strict=True):
             if ref not in made:
@@ -59,8 +70,11 @@ class Operands:
 
 
 def int8_operands(epilogue: Int8Epilogue, m: int, device: torch.device) -> list[Tensor]:
-    """Random x [M, K], w [N, K], offset [N] and the epilogue's operands; the first of those of [N], the scale, is such
-    that sums come near 1, and the last, where y are codes, such that these use their range."""
+    """Returns random operands of an int8 product: x i8 [M, K], w i8 [N, K], offset i32 [N], then the epilogue's.
+
+    The first epilogue operand of shape [N], the scale, is scaled so that the scaled sums are about 1. If the outputs
+    are codes, the last operand of shape [N] is scaled so that they use their range.
+    """
     generator = torch.Generator(device).manual_seed(m)
 
     def codes(*shape: int) -> Tensor:

@@ -1,5 +1,7 @@
-"""Holds generated code to both witnesses: the plan by torch.fx, and float64 references by value; and looks for
-leaks."""
+"""Verifies generated code: its structure against the plan, its values against f64 references, and its causality.
+
+The structure is traced by torch.fx and compared with the plan node by node.
+"""
 
 import copy
 import sys
@@ -31,13 +33,19 @@ from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fus
 from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
 
-DRAWS = 8  # of random signs, to estimate the size of a sum's terms
+DRAWS = 8  # the number of random sign vectors that estimate the size of a sum's terms
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was held to a witness. `ok` is None where this machine could not try it; `detail` says what was
-    seen."""
+    """The result of one check.
+
+    Attributes:
+        target: the name of the target.
+        name: the name of the check.
+        ok: True if it passed, False if it failed, None if this machine cannot run it.
+        detail: the measured values, or the reason why the check failed or was not run.
+    """
 
     target: str
     name: str
@@ -46,8 +54,20 @@ class Check:
 
 
 def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_LOCK) -> Iterator[Check]:
-    """All checks of a spec's targets with the tiles of `lock`, in order; those that need another machine say so. Code
-    of a package that is not installed fails on a machine that could run it, and is left out on another."""
+    """Runs all checks of a spec's targets and yields their results.
+
+    Checks that need another machine have `ok` None. If generated code imports a package that is not installed, its
+    checks fail on a machine that could run the target, and have `ok` None on other machines.
+
+    Args:
+        spec: the spec to verify.
+        targets: the names of the targets.
+        seed: the seed of the random parameters and inputs.
+        lock: the tuned tiles of the kernels, by target.
+
+    Returns:
+        An iterator over the results, in order of targets.
+    """
     for target in targets:
         reason = not_here(target)
         with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder:
@@ -75,7 +95,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
 
 
 def not_here(target: str) -> str | None:
-    """Why this machine cannot run a target's code; None where it can."""
+    """Returns the reason why this machine cannot run a target's code; None if it can."""
     row = TARGETS[target]
     if not row.arch:
         return None
@@ -88,7 +108,10 @@ def not_here(target: str) -> str | None:
 
 
 def traces(loaded: Loaded, name: str) -> Iterator[Check]:
-    """The fx round trip of every program that sees whole sequences."""
+    """Checks by torch.fx that every program on whole sequences has the nodes and types of the plan.
+
+    `name` identifies the module in the names of the checks, e.g. "fused".
+    """
     model = copy.deepcopy(loaded.model).to(DTYPES[_dtype(loaded)])
     source = sys.modules[type(loaded.model).__module__]
     for program in loaded.programs.whole:
@@ -104,7 +127,7 @@ def traces(loaded: Loaded, name: str) -> Iterator[Check]:
 
 
 def _magnitudes(plain: Loaded) -> Iterator[Check]:
-    """Every pointwise expression and its gradients, as fused kernels compute them, on inputs of all magnitudes."""
+    """Checks pointwise expressions and their gradients, as fused kernels compute them, on inputs of all magnitudes."""
     expressions: set[tuple[str, tuple[str, ...]]] = set()
     for graph in plain.programs.graphs:
         for node in graph.nodes:
@@ -120,8 +143,10 @@ def _magnitudes(plain: Loaded) -> Iterator[Check]:
 
 
 def _fill(fused: Loaded, plain: Loaded) -> None:
-    """Random parameters that leave no path at zero, the same in both modules, in compute dtype on the target's
-    device."""
+    """Fills both modules with the same random parameters, in the compute dtype on the target's device.
+
+    No parameter is zero, so that every path contributes to the result.
+    """
     device, dtype = device_of(fused.target), DTYPES[_dtype(fused)]
     tensors = {}
     for param in fused.programs.params:
@@ -135,7 +160,7 @@ def _fill(fused: Loaded, plain: Loaded) -> None:
 
 
 def _dtype(loaded: Loaded) -> str:
-    """What the model computes in."""
+    """Returns the compute dtype of the model."""
     return loaded.programs.params[0].dtype
 
 
@@ -144,22 +169,36 @@ def _batch(loaded: Loaded, program: str, rows: int, tokens: int) -> dict[str, Te
 
 
 def batch_of(spec: Spec, programs: Programs, program: str, rows: int, tokens: int, device: str) -> dict[str, Tensor]:
-    """Random ids for every input of a program, each `rows` x `tokens`."""
+    """Returns random token ids for every input of a program.
+
+    Args:
+        spec: the spec, which states the vocabulary size.
+        programs: the lowered programs.
+        program: the name of the program.
+        rows: the number of rows.
+        tokens: the number of tokens per row.
+        device: the device of the ids.
+
+    Returns:
+        The inputs by name, i64 [rows, tokens].
+    """
     names = [name for name, _ in programs.program(program).inputs]
     return {name: torch.randint(spec.model.vocabulary, (rows, tokens), device=device) for name in names}
 
 
 def _drops(loaded: Loaded) -> bool:
-    """Whether training draws at random, so that it can be compared with nothing."""
+    """Returns True if the model has dropout, so that its training loss is random and cannot be compared."""
     return any(isinstance(node.op, Dropout) for graph in loaded.programs.graphs for node in graph.nodes)
 
 
 def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
-    """Loss and every gradient of the generated module against float64; the unfused module shows what rounding costs.
-    Where training draws, the loss is the mean of what scoring gives.
+    """Checks the loss and every gradient of the fused module against f64, with the unfused module as a baseline.
 
-    A gradient of few numbers is a sum of many terms that may cancel. Its error is relative to the size of the terms,
-    which `_term_sizes` estimates, and is reported apart from those of matrices.
+    The errors of the unfused module show the cost of rounding. For a model with dropout the loss is the mean of the
+    `score` program.
+
+    The gradient of a parameter of few numbers is a sum of many terms that may cancel. Its error is relative to the size
+    of the terms, which `_term_sizes` estimates, and is reported separately from the errors of larger parameters.
     """
     program = "score" if _drops(fused) else "train"
     inputs = _batch(fused, program, 2, min(spec.model.window, 48))
@@ -200,8 +239,11 @@ def _values(spec: Spec, fused: Loaded, plain: Loaded) -> Iterator[Check]:
 def _term_sizes(
     programs: Programs, inputs: Mapping[str, Tensor], few: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """The root of the sum of squares of the terms that the gradient of each of `few` sums up, one term per token: the
-    root mean square of that sum over random signs of the terms (Hutchinson's estimator)."""
+    """Estimates the size of the terms whose sum is the gradient of each parameter of `few`, one term per token.
+
+    The size is the root of the sum of squares of the terms. It is estimated as the root mean square of the sum with
+    random signs of the terms (Hutchinson's estimator).
+    """
     if not few:
         return {}
     given = {name: inputs[name] for name, _ in programs.program("score").inputs}
@@ -216,19 +258,21 @@ def _term_sizes(
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """Its gradient; zeros where the loss reads nothing of it."""
+    """Returns the gradient of a parameter; zeros if the loss does not depend on it."""
     return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
 
 
 def _relative(found: Tensor, exact: Tensor, least: float) -> float:
-    """|found - exact| / |exact| in the Frobenius norm; infinite where `found` holds NaN. A norm below
-    `least` counts as that: some gradients are 0 but for rounding."""
+    """Returns |found - exact| / max(|exact|, least) in the Frobenius norm; infinity if the error is NaN.
+
+    `least` bounds the denominator, because some exact gradients are 0 except for rounding.
+    """
     error = ((found.double() - exact).norm() / exact.norm().clamp_min(least)).item()
     return error if error == error else float("inf")
 
 
 def _kernels(spec: Spec, loaded: Loaded, lock: Lock) -> Iterator[Check]:
-    """Every kernel of the plan on random row counts, against float64 and against the eager chain in its own dtype."""
+    """Checks every kernel of the plan on several row counts, against f64 and against eager ops in its dtype."""
     source = sys.modules[type(loaded.model).__module__]
     plan = pipeline.plan(spec, loaded.target.name, "", lock)
     seen: set[str] = set()
@@ -246,7 +290,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
     for rows in counts:
         judge = Judge.of(site, inputs_of(site, sizes_of(site, rows), device, seed=rows))
         errors += judge.errors(judge.call(function))
-    if (many := Judge.many(site, device)) is not None:  # few rows are one tile a multiprocessor, at most
+    if (many := Judge.many(site, device)) is not None:  # the counts above give a multiprocessor at most one tile
         counts.append(many.inputs[0].shape[:2].numel())
         errors += many.errors(many.call(function))
     worst = Errors(max(error.rms for error in errors), max(error.peak for error in errors))
@@ -255,7 +299,7 @@ def _kernel(site: Site, rendered: Rendered, function: Any, loaded: Loaded) -> It
 
 
 def _causality(loaded: Loaded) -> Iterator[Check]:
-    """Another token at j moves nothing before j, and something from j on."""
+    """Checks that changing the token at j changes no score before j, and at least one score from j on."""
     tokens = min(loaded.spec.model.window, 128)
     inputs, fed = _batch(loaded, "score", 2, tokens), loaded.spec.model.fed
     scale = 1e-5 if _dtype(loaded) == "f32" else 1e-2
@@ -274,8 +318,10 @@ def _causality(loaded: Loaded) -> Iterator[Check]:
 
 
 def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
-    """A token at a time against the state gives the scores of the whole sequence, as far as the dtype's rounding lets
-    them: three times what it does to the whole sequence's own scores."""
+    """Checks that decoding token by token with a cache has the scores of the whole sequence.
+
+    The largest error against f64 may be three times that of scoring the whole sequence in the compute dtype.
+    """
     tokens = min(spec.model.window, 64)
     inputs = _batch(loaded, "score", 2, tokens)
     model: Any = loaded.model
@@ -292,7 +338,10 @@ def _cache(spec: Spec, loaded: Loaded) -> Iterator[Check]:
 
 
 def _stepped_text(model: Any, tokens: int, ids: Tensor, targets: Tensor) -> tuple[list[int], Tensor]:
-    """Two chunks, then a token at a time: the positions after which there are logits, and the nats there."""
+    """Scores a text in two chunks and then token by token.
+
+    Returns the positions that have logits, and the nats of their targets, [B, positions].
+    """
     cache = model.new_cache(len(ids), tokens)
     ends = sorted({max(tokens // 4, 1), max(tokens // 2, 1), *range(max(tokens // 2, 1), tokens + 1)})
     logits, start = [], 0
@@ -304,7 +353,7 @@ def _stepped_text(model: Any, tokens: int, ids: Tensor, targets: Tensor) -> tupl
 
 
 def _stepped_pairs(model: Any, tokens: int, source: Tensor, target: Tensor) -> tuple[list[int], Tensor]:
-    """Every position of the target, and the nats there, 0 at pads."""
+    """Scores a target line token by token. Returns all positions and the nats there, [B, T], 0 at padding."""
     state, inputs = model.encode(source), shifted(target)
     starts = (torch.tensor(t, device=source.device) for t in range(tokens))
     logits = [model.extend(inputs[:, t : t + 1], start, state) for t, start in enumerate(starts)]
@@ -312,9 +361,9 @@ def _stepped_pairs(model: Any, tokens: int, source: Tensor, target: Tensor) -> t
 
 
 def _nats(logits: list[Tensor], targets: Tensor) -> Tensor:
-    """Those of each target, [B, T], for logits of each position."""
+    """Returns the nats of targets [B, T], for a list of the logits at each position."""
     return -torch.stack(logits, 1).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
-# the program that goes on with a line -> how a line is scored with it
+# The function that scores sequences step by step, by the name of the program that extends a sequence.
 STEPPED: Mapping[str, Callable[..., tuple[list[int], Tensor]]] = {"prefill": _stepped_text, "extend": _stepped_pairs}
