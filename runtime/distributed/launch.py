@@ -82,8 +82,7 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
 
 def own_cpu(path: Path, spec: Spec) -> str | None:
     """Returns the CPU target that the run at `path` was trained on, or that is the only target of the artifact at
-    `path`. Returns None if there is no such
-    target, or if a target of the spec runs on a GPU here. Raises as
+    `path`. Returns None if there is no such target, or if a target of the spec runs on a GPU here. Raises as
     `Run.open`."""
     own = Run.open(path).target if path.is_dir() else spec.targets[0]
     alone = path.is_dir() or len(spec.targets) == 1

@@ -151,9 +151,8 @@ class World:
         """
         with _peers():
             while self.rank and not self._store.check([name]):
-                if self._store.check(
-                    ["failed"]
-                ):  # raise here: the store ends with rank 0, and torch's own error is long
+                # raise here: the store ends with rank 0, and torch's own error is long
+                if self._store.check(["failed"]):
                     raise PeerLost("another process of this run has failed", "see what it says")
                 time.sleep(0.05)
         yield

@@ -27,9 +27,8 @@ class AdamW(UpdateRule[AdamWSpec]):
             self._tensors, spec.lr, spec.betas, spec.eps, decay, fused=fused, foreach=False, capturable=fused
         )
         self._torch._warned_capturable_if_run_uncaptured = True  # silences a warning: capture is optional here
-        for (
-            parameter
-        ) in self._tensors:  # Torch creates its state in the first step, but state names must not depend on the step
+        # Torch creates its state in the first step, but the state names must exist before it.
+        for parameter in self._tensors:
             self._torch.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device if fused else "cpu"),
                 "exp_avg": torch.zeros_like(parameter),

@@ -206,7 +206,7 @@ class Masters:
         None.
 
         Values are checked first: one step later, all gradients may be non-finite, but the values still identify the
-            parameters that were hit first.
+        parameters that were hit first.
         """
         for tensors in (list(self.tensors.values()), self.gradients):
             for name, tensor in zip(self.tensors, tensors, strict=True):

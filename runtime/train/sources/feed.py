@@ -160,7 +160,8 @@ class Forced:
 
 
 def shifted(target: Tensor) -> Tensor:
-    """Returns the decoder inputs under full teacher forcing: start, then the target's tokens except the last."""
+    """Returns the decoder inputs under full teacher forcing: the start token, then the target's tokens except
+    the last."""
     inputs = target.roll(1, dims=1)
     inputs[:, 0] = START
     return inputs
