@@ -116,8 +116,7 @@ def main() -> NoReturn:
         code = run(sys.argv[1:])
     code = _flushed(code)
     if code and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        # A failed process of several skips its teardown, in which CUDA or NCCL could wait for ranks that have
-        # ended.
+        # A failed process of several skips its teardown, in which CUDA or NCCL could wait for ended ranks.
         os._exit(code)
     sys.exit(code)
 

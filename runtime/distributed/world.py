@@ -195,7 +195,7 @@ class World:
 class Waiting:
     """A pending collective call. Its tensors must not be used until `wait` returns."""
 
-    _work: Any = None  # None where there is nothing to wait for
+    _work: Any = None  # None if there is nothing to wait for
 
     def wait(self) -> None:
         """Waits for the call. On a GPU the current stream waits, not the host."""

@@ -24,7 +24,7 @@ class Average(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether any masters have entered the mean yet."""
+        """True once the mean includes masters. Before that, `tensors` are a copy of the masters."""
         return True
 
     @abstractmethod

@@ -97,7 +97,7 @@ class Masters:
 
     @property
     def fake_quantizes(self) -> bool:
-        """Whether the model computes with quantized weights."""
+        """True if the model computes with quantized weights."""
         return self._quantized is not None
 
     def _lay_out(self, dtypes: Mapping[str, torch.dtype], sharded: Collection[str]) -> None:

@@ -176,9 +176,11 @@ def read_state(path: Path) -> State:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """Returns the weights that the run would end with at this checkpoint: the averaged weights if it averages, else the
-    plain weights. They are f32 by parameter name. Raises IntegrityError if the checkpoint is incomplete or has changed
-    since it was committed."""
+    """Returns the weights that the run would end with at this checkpoint, f32 by parameter name: the averaged weights
+    if it averages, else the plain weights.
+
+    Raises IntegrityError if the checkpoint is incomplete or has changed since it was committed.
+    """
     return _tensors(Committed.open(path), read_state(path).weights)
 
 

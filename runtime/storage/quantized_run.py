@@ -16,8 +16,11 @@ REPORT = "report.json"
 
 
 def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
-    """Returns the path of the run's quantized model. Calls `say` with a warning if the run has newer weights, or if the
-    step of the artifact is unknown. Raises RunFailure if the run is not quantized."""
+    """Returns the path of the run's quantized model.
+
+    Calls `say` with a warning if the run has newer weights, or if the step of the artifact is unknown. Raises
+    RunFailure if the run is not quantized.
+    """
     with suppress(OSError):  # an interrupted replacement cannot be finished in a read-only folder
         committed.settle(run.quantized, run.staged)
     path = run.quantized / ARTIFACT

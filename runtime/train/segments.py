@@ -96,6 +96,6 @@ class UnusedParameters:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Resets the values and the optimizer state to the saved ones, which reverts an update."""
+        """Reverts an update: copies the saved values and optimizer state back."""
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
             tensor.copy_(saved)

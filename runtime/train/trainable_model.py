@@ -28,7 +28,7 @@ class TrainableModel:
     """A model to train.
 
     Attributes:
-        module: the model. Calling it with the arguments that a feed returns gives the mean loss in nats, f32 [];
+        module: the model. Calling it with the arguments that a feed returns computes the mean loss in nats, f32 [];
             `module.score` returns the loss of each target in nats, f32 [B, T]. Its parameters are f32, under the names
             in `parameters`.
         parameters: the parameters with the dtypes that the programs read them in.

@@ -125,12 +125,12 @@ class Trainer:
 
     @property
     def fake_quantizes(self) -> bool:
-        """Whether the model currently computes with quantized weights."""
+        """True if the model currently computes with quantized weights."""
         return self.masters.fake_quantizes
 
     @property
     def calibrates_next(self) -> bool:
-        """Whether the next update begins by measuring the input scales of int8 products."""
+        """True if the next update begins by measuring the input scales of int8 products."""
         moment = schedule.moment(self.train, self.step, self.clock.common)
         begins = self._is_quantized_at(moment, segment_at(self._segments, moment.done))
         return begins and self._input_scales is not None and not self._input_scales.measured
@@ -355,7 +355,7 @@ class Trainer:
             self._fake_quantize(self._schemes)
 
     def _is_quantized_at(self, moment: schedule.Moment, index: int) -> bool:
-        """Whether weights are quantized at a moment in a segment."""
+        """Returns True if weights are quantized at a moment in a segment."""
         if any(segment.phase.rounds for segment in self._segments):  # weights and programs switch together
             return self._segments[index].phase.rounds
         return self.train.qat is not None and moment.warm_down < self.train.qat.below
