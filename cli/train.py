@@ -97,9 +97,17 @@ def command(
 
 
 def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...], data: str | None) -> Any:
-    """Returns the run that `train --resume` continues: the run in the directory, or else the newest run of the spec.
-    Returns None if there is no such run. Raises RunDirectoryError if the directory is not a run and no spec is given to
-    start a run from."""
+    """Returns the run that `train --resume` continues, or None if there is no such run.
+
+    Args:
+        directory: the run directory. None for the newest run of the spec.
+        spec: the spec. None for the only spec in specs/.
+        overrides: the `--set` texts.
+        data: the value of `--data`.
+
+    Raises:
+        RunDirectoryError: if `directory` is not a run and no spec is given to start a run from.
+    """
     from specc.compiler.spec.check import load
     from specc.runtime.storage.run_directory import Run, RunDirectoryError, is_run, newest_run
 

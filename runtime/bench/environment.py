@@ -83,7 +83,7 @@ def _driver() -> str:
 
 
 def _processor() -> str:
-    """Returns the name of the CPU. Python's `platform` provides it on few systems only."""
+    """Returns the name of the CPU from /proc/cpuinfo, because Python's `platform` provides it on few systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -46,7 +46,14 @@ class Members:
 
 
 def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Members:
-    """Returns a group's members, from the same spec without fusion points."""
+    """Returns a group's members, from the same spec without fusion points.
+
+    Args:
+        spec: the spec with fusion points.
+        programs: its programs on the target.
+        target: the target.
+        group: a group of `programs`.
+    """
     plain = pipeline.run(replace_fuse(spec), target)
     host = hosts(programs, group)[0]
     graph = next(graph for graph in plain.graphs if graph.name == host)

@@ -20,7 +20,7 @@ NONE = "-"
 
 
 def library_name(report: Report) -> str:
-    """Returns the name of the library that computes Torch's matrix products."""
+    """Returns the name of the library that Torch's matrix products use."""
     return "cuBLAS" if report.environment.machine.cuda != "none" else "torch"
 
 

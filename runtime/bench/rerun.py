@@ -34,8 +34,8 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
 class Rerun:
     """The decoding steps of a `rerun_model` module.
 
-    If `captured`, on a GPU, it replays a CUDA graph for each number of rows and of tokens. Numbers of rows are powers
-    of two and the whole batch, as in a decoder with a cache.
+    With `captured`, on a GPU, a CUDA graph is replayed for each number of rows and of tokens. The numbers of rows are
+    powers of two and that of the whole batch, as in a decoder with a cache.
     """
 
     def __init__(self, model: Any, window: int, captured: bool) -> None:

@@ -215,7 +215,7 @@ class Masters:
         return None
 
     def digests(self) -> dict[str, int]:
-        """Returns, by name, the sum of each master's bits read as i32. Equal weights have equal digests."""
+        """Returns the sum of each master's bits, read as i32, by name. Equal weights have equal sums on any device."""
         sums = [master.detach().view(torch.int32).sum(dtype=torch.int64) for master in self.tensors.values()]
         return dict(zip(self.tensors, torch.stack(sums).tolist(), strict=True))
 

@@ -66,15 +66,21 @@ def down_by_steps(schedule: ScheduleSpec, steps: int, step: int) -> float:
 
 
 def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -> float:
-    """Returns the multiplier in a run of `budget` seconds. The mean time per step so far converts `warmdown_steps` into
-    seconds, so the warm-down ends with the budget on a machine of any speed.
+    """Returns the multiplier in a run of `budget` seconds.
 
-    With T the budget, t the seconds, s their mean per step and W the warm-down steps, the multiplier is 1 while T - t >
-    W s, then max((T - t) / (W s), floor) (parameter-golf's wall-clock schedule). If the warm-down is a fraction f, f T
-    replaces W s.
+    The mean time per step so far converts `warmdown_steps` into seconds, so the warm-down ends with the budget on a
+    machine of any speed. With T the budget, t the seconds, s their mean per step and W the warm-down steps, the
+    multiplier is 1 while T - t > W s, then max((T - t) / (W s), floor) (parameter-golf's wall-clock schedule). If the
+    warm-down is a fraction f, f T replaces W s.
 
     A warm-up counts steps. If it is a fraction f, it has f T / s steps, by the mean so far. Before the first update
     that mean is unknown, and the multiplier is 0.
+
+    Args:
+        schedule: the schedule.
+        budget: the length of the run in seconds of training.
+        step: the number of updates so far.
+        seconds: seconds of training so far.
     """
     warmup: float = schedule.warmup_steps
     if schedule.warmup_fraction:
@@ -83,7 +89,7 @@ def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -
 
 
 def down_by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -> float:
-    """Returns `by_clock` without the warm-up."""
+    """Returns `by_clock` without the warm-up. Args as in `by_clock`."""
     span = schedule.warmdown_steps * seconds / step if step else 0.0
     return _down(max(0.0, budget - seconds), schedule.warmdown_fraction * budget or span, schedule.floor)
 

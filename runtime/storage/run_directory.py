@@ -101,8 +101,8 @@ class Run:
 
     @property
     def staged(self) -> Path:
-        """The folder in which the next `quantized` is written. It is separate from the run's own lock: a run that is
-        still training may be quantized from its last checkpoint."""
+        """The folder in which the next `quantized` is written. Its parent has a lock of its own, so that a run that is
+        still training can be quantized from its last checkpoint."""
         return self.directory / ".quantizing" / "quantized"
 
     @property

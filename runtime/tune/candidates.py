@@ -38,7 +38,7 @@ class Candidate:
 
 
 def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns the choices with a generated kernel, one per kernel file, in the order of the plan."""
+    """Returns the choices with a kernel of their own, one per kernel file, in the order of the plan."""
     return tuple({c.rendered.module: c for c in reversed(plan.choices) if c.rendered.function}.values())[::-1]
 
 

@@ -81,8 +81,22 @@ def time_row(row: StepRow, spec: Spec, device: torch.device) -> Timing:
 
 
 def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.device, say: Say) -> StepTiming:
-    """Times training steps with the tiles of `lock`, and measures their memory and the time of the work between the
-    nodes."""
+    """Measures training steps with the tiles of `lock`.
+
+    Args:
+        spec: the spec.
+        plan: its plan on one target.
+        step: the step, for its key and tokens.
+        lock: the measured kernels.
+        device: the GPU to train on.
+        say: reports progress.
+
+    Returns:
+        The time of a step in ms, the peak memory in bytes, and the ms per step of each class of work between the nodes.
+
+    Raises:
+        RunFailure: if the device is not a GPU, or a loss is not finite.
+    """
     with tempfile.TemporaryDirectory(prefix="specc-tune-step-") as name:
         folder = Path(name)
         names = generated_names(plan, instantiate(spec, plan.target.name, folder / "names", lock=lock).directory)
