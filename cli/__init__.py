@@ -1,10 +1,10 @@
 """The command line, above the compiler and the runtime: one module per command, named after it.
 
-A module of a command imports at its top only what its options need, and the rest when the command runs: `specc --help`
-imports no command, and a command that needs no torch never imports it.
+The module of a command imports at its top only what its options need, and the rest when the command runs. `specc
+--help` imports no command, and a command that needs no torch never imports it.
 """
 
-# Folders and modules from the lowest layer to the highest. Each may import itself and what stands before it.
+# Folders and modules from the lowest layer to the highest. Each may import itself and the entries before it.
 LAYERS = (
     "output",
     "options",

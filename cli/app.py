@@ -1,4 +1,4 @@
-"""The `specc` command: its subcommands, found by name and imported when they run, and its exit codes."""
+"""The `specc` command: its lazily imported subcommands, and its exit codes."""
 
 import os
 import signal
@@ -21,12 +21,12 @@ click.rich_click.STYLE_HELPTEXT = ""
 
 
 class LazyGroup(click.RichGroup):
-    """A group whose subcommands are the `command` of the modules of a package, imported when one of them runs.
+    """A group whose subcommands are the `command` objects of the modules of a package, imported when they run.
 
     Args:
         name: the name of the group.
-        package: the package of the modules; one is named as its subcommand.
-        entries: the first sentence of each subcommand's help, or a group, in the order in which help lists them.
+        package: the package of the modules. Each module has the name of its subcommand.
+        entries: the first sentence of each subcommand's help, or a group, in the order of the help listing.
         help: the help of the group.
     """
 
@@ -49,7 +49,7 @@ class LazyGroup(click.RichGroup):
         return name, entry and self.loaded(entry), rest
 
     def loaded(self, entry: click.Command) -> click.Command:
-        """The command that an entry of the list stands for."""
+        """Imports and returns the command of an entry."""
         if isinstance(entry, click.Group):
             return entry
         command: click.Command = import_module(f"{self.package}.{entry.name}").command
@@ -110,28 +110,27 @@ specc = click.option(
 
 
 def main() -> NoReturn:
-    """The entry point: every failure ends with its exit code and without a traceback, unless it is a bug of specc."""
+    """The entry point. Every failure ends with its exit code and without a traceback, unless it is a bug of specc."""
     keep_notes_going()
     with pre_emptible():
         code = run(sys.argv[1:])
     code = _flushed(code)
     if code and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        # One of several processes that failed skips its teardown, in which CUDA or NCCL could wait for ranks that
-        # are gone.
+        # A failed process of several skips its teardown, in which CUDA or NCCL could wait for ended ranks.
         os._exit(code)
     sys.exit(code)
 
 
 class Terminated(BaseException):
-    """A signal came that ends a process, where no work is under way that handles it itself."""
+    """A signal to end the process arrived while no work that handles the signal itself was running."""
 
     exit_code = EXIT_PREEMPTED
 
 
 @contextmanager
 def pre_emptible() -> Iterator[None]:
-    """While it is open, SIGTERM and SIGHUP raise Terminated, so that a command ends as pre-empted before the signals
-    of its own work are handled; signals that are ignored, as nohup has it, stay so."""
+    """A context manager in which SIGTERM and SIGHUP raise Terminated, so that a command ends as pre-empted even before
+    its own work handles the signals. Signals that are ignored, for example under nohup, stay ignored."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(signal.Signals(number).name)
@@ -147,11 +146,11 @@ def pre_emptible() -> Iterator[None]:
 
 
 def _flushed(code: int) -> int:
-    """The exit code, once all output is written. A reader that left is no error; a full disk is."""
+    """Flushes standard output and returns the exit code. A closed pipe is not an error; a full disk is."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        # What cannot be written must not be tried again when the interpreter ends.
+        # The interpreter must not try to write the rest again when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code if isinstance(error, BrokenPipeError) else code or _not_written(error)
     return code
@@ -163,14 +162,14 @@ def _not_written(error: OSError) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command; returns its exit code."""
+    """Runs one command and returns its exit code."""
     form = requested_format(arguments)
     try:
         result = specc.main([*arguments], prog_name="specc", obj=form, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except Exit as end:
         return int(end.exit_code)
-    except SystemExit as end:  # Click's own, after help that was not asked for, and when a reader of the output left
+    except SystemExit as end:  # raised by Click after implicit help, and after a closed pipe
         left = isinstance(end.__context__, BrokenPipeError)
         return end.code if isinstance(end.code, int) and not left else 0
     except click.ClickException as error:
@@ -182,14 +181,14 @@ def run(arguments: Sequence[str]) -> int:
     except Terminated as end:
         click.echo(f"pre-empted by {end}", err=True)
         return EXIT_PREEMPTED
-    except BrokenPipeError:  # the reader of the output has seen enough
+    except BrokenPipeError:  # the reader of the output closed the pipe
         return 0
     except Exception as error:
         return failed(error, form)
 
 
 def failed(error: Exception, form: str = "text") -> int:
-    """Shows an error that is meant for people, or reports a bug; returns the exit code."""
+    """Shows an error that is meant for users, or reports a bug. Returns the exit code."""
     from specc.compiler.errors import FULL
 
     if (code := getattr(error, "exit_code", None)) is not None:
@@ -197,7 +196,8 @@ def failed(error: Exception, form: str = "text") -> int:
         return int(code)
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         hint = "\n  = help: free some space" if error.errno in FULL else ""
-        click.echo(f"error: {error.filename}: {error.strerror}{hint}", err=True)  # a full or sealed disk is no bug
+        # a full or read-only disk is not a bug
+        click.echo(f"error: {error.filename}: {error.strerror}{hint}", err=True)
         return EXIT_ENVIRONMENT
     if isinstance(error, OSError) and error.errno in FULL:
         return _not_written(error)

@@ -1,4 +1,4 @@
-"""The command that measures. Torch is imported when it runs, not before."""
+"""The `bench` command. Torch is imported only when it runs."""
 
 import json
 import shlex
@@ -58,11 +58,11 @@ def command(
 ) -> int:
     """Time every kernel, every fused group and the training step beside eager Torch, torch.compile and cuBLAS.
 
-    Sizes are the spec's own: a micro-batch of whole windows. Floors are what bytes and operations cost at ceilings
-    that are measured in the same run. A kernel with wrong values is an error and gets no time.
+    Sizes are those of the spec: a micro-batch of whole windows. Floors are computed from bytes and operations, at
+    ceilings that are measured in the same run. A kernel with wrong values is an error and is not timed.
 
-    Of a model of pairs also `table`, training and validation on one GPU and on several, with a cache and without;
-    `decode`, lines a second in each dtype; and `int8`, the deployed products beside torch._int_mm.
+    For a model of pairs there are further parts: `table`, training and validation on one GPU and on several, with a
+    cache and without; `decode`, lines per second in each dtype; and `int8`, the deployed products beside torch._int_mm.
     """
     from specc.compiler.build import plan_loaded
     from specc.compiler.plan.lock import lock_path, read_lock
@@ -82,7 +82,7 @@ def command(
         loaded, source = load(spec, overrides)
         lock = read_lock(lock_path(spec, loaded.name))
         plan_loaded(loaded, source, (), lock)
-        chosen = choose_target(loaded, target)  # one, however many processes: --gpus 2 beside --gpus 1 compares
+        chosen = choose_target(loaded, target)  # independent of --gpus, to be comparable
         if gpus is not None and world is not None and gpus != world.size:
             raise click.UsageError(f"--gpus {gpus}, but {world.size} processes were started")
         if gpus is not None and world is None and (code := launched(gpus, loaded, chosen)) is not None:

@@ -1,4 +1,4 @@
-"""The command that writes the generated code of a spec."""
+"""The `build` command, which writes the generated code of a spec."""
 
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from specc.cli.project import all_specs, generated_beside, only_spec
 def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force: bool, into: Path | None) -> int:
     """Write the generated code of a spec.
 
-    It goes to generated/NAME/ in the project of the spec. With --check or --diff, a spec that is `-` is read from
-    standard input.
+    The code is written to generated/NAME/ in the project of the spec. With --check or --diff, a spec that is `-` is
+    read from standard input.
     """
     from specc.compiler.build import compile_spec
     from specc.compiler.generated_folder import drift, unified, write
@@ -70,7 +70,7 @@ def command(specs: tuple[Path, ...], every: bool, check: bool, diff: bool, force
 
 
 def _show(findings: list[dict[str, Any]], specs: int) -> None:
-    """What is not as built, in the format that was asked for."""
+    """Shows the files that differ from the build, in the requested format."""
     form = error_format()
     if form == "json":
         import json

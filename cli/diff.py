@@ -1,4 +1,4 @@
-"""The command that compares two specs."""
+"""The `diff` command, which compares two specs."""
 
 from pathlib import Path
 

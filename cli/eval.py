@@ -1,4 +1,4 @@
-"""The command that scores a model. Torch is imported when it runs, not before."""
+"""The `eval` command, which scores a model. Torch is imported only when it runs."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The command that shows why each node has its kernel."""
+"""The `explain` command, which shows the reason for the kernel of each node."""
 
 import shlex
 from pathlib import Path

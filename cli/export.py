@@ -1,4 +1,4 @@
-"""The command that writes what ships."""
+"""The `export` command, which writes a run as a file or as a submission."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from specc.cli.output import say
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What `specc export` was asked for; `codec` and `targets` are for a submission."""
+    """The options of `specc export`. `codec` and `targets` apply to a submission."""
 
     run: Path
     kind: Any
@@ -26,7 +26,7 @@ class Wish:
 
 class Writer(Protocol):
     def __call__(self, wish: Wish) -> tuple[Sequence[Path], bool]:
-        """The files that were written, and whether they are over a budget."""
+        """Writes the files. Returns their paths, and whether they exceed a budget."""
         ...
 
 
@@ -84,7 +84,7 @@ def command(
 ) -> int:
     """Write a run as one file, read back and compared before it counts; or as a submission.
 
-    A submission to parameter-golf that is over its budget ends with exit code 1.
+    The exit code is 1 if a submission to parameter-golf exceeds its budget.
     """
     paths, over = WRITERS[kind](Wish(run, kind, out, force, codec, targets, tokenizers))
     for path in paths:

@@ -1,4 +1,4 @@
-"""The command that decodes with a model. Torch is imported when it runs, not before."""
+"""The `generate` command, which decodes with a model. Torch is imported only when it runs."""
 
 import os
 from pathlib import Path
@@ -11,13 +11,13 @@ from click.core import ParameterSource
 from specc.cli.options import device_option, format_option, model_argument, tokenizers_option
 from specc.cli.output import say
 
-MAX_SEED = 2**63 - 1  # of torch generators, with room for the seeds of further samples
+MAX_SEED = 2**63 - 1  # below the limit of torch generators, with room for the seeds of further samples
 OF_TEXTS = ("prompt", "max_tokens", "temperature", "top_k", "top_p", "seed", "samples")
 OF_LINES = ("beam",)
 
 
 def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
-    """Raises UsageError for an option among these that was given: it would have no effect."""
+    """Raises UsageError if any of these options was given, because it would have no effect."""
     given = get_current_context().get_parameter_source
     odd = [f"--{name.replace('_', '-')}" for name in names if given(name) is not ParameterSource.DEFAULT]
     if odd:
@@ -25,7 +25,7 @@ def _refuse_options(beside: str, names: tuple[str, ...]) -> None:
 
 
 def _utf8(prompt: str) -> bytes:
-    """The bytes of an argument, whatever the locale took them for. Raises UsageError where they are no UTF-8."""
+    """Returns the bytes of an argument, independent of the locale. Raises UsageError if they are not valid UTF-8."""
     text = os.fsencode(prompt)
     try:
         text.decode()
@@ -39,7 +39,7 @@ def _utf8(prompt: str) -> bytes:
 @click.option("--prompt", default="", help="The start of a document.")
 @click.option(
     "--lines",
-    type=click.File("rb"),  # as text, a lone carriage return would end a line
+    type=click.File("rb"),  # binary: in text mode a lone carriage return would end a line
     help="A file of lines, or -; each is turned into another line.",
 )
 @click.option(

@@ -1,4 +1,4 @@
-"""The command that starts a spec from another one."""
+"""The `init` command, which copies a spec to start a new spec."""
 
 import shlex
 from pathlib import Path

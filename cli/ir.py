@@ -1,4 +1,4 @@
-"""The command that prints graphs."""
+"""The `ir` command, which prints graphs."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ folder = click.Path(path_type=Path)
 
 
 def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path:
-    """Answers a path that is not there before anything is imported for it."""
+    """Checks that a path exists before the command imports anything. Raises SpeccError if it does not."""
     if path.exists() or ctx.resilient_parsing:
         return path
     from specc.compiler.errors import SpeccError
@@ -23,15 +23,15 @@ def _present(ctx: click.Context, parameter: click.Parameter, path: Path) -> Path
 
 
 def stated(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Refuses an empty text, which a script gives whose variable is not set."""
+    """Rejects an empty text, which a script passes if its variable is not set. Raises BadParameter."""
     if value is not None and not value.strip():
         raise click.BadParameter("it is empty", ctx, parameter)
     return value
 
 
 class Compiling(click.RichCommand):
-    """A command that compiles and ends. Nearly all that it makes lives until then: looking for garbage would take a
-    quarter of its time."""
+    """A command that compiles and exits, with garbage collection disabled: nearly all of its objects live until the
+    end, and collection would take a quarter of its time."""
 
     def invoke(self, ctx: click.Context) -> Any:
         enabled = gc.isenabled()
@@ -44,7 +44,7 @@ class Compiling(click.RichCommand):
 
 
 class SpecPath(click.Path):
-    """The file of a spec; `-` is standard input."""
+    """The path of a spec; `-` is standard input."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path, allow_dash=True)
@@ -75,5 +75,6 @@ tokenizers_option = click.option(
 
 
 def with_data(extra: tuple[Path, ...], data: str | None) -> tuple[Path, ...]:
-    """Where tokenizer files are looked for: what was named, and the folder of the data, where packed data has its."""
+    """Returns the folders to search for tokenizer files: the given folders, and the folder of the data, which in packed
+    data contains its tokenizer."""
     return (*extra, Path(data)) if data is not None and Path(data).is_dir() else extra

@@ -1,4 +1,4 @@
-"""How commands speak: results on stdout; notes, progress and errors on stderr."""
+"""The output of commands: results on stdout; notes, progress and errors on stderr."""
 
 import io
 import os
@@ -15,8 +15,8 @@ FORMATS = ("text", "json", "github")
 
 
 class _Notes(io.FileIO):
-    """Standard error as a file that takes everything: a reader that left, a terminal that closed or a full disk never
-    ends the work that is told of there."""
+    """Standard error as a file that ignores write errors: a closed pipe, a closed terminal or a full disk never ends
+    the work that reports there."""
 
     def write(self, data: Any) -> int:
         try:
@@ -26,7 +26,7 @@ class _Notes(io.FileIO):
 
 
 def keep_notes_going() -> None:
-    """Lets this process go on when standard error can no longer be written."""
+    """Makes this process ignore errors of writing to standard error."""
     if sys.stderr is None:
         return
     buffer = io.BufferedWriter(_Notes(sys.stderr.fileno(), "wb", closefd=False))
@@ -34,7 +34,7 @@ def keep_notes_going() -> None:
 
 
 def requested_format(arguments: Sequence[str]) -> str:
-    """The format of errors that a command line asks for, right or wrong as the rest of it may be."""
+    """Returns the error format that a command line requests, even if the rest of the command line is invalid."""
     form = FORMATS[0]
     for option, value in pairwise([*arguments, ""]):
         if option == "--":
@@ -46,7 +46,7 @@ def requested_format(arguments: Sequence[str]) -> str:
 
 
 def error_format() -> str:
-    """The format of errors that the command line of the running command asks for."""
+    """Returns the error format that the running command's command line requests."""
     return str(get_current_context().obj)
 
 
@@ -64,7 +64,7 @@ def show(error: Exception, form: str) -> None:
 
 
 def show_usage(error: click.ClickException, form: str) -> None:
-    """Shows an error of the command line itself, which Click words and, as text, lays out."""
+    """Shows an error of the command line itself. Click provides the message and, for text, the layout."""
     if form == "text":
         error.show()
         return
@@ -76,24 +76,24 @@ def show_usage(error: click.ClickException, form: str) -> None:
 
 
 def colored() -> bool:
-    """Whether errors are shown in colors."""
+    """Returns whether errors are shown in color."""
     return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def tell(note: str) -> None:
-    """A note on stderr, where there is one."""
+    """Prints a note on stderr, unless it is empty."""
     if note:
         click.echo(note, err=True)
 
 
 def say(line: str) -> None:
-    """Progress goes to stderr, results to stdout."""
+    """Prints a line of progress on stderr. Results go to stdout."""
     click.echo(line, err=True)
 
 
 class Stages:
-    """Shows how far long work has come: a bar on a terminal, elsewhere a line a stage, and one more each `every`
-    seconds."""
+    """Shows the progress of long work: a bar on a terminal; elsewhere one line per stage, and a further line every
+    `every` seconds."""
 
     def __init__(self, every: float = 30.0) -> None:
         self.stage, self._every, self._told = "", every, 0.0

@@ -1,4 +1,4 @@
-"""The command that summarizes what a spec makes."""
+"""The `plan` command, which summarizes the build of a spec."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Commands that run in several processes, one a GPU."""
+"""Support for commands that run in several processes, one per GPU."""
 
 import sys
 from typing import Any
@@ -10,7 +10,7 @@ from specc.cli.output import say
 
 
 class Repeatable(click.RichCommand):
-    """Keeps its arguments as they were given, to run them in other processes."""
+    """A command that stores its arguments as given, to run them in other processes."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["arguments"] = [ctx.info_name, *args]
@@ -18,7 +18,8 @@ class Repeatable(click.RichCommand):
 
 
 def launched(gpus: int, spec: Any, target: str | None) -> int | None:
-    """The exit code of this command in `gpus` processes; None for one, which is this. Raises as `require_devices`."""
+    """Runs this command in `gpus` processes and returns their exit code. Returns None if `gpus` is 1: then this process
+    runs the command itself. Raises as `require_devices`."""
     from specc.runtime.distributed.launch import launch, require_devices
 
     require_devices(gpus, spec, target)
@@ -29,7 +30,7 @@ def launched(gpus: int, spec: Any, target: str | None) -> int | None:
 
 
 def joined_world() -> Any:
-    """As `specc.runtime.distributed.world.joined`, which imports torch."""
+    """Returns `specc.runtime.distributed.world.joined()`. Imports torch."""
     from specc.runtime.distributed.world import joined
 
     return joined()

@@ -1,4 +1,4 @@
-"""The folders of a project, and what the arguments of a command name in them."""
+"""The folders of a project, and the specs and targets that command arguments select."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ def all_specs() -> list[Path]:
 
 
 def generated_beside(spec: Path) -> Path:
-    """The folder of the generated code of a spec's project: beside the spec, or beside the folder specs/ that it is
-    in."""
+    """Returns the folder of the generated code of a spec's project: next to the spec, or next to the folder specs/ that
+    contains it."""
     folder = spec.parent
     if (folder.name or folder.absolute().name) == "specs":
         folder = folder.parent if folder.name else Path("..")
@@ -24,7 +24,8 @@ def generated_beside(spec: Path) -> Path:
 
 
 def only_spec() -> Path:
-    """The one spec in specs/, for commands that may go without. Raises UsageError that lists the choices."""
+    """Returns the only spec in specs/, for commands whose spec is optional. Raises UsageError, with the choices, if
+    there are several."""
     found = all_specs()
     if len(found) > 1:
         raise click.UsageError(f"name a spec: {', '.join(map(str, found))}")
@@ -32,7 +33,7 @@ def only_spec() -> Path:
 
 
 def checked_targets(spec: Path, target: str | None) -> tuple[str, ...]:
-    """The targets that an option asks for. Raises UsageError where the spec does not list it."""
+    """Returns the targets that an option selects. Raises UsageError if the spec does not list the target."""
     if target is None:
         return ()
     from specc.compiler.spec.check import load

@@ -1,4 +1,4 @@
-"""The command that quantizes a run."""
+"""The `quantize` command, which quantizes a run."""
 
 import shlex
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command that prints the JSON Schema of a spec."""
+"""The `schema` command, which prints the JSON Schema of a spec."""
 
 import rich_click as click
 

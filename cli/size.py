@@ -1,4 +1,4 @@
-"""The command that counts the bytes that ship."""
+"""The `size` command, which counts the bytes that ship."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from specc.cli.output import say
 def command(model: Path, budget: int | None, plain: bool, as_json: bool) -> int:
     """Count the bytes that ship, exactly; exit 1 when they are over the budget.
 
-    Of a submission's folder, those of its two files are counted.
+    For the folder of a submission, the bytes of its two files are counted.
     """
     from specc.runtime.submission.count import is_submission, submission_size
 

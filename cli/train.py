@@ -1,4 +1,4 @@
-"""The command that trains a spec. Torch is imported when it runs, not before."""
+"""The `train` command. Torch is imported only when it runs."""
 
 import shlex
 from contextlib import nullcontext
@@ -48,7 +48,7 @@ def command(
 ) -> int:
     """Train a spec.
 
-    Across machines, start it with torchrun.
+    To train across machines, start this command with torchrun.
     """
     from specc.compiler.build import plan_loaded
     from specc.compiler.plan.lock import lock_path, read_lock
@@ -97,8 +97,17 @@ def command(
 
 
 def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...], data: str | None) -> Any:
-    """The run that `train --resume` goes on with: that in the directory, or else the newest of the spec; None where it
-    begins one. Raises RunDirectoryError for a directory that is none where no spec is named to begin one of."""
+    """Returns the run that `train --resume` continues, or None if there is no such run.
+
+    Args:
+        directory: the run directory. None for the newest run of the spec.
+        spec: the spec. None for the only spec in specs/.
+        overrides: the `--set` texts.
+        data: the value of `--data`.
+
+    Raises:
+        RunDirectoryError: if `directory` is not a run and no spec is given to start a run from.
+    """
     from specc.compiler.spec.check import load
     from specc.runtime.storage.run_directory import Run, RunDirectoryError, is_run, newest_run
 
@@ -112,8 +121,8 @@ def begun(directory: Path | None, spec: Path | None, overrides: tuple[str, ...],
 
 
 def selecting(path: Path, overrides: tuple[str, ...], data: str | None) -> tuple[str, ...]:
-    """The override that makes `--data KIND` the kind of data, where a spec with its `overrides` states another, or
-    none; only for kinds that need no files."""
+    """Returns the override that makes `--data KIND` the kind of data, if the spec with its `overrides` states a
+    different kind or none. Only kinds that need no files can be selected this way."""
     from specc.compiler.spec.train import GENERATED
     from specc.compiler.text.overrides import apply_overrides
     from specc.compiler.text.source import read

@@ -1,4 +1,4 @@
-"""The command that searches the fastest kernels. Torch is imported when it runs, not before."""
+"""The `tune` command. Torch is imported only when it runs."""
 
 import json
 import shlex
@@ -30,10 +30,11 @@ def command(
 ) -> None:
     """Search the fastest kernel and tile for every node with a kernel of its own, on the spec's own sizes.
 
-    Writes NAME.lock.json beside the spec after each node; `specc build` reads it. A search that was cut off goes on
-    where it stopped. Candidates that do not compile, spill, or are less exact than plain Torch are listed with the
-    reason. With --set, what a variant's nodes have joins the same lock: an entry holds for its very node alone. Library
-    products and, without --only, whole training steps are measured too: PLAN.md has their times.
+    Writes NAME.lock.json next to the spec after each node; `specc build` reads it. An interrupted search resumes from
+    its results. Candidates that do not compile, spill, or are less exact than plain Torch are listed with the reason.
+    With --set, results for the nodes of the variant are added to the same lock: an entry applies only to the node that
+    it was measured for. Library products and, without --only, whole training steps are measured too: PLAN.md contains
+    their times.
     """
     from specc.compiler.plan.lock import lock_path, read_lock
     from specc.compiler.spec.check import load

@@ -1,4 +1,4 @@
-"""The command that checks specs."""
+"""The `validate` command, which checks specs."""
 
 from pathlib import Path
 

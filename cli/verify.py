@@ -1,4 +1,4 @@
-"""The command that holds generated code to its plan. Torch is imported when it runs, not before."""
+"""The `verify` command, which checks generated code against its plan. Torch is imported only when it runs."""
 
 import json
 from itertools import chain
@@ -18,7 +18,7 @@ from specc.cli.project import checked_targets
 def command(spec: Path, target: str | None, as_json: bool) -> int:
     """Hold the generated code to the plan (torch.fx) and to float64 references; look for leaks.
 
-    Exit 1 where a check fails, 3 where a target that was named cannot run here.
+    Exit 1 if a check fails, 3 if the target given with --target cannot run here.
     """
     from specc.compiler.build import plan_spec
     from specc.compiler.plan.lock import lock_path, read_lock

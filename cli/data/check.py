@@ -1,4 +1,4 @@
-"""The command that checks token shards."""
+"""The `data check` command, which checks token shards."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from specc.cli.output import Stages
 def command(folder: Path, tokenizer: str | None, tokenizers: tuple[Path, ...], as_json: bool) -> int:
     """Read a folder of token shards once, and tell what it holds and what is wrong.
 
-    Exit 5 where bytes are not what they should be, 1 for what else is wrong.
+    Exit 5 if stored bytes are damaged, 1 for any other problem.
     """
     from specc.runtime.data.shards.check import check as read
     from specc.runtime.data.tokenizers.open import open_tokenizer

@@ -1,4 +1,4 @@
-"""The command that fetches token shards."""
+"""The `data fetch` command, which downloads token shards."""
 
 import shlex
 from pathlib import Path
@@ -21,7 +21,7 @@ from specc.cli.output import say
 def command(name: str, out: Path, shards: int, repo: str | None, revision: str | None) -> None:
     """Fetch token shards of FineWeb and their tokenizer from the Hugging Face hub.
 
-    The only command that uses the network.
+    This is the only command that uses the network.
     """
     from specc.runtime.data.shards.fetch import SETS
     from specc.runtime.data.shards.fetch import fetch as bring

@@ -1,4 +1,4 @@
-"""The command that packs text into token shards."""
+"""The `data pack` command, which packs text into token shards."""
 
 import shlex
 import sys
@@ -54,8 +54,8 @@ def command(
 ) -> None:
     """Pack text or jsonl, plain or as .xz or .gz, into a folder of token shards for --data.
 
-    Without --validation or --validation-fraction the splits are those that training on the text itself has: files or
-    folders named val* and train*, else one document in ten.
+    Without --validation or --validation-fraction the splits are the same as in training on the text itself: files or
+    folders named val* and train*, else one document in ten for validation.
     """
     from specc.runtime.data.shards.pack import PackOptions
     from specc.runtime.data.shards.pack import pack as make

@@ -1,1 +1,1 @@
-"""Side-by-side measurements of one spec on the machine at hand. One idea a file; `suite` runs them in order."""
+"""Side-by-side measurements of one spec on this machine. Each file is one measurement; `suite` runs them in order."""

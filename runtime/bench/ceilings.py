@@ -1,5 +1,5 @@
-"""The ceilings that every kernel is held to, measured in the same run: a large GEMM, and a large copy; where a kernel
-writes next to nothing, a large sum instead of the copy."""
+"""The ceilings that every kernel is compared with, measured in the same run: a large GEMM and a large copy. For kernels
+that write very little, a large sum replaces the copy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,14 +9,21 @@ import torch
 from specc.runtime.bench.timing import Measured, alternate
 
 SIZES = {"cuda": (8192, 2 << 30), "cpu": (1024, 128 << 20)}  # N of an N x N x N GEMM, bytes of a tensor to copy
-NEXT_TO_NOTHING = 1 / 16  # of the bytes: memory that need not turn from reading to writing is faster
+NEXT_TO_NOTHING = 1 / 16  # of the bytes: memory is faster if it need not switch between reading and writing
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """`gemm` is a product of two N x N matrices in `dtype` by the library, N being `size`; `copy` a copy of `copied`
-    bytes from device memory to device memory, which reads and writes each once; `read` a sum of as many bytes, which
-    only reads them."""
+    """The measured ceilings of a device.
+
+    Attributes:
+        dtype: the dtype of the GEMM.
+        size: N of the GEMM.
+        gemm: the library's product of two N x N matrices.
+        copied: the bytes that `copy` and `read` process.
+        copy: a copy from device memory to device memory, which reads and writes `copied` bytes.
+        read: a sum, which only reads `copied` bytes.
+    """
 
     dtype: str
     size: int
@@ -35,16 +42,17 @@ class Ceilings:
 
     @property
     def read_per_second(self) -> float:
-        """Bytes; at least what a copy moves, as a sum on a CPU may wait for its additions."""
+        """Bytes read per second. At least the rate of the copy, because a sum on a CPU may be limited by its
+        additions."""
         return max(self.copied / (1e-3 * self.read.ms), self.bytes_per_second)
 
     def floor_ms(self, flops: int, moved: int, written: int) -> float:
-        """No version that does so many operations and moves so many bytes, of which it writes `written`, runs much
-        faster."""
+        """Returns the least time in ms, about, of work with `flops` operations that moves `moved` bytes, of which
+        `written` are written."""
         return 1e3 * max(flops / self.flops_per_second, moved / self._speed(moved, written))
 
     def bound(self, flops: int, moved: int, written: int) -> Literal["FLOPs", "bytes"]:
-        """Which of the two makes the floor."""
+        """Returns which of the two determines the floor."""
         return "FLOPs" if flops / self.flops_per_second > moved / self._speed(moved, written) else "bytes"
 
     def _speed(self, moved: int, written: int) -> float:
@@ -52,7 +60,7 @@ class Ceilings:
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """Measures all ceilings, on random normal data."""
+    """Measures all ceilings on random normal data."""
     size, copied = SIZES[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)

@@ -10,8 +10,8 @@ from specc.runtime.support.native import compile_only
 
 
 class Compiler:
-    """Compiles all CUDA C++ of a generated folder in the background, so that nvcc and torch.compile work side by side.
-    `seconds` is how long that took, all files at once."""
+    """Compiles all CUDA C++ of a generated folder in the background, so that nvcc and torch.compile run in parallel.
+    `seconds` is the total time of all files, compiled in parallel."""
 
     def __init__(self, directory: Path) -> None:
         self._pool = ThreadPoolExecutor(os.cpu_count())
@@ -25,13 +25,13 @@ class Compiler:
         self.seconds = max(self.seconds, time.perf_counter() - self._began)
 
     def ready(self, choice: Choice) -> None:
-        """Waits for the files of one kernel. Raises what `compile_only` raises."""
+        """Waits for the files of one kernel. Raises as `compile_only`."""
         for name in choice.rendered.files:
             if name in self._waiting:
                 self._waiting[name].result()
 
     def all(self) -> None:
-        """Waits for every file."""
+        """Waits for all files. Raises as `compile_only`."""
         for future in self._waiting.values():
             future.result()
 

@@ -1,8 +1,8 @@
 """Greedy decoding of held-out lines by a model of pairs: with a cache and without, in each dtype, and in int8.
 
-lines/s are lines over seconds, from text to text in this process, `eval.batch` lines at once; a first pass, in which
-graphs are captured, comes before two that are timed. What a model stores as int8 runs by its deployed programs, and
-with the cache alone. A spec that is scored by beam search is timed with its beam too.
+lines/s are lines over seconds, from text to text in this process, `eval.batch` lines at once. A first pass, which
+captures CUDA graphs, precedes two timed passes. Weights that are stored as int8 run in the deployed programs, and only
+with the cache. A spec that is scored by beam search is also timed with its beam.
 """
 
 import time
@@ -41,8 +41,21 @@ INT8 = "int8"
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One way to decode. `building` are the seconds from the spec to the module on its device, kernels compiled;
-    `first` what the first pass took beyond the others; `exact` are the lines that equal their target."""
+    """The measurement of one decoder.
+
+    Attributes:
+        name: the dtype, the search and whether there is a cache.
+        dtype: the compute dtype.
+        cache: whether the decoder has a cache.
+        beam: the beam size; 1 for greedy decoding.
+        lines: the number of lines.
+        batch: lines at once.
+        passes: the time of a pass over all lines.
+        building: seconds from the spec to the module on its device, including kernel compilation.
+        first: the additional seconds of the first pass.
+        exact: the number of lines that equal their target.
+        agreeing: the share of lines equal to those of the decoder with a cache. None for that decoder.
+    """
 
     name: str
     dtype: str
@@ -63,14 +76,14 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """All rows, whether they are of trained weights, and by name why others are missing."""
+    """All rows; whether they are of trained weights; and, by name, why rows are missing."""
 
     rows: tuple[DecodeRow, ...]
     trained: bool
     missing: Mapping[str, str]
 
     def gain(self, row: DecodeRow) -> float | None:
-        """A row's lines/s as a multiple of those without a cache; None where these were not measured."""
+        """Returns a row's lines/s as a multiple of those without a cache, or None if these were not measured."""
         same = (one for one in self.rows if (one.dtype, one.beam, one.cache) == (row.dtype, row.beam, False))
         slow = next(same, None)
         return row.lines_per_second / slow.lines_per_second if slow is not None else None
@@ -78,8 +91,7 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What is decoded with: parameters f32 by name, and the stored arrays, with their spec, where they come from an
-    artifact."""
+    """The weights to decode with: f32 parameters by name; for an artifact also the stored arrays and their spec."""
 
     floats: Mapping[str, Tensor]
     stored: QuantizedModel | None
@@ -90,10 +102,23 @@ class _Weights:
 def measure(
     spec: Spec, target: str, lock: Lock, device: torch.device, weights: Path | None, folder: Path, say: Say
 ) -> Decoding:
-    """Every row there is for the spec. `weights` is a run or an artifact; None takes weights as training starts.
+    """Measures every row that the spec and the target allow.
 
-    Raises what reading `weights` raises, IntegrityError where they are of another model, QuantizeError where weights
-    cannot be stored in int8.
+    Args:
+        spec: the spec of a model of pairs.
+        target: the target to run.
+        lock: the measured kernels.
+        device: the device to decode on.
+        weights: a run or an artifact. None for the initial weights of training.
+        folder: the folder for generated code and data.
+        say: reports progress.
+
+    Returns:
+        The rows.
+
+    Raises:
+        IntegrityError: if `weights` are of another model; otherwise as reading `weights`.
+        QuantizeError: if the weights cannot be stored in int8.
     """
     match = spec.eval
     assert isinstance(match, ExactMatchSpec)
@@ -114,7 +139,7 @@ def measure(
                 rows += _timed(loaded, dtype, building, match, opened, device, folder / f"rerun{i}", missing, say)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # of a dtype that is not the spec's own
+            except RuntimeError as error:  # an error of a dtype other than the spec's own only omits its rows
                 if i == 0:
                     raise
                 missing[dtype] = f"{dtype}: {error}".splitlines()[0]
@@ -151,7 +176,8 @@ def _builds(
     opened: OpenData,
     missing: dict[str, str],
 ) -> Iterator[tuple[str, Build]]:
-    """The model in each dtype that it can compute in on the target, its own first; then in int8."""
+    """Yields the model in each dtype that it can compute in on the target, starting with the spec's own, then
+    in int8."""
     for dtype, one in spec_in_dtypes(spec, target).items():
         yield dtype, lambda one=one: realize(one, target, str(device), weights.floats, lock=lock)  # type: ignore[misc]
     programs = lower(spec, target)
@@ -166,7 +192,8 @@ def _builds(
 
 
 def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
-    """The spec for each dtype that its model may compute in on a target, by dtype; as it is first."""
+    """Returns, by dtype, the spec for each dtype that its model can compute in on a target. The unchanged spec is
+    first."""
     found = {lower(spec, target).params[0].dtype: spec}
     for dtype in (None, "f32") if "dtype" in type(spec.model).model_fields else ():
         model = spec.model.model_copy(update={"dtype": dtype})
@@ -178,7 +205,7 @@ def spec_in_dtypes(spec: Spec, target: str) -> Mapping[str, Spec]:
 def _quantized(
     spec: Spec, target: str, device: torch.device, floats: Mapping[str, Tensor], opened: OpenData
 ) -> tuple[QuantizedModel, Spec]:
-    """The weights as `specc quantize` stores them, without its search of bits, and the resolved spec."""
+    """Returns the weights as `specc quantize` stores them, without its search of bits, and the resolved spec."""
     assert spec.quant is not None
     programs = lower(spec, target)
     schemes = base_schemes(spec.quant, programs.params)
@@ -204,7 +231,7 @@ def _timed(
     missing: dict[str, str],
     say: Say,
 ) -> Iterator[DecodeRow]:
-    """Each way to decode with one module."""
+    """Yields a row for each decoder of one module."""
     epoch, tokenizer, spec = opened.epoch, characters_of(loaded.spec), loaded.spec
     assert epoch is not None
     sources, targets = (tokenizer.decode_rows(side) for side in (epoch.held_out.source, epoch.held_out.target))

@@ -1,4 +1,4 @@
-"""Where the numbers come from: machine, versions, date; and whether this machine can give any."""
+"""The environment of a measurement (machine, versions, date), and the check that this machine can run a target."""
 
 import platform
 import subprocess
@@ -21,7 +21,8 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A machine as a lock names it (a CPU with its threads stands for the GPU), with Python and the time in UTC."""
+    """A machine as locks record it (a CPU with its threads in the GPU field), the Python version and the time
+    in UTC."""
 
     machine: Machine
     python: str
@@ -29,7 +30,8 @@ class Environment:
 
 
 def device_for(target: str) -> torch.device:
-    """The device that a target's code runs on here. Raises EnvironmentFailure where this machine has none."""
+    """Returns the device that a target's code runs on here. Raises EnvironmentFailure if this machine has no such
+    device."""
     row = TARGETS[target]
     if row.arch:
         if not torch.cuda.is_available():
@@ -43,7 +45,7 @@ def device_for(target: str) -> torch.device:
 
 
 def environment(device: torch.device) -> Environment:
-    """What a report says of the machine."""
+    """Returns the environment that a report states."""
     gpu, threads = device.type == "cuda", torch.get_num_threads()
     machine = Machine(
         gpu=torch.cuda.get_device_name() if gpu else f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}",
@@ -81,7 +83,7 @@ def _driver() -> str:
 
 
 def _processor() -> str:
-    """The CPU's name, which Python knows on few systems."""
+    """Returns the name of the CPU from /proc/cpuinfo, because Python's `platform` provides it on few systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

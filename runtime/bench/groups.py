@@ -1,4 +1,5 @@
-"""Every fused group as a whole, forward in its training form and forward and backward, beside the plain function."""
+"""Measures every fused group as a whole, forward in its training form, and forward and backward, beside the plain
+function."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The nodes that a group replaced, in the graph where they were, and what they read from outside, in order."""
+    """The nodes that a group replaced, in their original graph, and the values that they read from outside, in
+    order."""
 
     graph: Graph
     nodes: tuple[Node, ...]
@@ -39,12 +41,19 @@ class Members:
 
     @property
     def output(self) -> str:
-        """What the group gives: the last of them is all that is read from outside."""
+        """The output of the group: the last node's value is the only one that is read from outside."""
         return self.nodes[-1].name
 
 
 def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Members:
-    """A group's members, from the same spec without fusion points."""
+    """Returns a group's members, from the same spec without fusion points.
+
+    Args:
+        spec: the spec with fusion points.
+        programs: its programs on the target.
+        target: the target.
+        group: a group of `programs`.
+    """
     plain = pipeline.run(replace_fuse(spec), target)
     host = hosts(programs, group)[0]
     graph = next(graph for graph in plain.graphs if graph.name == host)
@@ -55,7 +64,7 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
 
 
 def hosts(programs: Programs, group: Group) -> tuple[str, ...]:
-    """The graphs that run a group."""
+    """Returns the names of the graphs that run a group."""
 
     def runs(node: Node) -> bool:
         return isinstance(node.op, Fused) and node.op.group == group.name
@@ -64,14 +73,15 @@ def hosts(programs: Programs, group: Group) -> tuple[str, ...]:
 
 
 def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
-    """Each group with its place as people write it, and with the graph that runs it where two have one place."""
+    """Yields each group with its place in display form. If several groups have the same place, it includes the graphs
+    that run the group."""
     places = [place_pattern(programs, hosts(programs, group), group.scope) for group in programs.groups]
     for group, place in zip(programs.groups, places, strict=True):
         yield group, place if places.count(place) == 1 else f"{place} in {', '.join(hosts(programs, group))}"
 
 
 def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
-    """Raises RunFailure, before anything is measured, where `parts` are kernels or groups alone and none of them has a
+    """Raises RunFailure, before anything is measured, if `parts` are only kernels or groups and none of these has a
     path that contains `at`."""
     places = {
         "kernels": {choice.site.label for choice in plan.choices},
@@ -93,10 +103,19 @@ def group_rows(
     at: str,
     say: Callable[[str], None],
 ) -> Iterator[Row]:
-    """Two rows a group whose path contains `at`, one where nobody takes its gradient. `module` and `plain` are the
-    generated model.py with and without fusion points.
+    """Yields the rows of each group whose path contains `at`: forward, and forward and backward if it has gradients.
 
-    Raises RunFailure where values or gradients of a group are wrong.
+    Args:
+        spec: the spec.
+        plan: its plan.
+        module: the generated model.py with fusion points.
+        plain: the generated model.py without fusion points.
+        device: the device to measure on.
+        at: the text that paths must contain.
+        say: reports progress.
+
+    Raises:
+        RunFailure: if values or gradients of a group are wrong.
     """
     for group, where in labelled(plan.programs):
         if at not in where:
@@ -139,7 +158,7 @@ def _rows(
 
 
 def _written(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Bytes of the outputs of a graph, each once."""
+    """Returns the bytes of the outputs of a graph, counting each tensor once."""
     read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
     return sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs} - read)
 
@@ -151,7 +170,7 @@ def _leaf(value: Value) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One implementation of a group on its inputs. `leaves` are the inputs that want a gradient, by position."""
+    """One implementation of a group on its inputs. `leaves` are the indices of the inputs that require a gradient."""
 
     call: Function
     inputs: Sequence[Value]
@@ -159,24 +178,24 @@ class Pass:
     gradient: Tensor
 
     def forward(self) -> Tensor:
-        """The value, with all that a backward needs kept for it, if there is one."""
+        """Returns the value. If there is a backward, everything that it needs is saved."""
         result: Tensor = self.call(*self.inputs)
         return result
 
     def both(self) -> tuple[Tensor, ...]:
-        """The gradients of all leaves."""
+        """Returns the gradients of all leaves."""
         wanted = [value for i in self.leaves if isinstance(value := self.inputs[i], Tensor)]
         return torch.autograd.grad(self.forward(), wanted, self.gradient)
 
     def results(self) -> tuple[Tensor, ...]:
-        """The value, and the gradients, where there are any."""
+        """Returns the value, followed by the gradients if there are leaves."""
         return self.forward().detach(), *(self.both() if self.leaves else ())
 
 
 def _accuracy(where: str, members: Members, passes: Mapping[str, Pass], written: Pass) -> Composed:
-    """Value and gradients of the generated group against those of the members' references, by autograd: as it is
-    `written`, on poisoned memory, and as it is timed. References are in float64, or in float32 where the device's
-    memory does not hold that. Raises RunFailure where one is wrong; tells of the worst."""
+    """Compares value and gradients of the generated group with those of the members' references, by autograd: first as
+    `written`, on poisoned memory, then as it is timed. The references are in float64, or in float32 if the device's
+    memory is too small. Raises RunFailure if a result is wrong. Returns the worst error."""
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
         first = passes[EAGER]

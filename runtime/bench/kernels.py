@@ -1,4 +1,4 @@
-"""Every kernel of a plan beside eager Torch, torch.compile, and the library's bare product."""
+"""Measures every kernel of a plan beside eager Torch, torch.compile, and the library's bare product."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,11 +23,19 @@ Ready = Callable[[Choice], object]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a table: what was timed, its cost, and a time for each variant that there is.
+    """One line of a table: the measured work, its cost, and a time for each variant.
 
-    `flops` and `moved` (bytes, of which `written` are outputs) are those of one call by the compiler; `accuracy` is
-    None where the library computes the node, and `language` and `tile` are empty for a group. `failed` are the variants
-    that torch.compile could not make, each with the reason.
+    Attributes:
+        name: the path of the node or group.
+        kernel: the name of the generated kernel or group, or "library".
+        flops: operations of one call, as counted by the compiler.
+        moved: bytes that one call moves, as counted by the compiler.
+        written: the bytes of outputs among `moved`.
+        times: the time of each variant.
+        language: the language of the kernel. Empty for a group.
+        tile: the tile of the kernel, if it has one. Empty for a group.
+        accuracy: the errors. None if the library computes the node.
+        failed: the variants that torch.compile could not compile, each with the reason.
     """
 
     name: str
@@ -43,11 +51,11 @@ class Row:
 
     @property
     def own(self) -> Measured:
-        """Of what the plan runs: the generated code, or the library."""
+        """The time of the code that the plan runs: the generated code, or the library."""
         return self.times.get(GENERATED) or self.times[LIBRARY]
 
     def ratio(self, variant: str) -> float | None:
-        """The time of generated code as a share of a variant's; None where one of them is missing."""
+        """Returns the time of generated code as a share of a variant's, or None if either is missing."""
         if GENERATED not in self.times or variant not in self.times:
             return None
         return self.times[GENERATED].ms / self.times[variant].ms
@@ -62,11 +70,20 @@ def kernel_rows(
     at: str,
     say: Callable[[str], None],
 ) -> Iterator[Row]:
-    """A row for every choice of the plan whose path contains `at` and that no other choice repeats, those that need
-    no nvcc first.
+    """Yields a row for every choice of the plan whose path contains `at`, without duplicates. Kernels that need no nvcc
+    are first.
 
-    `ready`, asked when torch.compile is done, waits until a choice's kernel can be called. Raises RunFailure for a
-    kernel that gives wrong values.
+    Args:
+        spec: the spec.
+        plan: its plan.
+        module: the generated model.py.
+        device: the device to measure on.
+        ready: waits until a choice's kernel can be called. Called after torch.compile is done.
+        at: the text that paths must contain.
+        say: reports progress.
+
+    Raises:
+        RunFailure: if a kernel returns wrong values.
     """
     seen: set[tuple[str, str]] = set()
     for choice in sorted(plan.choices, key=lambda choice: choice.kernel.language in ("cuda", "cutlass")):
@@ -86,7 +103,7 @@ def _row(spec: Spec, plan: Plan, module: ModuleType, device: torch.device, choic
     cost = cost_of(choice, sizes_of(spec))
     inputs = _inputs(spec, device, choice)
     bare = bare_product(site)
-    if not rendered.function:  # the library computes the node as it is
+    if not rendered.function:  # the library computes the node unchanged
         library = bare or plain_site(site)
         times = alternate({LIBRARY: lambda: library(*inputs)}, device, cost.bytes)
         return Row(site.label, "library", cost.flops, cost.bytes, written_by(site, sizes_of(spec)), times, "torch")
@@ -119,7 +136,8 @@ def _bind(call: Callable[..., Any], inputs: list[Value]) -> Callable[[], Any]:
 
 
 def cost_of(choice: Choice, sizes: Mapping[str, int]) -> NodeCost:
-    """What the compiler counts for the node of a choice: what it needs at least, whatever its kernel moves between."""
+    """Returns the compiler's cost of the node of a choice: the least operations and bytes, whatever its kernel moves in
+    between."""
     node, inputs = choice.site.node, choice.site.inputs
     flops = node.op.flops(inputs[: node.op.arity] if node.epilogue else inputs, node.types, sizes)
     moved = sum(type.bytes(sizes) for type in (*inputs, *node.types))
@@ -127,18 +145,18 @@ def cost_of(choice: Choice, sizes: Mapping[str, int]) -> NodeCost:
 
 
 def written_by(site: Site, sizes: Mapping[str, int]) -> int:
-    """Bytes of a node's outputs."""
+    """Returns the bytes of a node's outputs."""
     return sum(type.bytes(sizes) for type in site.node.types)
 
 
 def _inputs(spec: Spec, device: torch.device, choice: Choice) -> list[Value]:
-    """Random inputs of the node on which its value is a number."""
+    """Returns random inputs in the domain of the node, on which its value is a number."""
     inputs = Operands(spec, device).of(choice.site.node.inputs, choice.site.inputs)
     return list(on_domain(choice.site, inputs, inputs))  # type: ignore[arg-type]
 
 
 def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) -> Composed:
-    """What the judge says of a sample of one call. Raises RunFailure where it is wrong."""
+    """Returns the judge's errors for a sample of one call. Raises RunFailure if the values are wrong."""
     judge = Judge.of(choice.site, inputs, sample=True)
     errors = judge.errors(judge.call(generated))
     for i, error in enumerate(errors):
@@ -148,5 +166,5 @@ def _accuracy(choice: Choice, inputs: list[Any], generated: Callable[..., Any]) 
 
 
 def wrong(name: str, words: str) -> RunFailure:
-    """What a kernel or a group is told that gets no time."""
+    """Returns the error for a kernel or a group with wrong values, which is not timed."""
     return RunFailure(f"{name}: {words}", "what is wrong gets no time; `specc verify` tells more")

@@ -1,4 +1,4 @@
-"""What a kernel or a group is in plain Torch, as the compiler itself spells it for code without kernels."""
+"""The plain Torch function of a kernel or a group, in the form that the compiler generates without kernels."""
 
 import hashlib
 import sys
@@ -29,8 +29,18 @@ def plain_nodes(
     output: str,
     module: ModuleType,
 ) -> Function:
-    """The function of nodes without epilogues, from the values `inputs` to the value `output`: the text of a
-    `fuse: []` build for each node. `module` is such a build's model.py, whose functions the text may call."""
+    """Returns a function that computes nodes without epilogues, from the text of a `fuse: []` build for each node.
+
+    Args:
+        nodes: the nodes, in order.
+        types: the type of each value.
+        inputs: the values that the function accepts, in order.
+        output: the value that the function returns.
+        module: the model.py of a `fuse: []` build, whose functions the text may call.
+
+    Returns:
+        The function, from `inputs` to `output`.
+    """
     names = {ref: f"v{i}" for i, ref in enumerate(inputs)}
     lines = [f"def plain({', '.join(names.values())}):"]
     for node in nodes:
@@ -42,8 +52,8 @@ def plain_nodes(
 
 
 def plain_site(site: Site) -> Function:
-    """The function of one node with its epilogue, from all of its inputs in order to all of its outputs: the call that
-    Torch has for it on the site's target, else the kernel that a target without any has, else the op's reference."""
+    """Returns the function of one node with its epilogue, from all of its inputs in order to all of its outputs:
+    Torch's call for it on the site's target, else the Torch kernel of the CPU target, else the op's reference."""
     rendered = _without_kernels(site) or _without_kernels(replace(site, target=CPU), elsewhere=True)
     if rendered is None:
         function: Function = site.node.op.reference
@@ -53,8 +63,8 @@ def plain_site(site: Site) -> Function:
 
 
 def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
-    """What plain Torch has for a node: the kernel of lowest rank in that language that is a function of its own; with
-    `elsewhere`, one that runs on other targets too."""
+    """Returns the plain Torch rendering of a node: the Torch kernel of lowest rank with a function of its own, or None.
+    With `elsewhere`, only kernels that also run on other targets."""
     every = (kernel for kernel in catalog(kernels, Kernel).values() if kernel.language == "torch")
     known = [k for k in every if isinstance(site.node.op, k.computes) and (k.portable or not elsewhere)]
     taking = [kernel for kernel in known if missing(kernel, site.target) is None and kernel.rejects(site) is None]
@@ -63,7 +73,8 @@ def _without_kernels(site: Site, elsewhere: bool = False) -> Rendered | None:
 
 
 def bare_product(site: Site) -> Function | None:
-    """The node's matrix products alone, by the library, from all of its inputs; None where the op is no product."""
+    """Returns a function of the node's matrix products alone, by the library, from all of its inputs. None if the op is
+    not a product."""
     op = site.node.op
     if not isinstance(op, Product):
         return None
@@ -76,7 +87,8 @@ def bare_product(site: Site) -> Function | None:
 
 
 def executed(text: str, name: str, namespace: Mapping[str, Any]) -> Function:
-    """A function of generated text, in a module of its own that can be imported by its name, as Dynamo does."""
+    """Returns a function of generated text. The text runs in a new module that can be imported by name, which Dynamo
+    requires."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     module = ModuleType(f"specc_bench_{digest}_{id(namespace):x}")
     vars(module).update({key: value for key, value in namespace.items() if not key.startswith("__")})

@@ -1,6 +1,9 @@
-"""Int8 products of deployed programs, each beside `torch._int_mm` and the compiled epilogue, for several numbers of
-rows. Calls are replayed as one CUDA graph on a GPU, so that no launch is in the numbers; operands stay in the cache,
-as they do between the steps of a decoder."""
+"""Measures the int8 products of deployed programs beside `torch._int_mm` with the compiled epilogue, for several
+numbers of rows.
+
+On a GPU, calls are replayed as one CUDA graph, so that launches do not count. Operands stay in the cache, as they do
+between the steps of a decoder.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +32,8 @@ OURS, THEIRS = "generated", "int_mm"
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """One product [M, K] x [N, K]^T with its epilogue, for each M. `refused` says why the library did not run."""
+    """One product [M, K] x [N, K]^T with its epilogue, for each M. `refused` is the reason why the library did not run,
+    by M."""
 
     name: str
     kernel: str
@@ -41,7 +45,7 @@ class ProductRow:
     refused: Mapping[int, str] = field(default_factory=dict)
 
     def ratio(self, m: int) -> float | None:
-        """Our time as a share of the library's; None where that refused."""
+        """Returns our time as a share of the library's, or None if the library did not run."""
         found = self.times[m]
         return found[OURS].ms / found[THEIRS].ms if THEIRS in found else None
 
@@ -49,8 +53,19 @@ class ProductRow:
 def product_rows(
     plan: Plan, module: ModuleType, device: torch.device, ready: Ready, at: str, say: Callable[[str], None]
 ) -> Iterator[ProductRow]:
-    """A row for every int8 kernel of a deployed plan whose path contains `at`. Raises RunFailure for one that gives
-    wrong values."""
+    """Yields a row for every int8 kernel of a deployed plan whose path contains `at`.
+
+    Args:
+        plan: the deployed plan.
+        module: its generated model.py.
+        device: the device to measure on.
+        ready: waits until a choice's kernel can be called.
+        at: the text that paths must contain.
+        say: reports progress.
+
+    Raises:
+        RunFailure: if a kernel returns wrong values.
+    """
     shared: dict[str, list[Choice]] = {}
     for choice in plan.choices:
         if isinstance(choice.site.node.op, Int8Linear):
@@ -94,7 +109,7 @@ def _row(name: str, choice: Choice, own: Callable[..., Tensor], device: torch.de
 
 
 def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
-    """What follows the sums i32 [M, N], from them, the offset and the operands, in plain Torch."""
+    """Returns the epilogue in plain Torch: a function of the sums, i32 [M, N], the offset and the operands."""
     names = [value.name for value in epilogue.operands]
     lines = [f"def epilogue({', '.join(('sums', 'offset', *names))}):", "    p = (sums + offset).float()"]
     lines += [f"    {value.name} = {value.name}.float()" for value in epilogue.operands if value.type.dtype != "f32"]
@@ -105,7 +120,8 @@ def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
 
 
 def _require_right(what: str, found: Tensor, want: Tensor) -> None:
-    """A code may be the next one, where its number lies about half-way; floats differ by rounding."""
+    """Raises RunFailure if the values differ by more than rounding: an int8 code may be off by 1, where its value is
+    about half-way between two codes; floats differ by rounding."""
     far = 1.0 if want.dtype == torch.int8 else 1e-2 if want.dtype != torch.float32 else 1e-4
     far *= max(1.0, float(want.abs().max())) if want.dtype != torch.int8 else 1.0
     error = float((found.double() - want.double()).abs().max())
@@ -127,7 +143,7 @@ def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Meas
     return {name: Measured(one.ms / CALLS, one.spread) for name, one in found.items()}
 
 
-FULL = 1 << 62  # bytes: what is timed finds its operands in the cache
+FULL = 1 << 62  # bytes: so large that the clocks leave the operands in the cache
 
 
 def _captured(call: Call) -> torch.cuda.CUDAGraph:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: each kernel of a profiler's trace in a class by its name, and what was idle."""
+"""The profile of a step: the kernels of a profiler's trace classified by name, and the idle time."""
 
 import ast
 import json
@@ -12,9 +12,10 @@ from typing import Any
 
 from specc.compiler.plan.plan import Plan
 
-# The first pattern that is found in a kernel's name gives its class. Inductor names its kernels for the ops that they
-# came from, attention and products among them, so they come first; the plan's own Triton kernels are known by name.
-# recurrent: the library's LSTM but for its products.
+# The first pattern that matches a kernel's name determines its class. Inductor names its kernels after the ops that
+# they compute, including attention and products, so its patterns come first. The plan's Triton kernels are matched
+# by their exact names before these patterns.
+# recurrent: the library's LSTM without its products.
 CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"^triton_tem_.*attention"),
     ("GEMM", r"^triton_(tem|mm)_"),
@@ -30,10 +31,10 @@ CLASSES: tuple[tuple[str, str], ...] = (
 )
 OTHER = "other"
 ORDER = ("GEMM", "fused", "attention", "recurrent", "pointwise", "optimizer", "communication", "copy", OTHER)
-# What was launched within one of these ranges is the optimizer's, whatever its name: the first is that of
+# Kernels launched within these ranges belong to the optimizer, whatever their name: the first is the range of
 # torch.optim, the second of runtime/optim. So the products of Newton-Schulz count as the optimizer's.
 OPTIMIZER_RANGES = ("Optimizer.step#", "specc.optimizer")
-# The name of a kernel in CUDA C++ that the templates write.
+# The name of a CUDA C++ kernel in the templates' form.
 CUDA_KERNEL = re.compile(r"^__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(", re.MULTILINE)
 # A CUDA C++ kernel of the plan; those of Torch begin with at::.
 _OWN = re.compile(r"(?:void )?\(anonymous namespace\)::(\w+)[(<]")
@@ -42,7 +43,8 @@ LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
-    """The class of a kernel by its name; `generated` are the names of the plan's own kernels, but CUTLASS's."""
+    """Returns the class of a kernel by its name. `generated` are the names of the plan's own kernels, except
+    CUTLASS's."""
     own = _OWN.match(name)
     if (own.group(1) if own else name) in generated:
         return "fused"
@@ -50,8 +52,8 @@ def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
 
 
 def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
-    """The names under which a plan's kernels run, but CUTLASS's: the functions that their files mark `@triton.jit` or
-    `__global__`."""
+    """Returns the runtime names of a plan's kernels, except CUTLASS's: the functions that their files mark
+    `@triton.jit` or `__global__`."""
     found: set[str] = set()
     for file in sorted({name for choice in plan.choices for name in choice.rendered.files}):
         source = (directory / file).read_text(encoding="utf-8")
@@ -60,7 +62,7 @@ def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
 
 
 def jitted(source: str) -> Iterator[str]:
-    """The names of the functions of a file that are marked `@triton.jit`."""
+    """Yields the names of the functions of a file that are marked `@triton.jit`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef):
             marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in node.decorator_list]
@@ -70,7 +72,7 @@ def jitted(source: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """All calls of one kernel in one class: ms and calls a step."""
+    """All calls of one kernel in one class: ms and calls per step."""
 
     kind: str
     name: str
@@ -80,8 +82,11 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A step by class of kernel, averaged over `steps` of them. `wall` is from the first kernel's start to the last
-    one's end, and `idle` the part of it in which no kernel ran; ms a step. Kernels that ran side by side count each."""
+    """A step by class of kernel, averaged over `steps` steps.
+
+    `wall` is the time from the start of the first kernel to the end of the last, and `idle` the part of it in which no
+    kernel ran, both in ms per step. Kernels that run concurrently each count in full.
+    """
 
     steps: int
     wall: float
@@ -90,7 +95,7 @@ class Profile:
 
     @property
     def classes(self) -> Mapping[str, float]:
-        """ms of each class that there is."""
+        """The ms of each class that is present."""
         totals = {kind: sum(k.ms for k in self.kernels if k.kind == kind) for kind in ORDER}
         return {kind: ms for kind, ms in totals.items() if ms}
 
@@ -99,7 +104,7 @@ class Profile:
 
 
 def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]) -> Profile:
-    """Profiles `steps` steps on the GPU. Raises RuntimeError where the profiler sees no kernel."""
+    """Profiles `steps` steps on the GPU. Raises RuntimeError if the profiler records no kernel."""
     import torch
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -117,8 +122,8 @@ def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]
 
 
 def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[str]) -> Profile:
-    """The profile in the events of a Chrome trace, as torch.profiler writes it: times in microseconds, a kernel and
-    its launch joined by their correlation. Raises RuntimeError where there is no kernel."""
+    """Computes the profile from the events of a Chrome trace of torch.profiler. Times in the trace are in microseconds;
+    a correlation number links a kernel to its launch. Raises RuntimeError if the trace contains no kernel."""
     device: list[Mapping[str, Any]] = []
     launched: dict[object, float] = {}
     ranges: list[tuple[float, float]] = []
@@ -148,12 +153,12 @@ def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[s
 
 
 def _correlation(event: Mapping[str, Any]) -> object:
-    """The number that a launch and its kernels have in common; None where there is none."""
+    """Returns the number that links a launch and its kernels, or None."""
     return event.get("args", {}).get("correlation")
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
+    """Returns the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

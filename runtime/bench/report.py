@@ -1,4 +1,4 @@
-"""A report as a table for people, 120 columns wide, and as data for programs."""
+"""The report of a benchmark as a table, 120 columns wide, and as JSON data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -15,17 +15,17 @@ from specc.runtime.bench.variants import AGAINST, COMPILE, EAGER, GENERATED, LIB
 WIDTH = 120
 NAME = 35
 SHORT = {GENERATED: "ours", MAX_AUTOTUNE: "max-at", COMPILE: "compile", EAGER: "eager"}
-TOP = 40  # kernels of a profile that the data names
+TOP = 40  # the number of a profile's kernels that the data contains
 NONE = "-"
 
 
 def library_name(report: Report) -> str:
-    """What stands behind Torch's matrix product."""
+    """Returns the name of the library that Torch's matrix products use."""
     return "cuBLAS" if report.environment.machine.cuda != "none" else "torch"
 
 
 def text(report: Report) -> str:
-    """The report as tables, without a line break at its end."""
+    """Returns the report as tables, without a trailing newline."""
     parts: list[list[str]] = [_head(report)]
     if report.kernels:
         parts.append(_rows(report, "kernels", report.kernels, True))
@@ -87,7 +87,7 @@ def _rows(report: Report, title: str, rows: Sequence[Row], with_library: bool) -
 
 
 def _joined(words: Sequence[str]) -> list[str]:
-    """Words side by side in as few lines as hold them."""
+    """Joins the words into as few lines as possible."""
     lines = [f"  {words[0]}"]
     for word in words[1:]:
         if len(lines[-1]) + len(word) + 3 > WIDTH:
@@ -180,7 +180,7 @@ def _profiles(builds: Mapping[str, Build]) -> list[str]:
 
 
 def data(report: Report) -> dict[str, Any]:
-    """The report as one JSON object; times in ms, `null` for what was not measured."""
+    """Returns the report as one JSON object. Times are in ms; values that were not measured are null."""
     options = report.options
     return {
         "spec": options.spec.name,

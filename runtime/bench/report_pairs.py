@@ -1,4 +1,4 @@
-"""What a report says of models of pairs: the training table, decoding, int8 products; as tables and as data."""
+"""The parts of a report for models of pairs: the training table, decoding, int8 products; as tables and as data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,7 +13,7 @@ COLUMNS = ("steps/s", "samples/s", "tokens/s")
 
 
 def table_lines(table: Table, steps: int) -> list[str]:
-    """The training table, 120 columns wide."""
+    """Returns the training table as lines, 120 columns wide."""
     groups = "".join(f"{name:>30}" for name in ("train", "validation", "overall"))
     heads = "".join(f"{head:>{width}}" for _ in range(3) for head, width in zip(COLUMNS, (9, 10, 11), strict=True))
     lines = [f"{'':<22}{groups}".rstrip(), f"{f'table, {steps} steps':<22}{heads}{'compile':>8}"]
@@ -73,7 +73,7 @@ def _totals(one: Totals) -> dict[str, float]:
 
 
 def decode_lines(found: Decoding) -> list[str]:
-    """A line for each way to decode."""
+    """Returns the decoding table as lines, one per decoder."""
     first = next(iter(found.rows), None)
     count = first.lines if first is not None else 0
     heads = ("lines/s", "±", "seconds", "of uncached", "build s", "first s", "exact", "agree")
@@ -121,7 +121,7 @@ def decode_data(found: Decoding) -> dict[str, Any]:
 
 
 def product_lines(rows: Sequence[ProductRow]) -> list[str]:
-    """Three lines for each product: our time, the library's, and their ratio, for each number of rows."""
+    """Returns three lines per product: our time, the library's, and their ratio, for each number of rows."""
     lines = [f"{'int8 products, us; rows M':<50}" + "".join(f"{m:>10,}" for m in ROWS)]
     for row in rows:
         lines.append(f"{row.name} ({row.language})")

@@ -1,5 +1,5 @@
-"""Decoding without a cache: for each token the decoder runs again over all tokens that were written. The measured
-alternative to the state that a model of pairs keeps."""
+"""Decoding without a cache: for each token the decoder runs again over all previous tokens. This is the baseline for
+the cached state of a model of pairs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +13,14 @@ from specc.runtime.decode.step_graphs import SMALLEST, WARM_UP, repeated
 from specc.runtime.model.load import Loaded, import_model
 from specc.runtime.model.protocols import State
 
-TOKENS = "tokens"  # where the state holds what was written
+TOKENS = "tokens"  # the key of the decoded tokens in the state
 
 
 def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
-    """The module that decodes with the weights of a loaded model of pairs and without a cache; they are shared as they
-    lie now. Its code goes into `folder`. Raises ValueError for a model that cannot decode so."""
+    """Returns a module that decodes without a cache and shares the current weights of a loaded model of pairs.
+
+    Its code is written to `folder`. Raises ValueError if the model cannot decode without a cache.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in uncached_files(loaded.spec, loaded.target.name).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -30,8 +32,11 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
 
 
 class Rerun:
-    """Steps of a model that `rerun_model` made. On a GPU, `captured` replays a CUDA graph for each number of rows and
-    of tokens: powers of two of rows, and that of a whole batch, as a decoder with a cache does."""
+    """The decoding steps of a `rerun_model` module.
+
+    With `captured`, on a GPU, a CUDA graph is replayed for each number of rows and of tokens. The numbers of rows are
+    powers of two and that of the whole batch, as in a decoder with a cache.
+    """
 
     def __init__(self, model: Any, window: int, captured: bool) -> None:
         self._model, self._window, self._captured = model, window, captured
@@ -68,13 +73,13 @@ class Rerun:
         return logits
 
     def rows(self, going: int, now: int) -> int:
-        """As decoders with a cache choose them."""
+        """Returns the number of rows to continue with, by the same rule as decoders with a cache."""
         if self._captured:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
         return going if going <= 0.75 * now else now
 
     def _logits(self, start: int, state: State) -> Tensor:
-        """Logits f32 [B, V] after the first `start` + 1 tokens of the state."""
+        """Returns the logits, f32 [B, V], after the first `start` + 1 tokens of the state."""
         logits: Tensor = self._model.logits(state[TOKENS][0][:, : start + 1], *state["encoder"])
         return logits[:, -1]
 
@@ -85,7 +90,8 @@ class Rerun:
             for _ in range(WARM_UP):
                 work()
         torch.cuda.current_stream(device).wait_stream(stream)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()  # graphs run one after the other: one memory serves
+        # graphs run one at a time and can share one memory pool
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = work()

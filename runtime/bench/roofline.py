@@ -1,4 +1,5 @@
-"""The roofline picture: what each kernel reaches, below the two ceilings measured in the same run. Needs matplotlib."""
+"""The roofline picture: the performance of each kernel below the two ceilings measured in the same run. Needs
+matplotlib."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -15,20 +16,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 OWN, WHOLE, LIBRARY_COLOR, OTHER, LINE = "#0b5cad", "#0f766e", "#6b7280", "#d97706", "#374151"
-SPACING = 30.0  # points from one label's middle to the next one's, where there is room
-SHARE = 0.62  # of the width is for the marks; the rest for their labels
+SPACING = 30.0  # points between the centers of adjacent labels, if there is room
+SHARE = 0.62  # the share of the width for the marks; the rest is for their labels
 TERA = 1e12
 
 
 def require() -> None:
-    """Raises EnvironmentFailure where matplotlib is missing."""
+    """Raises EnvironmentFailure if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise EnvironmentFailure("a roofline picture needs matplotlib", "pip install 'specc[bench]'")
 
 
 def roofline(report: Report) -> bytes:
-    """The picture as PNG, 1500 x 900 pixels: a point for each kernel and group, at its operations a byte (by the
-    compiler's count) and the operations a second that it reaches. Raises EnvironmentFailure without matplotlib."""
+    """Returns the picture as PNG, 1500 x 900 pixels: a point for each kernel and group, at its operations per byte (by
+    the compiler's count) and its measured operations per second. Raises EnvironmentFailure if matplotlib is missing."""
     require()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -45,7 +46,7 @@ def roofline(report: Report) -> bytes:
     figure.suptitle(name, fontsize=15, weight="bold")
     lines = (f"{report.environment.date} · {', '.join(machine.versions)}", report.options.command)
     axes.set_title("\n".join(filter(None, lines)), fontsize=9, color=LINE)
-    figure.draw_without_rendering()  # settles the layout, into which the labels go
+    figure.draw_without_rendering()  # computes the layout, which the labels need
     figure.set_layout_engine("none")
     _labels(axes, rows, report.ceilings)
     out = BytesIO()
@@ -54,8 +55,8 @@ def roofline(report: Report) -> bytes:
 
 
 def place(row: Row, variant: str | None = None) -> tuple[float, float]:
-    """Where a row stands: operations a byte, and tera-operations a second of one variant (else of what the plan
-    runs)."""
+    """Returns the position of a row: operations per byte, and tera-operations per second of one variant (by default of
+    the code that the plan runs)."""
     time = row.own if variant is None else row.times[variant]
     return row.flops / row.moved, row.flops / (1e-3 * time.ms) / TERA
 
@@ -84,7 +85,8 @@ def _ceilings(axes: "Axes", ceilings: Ceilings, rows: Sequence[Row]) -> None:
 
 
 def _points(axes: "Axes", rows: Sequence[Row]) -> None:
-    """Generated kernels, whole groups and library products as filled marks; torch.compile's best as open ones."""
+    """Draws generated kernels, whole groups and library products as filled marks, and torch.compile's best as open
+    marks."""
     kinds = (
         ("generated kernel", OWN, "o", [row for row in rows if GENERATED in row.times and row.language]),
         ("fused group", WHOLE, "D", [row for row in rows if not row.language]),
@@ -104,7 +106,8 @@ def _points(axes: "Axes", rows: Sequence[Row]) -> None:
 
 
 def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Ceilings) -> None:
-    """A column of words beside the marks, in their order from top to bottom and pushed apart where they would meet."""
+    """Draws a column of labels next to the marks, in their order from top to bottom, moved apart if they would
+    overlap."""
     to_pixels, box = axes.transData, axes.bbox
     column, top = (
         box.x0 + (SHARE + 0.02) * box.width,
@@ -126,7 +129,7 @@ def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Ceilings) -> None:
 
 
 def _words(row: Row, ceilings: Ceilings) -> str:
-    """What a label says: name, time, share of the floor, and of the best that torch.compile does."""
+    """Returns the text of a label: name, time, share of the floor, and of torch.compile's best time."""
     share = ceilings.floor_ms(row.flops, row.moved, row.written) / row.own.ms
     words = f"{row.name}\n{row.own.ms:.3g} ms, {share:.0%} of the roof"
     best = next((name for name in (MAX_AUTOTUNE, COMPILE) if row.ratio(name) is not None), None)

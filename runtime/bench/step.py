@@ -1,5 +1,5 @@
-"""The whole training step, by the real trainer on what the spec's kind of data drills with: the spec as it is beside
-the same spec with `fuse: []`."""
+"""Measures the whole training step, by the real trainer on drill data of the spec's kind: the spec itself beside the
+same spec with `fuse: []`."""
 
 import gc
 import time
@@ -24,18 +24,27 @@ from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 FUSED, UNFUSED = "fused", "fuse: []"
-WARM_UP = 4  # steps; compilation ends with the first, and the GPU's clocks settle
-ROUNDS = 5  # the steps of a build are timed in so many groups
+WARM_UP = 4  # steps: the first compiles, and the GPU's clocks settle in the rest
+ROUNDS = 5  # the number of groups in which the steps of a build are timed
 PROFILED = 2  # steps
-BATCHES = 8  # made before the clock runs, and given again in turn
+BATCHES = 8  # created before the clock starts, and used in turn
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """One build of the model in training. `step` is the time of one of `steps` steps, and `tokens` what it has of them
-    on average, pads aside; `start` are the seconds from the spec to the end of the warm-up, `compiling` those of them
-    beyond what steps take, and `memory` the bytes that the build took at most, None on the CPU; `loss` is the last
-    one's, in nats."""
+    """One build of the model in training.
+
+    Attributes:
+        step: the time of one step.
+        steps: the number of timed steps.
+        tokens: the mean number of tokens per step, without pads.
+        flops: the operations of the model per step.
+        start: seconds from the spec to the end of the warm-up.
+        compiling: the part of `start` in excess of normal step times, in seconds.
+        memory: the peak memory of the build in bytes. None on the CPU.
+        loss: the last loss, in nats.
+        profile: the profile of a step. None on the CPU.
+    """
 
     step: Measured
     steps: int
@@ -53,13 +62,14 @@ class Build:
 
     @property
     def flops_per_second(self) -> float:
-        """Of the model: three times those of its forward pass, whatever the kernels do again."""
+        """The model's operations per second: three times those of its forward pass, without recomputation by the
+        kernels."""
         return 1e3 * self.flops / self.step.ms
 
 
 @dataclass
 class _Run:
-    """A trainer that is warm. `samples` are ms a step, one for each group of steps; `given` are the tokens of all
+    """A warm trainer. `samples` are ms per step, one for each group of steps. `given` is the number of tokens in all
     steps."""
 
     loaded: Loaded
@@ -72,7 +82,7 @@ class _Run:
     given: int = 0
 
     def time(self, steps: int) -> None:
-        """Times a group of steps as one."""
+        """Times a group of steps together."""
         wait(self.trainer)
         _, given = self.trainer.feed.counted()
         before = time.perf_counter()
@@ -85,7 +95,7 @@ class _Run:
 
 
 def wait(trainer: Trainer) -> None:
-    """Until the device has done all that it was given."""
+    """Waits until the device has finished all of its work."""
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
 
@@ -101,11 +111,27 @@ def measure(
     say: Callable[[str], None],
     unfused: bool = True,
 ) -> dict[str, Build]:
-    """Both builds, one after the other, at least `steps` steps of each: side by side they might not fit in memory. A
-    spec without fusion points is its own `fuse: []`, which stands alone then; without `unfused` the spec as it is does.
-    `generated` are the names of the fused build's own Triton kernels.
+    """Measures both builds, at least `steps` steps of each. They run one after the other, because together they might
+    not fit in memory.
 
-    Raises RunFailure when a loss is not finite.
+    A spec without fusion points is its own `fuse: []`, which is then the only build.
+
+    Args:
+        spec: the spec.
+        target: the target to run.
+        lock: the measured kernels.
+        device: the device to train on.
+        steps: the steps to time.
+        generated: the names of the fused build's own kernels.
+        folder: the folder for generated code.
+        say: reports progress.
+        unfused: whether to measure the `fuse: []` build of a spec with fusion points too.
+
+    Returns:
+        The builds, by name.
+
+    Raises:
+        RunFailure: if a loss is not finite.
     """
     window = spec.model.window
     flops = 3 * flops_per_token(pipeline.lower(spec, target), window) * spec.train.rows(window) * window
@@ -130,7 +156,8 @@ def measure(
 
 
 def cold_caches(device: torch.device) -> AbstractContextManager[None]:
-    """What a first run on a machine finds: no kernel that Inductor or Triton compiled before."""
+    """Returns a context manager with empty compile caches, as in a first run on a machine: no kernel that Inductor or
+    Triton compiled before."""
     if device.type != "cuda":
         return nullcontext()
     from torch._inductor.utils import fresh_cache
@@ -141,7 +168,7 @@ def cold_caches(device: torch.device) -> AbstractContextManager[None]:
 def _start(
     spec: Spec, target: str, lock: Lock, device: torch.device, folder: Path, fuse: bool, stack: ExitStack
 ) -> _Run:
-    """Builds one trainer and makes the first steps."""
+    """Builds one trainer and runs its warm-up steps."""
     gpu = device.type == "cuda"
     before = 0
     if gpu:
@@ -152,7 +179,8 @@ def _start(
     torch.manual_seed(spec.train.seed)
     loaded = instantiate(spec, target, folder, fuse, lock)
     initialize(loaded, spec.train.seed)
-    train, window = spec.train.model_copy(update={"lengths": None}), spec.model.window  # as the run ends
+    # without `lengths`: full windows, as at the end of the run
+    train, window = spec.train.model_copy(update={"lengths": None}), spec.model.window
     data = source_of(spec).drill(spec, loaded, BATCHES, stack)
     model = TrainableModel(loaded.model, loaded.programs.params, window, "bench")
     trainer = Trainer(model, train, data, World.alone().on(device), gpu)

@@ -1,4 +1,4 @@
-"""All parts of a bench in order: ceilings, kernels, groups, the step."""
+"""Runs all parts of a benchmark in order: ceilings, kernels, groups, the step, and the parts for models of pairs."""
 
 import sys
 import tempfile
@@ -35,9 +35,18 @@ PARTS = ("kernels", "groups", "step", "table", "decode", "int8")
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure: a spec with its lock, on one of its targets; which of PARTS (none: all that the spec has), of
-    kernels, groups and int8 those whose path contains `at`, and how many steps of training. `weights` are a run or an
-    artifact to decode with. `command` is what a report says it came from."""
+    """The options of a benchmark.
+
+    Attributes:
+        spec: the spec.
+        lock: its measured kernels.
+        target: the target to measure.
+        parts: the entries of PARTS to run. Empty for all that the spec has.
+        steps: the number of training steps.
+        command: the command that a report states.
+        at: of kernels, groups and int8, measures only those whose path contains this text.
+        weights: a run or an artifact to decode with.
+    """
 
     spec: Spec
     lock: Lock
@@ -51,8 +60,11 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything one run measured. A part that was not asked for is empty; `left_out` says what this machine does not
-    have and why; `nvcc` are the seconds that compiling CUDA C++ took, all files at once."""
+    """All measurements of one benchmark. Parts that were not requested are empty.
+
+    `left_out` are the parts that this machine does not support, with reasons. `nvcc` is the total time in seconds of
+    compiling CUDA C++, all files in parallel.
+    """
 
     options: BenchOptions
     title: str
@@ -71,7 +83,7 @@ class Report:
 
 
 def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
-    """The parts to run, in order. Raises RunFailure for one that was asked for and that the spec does not have."""
+    """Returns the parts to run, in order. Raises RunFailure if a requested part does not apply to the spec."""
     pairs, integers = options.spec.model.reads == "lines", options.target in built.deployed
     refused = {
         "table": None if pairs else "validates by decoding lines, and this model reads one stream of tokens",
@@ -85,7 +97,8 @@ def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
 
 
 def follow(options: BenchOptions, world: World) -> None:
-    """What processes but the first do: their part of the table, where there is one. Raises as `bench` does."""
+    """Runs the part of all processes except the first: their share of the table, if it is measured. Raises as
+    `bench`."""
     built = compile_loaded(options.spec, None, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)
@@ -93,12 +106,14 @@ def follow(options: BenchOptions, world: World) -> None:
 
 
 def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
-    """Runs the parts; says each figure as it is known, so that a run that is cut off has told what it found. In a
-    `world` of several the other processes `follow`.
+    """Runs the parts. Reports each figure as soon as it is known, so that an interrupted run has reported its results
+    so far. In a `world` of several processes, the others call `follow`.
 
-    Raises EnvironmentFailure where this machine cannot run the target, RunFailure for a part that the spec does not
-    have, a kernel that is wrong, a loss that is not finite, too little memory, or where no path contains what was asked
-    for."""
+    Raises:
+        EnvironmentFailure: if this machine cannot run the target.
+        RunFailure: if a part does not apply to the spec, a kernel is wrong, a loss is not finite, memory is too small,
+            or no path contains `options.at`.
+    """
     began = time.perf_counter()
     spec, target, at = options.spec, options.target, options.at
     built = compile_loaded(spec, None, (target,), options.lock)
@@ -173,7 +188,7 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
 
 
 def _told(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
-    """The rows, each told when it is there."""
+    """Collects the rows, reporting each as soon as it is measured."""
     found = []
     for row in rows:
         ratios = ((row.ratio(name), name) for name in AGAINST)
@@ -184,5 +199,5 @@ def _told(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
 
 
 def source_of(loaded: Loaded) -> ModuleType:
-    """The generated model.py behind a model."""
+    """Returns the generated model.py module of a model."""
     return sys.modules[type(loaded.model).__module__]

@@ -2,16 +2,16 @@
 
 All rates are totals over totals, never means of rates:
 
-- A training step is one update on `train.batch` samples of all processes together, as `specc train` makes them: teacher
-  forcing by the spec, compiled and captured on a GPU, batches on their way while the one before computes.
+- A training step is one update on `train.batch` samples of all processes together, as in `specc train`: teacher
+  forcing by the spec, compiled and captured on a GPU, batches transferred while the previous batch computes.
 - A validation step decodes that many lines of the held-out split greedily and compares each with its target, from
-  text to text; several processes share its lines. There are as many to a training step as an epoch of the spec's lines
-  has to its `eval.lines`, at least one.
-- tokens: of sources and targets, stops included, pads not. overall: all steps over all seconds of both.
-- compile: seconds before the clock runs, in which code is rendered and compiled and graphs are captured. A first pass
-  over the validation lines is part of it.
-- With the cache a decoder keeps the keys, values and states of what it has written; without, it runs again over all of
-  that for each token. The encoder runs once a line in both.
+  text to text. Several processes share its lines. The ratio of validation to training steps is that of `eval.lines`
+  to the lines of the spec's epoch, with at least one validation step.
+- tokens: of sources and targets, including stops, without pads. overall: all steps over all seconds of both.
+- compile: seconds before the clock starts, in which code is rendered and compiled and graphs are captured. This
+  includes a first pass over the validation lines.
+- With the cache a decoder stores the keys, values and states of its previous tokens. Without it, it runs again over
+  all of them for each token. The encoder runs once per line in both.
 """
 
 import gc
@@ -41,13 +41,13 @@ from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 BASELINE, SEVERAL, CACHE, BOTH = "baseline", "several GPUs", "KV cache", "several + cache"
-NAMES = ((BASELINE, SEVERAL), (CACHE, BOTH))  # by whether there is a cache, by whether there are several
+NAMES = ((BASELINE, SEVERAL), (CACHE, BOTH))  # indexed by [has a cache][has several processes]
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Work, and the seconds that it took."""
+    """An amount of work and its time in seconds."""
 
     steps: int
     samples: int
@@ -64,14 +64,14 @@ class Totals:
 
     @property
     def rates(self) -> tuple[float, float, float]:
-        """Steps, samples and tokens a second."""
+        """Steps, samples and tokens per second."""
         return self.steps / self.seconds, self.samples / self.seconds, self.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One way to train and validate. `compiling` are the seconds before the clocks ran, `exact` of the validation lines
-    those that equal their target, by the weights at the end of these steps."""
+    """The measurement of one configuration. `compiling` is the seconds before the clocks started. `exact` is the number
+    of validation lines that equal their target, with the weights at the end of these steps."""
 
     name: str
     gpus: int
@@ -88,21 +88,25 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rows that were measured, and by name why others were not."""
+    """The measured rows, and, by name, why the others were not measured."""
 
     rows: tuple[TableRow, ...]
     missing: dict[str, str]
 
     @property
     def cached_gain(self) -> float | None:
-        """Validation without a cache, as a multiple of the time with one, on one GPU; None where one is missing."""
+        """The time of validation without a cache as a multiple of the time with a cache, on one GPU. None if either is
+        missing."""
         seconds = {row.name: row.validation.seconds / row.validation.samples for row in self.rows}
         return seconds[BASELINE] / seconds[CACHE] if {BASELINE, CACHE} <= seconds.keys() else None
 
 
 def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
-    """How many, of `rows` lines, go with so many training steps: as an epoch has them. Raises RunFailure where the
-    held-out lines are fewer than a step's."""
+    """Returns the number of validation steps for a number of training steps, in the proportion of held-out lines to
+    samples per epoch.
+
+    Each step has `rows` lines. Raises RunFailure if there are fewer than `rows` held-out lines.
+    """
     lines = len(epoch.held_out)
     if lines < rows:
         message = f"a validation step has {rows:,} lines, and {lines:,} are held out"
@@ -111,10 +115,23 @@ def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
 
 
 def measure(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: Say) -> Table:
-    """All rows that the processes of `world` can run: alone those of one, the first of which the others wait for.
+    """Measures all rows that the processes of `world` can run. Rank 0 first measures the rows of one process, while the
+    others wait.
 
-    Raises BatchError where a batch does not come out even, RunFailure where the held-out lines are fewer than a batch,
-    a loss is not finite or a decoder is broken.
+    Args:
+        spec: the spec of a model of pairs.
+        target: the target to run.
+        lock: the measured kernels.
+        steps: the number of training steps.
+        world: the processes.
+        say: reports progress.
+
+    Returns:
+        The table.
+
+    Raises:
+        BatchError: if a batch cannot be divided evenly.
+        RunFailure: if there are fewer held-out lines than a batch, a loss is not finite, or a decoder is broken.
     """
     micro_batches(spec.train, spec.model.window, world.size)  # before anything is measured
     rows: list[TableRow] = []
@@ -132,7 +149,7 @@ def measure(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: 
 
 
 def _why_alone(device: torch.device) -> str:
-    """Why there are no rows of several processes."""
+    """Returns the reason why there are no rows of several processes."""
     if device.type != "cuda":
         return "the target is the CPU, and one process ran: --gpus 2 measures two on the CPU"
     count = torch.cuda.device_count()
@@ -140,7 +157,8 @@ def _why_alone(device: torch.device) -> str:
 
 
 def _rows(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: Say) -> Iterator[TableRow]:
-    """The two rows of one number of processes: the training is the same in both, and is done once."""
+    """Yields the two rows of one number of processes. Both share one training measurement, because training does not
+    depend on the cache."""
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     say(f"table, {processes}: compiles, then trains {steps} steps")
     torch.compiler.reset()
@@ -179,7 +197,7 @@ def _rows(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: Sa
 
 
 def _warm(loaded: Loaded, supply: Supply, world: World) -> tuple[Trainer, float]:
-    """A trainer that has compiled, and the seconds which that took."""
+    """Returns a compiled trainer, and the seconds that compilation took."""
     began, train, gpu = time.perf_counter(), loaded.spec.train, world.device.type == "cuda"
     window, params = loaded.spec.model.window, loaded.programs.params
     trainer = Trainer(TrainableModel(loaded.model, params, window, "bench"), train, supply.training, world, gpu)
@@ -213,7 +231,7 @@ def _decoder(loaded: Loaded, tokenizer: CharTokenizer, world: World, folder: Pat
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """This process's part of the lines to validate on, and what all of them are."""
+    """This process's part of the validation lines, and the totals over all processes."""
 
     sources: list[str]
     targets: list[str]
@@ -232,7 +250,7 @@ class _Scored:
         return cls(sources, targets, steps, len(every), tokens, world)
 
     def time(self, decoder: Translator) -> tuple[Totals, int]:
-        """Decodes the lines, a step's at once, and counts those that are right. The seconds are those of the slowest
+        """Decodes the lines, one step at a time, and counts the exact matches. The seconds are those of the slowest
         process."""
         each = len(self.sources) // self.steps
         self.world.wait()

@@ -1,4 +1,4 @@
-"""Times calls: warm, many times, in two passes with the other calls between them."""
+"""Times calls: after warm-up, many samples each, in two passes that alternate between the calls."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,46 +9,49 @@ from typing import Protocol
 import torch
 
 Call = Callable[[], object]
-SECONDS = 0.1  # what one pass over one call may take, as far as the least number of samples lets it
-CHUNK = 20  # calls that are enqueued before the device may start with them
+SECONDS = 0.1  # the target time of one pass over one call, unless the least number of samples takes longer
+CHUNK = 20  # calls that are enqueued before the device starts to run them
 LONGEST_HEAD_START = 0.1  # seconds
-CYCLES = 2e9  # a second of the device's clock, about; only the head start is counted in it
-HOST_CACHE = 32 << 20  # bytes; Torch does not tell the size of a CPU's cache
+CYCLES = 2e9  # cycles per second of the device's clock, about; only used for the head start
+HOST_CACHE = 32 << 20  # bytes; Torch does not report the size of a CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The median of all samples of a call, in ms a call. `spread` is how far the medians of its two passes lie
-    apart, as a share of the smaller: a difference between two calls that is smaller than that is noise."""
+    """The time of a call: the median of all samples, in ms per call.
+
+    `spread` is the difference between the medians of its two passes, as a share of the smaller. A smaller difference
+    between two calls is noise.
+    """
 
     ms: float
     spread: float
 
     @classmethod
     def of(cls, first: Sequence[float], second: Sequence[float]) -> "Measured":
-        """From the samples of two passes, in ms."""
+        """Computes the statistics from the samples of two passes, in ms."""
         a, b = sorted((median(first), median(second)))
         return cls(median((*first, *second)), b / a - 1)
 
 
 class Clock(Protocol):
-    """A way to time calls on one device. `fewest` and `most` bound the samples of a pass."""
+    """A clock that times calls on one device. `fewest` and `most` bound the samples of a pass."""
 
     fewest: int
     most: int
 
     def wait(self) -> None:
-        """Until the device has done all that it was given."""
+        """Waits until the device has finished all of its work."""
 
     def samples(self, call: Call, count: int, enqueue: float) -> list[float]:
-        """ms of each of `count` calls; the host takes `enqueue` seconds to hand one to the device."""
+        """Returns the ms of each of `count` calls. `enqueue` is the seconds that the host needs to enqueue a call."""
 
 
 class DeviceClock:
-    """CUDA events around each call. The host runs ahead, so that its own time is not in the numbers.
+    """Times calls with CUDA events. The host runs ahead, so that its own time does not count.
 
-    Calls that touch less than a few times the L2 cache find it full of other data: read, not written, as what is
-    dirty there would have to be written back within the time of the call.
+    If calls touch less than four times the L2 cache, it is filled with other data before each call. That data is read,
+    not written, because dirty lines would have to be written back during the call.
     """
 
     fewest, most = 10, 200
@@ -64,7 +67,7 @@ class DeviceClock:
         times: list[float] = []
         while len(times) < count:
             events = [(_event(), _event()) for _ in range(min(CHUNK, count - len(times)))]
-            # the device spins until the host is that far ahead
+            # the device spins until the host has enqueued all of them
             cycles = int(min(len(events) * enqueue, LONGEST_HEAD_START) * CYCLES)
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             for start, end in events:
@@ -83,7 +86,7 @@ def _event() -> torch.cuda.Event:
 
 
 class HostClock:
-    """`perf_counter` around each call, on the CPU."""
+    """Times calls on the CPU with `perf_counter`."""
 
     fewest, most = 3, 30
 
@@ -91,7 +94,7 @@ class HostClock:
         self._cold = torch.ones(HOST_CACHE // 2) if touched < 4 * HOST_CACHE else None  # f32: twice the cache
 
     def wait(self) -> None:
-        """The host has done all that it does."""
+        """Does nothing: calls on the host are synchronous."""
 
     def samples(self, call: Call, count: int, enqueue: float) -> list[float]:
         times = []
@@ -105,12 +108,21 @@ class HostClock:
 
 
 def clock_of(device: torch.device, touched: int) -> Clock:
-    """The clock of a device for calls that touch so many bytes."""
+    """Returns the clock of a device, for calls that touch this many bytes."""
     return DeviceClock(touched) if device.type == "cuda" else HostClock(touched)
 
 
 def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> dict[str, Measured]:
-    """Times every call twice: all of them in turn, and all of them again. `touched` bytes are what one moves."""
+    """Times every call in two passes over all calls.
+
+    Args:
+        calls: the calls, by name.
+        device: the device that they run on.
+        touched: the bytes that a call moves.
+
+    Returns:
+        The time of each call, by name.
+    """
     clock = clock_of(device, touched)
     prepared = {name: _prepare(clock, call) for name, call in calls.items()}
     passes = [{name: clock.samples(call, *prepared[name]) for name, call in calls.items()} for _ in range(2)]
@@ -118,7 +130,8 @@ def alternate(calls: Mapping[str, Call], device: torch.device, touched: int) -> 
 
 
 def _prepare(clock: Clock, call: Call) -> tuple[int, float]:
-    """Warms a call up; returns how many samples a pass takes, and the seconds that the host takes to enqueue one."""
+    """Warms a call up. Returns the number of samples per pass, and the seconds that the host needs to enqueue a
+    call."""
     began = time.perf_counter()
     call()
     clock.wait()

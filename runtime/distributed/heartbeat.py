@@ -1,5 +1,5 @@
-"""Notices a process of a run that hangs. A process that dies is noticed by its sockets; one that is stopped, swapped
-out or deadlocked keeps them open, and the others would wait for it as long as a collective call may last.
+"""Detects a hung process of a run. A process that dies is detected by its closed sockets. A process that is stopped,
+swapped out or deadlocked keeps its sockets open, and the others would wait for the full timeout of a collective call.
 """
 
 import os
@@ -12,23 +12,23 @@ from typing import Any, NoReturn
 from specc.runtime.distributed.launch import PEER_LOST
 from specc.runtime.errors import RunFailure
 
-INTERVAL = 1.0  # seconds between two reports of a process
-PATIENCE = 60.0  # seconds without a report after which a process counts as hung
-_HEAD_START = 2.0  # seconds for which the others let one process tell
-_LEFT = 1 << 40  # added to the count of a process that ends in order
+INTERVAL = 1.0  # seconds between two heartbeats of a process
+PATIENCE = 60.0  # seconds without a heartbeat after which a process counts as hung
+_HEAD_START = 2.0  # seconds by which the other ranks delay, so that rank 1 reports first
+_LEFT = 1 << 40  # added to the count of a process that exits normally
 
 
 class Heartbeat:
-    """Two threads that count, in the store of a run, that this process lives, and watch the count of the process
-    before it, rank - 1. The store lies with rank 0: where it does not answer, that rank hangs.
+    """Two threads that increment this process's heartbeat count in the store of a run, and watch the count of the
+    process of rank - 1. Rank 0 hosts the store: if the store does not answer, rank 0 hangs.
 
-    A process that finds another one hung ends this one, whose main thread waits within a collective call and cannot be
-    interrupted.
+    If a thread detects a hung process, it ends its own process, because the main thread waits in a collective call that
+    cannot be interrupted.
 
     Args:
-        rank: of this process.
-        size: of the world, at least 2.
-        connect: opens a connection to the store of its own, on which a call may block.
+        rank: the rank of this process.
+        size: the number of processes, at least 2.
+        connect: opens a separate connection to the store, on which a call may block.
     """
 
     def __init__(self, rank: int, size: int, connect: Callable[[], Any]) -> None:
@@ -39,11 +39,12 @@ class Heartbeat:
             threading.Thread(target=loop, name=f"specc-heartbeat-{loop.__name__}", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends it: this process leaves in order."""
+        """Ends both threads: this process exits normally."""
         self._ends.set()
 
     def _report(self) -> None:
-        """Counts, and ends this process where the watched one has not counted, or another one has found so."""
+        """Increments the count. Ends this process if the watched process has stopped counting, or if another process
+        has reported a hang."""
         try:
             store, before, changed = self._connect(), 0, time.monotonic()
             while True:
@@ -53,15 +54,15 @@ class Heartbeat:
                     return
                 count, found = store.add(f"beat/{self._watched}", 0), store.add("found", 0)
                 self._answered = time.monotonic()
-                if count != before or not 0 < count < _LEFT:  # it counts, has not begun to, or has left
+                if count != before or not 0 < count < _LEFT:  # it is counting, has not begun to, or has exited
                     before, changed = count, self._answered
                 if found or self._answered - changed > PATIENCE:
                     self._end(self._watched, reports=not found and store.add("found", 1) == 1)
-        except RuntimeError:  # the store is gone, and rank 0 with it: that is noticed without a heartbeat
+        except RuntimeError:  # the store and rank 0 are gone, which is detected without a heartbeat
             self._ends.set()
 
     def _watch_store(self) -> None:
-        """Ends this process where the store does not answer: rank 0, with which it lies, hangs."""
+        """Ends this process if the store does not answer: then rank 0, which hosts it, hangs."""
         while not self._ends.wait(INTERVAL):
             if time.monotonic() - self._answered > PATIENCE:
                 time.sleep(0 if self._rank == 1 else _HEAD_START)

@@ -1,7 +1,7 @@
-"""`specc train --gpus N`: one process a GPU on this machine, in the environment that torchrun would give them.
+"""`specc train --gpus N`: starts one process per GPU on this machine, with the environment variables of torchrun.
 
-torchrun itself would do, but for three things: it ends with 1 whatever its processes end with, it gives them 30
-seconds to save after a signal, and it shows one failure as many. Across machines, torchrun is what to use.
+torchrun itself has three drawbacks here: it exits with 1 whatever its processes exit with, it allows them only 30
+seconds to save after a signal, and it shows one failure several times. Use torchrun to train across machines.
 """
 
 import ctypes
@@ -25,21 +25,21 @@ from specc.runtime.errors import EnvironmentFailure, RunFailure
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
 
-PEER_LOST = 76  # what a process ends with when it only follows another; never what a command ends with
-GRACE = 20.0  # seconds that the others have to end by themselves, once one has failed
+PEER_LOST = 76  # exit code of a process that ends because another failed; never the exit code of a command
+GRACE = 20.0  # seconds that the other processes have to end by themselves after a failure
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LAUNCHER = "SPECC_LAUNCHER"
 
 
 def is_launched() -> bool:
-    """Whether this process is one of several that torchrun or `launch` has started."""
+    """Returns whether this process is one of several that torchrun or `launch` has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def place() -> tuple[int, int, int, int]:
-    """Rank and number of processes, over all hosts and on this one, from the environment.
+    """Returns (rank, size, local rank, local size) from the environment: over all hosts, then on this host.
 
-    Raises EnvironmentFailure where the environment is not whole.
+    Raises EnvironmentFailure if a variable is missing or not an integer.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     try:
@@ -51,8 +51,12 @@ def place() -> tuple[int, int, int, int]:
 
 
 def require_devices(count: int, spec: Spec, target: str | None) -> None:
-    """Raises EnvironmentFailure unless `count` processes can run here: on a GPU each, or, where that is the
-    `target`, on the CPU; TargetError for a target that the spec does not list."""
+    """Checks that `count` processes can run here: on one GPU each, or on the CPU if that is the `target`.
+
+    Raises:
+        EnvironmentFailure: if there are fewer GPUs than processes.
+        TargetError: if the spec does not list the target.
+    """
     if target in spec.targets and device_of(TARGETS[target]) == "cpu":
         return
     import torch
@@ -65,9 +69,9 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 
 
 def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
-    """As `choose_target`, but where a number of `gpus` was asked for, the CPU is only taken if it is `wanted`.
+    """Returns the target as `choose_target` does, but if `gpus` is given, selects the CPU only if it is `wanted`.
 
-    Raises as that does, and EnvironmentFailure where none of the spec's targets runs on the GPUs here.
+    Raises as `choose_target`, and EnvironmentFailure if none of the spec's targets runs on the GPUs here.
     """
     chosen = choose_target(spec, wanted)
     if gpus is not None and wanted is None and device_of(TARGETS[chosen]) == "cpu":
@@ -77,8 +81,9 @@ def target_of(spec: Spec, wanted: str | None, gpus: int | None) -> str:
 
 
 def own_cpu(path: Path, spec: Spec) -> str | None:
-    """The target for the CPU that the model of `spec` at `path` was trained on, or, of an artifact, has alone; None
-    where it is another one, or a target of the spec runs on a GPU here. Raises as `Run.open`."""
+    """Returns the CPU target that the run at `path` was trained on, or that is the only target of the artifact at
+    `path`. Returns None if there is no such target, or if a target of the spec runs on a GPU here. Raises as
+    `Run.open`."""
     own = Run.open(path).target if path.is_dir() else spec.targets[0]
     alone = path.is_dir() or len(spec.targets) == 1
     if not alone or device_of(TARGETS[own]) != "cpu" or device_of(TARGETS[choose_target(spec, None)]) != "cpu":
@@ -87,10 +92,10 @@ def own_cpu(path: Path, spec: Spec) -> str | None:
 
 
 def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
-    """Runs a command in `size` processes; returns the exit code of the first that failed, else 0.
+    """Runs a command in `size` processes. Returns the exit code of the first that failed, or 0.
 
-    SIGTERM, SIGHUP and SIGINT go to all of them, who save and end as one process would. When one has failed, the
-    others get GRACE seconds. Should this process be killed, they get SIGTERM.
+    SIGTERM, SIGHUP and SIGINT are forwarded to all processes, which save and end as a single process would. After a
+    failure, the other processes have GRACE seconds to end. If this process is killed, they receive SIGTERM.
     """
     with ExitStack() as stack:
         environment = {**os.environ, **_defaults(size), "MASTER_PORT": str(stack.enter_context(_reserved_port()))}
@@ -99,7 +104,7 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
         stack.callback(_kill, processes)
         for rank in range(size):
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # a session of its own: Ctrl-C then comes only through here, once
+            # a new session: Ctrl-C then reaches it only through this process, once
             processes.append(subprocess.Popen([*command], env=own, start_new_session=True))
         return _outcome(_ended(processes, came), size, came, say)
 
@@ -114,13 +119,13 @@ def _defaults(size: int) -> dict[str, str]:
     }
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // size))}
     if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # else it goes by what the host name resolves to
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo uses the address that the host name resolves to
     return {**{name: value for name, value in wanted.items() if name not in os.environ}, **given}
 
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A port that no other program is given while this is open, and on which rank 0 can listen."""
+    """Reserves a port that no other program is assigned while the block runs, and on which rank 0 can listen."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))
@@ -129,10 +134,10 @@ def _reserved_port() -> Iterator[int]:
 
 @contextmanager
 def _noted() -> Iterator[list[int]]:
-    """The signals that end a run and come while this is open, as a list that grows. One that is ignored, as SIGHUP
-    under nohup, stays so."""
+    """A context manager that records the signals that end a run, in a list that grows. A signal that is ignored, such
+    as SIGHUP under nohup, stays ignored."""
     came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only there can they be caught
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can catch signals
         yield came
         return
 
@@ -149,8 +154,8 @@ def _noted() -> Iterator[list[int]]:
 
 
 def _ended(processes: Sequence["subprocess.Popen[bytes]"], came: Sequence[int]) -> list[tuple[int, int]]:
-    """Waits for all, and sends on what `came`; rank and return code of those that ended by themselves, in the
-    order in which they did."""
+    """Waits for all processes, and forwards the signals in `came`. Returns (rank, return code) of the processes that
+    ended by themselves, in the order in which they ended."""
     ended: dict[int, int] = {}
     killed: set[int] = set()
     until = math.inf
@@ -178,7 +183,7 @@ def _outcome(ended: Sequence[tuple[int, int]], size: int, came: Sequence[int], s
     rank, code = causes[0]
     if code > 0:
         return code
-    if -code in came:  # before Python ran, where there was nothing to save
+    if -code in came:  # the signal arrived before Python ran, so there was nothing to save
         return EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED
     say(f"error: rank {rank} of {size} was ended by signal {-code} ({signal.strsignal(-code)})")
     return RunFailure.exit_code
@@ -186,13 +191,13 @@ def _outcome(ended: Sequence[tuple[int, int]], size: int, came: Sequence[int], s
 
 def _kill(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     for process in processes:
-        process.kill()  # does nothing to one that has ended
+        process.kill()  # does nothing if the process has ended
     for process in processes:
         process.wait()
 
 
 def end_with_launcher() -> None:
-    """Has the system send this process SIGTERM when `launch`, if that started it, dies before it."""
+    """Requests SIGTERM from the system for when `launch` dies before this process, if `launch` started it."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return

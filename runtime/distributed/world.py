@@ -1,8 +1,8 @@
-"""One of several processes that train together: which one it is, what they add up, what they agree on.
+"""The processes that train together: the rank of this process, collective sums, and agreement between ranks.
 
-They are started by torchrun, or by `specc train --gpus N` (launch.py), with the same variables in the
-environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Each holds the whole model. Only rank 0
-writes, and what it alone knows or does the others get from it.
+The processes are started by torchrun, or by `specc train --gpus N` (launch.py), with the same environment variables:
+RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Each holds the whole model. Only rank 0 writes files, and it
+broadcasts the results that it alone computes.
 """
 
 import atexit
@@ -30,22 +30,22 @@ from specc.runtime.errors import EnvironmentFailure, RunFailure, RuntimeFailure
 
 T = TypeVar("T")
 
-# How long a rank waits for the others. One that dies is noticed before: its sockets close, and its launcher ends
-# the ranks of its host; one that hangs, by its heartbeat. So this only bounds what a rank may do while the others
+# The time that a rank waits for the others. A dead rank is detected earlier: its sockets close, and its launcher ends
+# the ranks of its host. The heartbeat detects a hung rank. So this only bounds what a rank may do while the others
 # wait: compile, write a checkpoint.
 PATIENCE = timedelta(minutes=30)
-# But NCCL notices no death, nor does the launcher of another host. There its own watchdog ends the process; it
-# counts from when a sum is asked for, so a step must be shorter than this.
+# NCCL does not detect a dead rank, and neither does the launcher of another host. There NCCL's watchdog ends the
+# process. It counts from the call of a collective, so a step must be shorter than this.
 NCCL_PATIENCE = timedelta(seconds=45)
 _CPU = torch.device("cpu")
-# torch 2.13 has renamed them, and warns of the old names.
+# torch 2.13 renamed these functions and warns about the old names.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_HEAD_START = 1.0  # seconds for which the others let rank 0 report a failure that all have
+_HEAD_START = 1.0  # seconds by which the other ranks delay, so that rank 0 reports a common failure
 
 
 class PeerLost(RunFailure):
-    """Another process of the run has ended, so this one cannot go on."""
+    """Another process of the run has ended, so this process cannot continue."""
 
     exit_code = PEER_LOST
 
@@ -55,9 +55,9 @@ class World:
     """This process among those that train one model. All of them must make the same calls in the same order.
 
     Attributes:
-        rank, size: 0 .. size - 1 over all hosts.
-        local_rank: of those on this host.
-        device: where this process computes.
+        rank, size: the rank, 0 .. size - 1, and the number of processes over all hosts.
+        local_rank: the rank among the processes on this host.
+        device: the device that this process computes on.
     """
 
     rank: int = 0
@@ -71,13 +71,13 @@ class World:
 
     @classmethod
     def alone(cls) -> "World":
-        """The only process: every call returns at once."""
+        """Returns a world of this process alone: every call returns at once."""
         return cls()
 
     def on(self, device: torch.device) -> "World":
-        """The same world with its sums on `device`, of which each process of a host gets its own.
+        """Returns the same world with its sums on `device`. Each process of a host gets its own GPU.
 
-        Raises EnvironmentFailure where this host has fewer GPUs than processes.
+        Raises EnvironmentFailure if this host has fewer GPUs than processes.
         """
         if self.size == 1 or device.type != "cuda":
             return replace(self, device=device)
@@ -91,7 +91,7 @@ class World:
         return replace(self, device=own, _wire=wire)
 
     def add(self, tensor: Tensor) -> None:
-        """Replaces a tensor on `device` by its sum over all ranks, bit for bit the same on each.
+        """Replaces a tensor on `device` by its sum over all ranks, bitwise equal on each.
 
         The host does not wait for a GPU.
         """
@@ -100,18 +100,18 @@ class World:
                 dist.all_reduce(tensor, group=self._wire)
 
     def add_parts(self, whole: Tensor, own: Tensor) -> "Waiting":
-        """Begins to put this rank's equal part, along the first axis, of the sum of all ranks' `whole` into `own`; both
-        are contiguous, on `device`."""
+        """Begins a reduce-scatter: writes this rank's equal part, along the first axis, of the sum of all ranks'
+        `whole` into `own`. Both are contiguous, on `device`."""
         with _peers():
             return Waiting(_reduce_scatter(own, whole, group=self._wire, async_op=True))
 
     def join_parts(self, own: Tensor, whole: Tensor) -> "Waiting":
-        """Begins to put all ranks' `own`, one after the other along the first axis, into `whole`."""
+        """Begins an all-gather: writes all ranks' `own`, concatenated along the first axis, into `whole`."""
         with _peers():
             return Waiting(_all_gather(whole, own, group=self._wire, async_op=True))
 
     def totals(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The sums of small float64 arrays, on the host."""
+        """Returns the sums of small float64 arrays over all ranks, on the host."""
         if self.size == 1:
             return values
         total = torch.from_numpy(values.copy())
@@ -120,7 +120,7 @@ class World:
         return total.numpy()
 
     def most(self, *values: float) -> tuple[float, ...]:
-        """The maximum of each value over all ranks, on the host."""
+        """Returns the maximum of each value over all ranks, on the host."""
         if self.size == 1:
             return values
         maxima = torch.tensor(values, dtype=torch.float64)
@@ -129,7 +129,7 @@ class World:
         return tuple(maxima.tolist())
 
     def first(self, make: Callable[[], T]) -> T:
-        """Broadcasts the result of `make`, which runs on rank 0 alone while the others wait. The result is pickled."""
+        """Broadcasts the result of `make`, which runs only on rank 0 while the others wait. The result is pickled."""
         if self.size == 1:
             return make()
         results: list[Any] = [make() if self.rank == 0 else None]
@@ -144,14 +144,15 @@ class World:
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """Rank 0 runs the block first, then all others at once: they find on disk what it has made.
+        """A context manager that rank 0 enters first, then all others at once, so that they find its results on disk.
 
-        It may take as long as it likes. Each such block of a program has a `name` of its own. Raises PeerLost on those
-        that wait where a rank has failed.
+        There is no time limit. Each such block of a program needs a unique `name`. Raises PeerLost on the waiting ranks
+        if another rank has failed.
         """
         with _peers():
             while self.rank and not self._store.check([name]):
-                if self._store.check(["failed"]):  # the store ends with rank 0, and torch tells of that at length
+                # raise here: the store ends with rank 0, and torch's own error is long
+                if self._store.check(["failed"]):
                     raise PeerLost("another process of this run has failed", "see what it says")
                 time.sleep(0.05)
         yield
@@ -159,7 +160,7 @@ class World:
             self._store.set(name, "done")
 
     def require_same(self, what: str, facts: Mapping[str, object]) -> None:
-        """Raises RunFailure on each rank on which a fact is not that of rank 0."""
+        """Raises RunFailure on each rank on which a fact differs from that of rank 0."""
         if self.size == 1:
             return
         wanted = self.first(lambda: dict(facts))
@@ -170,8 +171,8 @@ class World:
             raise RunFailure(message, "all processes need the same code, spec, data, checkpoints and kind of device")
 
     def speaks(self, error: BaseException) -> bool:
-        """Whether this process should show `error`: the first that fails does. The others end because of it, or
-        have found the same."""
+        """Returns whether this process should show `error`. Only the first process that fails does: the others end
+        because of its failure, or have the same error."""
         if self._store is None:
             return True
         try:
@@ -192,12 +193,12 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A call to other processes that has begun; what it reads and writes is its own until `wait` returns."""
+    """A pending collective call. Its tensors must not be used until `wait` returns."""
 
-    _work: Any = None  # None where there is nothing to wait for
+    _work: Any = None  # None if there is nothing to wait for
 
     def wait(self) -> None:
-        """On a GPU the current stream waits for it, not the host."""
+        """Waits for the call. On a GPU the current stream waits, not the host."""
         if self._work is not None:
             with _peers():
                 self._work.wait()
@@ -205,17 +206,20 @@ class Waiting:
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The world that the environment describes. Of a failure in the block, one rank shows what it was.
+    """A context manager for the world that the environment describes. If the block fails, one rank shows the error.
 
-    A process that comes through the block ends with 0. Raises EnvironmentFailure where the environment is not that
-    of torchrun, and SystemExit, with the exit code of what went wrong, on ranks that have nothing to show.
+    A process that completes the block exits with 0.
+
+    Raises:
+        EnvironmentFailure: if the environment is not that of torchrun.
+        SystemExit: with the exit code of the error, on ranks that do not show it.
     """
     world = _join()
     done: list[bool] = []
     atexit.register(lambda: _leave() if done else None)
     try:
         yield world
-    except BaseException as error:  # no teardown: it could wait for ranks that are gone
+    except BaseException as error:  # no teardown: it could wait for ranks that have ended
         if not world.speaks(error):
             code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 70)
             raise SystemExit(code) from None
@@ -231,7 +235,7 @@ def joined() -> Iterator[World]:
 
 
 def _leave() -> None:
-    """Ends the process. Python's own end would abort it, should a thread of gloo free a tensor meanwhile."""
+    """Ends the process with `os._exit`. Python's normal exit would abort if a gloo thread freed a tensor meanwhile."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -241,7 +245,7 @@ def _join() -> World:
     rank, size, local_rank, local_size = place()
     end_with_launcher()
     if local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(local_rank)  # before anything else: it would take memory on the first GPU
+        torch.cuda.set_device(local_rank)  # before any other CUDA call, which would allocate memory on the first GPU
     try:
         store, _, _ = next(rendezvous("env://", rank, size, timeout=PATIENCE))
     except (ValueError, RuntimeError) as error:
@@ -261,11 +265,11 @@ def _join() -> World:
 
 @contextmanager
 def _peers() -> Iterator[None]:
-    """Around each call that needs the other processes."""
+    """A context manager for calls that need the other processes. Raises PeerLost if one of them does not answer."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # this process's own, which only showed here
+        raise  # an error of this process that only surfaced here
     except RuntimeError as error:
         reason = re.sub(r"^\[[^]]*\] ", "", str(error)).partition(". ")[0]
         message = f"another process of this run does not answer: {reason}"

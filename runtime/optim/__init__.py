@@ -1,1 +1,1 @@
-"""Learning-rate schedules, Muon and AdamW by name pattern, f32 master weights, and their moving average."""
+"""Learning-rate schedules, Muon and AdamW by name pattern, f32 master weights, and weight averages."""

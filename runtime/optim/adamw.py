@@ -1,4 +1,4 @@
-"""AdamW, as Torch computes it."""
+"""AdamW, as implemented by Torch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,8 +26,9 @@ class AdamW(UpdateRule[AdamWSpec]):
         self._torch = torch.optim.AdamW(
             self._tensors, spec.lr, spec.betas, spec.eps, decay, fused=fused, foreach=False, capturable=fused
         )
-        self._torch._warned_capturable_if_run_uncaptured = True  # it may be captured, and need not be
-        for parameter in self._tensors:  # Torch makes its state in the first step; names must not depend on the step
+        self._torch._warned_capturable_if_run_uncaptured = True  # silences a warning: capture is optional here
+        # Torch creates its state in the first step, but the state names must exist before it.
+        for parameter in self._tensors:
             self._torch.state[parameter] = {
                 "step": torch.zeros((), device=parameter.device if fused else "cpu"),
                 "exp_avg": torch.zeros_like(parameter),
@@ -40,7 +41,7 @@ class AdamW(UpdateRule[AdamWSpec]):
     @torch.no_grad()
     def update(self, numbers: Sequence[Tensor]) -> None:
         lr, decay = numbers
-        if self._tapers:  # Torch takes its weight decay as a number of the launch
+        if self._tapers:  # Torch passes its weight decay as a launch constant, which a CUDA graph cannot change
             torch._foreach_mul_(self._tensors, 1 - lr * decay)
         self._torch.param_groups[0]["lr"] = lr
         self._torch.step()

@@ -1,4 +1,4 @@
-"""Averages of the weights over a run, which end up in their place."""
+"""Averages of the weights over a run, used as its final weights."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from specc.runtime.optim.schedule import Moment
 
 
 class Average(ABC):
-    """An f32 mean of the masters, by name. It starts at the weights it is made with."""
+    """An f32 mean of the masters, by name. Its initial value is a copy of the masters."""
 
     def __init__(self, masters: Mapping[str, Tensor]) -> None:
         self._masters = [master.detach() for master in masters.values()]
@@ -24,21 +24,21 @@ class Average(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether it is a mean of anything yet."""
+        """True once the mean includes masters. Before that, `tensors` are a copy of the masters."""
         return True
 
     @abstractmethod
     def update(self, step: int, moment: Moment) -> None:
-        """Takes note of the masters after `step` updates, the last of which was made at `moment`."""
+        """Updates the mean from the masters after `step` updates, the last of which happened at `moment`."""
 
     def state(self) -> dict[str, Tensor]:
-        """Its state besides the mean, not copied, by name."""
+        """Returns the state in addition to the mean, by name, not copied."""
         return {}
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Copies `weights` over the mean and `state` over its state; each must have the names and shapes that it has.
-        Of `state` other names are left alone."""
+        """Copies `weights` into the mean and `state` into the state. Each must have the current names and shapes; other
+        names in `state` are ignored."""
         for name, tensor in self._tensors.items():
             tensor.copy_(weights[name])
         for name, tensor in self.state().items():
@@ -46,8 +46,8 @@ class Average(ABC):
 
 
 class Exponential(Average):
-    """Moves 1 - `decay` of the way to the masters in each update (Polyak and Juditsky, 1992). Launches the same work
-    every time."""
+    """An exponential moving average: each update moves it 1 - `decay` of the way to the masters (Polyak and Juditsky,
+    1992). Launches the same work every time."""
 
     def __init__(self, masters: Mapping[str, Tensor], decay: float) -> None:
         super().__init__(masters)
@@ -59,8 +59,8 @@ class Exponential(Average):
 
 
 class Uniform(Average):
-    """The plain mean of the masters after every `every` steps with a warm-down below `below` (SWA, Izmailov et al.
-    2018); before the first of them, the masters themselves."""
+    """The plain mean of the masters, sampled after every `every` steps while the warm-down is below `below` (SWA,
+    Izmailov et al. 2018). Before the first sample, `tensors` are the masters themselves."""
 
     def __init__(self, masters: Mapping[str, Tensor], every: int, below: float) -> None:
         super().__init__(masters)
@@ -91,7 +91,7 @@ class Uniform(Average):
 
 
 def averaging(spec: AverageSpec, masters: Mapping[str, Tensor]) -> Average:
-    """The average that a spec asks for."""
+    """Returns the average that a spec defines."""
     match spec:
         case EmaSpec():
             return Exponential(masters, spec.decay)

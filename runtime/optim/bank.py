@@ -1,4 +1,4 @@
-"""Matrices of one shape, divided among the processes that train together."""
+"""Banks: matrices of one shape, sharded over the processes that train together."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from specc.runtime.distributed.world import Waiting, World
 
 
 class Bank:
-    """All matrices of one shape. Each process sums up the gradients of, and keeps state for, an equal part of them;
-    matrices of zeros fill up the last parts.
+    """All matrices of one shape. Each process sums the gradients of, and stores state for, an equal part of them. Zero
+    matrices pad the last parts.
 
     Args:
         params: f32 [rows, columns] each.
@@ -18,8 +18,8 @@ class Bank:
 
     Attributes:
         local: the matrices of this process, as a slice of [all matrices, ...].
-        gradient: f32 [local matrices, rows, columns], once `add_up` has been waited for. In several processes it is
-            their sum, always at one address, where a graph of the update reads it.
+        gradient: f32 [local matrices, rows, columns], once the result of `add_up` has been waited for. With several
+            processes it is their sum, always at the same address, from which a CUDA graph of the update reads it.
     """
 
     def __init__(self, params: Sequence[Tensor], world: World) -> None:
@@ -32,12 +32,14 @@ class Bank:
         self._states: list[Tensor] = []
 
     def new_state(self, *shape: int) -> Tensor:
-        """State of zeros, f32 [all matrices, *shape]. What belongs to other processes is out of date until `gather`."""
+        """Returns new state of zeros, f32 [all matrices, *shape]. The state of other processes' matrices is out of date
+        until `gather`."""
         self._states.append(self.params[0].new_zeros(self._shape[0], *shape))
         return self._states[-1]
 
     def add_up(self) -> Waiting:
-        """Begins to sum up the gradients of the parameters into `gradient`. Raises ValueError where one has none."""
+        """Begins to sum the gradients of the parameters into `gradient`. Raises ValueError if a parameter has no
+        gradient."""
         gradients = [param.grad for param in self.params if param.grad is not None]
         if len(gradients) < len(self.params):
             raise ValueError("an update needs the gradient of every parameter")
@@ -49,21 +51,22 @@ class Bank:
         return self._world.add_parts(torch.stack([*gradients, *padding]), self._sum)
 
     def join(self, part: Tensor) -> tuple[Waiting, Tensor]:
-        """Begins to give every process the parts of all, [all matrices, rows, columns], in the dtype of `part`."""
+        """Begins to gather every process's `part` on all processes. Returns the pending call and its result, [all
+        matrices, rows, columns], in the dtype of `part`."""
         if self._world.size == 1:
             return Waiting(), part
         whole = part.new_empty(self._shape)
         return self._world.join_parts(part.contiguous(), whole), whole
 
     def gather(self) -> None:
-        """Brings the state of other processes' matrices up to date; all must call it."""
+        """Updates the state of other processes' matrices. All processes must call this."""
         if self._world.size > 1:
             for state in self._states:
                 self._world.join_parts(state[self.local].clone(), state).wait()
 
 
 def banks_of(params: Sequence[Tensor], world: World) -> list[Bank]:
-    """The parameters in a bank per shape, those with the most numbers first."""
+    """Groups the parameters into one bank per shape, largest total size first."""
     by_shape: dict[torch.Size, list[Tensor]] = {}
     for param in params:
         by_shape.setdefault(param.shape, []).append(param)

@@ -1,4 +1,4 @@
-"""Parameters as they will be stored, for quantization-aware training."""
+"""Fake quantization of parameters, for quantization-aware training."""
 
 from collections.abc import Mapping
 
@@ -13,16 +13,17 @@ class FakeQuantized:
 
     Args:
         masters: the f32 master weights, by name.
-        parameters: the model's own, by name.
-        schemes: by name; those without a grid (floats) are left alone.
-        input_shares: f32 [K] for a weight [N, K], by name: the weight is rounded as this number times it.
+        parameters: the model's own parameters, by name.
+        schemes: the scheme of each parameter, by name. Parameters whose scheme has no grid (floats) are left alone.
+        input_shares: f32 [K] for a weight [N, K], by name. Such a weight is multiplied by its shares, rounded, and
+            divided by them again.
 
     Attributes:
-        schemes: as given.
+        schemes: the given schemes.
         names: the parameters that are rounded.
 
     Raises:
-        ValueError: for a parameter that is its own master.
+        ValueError: if a parameter to be rounded is its own master.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class FakeQuantized:
         self.names = frozenset(name for name, scheme in schemes.items() if scheme.has_grid)
         if same := sorted(name for name in self.names if masters[name] is parameters[name]):
             raise ValueError(f"{same[0]} is its own master: there is nothing to round it into")
-        # By scheme and shape, so that one of each has its few kernels and not each parameter.
+        # Grouped by scheme and shape, so that the kernels are launched per group and not per parameter.
         shares = input_shares or {}
         groups: dict[tuple[Scheme, torch.Size, bool], list[str]] = {}
         for name in masters:
@@ -55,7 +56,7 @@ class FakeQuantized:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Rounds all of them, without waiting for a GPU."""
+        """Rounds all masters into their parameters, without waiting for a GPU."""
         for scheme, masters, parameters, shares in self._groups:
             if shares is None:
                 torch._foreach_copy_(parameters, list(scheme.on_grid(torch.stack(masters))))
@@ -64,5 +65,5 @@ class FakeQuantized:
 
 
 def _without_match(scheme: Scheme) -> Scheme:
-    """The scheme of a rule as it compares equal to that of another rule that says the same."""
+    """Returns the scheme without its `match` pattern, so that schemes of rules with equal settings compare equal."""
     return scheme.model_copy(update={"match": ""}) if "match" in type(scheme).model_fields else scheme

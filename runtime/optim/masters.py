@@ -1,4 +1,4 @@
-"""Master weights: the optimizer owns parameters and gradients in f32, whatever the model computes in."""
+"""Master weights: f32 parameters and gradients for the optimizers, for any compute dtype of the model."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,28 +10,33 @@ from torch.nn.utils import get_total_norm
 from specc.compiler.quant.scheme import Scheme
 from specc.runtime.optim.fake_quantized import FakeQuantized
 
-ALIGNMENT = 64  # elements between the starts of gradients in a flat buffer: kernels then load vectors
+ALIGNMENT = 64  # in elements, of each gradient in a flat buffer, so that kernels can use vector loads
 
 
 class Masters:
-    """The f32 master weights of a model, by name, each with an f32 gradient in `.grad` once a step is collected.
+    """The f32 master weights of a model, by name. Each has an f32 gradient in `.grad` after the gradients of a step are
+    collected.
 
-    A parameter that the model computes with in another dtype becomes a copy in that dtype, refreshed from its master
-    once a step; its gradients are summed up in f32. A parameter that it computes with in f32 is its own master.
+    A parameter that the model computes with in another dtype becomes a copy in that dtype. The copy is refreshed from
+    its master once per step, and its gradients are summed in f32. A parameter that the model computes with in f32 is
+    its own master.
 
     Args:
-        model: holds f32 parameters under exactly the names of `dtypes`, on the device where it will run.
-        dtypes: what the model computes with each parameter in, by name.
-        sharded: the parameters of whose gradients each process sums up a part, in banks.
-        copied: the parameters that get a master of their own although the model computes in f32.
+        model: has f32 parameters under exactly the names of `dtypes`, on the device that it will run on.
+        dtypes: the compute dtype of each parameter, by name.
+        sharded: the parameters whose gradients are summed in banks, a part per process.
+        copied: the parameters that get a separate master although the model computes with them in f32.
 
     Attributes:
         tensors: the masters.
         model_parameters: the model's own parameters, which it computes with.
-        gradients: f32, in the order of `tensors`; views of `sums`.
-        loss: f32 [], the last element of `sums`, for the caller to add up the losses in.
-        sums: f32 [N], everything that a step sums up, in one buffer.
-        common: the end of `sums`, without the gradients of `sharded`: several processes sum it up in one call.
+        gradients: f32, in the order of `tensors`. Views of `sums`.
+        loss: f32 [], the last element of `sums`, in which the caller accumulates the losses.
+        sums: f32 [N], one buffer of everything that a step sums.
+        common: the end of `sums`, without the gradients of `sharded`. Several processes sum it in one call.
+
+    Raises:
+        ValueError: if the names of the model's parameters differ from those of `dtypes`.
     """
 
     def __init__(
@@ -60,19 +65,22 @@ class Masters:
     def fake_quantize(
         self, schemes: Mapping[str, Scheme] | None, input_shares: Mapping[str, Tensor] | None = None
     ) -> bool:
-        """Lets the model compute with quantized weights from now on: with what each scheme would store of a parameter
-        without seeing data. `refresh` keeps it so. Gradients are those at the quantized values and go to the masters
-        as they are: the straight-through estimator (Bengio et al. 2013). The schemes of before cost nothing.
+        """Switches the model to quantized weights: to the values that each scheme would store for a parameter without
+        calibration data.
+
+        Every later `refresh` writes quantized values. Gradients are evaluated at the quantized values and applied to
+        the masters unchanged: the straight-through estimator (Bengio et al. 2013). A call with the current schemes does
+        nothing.
 
         Args:
-            schemes: by parameter name; None for the masters themselves.
-            input_shares: as of `FakeQuantized`.
+            schemes: the scheme of each parameter, by name. None switches back to the masters.
+            input_shares: as in `FakeQuantized`.
 
         Returns:
-            Whether `refresh` launches other work from now on.
+            Whether `refresh` launches different work from now on.
 
         Raises:
-            ValueError: for a parameter that is its own master.
+            ValueError: if a parameter to be rounded is its own master.
         """
         before = self._quantized.schemes if self._quantized is not None else None
         if schemes is not None and before == schemes:
@@ -89,11 +97,11 @@ class Masters:
 
     @property
     def fake_quantizes(self) -> bool:
-        """Whether the model computes with quantized weights."""
+        """True if the model computes with quantized weights."""
         return self._quantized is not None
 
     def _lay_out(self, dtypes: Mapping[str, torch.dtype], sharded: Collection[str]) -> None:
-        """One f32 buffer for all gradients, those of one compute dtype side by side, and the loss."""
+        """Allocates one f32 buffer for all gradients, those of one compute dtype adjacent, and the loss."""
         groups: dict[tuple[bool, torch.dtype], list[str]] = {}
         for name in sorted(dtypes, key=lambda name: name not in sharded):
             groups.setdefault((name in sharded, dtypes[name]), []).append(name)
@@ -111,7 +119,7 @@ class Masters:
         self.attach()
 
     def attach(self) -> None:
-        """Puts the gradients where optimizers look for them."""
+        """Sets `.grad` of each master, from which optimizers read gradients."""
         for master, gradient in zip(self.tensors.values(), self.gradients, strict=True):
             master.grad = gradient
 
@@ -119,10 +127,10 @@ class Masters:
         """Begins a step: sets all gradients and the loss to 0."""
         self.sums.zero_()
         for param in self.model_parameters.values():
-            param.grad = None  # else autograd would add to it, one kernel per parameter
+            param.grad = None  # otherwise autograd would accumulate into it, with one kernel per parameter
 
     def collect(self) -> None:
-        """Adds what the last backward pass left in the model to the f32 gradients, in a few kernels."""
+        """Adds the gradients of the last backward pass to the f32 gradients, in a few kernels."""
         for group in self._groups:
             group.collect()
 
@@ -133,13 +141,13 @@ class Masters:
         local: Sequence[Tensor] = (),
         add: Callable[[Tensor], None] = lambda squares: None,
     ) -> Tensor:
-        """Turns sums of gradients into means and clips them.
+        """Converts sums of gradients into means and clips them.
 
         Args:
-            passes: the backward passes that were summed up, over all processes.
-            clip_norm: the largest 2-norm over all gradients; None for no limit.
-            local: this process's part of the gradients of sharded parameters, which is treated alike. The
-                `gradients` of these stay as they are.
+            passes: the number of backward passes that were summed, over all processes.
+            clip_norm: the largest 2-norm over all gradients. None for no limit.
+            local: this process's part of the gradients of sharded parameters, scaled in the same way. The entries of
+                `gradients` for sharded parameters stay unchanged.
             add: replaces a tensor by its sum over all processes.
 
         Returns:
@@ -156,7 +164,7 @@ class Masters:
             norm = (norm.square() + squares).sqrt()
         if clip_norm is not None:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            # one gradient that is not finite must not make the others so: it could no longer be named
+            # a non-finite norm must not spread to all gradients: the parameter at fault could no longer be named
             factor = torch.where(norm.isfinite(), factor, 1.0)
             for tensor in (self.common[:-1], *local):
                 tensor.mul_(factor)
@@ -165,7 +173,7 @@ class Masters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Casts, or quantizes, the masters into the copies that the model reads."""
+        """Casts, or quantizes, the masters into the model's parameters."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._sources)
         if self._quantized is not None:
@@ -173,14 +181,14 @@ class Masters:
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:
-        """Copies `weights`, which must have the names and shapes of `tensors`, over masters and model."""
+        """Copies `weights`, which must have the names and shapes of `tensors`, into masters and model."""
         for name, master in self.tensors.items():
             master.copy_(weights[name])
         self.refresh()
 
     @contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it the model runs with other weights."""
+        """A context manager in which the model runs with `weights`."""
         before = {name: param.detach().clone() for name, param in self.model_parameters.items()}
         try:
             self._write(weights)
@@ -194,9 +202,11 @@ class Masters:
             param.copy_(weights[name])
 
     def first_not_finite(self) -> str | None:
-        """The first parameter whose value, or else whose gradient, holds NaN or infinity.
+        """Returns the first parameter whose value contains NaN or infinity, or else the first with such a gradient, or
+        None.
 
-        Values come first: a step later they still tell which gradients were at fault, when all gradients are.
+        Values are checked first: one step later, all gradients may be non-finite, but the values still identify the
+        parameters that were hit first.
         """
         for tensors in (list(self.tensors.values()), self.gradients):
             for name, tensor in zip(self.tensors, tensors, strict=True):
@@ -205,7 +215,7 @@ class Masters:
         return None
 
     def digests(self) -> dict[str, int]:
-        """The sum of each master's bits read as i32: equal weights have equal ones, on any device."""
+        """Returns the sum of each master's bits, read as i32, by name. Equal weights have equal sums on any device."""
         sums = [master.detach().view(torch.int32).sum(dtype=torch.int64) for master in self.tensors.values()]
         return dict(zip(self.tensors, torch.stack(sums).tolist(), strict=True))
 
@@ -213,13 +223,13 @@ class Masters:
 class _Group:
     """The parameters of one compute dtype, and their part of the sums.
 
-    `totals` are views of `flat`, f32, one per parameter in its shape.
+    `totals` are f32 views of `flat`, one per parameter, in its shape.
     """
 
     def __init__(self, params: Sequence[Tensor], flat: Tensor, dtype: torch.dtype) -> None:
         self._params, self._flat = params, flat
         self.totals = _views(flat, params)
-        # Adding bf16 to f32 tensor by tensor would be a kernel each: no multi-tensor kernel mixes dtypes.
+        # No multi-tensor kernel mixes dtypes, so adding bf16 to f32 directly would need one kernel per tensor.
         self._staging = torch.zeros_like(flat, dtype=dtype) if dtype != torch.float32 else None
         self._staged = _views(self._staging, params) if self._staging is not None else []
 
@@ -237,7 +247,7 @@ class _Group:
             torch._foreach_add_(targets, sources)
             return
         if len(present) < len(grads):
-            self._staging.zero_()  # what the pass before has left must not count again
+            self._staging.zero_()  # the values of the previous pass must not count again
         torch._foreach_copy_(targets, sources)
         self._flat.add_(self._staging)
 
@@ -247,6 +257,6 @@ def _room(tensor: Tensor) -> int:
 
 
 def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive parts of `flat` in the shapes of `like`."""
+    """Returns consecutive parts of `flat` in the shapes of `like`."""
     parts = torch.split(flat, [_room(tensor) for tensor in like])
     return [part[: tensor.numel()].view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]

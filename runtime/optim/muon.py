@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix is orthogonalized (Jordan, 2024), for all matrices of one shape at once."""
+"""Muon: momentum SGD with orthogonalized updates (Jordan, 2024), batched over all matrices of one shape."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -13,7 +13,7 @@ from specc.runtime.optim.orthogonalize import METHODS, orthogonalize
 from specc.runtime.optim.schedule import tapered, value_at
 from specc.runtime.optim.update_rule import UpdateRule
 
-LEAST_ROW = 1e-7  # the length that a shorter row counts as
+LEAST_ROW = 1e-7  # the lower bound of a row's 2-norm
 EPS = 1e-10  # added to NorMuon's mean squares, which are about 1 / columns
 
 
@@ -21,12 +21,12 @@ class Muon(UpdateRule[MuonSpec]):
     """buf = momentum buf + g; u = g + momentum buf (Nesterov) or buf; p *= 1 - lr weight_decay;
     p -= lr sqrt(max(1, rows / columns)) orthogonalize(u).
 
-    `equalize_rows` divides each row of u by its 2-norm first (MuonEq-R). `second_moment` is NorMuon's decay v of the
-    mean square of each row of the result o: it is divided by sqrt(v m + (1 - v) mean(o^2)), and then scaled to the
-    norm that it had (Li et al. 2025 give all updates one RMS instead, which would change what lr means).
+    `equalize_rows` first divides each row of u by its 2-norm (MuonEq-R). `second_moment` is the decay v of NorMuon's
+    running mean square m of each row of the result o. o is divided by sqrt(v m + (1 - v) mean(o^2)), and then rescaled
+    to its previous norm. (Li et al. 2025 instead scale all updates to one RMS, which would change the meaning of lr.)
 
-    Each process sums up, keeps the momentum of and orthogonalizes some matrices of a shape, and gives the others the
-    result.
+    Each process sums gradients of, stores the momentum of, and orthogonalizes a part of the matrices of a shape, and
+    sends the result to the other processes.
     """
 
     name = "muon"
@@ -46,7 +46,7 @@ class Muon(UpdateRule[MuonSpec]):
 
     @torch.no_grad()
     def update(self, numbers: Sequence[Tensor]) -> None:
-        """Each bank's gradient must have been summed up; those that were not are, here."""
+        """Updates the parameters. Sums the gradients of each bank whose `gradient` has not been computed yet."""
         lr, momentum, weight_decay = numbers
         for bank in self.banks:
             if bank.gradient is None:
@@ -56,14 +56,14 @@ class Muon(UpdateRule[MuonSpec]):
             part = self._direction(index, momentum)
             exact_in_bf16 = part.is_cuda and self.spec.second_moment is None
             pending.append((bank, *bank.join(part.bfloat16() if exact_in_bf16 and self.world.size > 1 else part)))
-            if len(pending) > 1:  # the one before has been on its way while this one was computed
+            if len(pending) > 1:  # the previous bank was being sent while this bank was computed
                 _apply(*pending.pop(0), lr, weight_decay)
         for last in pending:
             _apply(*last, lr, weight_decay)
 
     def _direction(self, index: int, momentum: Tensor) -> Tensor:
-        """Takes the gradient of a bank into its momentum; returns the direction that the local matrices should move
-        against, f32 [local matrices, rows, columns]."""
+        """Adds the gradient of a bank to its momentum. Returns the direction to subtract from the local matrices, f32
+        [local matrices, rows, columns]."""
         bank, spec = self.banks[index], self.spec
         assert bank.gradient is not None
         buffer, gradient = self._momentum[index][bank.local], bank.gradient
@@ -78,7 +78,7 @@ class Muon(UpdateRule[MuonSpec]):
         moment = self._second_moment[index][bank.local]
         moment.lerp_(direction.square().mean(-1, keepdim=True), 1 - spec.second_moment)
         scaled = direction / (moment + EPS).sqrt_()
-        # as long as it was: the learning rate keeps its meaning
+        # rescaled to the previous norm, so that the learning rate keeps its meaning
         before, after = (tensor.norm(dim=(-2, -1), keepdim=True) for tensor in (direction, scaled))
         same_norm: Tensor = scaled * (before / after.clamp_(min=EPS))
         return same_norm
@@ -99,7 +99,7 @@ class Muon(UpdateRule[MuonSpec]):
 
 
 def _apply(bank: Bank, pending: Waiting, directions: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
-    """Moves the parameters of a bank against `directions`, [all matrices, rows, columns], once these are there."""
+    """Waits for `directions`, [all matrices, rows, columns], and updates the parameters of a bank."""
     pending.wait()
     rows, columns = bank.params[0].shape
     torch._foreach_mul_(bank.params, 1 - lr * weight_decay)

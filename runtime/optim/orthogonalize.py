@@ -1,6 +1,7 @@
-"""Takes matrices to about their nearest semi-orthogonal ones: iterated quintics, in batched products alone.
+"""Orthogonalization of matrices: quintic iterations toward the nearest semi-orthogonal matrix, in batched products
+only.
 
-An iteration is X <- a X + (b A + c A^2) X with A = X X^T, which takes each singular value s to a s + b s^3 + c s^5.
+An iteration is X <- a X + (b A + c A^2) X with A = X X^T, which maps each singular value s to a s + b s^3 + c s^5.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +16,14 @@ EPS = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One way: what is done before, and the quintic of each iteration; more iterations repeat the last.
+    """An orthogonalization method.
 
-    `prepare` takes wide matrices [N, m, n], m <= n, of Frobenius norm 1 (or 0), and gives X, whose singular values
-    are at most 1, and A = X X^T; of the iterations that are asked for it takes the place of `replaces`.
+    Attributes:
+        name: its name in a spec.
+        quintics: the coefficients (a, b, c) of each iteration. Further iterations repeat the last.
+        prepare: maps wide matrices [N, m, n], m <= n, of Frobenius norm 1 (or 0), to X, whose singular values are at
+            most 1, and A = X X^T.
+        replaces: the number of requested iterations that `prepare` replaces.
     """
 
     name: str
@@ -32,13 +37,14 @@ def _plain(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _almost_orthogonal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows over the square root of the absolute row sums of A: an almost-orthogonal layer (Prach and Lampert, 2022)."""
+    """Divides each row by the square root of its absolute row sum in A: an almost-orthogonal layer (Prach and Lampert,
+    2022)."""
     gram = x @ x.mT
     scale = gram.abs().sum(-1, keepdim=True, dtype=torch.float32).sqrt().add_(EPS).reciprocal_().to(x.dtype)
     return x * scale, gram * scale * scale.mT
 
 
-# The quintic of Jordan (2024): steepest at 0, so that small singular values grow fast; takes (0, 1] near 1.
+# The quintic of Jordan (2024): steepest at 0, so that small singular values grow fast. Maps (0, 1] to near 1.
 NEWTON_SCHULZ = Method("newton_schulz", ((3.4445, -4.7750, 2.0315),), _plain)
 
 # The minimax quintics of Amsel et al. (2025) for five iterations, one after the other, with the safety margins of the
@@ -55,7 +61,7 @@ POLAR_EXPRESS = Method(
     _plain,
 )
 
-# What is left of them where almost-orthogonal rows take the place of the first (Turbo-Muon, arXiv 2512.04632).
+# The remaining quintics if almost-orthogonal rows replace the first iteration (Turbo-Muon, arXiv 2512.04632).
 TURBO = Method(
     "turbo",
     (
@@ -72,13 +78,21 @@ METHODS: Mapping[str, Method] = {method.name: method for method in (NEWTON_SCHUL
 
 
 def orthogonalize(matrices: Tensor, steps: int, method: Method = NEWTON_SCHULZ) -> Tensor:
-    """About the nearest semi-orthogonal matrix of each: singular values go to roughly 0.7 .. 1.2. With `turbo` it is
-    that of the matrix with other lengths of its rows, or of its columns where it is tall.
+    """Returns about the nearest semi-orthogonal matrix of each matrix: singular values become roughly 0.7 .. 1.2. With
+    `turbo`, the rows (of tall matrices the columns) are rescaled first, so the result approximates that of the rescaled
+    matrix.
 
-    Products are in bf16 on a GPU and in f32 on the CPU. `matrices` and the result are f32 [N, rows, columns]; a matrix
-    of zeros stays so.
+    Products are in bf16 on a GPU and in f32 on the CPU.
+
+    Args:
+        matrices: f32 [N, rows, columns].
+        steps: the number of iterations.
+        method: the method.
+
+    Returns:
+        f32 [N, rows, columns]. A matrix of zeros stays zero.
     """
-    # Turbo would not need this, but without it small gradients would leave the range of its products.
+    # Turbo's result does not depend on this scale, but without it the products of small gradients would underflow.
     x: Tensor = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + EPS)
     if x.is_cuda:
         x = x.bfloat16()

@@ -1,4 +1,4 @@
-"""Sums up the gradients of a step over all processes: sharded parameters in parts, all others as one buffer."""
+"""Sums the gradients of a step over all processes: sharded parameters in parts, all others as one buffer."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,19 @@ from specc.runtime.optim.masters import Masters
 def mean_gradients(
     masters: Masters, banks: Sequence[Bank], world: World, micro_batches: int, clip_norm: float | None
 ) -> Tensor:
-    """Turns the sums in `masters` into means over all micro-batches of all processes, and clips them. The host does
-    not wait for a GPU, where all these sums overlap.
+    """Converts the sums in `masters` into means over all micro-batches of all processes, and clips them.
+
+    The host does not wait for a GPU, on which all these sums overlap.
 
     Args:
-        masters: holds the gradients of this process, and gets the mean of those that no bank holds.
-        banks: get the mean of this process's part of their matrices.
+        masters: has the gradients of this process; receives the mean of the gradients that no bank has.
+        banks: each receives the mean of this process's part of its matrices.
         world: the processes.
-        micro_batches: those of one process.
-        clip_norm: the largest 2-norm over all gradients; None for no limit.
+        micro_batches: the number of micro-batches of one process.
+        clip_norm: the largest 2-norm over all gradients. None for no limit.
 
     Returns:
-        The 2-norm before clipping, f32 [], the same bits on every rank.
+        The 2-norm before clipping, f32 [], with the same bits on every rank.
     """
     masters.attach()
     if world.size == 1:

@@ -1,4 +1,4 @@
-"""The update rule of each kind of optimizer."""
+"""The lookup of the update rule of each kind of optimizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +10,6 @@ from specc.runtime.optim.update_rule import UpdateRule
 
 
 def rule_of(spec: OptimizerSpec) -> type[UpdateRule[Any]]:
-    """The update rule that is named as the kind of the spec."""
+    """Returns the update rule whose name is the kind of the spec."""
     rules: Mapping[str, type[UpdateRule[Any]]] = classes(optim, UpdateRule)
     return rules[spec.kind]

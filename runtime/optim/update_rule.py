@@ -1,4 +1,5 @@
-"""The base of every update rule: how one kind of optimizer updates its parameters, and with which state."""
+"""The base class of update rules. An update rule defines how one kind of optimizer updates its parameters, and its
+state."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,22 +15,22 @@ S = TypeVar("S", bound=OptimizerSpec)
 
 
 class UpdateRule(ABC, Generic[S]):
-    """One entry of `train.optimizers` with the parameters that it updates. A subclass is one kind of optimizer, in a
-    file of this package; its spec stands in `specc.compiler.spec.optimizers`.
+    """One entry of `train.optimizers` with the parameters that it updates.
 
-    An update reads numbers that change from step to step, such as the learning rate, from the device. It launches the
-    same work every time and never waits for a GPU, so that a CUDA graph can hold it.
+    Each subclass is one kind of optimizer, in a file of this package; its spec is in `specc.compiler.spec.optimizers`.
+    An update reads the numbers that change from step to step, such as the learning rate, from the device. It launches
+    the same work every time and never waits for a GPU, so that it can be captured in a CUDA graph.
 
     Args:
         spec: the entry.
-        parameters: the f32 master weights, by name; the gradient of each stands in its `.grad`.
+        parameters: the f32 master weights, by name, with gradients in `.grad`.
         world: the processes that train together.
 
     Attributes:
         name: the `kind` of its spec.
-        sharded: whether its parameters lie in `banks`, of whose gradients each process sums up only its part. The
-            gradients of other rules are summed up whole on every process.
-        banks: the parameters in groups that are summed up and updated at once.
+        sharded: whether its parameters are in `banks`, where each process sums only its part of the gradients. The
+            gradients of other rules are summed whole on every process.
+        banks: the parameters in groups that are summed and updated together.
     """
 
     name: ClassVar[str]
@@ -41,24 +42,25 @@ class UpdateRule(ABC, Generic[S]):
 
     @abstractmethod
     def numbers(self, multiplier: float, step: int, done: float) -> Sequence[float]:
-        """The numbers that the next update reads, as many in every step.
+        """Returns the numbers that the next update reads. Their count is the same in every step.
 
         Args:
-            multiplier: of the schedule, for the learning rate.
-            step: updates made so far.
-            done: the share of the run that is done, 0 to 1.
+            multiplier: the schedule's factor of the learning rate.
+            step: the number of updates so far.
+            done: the share of the run that is complete, 0 to 1.
         """
 
     @abstractmethod
     def update(self, numbers: Sequence[Tensor]) -> None:
-        """Updates the parameters from their gradients; `numbers` are those of `numbers`, each of shape []."""
+        """Updates the parameters from their gradients. `numbers` are the values returned by the method `numbers`, as
+        tensors of shape []."""
 
     @abstractmethod
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The tensors that persist between updates, not copied: slot -> parameter name -> tensor. All are there before
-        the first update, with the shapes that they keep."""
+        """Returns the tensors that persist between updates, not copied: slot -> parameter name -> tensor. All exist
+        before the first update, with their final shapes."""
 
     def gather(self) -> None:
-        """Makes the state whole on every process; all must call it."""
+        """Gathers the whole state on every process. All processes must call this."""
         for bank in self.banks:
             bank.gather()

@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all: temporary file beside it, fsync, check, rename, fsync of the folder."""
+"""Writes a file whole or not at all: temporary file in the same folder, fsync, check, rename, fsync of the folder."""
 
 import contextlib
 import fcntl
@@ -11,11 +11,19 @@ from specc.runtime.errors import cannot_write
 
 
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None]) -> None:
-    """Writes `parts` to `path`, replacing what is there.
+    """Writes `parts` to `path`, replacing an existing file.
 
-    `check` gets the finished temporary file and raises to refuse it; then, as after any failure, `path` is as
-    before and nothing is left beside it. Temporary files of writers that were killed are removed first.
-    Raises EnvironmentFailure when the disk is full, RunFailure when the operating system refuses for another reason.
+    After any failure `path` is unchanged and no temporary file remains. Temporary files of interrupted writers are
+    removed first.
+
+    Args:
+        path: the file to write.
+        parts: the content, in order.
+        check: called with the finished temporary file before the rename; raises to reject it.
+
+    Raises:
+        EnvironmentFailure: if the disk is full.
+        RunFailure: if the operating system refuses for another reason.
     """
     try:
         _sweep(path)
@@ -42,24 +50,25 @@ def _write_all(descriptor: int, part: bytes) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[tuple[Path, int]]:
-    """A new file beside `path`, under a lock that dies with this process, which tells it from a left-over."""
+    """Creates a new file next to `path` under a lock that ends with this process. The lock distinguishes the file from
+    a leftover."""
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break
-        os.close(descriptor)  # another writer's sweep took it between its creation and its lock
+        os.close(descriptor)  # another writer's sweep removed it between its creation and its lock
     try:
         yield temporary, descriptor
     finally:
-        # After the rename there is nothing left to unlink.
+        # After the rename the file is gone from this path.
         temporary.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 def _sweep(path: Path) -> None:
-    """Removes the temporary files for `path` that no living writer holds."""
+    """Removes the temporary files for `path` that no living writer has locked."""
     prefix = f".{path.name}."
     for entry in sorted(os.listdir(path.parent)):
         if not (entry.startswith(prefix) and entry.endswith(".tmp") and len(entry) == len(prefix) + 12):

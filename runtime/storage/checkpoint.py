@@ -1,7 +1,7 @@
-"""Checkpoints: one committed directory a step (see committed.py), of safetensors and JSON, never pickles.
+"""Checkpoints: one committed directory per step (see committed.py), of safetensors and JSON, never pickles.
 
-`checkpoints/step_00000400/` holds model.safetensors (the f32 masters), optimizer.safetensors,
-rng.safetensors, ema.safetensors where the run averages, state.json and COMMIT. All is by parameter name.
+`checkpoints/step_00000400/` contains model.safetensors (the f32 masters), optimizer.safetensors,
+rng.safetensors, ema.safetensors if the run averages, state.json and COMMIT. Tensors are stored by parameter name.
 """
 
 import platform
@@ -34,9 +34,19 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a run needs to go on. Tensors are f32 by parameter name (`optimizer`: `kind.slot/parameter`);
-    `rng` holds the generators' states as u8. `seconds` is the time spent training; `done` the share of the run that
-    was behind before the last update, by which a phase of the run is known."""
+    """The complete state that a run needs to continue. Tensors are f32 by parameter name.
+
+    Attributes:
+        step: the number of updates.
+        seconds: seconds of training.
+        weights: the masters.
+        average: the averaged weights. None if the run does not average.
+        optimizer: the optimizers' state, by `kind.slot/parameter`.
+        rng: the states of the random generators, u8.
+        loader: the position of the data loader.
+        spec_digest: SHA-256 (hex) of the canonical spec.
+        done: the share of the run that was complete before the last update, which determines the phase of the run.
+    """
 
     step: int
     seconds: float
@@ -49,7 +59,7 @@ class Snapshot:
     done: float = 1.0
 
     def copied(self) -> "Snapshot":
-        """With tensors of its own."""
+        """Returns a snapshot with copies of the weights, the average and the optimizer state."""
 
         def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -59,8 +69,11 @@ class Snapshot:
 
 
 class State(StrictModel):
-    """state.json. `weights` names the file that the run would end with, were it to end here; `threads` are
-    those of the CPU, on which the order of sums depends."""
+    """The content of state.json.
+
+    `weights` names the file of the weights that the run would end with at this step. `threads` is the number of CPU
+    threads, which determines the order of sums.
+    """
 
     step: int
     seconds: float
@@ -73,10 +86,10 @@ class State(StrictModel):
 
 
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
-    """Commits `snapshot` as `folder/step_NNNNNNNN` and then removes all but the `keep` newest.
+    """Commits `snapshot` as `folder/step_NNNNNNNN` and then removes all but the `keep` newest checkpoints.
 
-    A sound checkpoint of that step is left as it is; a damaged one is replaced. Raises RunFailure when the
-    operating system refuses (disk full); then the checkpoints are those from before.
+    A sound checkpoint of that step is left unchanged; a damaged checkpoint is replaced. Raises RunFailure if the
+    operating system refuses (e.g. the disk is full), ValueError if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("the newest checkpoint may get damaged: keep at least 2")
@@ -98,18 +111,19 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Returns the path of the checkpoint of a step."""
     return folder / f"step_{step:08d}"
 
 
 def all_in(folder: Path) -> list[Path]:
-    """The checkpoint directories in `folder`, sound or not, oldest first."""
+    """Returns the checkpoint directories in `folder`, sound or not, oldest first."""
     paths = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest sound checkpoint in `folder`; `warn` is told of each newer one that is damaged, and why."""
+    """Returns the newest sound checkpoint in `folder`, or None. Calls `warn` with the reason for each newer checkpoint
+    that is damaged."""
     for path in reversed(all_in(folder)):
         reason = fault(path)
         if reason is None:
@@ -119,7 +133,8 @@ def latest(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def fault(path: Path) -> str | None:
-    """Why the checkpoint cannot be used, or None if it is all there and as it was committed."""
+    """Returns the reason why the checkpoint cannot be used, or None if it is complete and unchanged since it was
+    committed."""
     try:
         load(path)
     except IntegrityError as error:
@@ -128,7 +143,7 @@ def fault(path: Path) -> str | None:
 
 
 def load(path: Path) -> Snapshot:
-    """Reads and verifies a checkpoint. Raises IntegrityError for one that is not as it was committed."""
+    """Reads and verifies a checkpoint. Raises IntegrityError unless it is complete and as it was committed."""
     files = Committed.open(path)
     state = read_state(path)
     groups = {name: _tensors(files, name) for name in (MODEL, OPTIMIZER, RNG)}
@@ -149,7 +164,8 @@ def load(path: Path) -> Snapshot:
 
 
 def read_state(path: Path) -> State:
-    """The state.json of a checkpoint. Raises IntegrityError for one that is not as it was committed."""
+    """Reads the state.json of a checkpoint. Raises IntegrityError if it is missing or has changed since it was
+    committed."""
     try:
         state = State.model_validate_json(Committed.open(path).read(STATE))
     except ValidationError as error:
@@ -160,13 +176,16 @@ def read_state(path: Path) -> State:
 
 
 def weights(path: Path) -> dict[str, Tensor]:
-    """The weights that the run would end with at this checkpoint: the averaged ones where it averages, else the plain
-    ones; f32 by parameter name. Raises IntegrityError for a checkpoint that is not as it was committed."""
+    """Returns the weights that the run would end with at this checkpoint, f32 by parameter name: the averaged weights
+    if it averages, else the plain weights.
+
+    Raises IntegrityError if the checkpoint is incomplete or has changed since it was committed.
+    """
     return _tensors(Committed.open(path), read_state(path).weights)
 
 
 def require_match(what: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raises IntegrityError, with the difference, unless both have the same names, shapes and dtypes."""
+    """Raises IntegrityError, with the differences, unless both have the same names, shapes and dtypes."""
     differences = [f"it has no {name}" for name in expected if name not in tensors]
     differences += [f"{name} is unknown" for name in tensors if name not in expected]
     differences += [
@@ -212,7 +231,8 @@ def _tensors(files: Committed, name: str) -> dict[str, Tensor]:
 
 
 def _outdated(folder: Path, keep: int) -> list[Path]:
-    """The checkpoints older than the `keep` newest whole ones: a damaged one must not count as one of these."""
+    """Returns the checkpoints older than the `keep` newest complete checkpoints. A damaged checkpoint does not count
+    toward `keep`."""
     steps = all_in(folder)
     whole = [path for path in steps if _looks_whole(path)]
     return [path for path in steps if len(whole) >= keep and steps.index(path) < steps.index(whole[-keep])]

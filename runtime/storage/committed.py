@@ -1,8 +1,8 @@
 """Directories that are written whole or not at all, and are valid only with their COMMIT file.
 
-COMMIT is JSON: size and SHA-256 of every other file. A directory is made under a temporary name; its files
-and then it are synced before the rename, and its parent after, so neither a kill nor a power cut leaves half
-of one under its name. Reading hashes the very bytes that it hands out.
+COMMIT is JSON: size and SHA-256 of every other file. A directory is written under a temporary name. Its files and the
+directory itself are synced before the rename, and its parent after, so neither a kill nor a power failure leaves a
+partial directory under its name. Reading verifies the hash of exactly the bytes that it returns.
 """
 
 import errno
@@ -38,14 +38,15 @@ class Commit(StrictModel):
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A directory whose COMMIT has been read; each file is checked when it is read."""
+    """A directory whose COMMIT has been read. Each file is checked when it is read."""
 
     path: Path
     members: dict[str, Member]
 
     @classmethod
     def open(cls, path: Path) -> "Committed":
-        """Raises IntegrityError if there is no such directory, or no COMMIT of just this directory in it."""
+        """Reads the COMMIT of a directory. Raises IntegrityError if the directory or its COMMIT is missing, or if the
+        COMMIT is that of another directory."""
         try:
             commit = Commit.model_validate_json((path / COMMIT).read_bytes())
         except FileNotFoundError:
@@ -60,12 +61,12 @@ class Committed:
         return cls(path, commit.members)
 
     def read(self, name: str) -> bytes:
-        """All of one file. Raises IntegrityError unless it is what was committed."""
+        """Returns the content of one file. Raises IntegrityError if it differs from what was committed."""
         member, path = self.members.get(name), self.path / name
         if member is None:
             raise IntegrityError(f"{self.path}: has no {name}", HINT)
         try:
-            with open(path, "rb") as file:  # not mapped: a file cut while it is mapped kills the process
+            with open(path, "rb") as file:  # not mapped: truncating a mapped file kills the process
                 size = os.fstat(file.fileno()).st_size
                 data = file.read(member.size) if size == member.size else b""
         except OSError as error:
@@ -77,7 +78,7 @@ class Committed:
         return data
 
     def in_full_size(self) -> bool:
-        """Whether all files are there in their sizes; does not read them."""
+        """Returns whether all files exist in their committed sizes, without reading them."""
         try:
             sizes = {name: (self.path / name).stat().st_size for name in self.members}
         except OSError:
@@ -86,9 +87,9 @@ class Committed:
 
 
 def write(path: Path, files: Iterable[tuple[str, bytes]]) -> None:
-    """Makes the directory `path`, which must not be there, of (name, bytes).
+    """Creates the directory `path`, which must not exist, with files from (name, bytes) pairs.
 
-    Raises OSError when the operating system refuses; then nothing is left.
+    Raises OSError if the operating system refuses; then nothing remains.
     """
     temporary = _aside(path)
     try:
@@ -100,21 +101,23 @@ def write(path: Path, files: Iterable[tuple[str, bytes]]) -> None:
         os.rename(temporary, path)
         _sync(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is none
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename it no longer exists
 
 
 def discard(path: Path) -> None:
-    """Removes such a directory; renamed first, so that a kill cannot leave half of it under its name."""
+    """Removes a committed directory. It is renamed first, so that a kill cannot leave a partial directory under its
+    name."""
     aside = _aside(path)
     os.rename(path, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def replace(path: Path, new: Path) -> None:
-    """Puts the committed directory `new`, of the same name in another folder of the same disk, in the place of `path`.
+    """Replaces `path` by the committed directory `new`, which has the same name and is in another folder of the same
+    disk.
 
-    What was there moves beside `new` as `before`, for the caller to remove. A kill between the two renames leaves
-    nothing at `path`; then `settle` finishes. Raises OSError when the operating system refuses.
+    The previous directory moves next to `new` as `before`, for the caller to remove. A kill between the two renames
+    leaves nothing at `path`; `settle` then finishes the replacement. Raises OSError if the operating system refuses.
     """
     if path.exists():
         os.rename(path, new.with_name("before"))
@@ -124,24 +127,24 @@ def replace(path: Path, new: Path) -> None:
 
 
 def settle(path: Path, new: Path) -> None:
-    """Finishes a `replace` that was killed half-way: where there is nothing at `path` and `new` is committed, it takes
-    the place. Any process may do so at any time. Raises OSError when the operating system refuses."""
+    """Finishes an interrupted `replace`: if nothing is at `path` and `new` is committed, renames `new` to `path`. Any
+    process may call this at any time. Raises OSError if the operating system refuses."""
     if path.exists() or not new.is_dir():
         return
-    with suppress(IntegrityError, FileNotFoundError):  # not complete; or another process was as quick
+    with suppress(IntegrityError, FileNotFoundError):  # incomplete, or another process renamed it first
         Committed.open(new)
         os.rename(new, path)
         _sync(path.parent)
 
 
 def sweep(folder: Path) -> None:
-    """Removes what killed writers left in `folder`. The caller must be its only writer."""
+    """Removes the temporary directories of interrupted writers in `folder`. The caller must be its only writer."""
     for stray in sorted(folder.glob(".*.tmp")):
         shutil.rmtree(stray, ignore_errors=True)
 
 
 def in_words(error: ValidationError) -> str:
-    """The first thing that is wrong with a JSON file: `members.state.json.size: Field required`."""
+    """Returns the first problem in a JSON file as text: `members.state.json.size: Field required`."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the text'}: {first['msg']}"
 

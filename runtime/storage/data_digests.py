@@ -1,4 +1,4 @@
-"""Digests of the data that a model was trained on: two data sets are the same if their digests are."""
+"""Digests of training data. Two data sets are the same if their digests are equal."""
 
 from typing import Annotated
 
@@ -10,13 +10,13 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class DataDigests(StrictModel):
-    """SHA-256 digests (hex) of the two splits of a data set, of its content and not of where it lies."""
+    """SHA-256 digests (hex) of the content of the two splits of a data set, independent of its location."""
 
     train: Sha256
     val: Sha256
 
     def packed(self) -> bytes:
-        """64 bytes: the digest of the training split, then that of the validation split."""
+        """Returns 64 bytes: the digest of the training split, then that of the validation split."""
         return bytes.fromhex(self.train + self.val)
 
     @classmethod
@@ -24,5 +24,6 @@ class DataDigests(StrictModel):
         return cls(train=data[:32].hex(), val=data[32:].hex())
 
     def held_out(self, digest: str) -> bool | None:
-        """Whether the text with this digest is the split that training left out; None where it is neither split."""
+        """Returns whether the text with this digest is the split that training left out, or None if it is neither
+        split."""
         return digest == self.val if digest in (self.train, self.val) else None

@@ -1,4 +1,4 @@
-"""Where a run has what `specc quantize` made of it, and whether that is of its newest weights."""
+"""The quantized artifact of a run, and the check that it is of the run's newest weights."""
 
 import json
 import shlex
@@ -16,9 +16,12 @@ REPORT = "report.json"
 
 
 def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
-    """Where the run's quantized model is; `say` is told where the run has other weights since. Raises RunFailure when
-    it was not quantized."""
-    with suppress(OSError):  # in a folder that can only be read there is nothing to finish
+    """Returns the path of the run's quantized model.
+
+    Calls `say` with a warning if the run has newer weights, or if the step of the artifact is unknown. Raises
+    RunFailure if the run is not quantized.
+    """
+    with suppress(OSError):  # an interrupted replacement cannot be finished in a read-only folder
         committed.settle(run.quantized, run.staged)
     path = run.quantized / ARTIFACT
     again = f"specc quantize {shlex.quote(str(run.directory))}"
@@ -29,7 +32,7 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
     except IntegrityError as error:
         say(f"{error.message}: of which step the artifact is, is not known")
         return path
-    from specc.runtime.storage import checkpoint  # with torch: not for the bytes of an artifact alone
+    from specc.runtime.storage import checkpoint  # imports torch, which reading an artifact alone does not need
 
     newest = checkpoint.latest(run.checkpoints, say)
     if newest is not None and checkpoint.read_state(newest).step > step:
@@ -38,8 +41,8 @@ def quantized_artifact(run: Run, say: Callable[[str], None]) -> Path:
 
 
 def artifact_of(path: Path, say: Callable[[str], None]) -> Path:
-    """The artifact that `path` is, or that of the run that it is, as `quantized_artifact`. Raises RunDirectoryError
-    when there is neither, otherwise as that and `Run.open`."""
+    """Returns `path` if it is an artifact, or the artifact of the run at `path`, as `quantized_artifact`. Raises
+    RunDirectoryError if nothing is at `path`, otherwise as `quantized_artifact` and `Run.open`."""
     if path.is_dir():
         return quantized_artifact(Run.open(path), say)
     if not path.exists():

@@ -1,14 +1,14 @@
-"""The run directory: what is trained, how, and everything that comes out of it.
+"""The run directory: the inputs, the settings and all results of a training run.
 
 runs/gpt_mini-001/
-    spec.json        the resolved spec, overrides applied; readable wherever a spec is
+    spec.json        the resolved spec, overrides applied; accepted wherever a spec is
     run.json         target, data and overrides, as given
-    lock.json        the measured kernels it runs with, where the spec had any
-    files/           what else it needs, its tokenizer
-    generated/       the code that runs
-    log.jsonl        a line a step, and what happened between
+    lock.json        the measured kernels that it runs with, if the spec had any
+    files/           other files that it needs, such as its tokenizer
+    generated/       the generated code
+    log.jsonl        a line per step, and the events between steps
     checkpoints/     see checkpoint.py
-    quantized/       what `specc quantize` makes of them
+    quantized/       the output of `specc quantize`
 """
 
 import hashlib
@@ -44,7 +44,7 @@ KEPT = "files"
 
 
 class RunDirectoryError(RuntimeFailure):
-    """The run directory is not there, is in use, or is that of another run."""
+    """The run directory does not exist, is in use, or belongs to another run."""
 
     exit_code = 2
 
@@ -59,13 +59,16 @@ class _Record(StrictModel):
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory and what it says of the run.
+    """A run directory and the recorded settings of the run.
 
     Attributes:
-        data: the training data, as `--data` names it.
+        directory: the run directory.
+        spec: the resolved spec.
+        target: the target that it trains.
+        data: the training data, as given to `--data`.
         overrides: the `--set` texts that `spec` contains.
         lock: the measured kernels that it runs with.
-        data_digests: of the content of `data` as the run began; None for a run of an older specc.
+        data_digests: the digests of the content of `data` at the start of the run. None for a run of an older specc.
     """
 
     directory: Path
@@ -98,22 +101,22 @@ class Run:
 
     @property
     def staged(self) -> Path:
-        """Where what becomes `quantized` is made. Beside the run's own lock: a run that still trains may be quantized
-        from its last checkpoint."""
+        """The folder in which the next `quantized` is written. Its parent has a lock of its own, so that a run that is
+        still training can be quantized from its last checkpoint."""
         return self.directory / ".quantizing" / "quantized"
 
     @property
     def resume_command(self) -> str:
-        """The command that continues the run; it states neither `--gpus` nor limits."""
+        """The command that continues the run. It includes neither `--gpus` nor limits."""
         return f"specc train --run {shlex.quote(str(self.directory))} --resume auto"
 
     @property
     def spec_digest(self) -> str:
-        """SHA-256 (hex) of the canonical spec; checkpoints carry it."""
+        """SHA-256 (hex) of the canonical spec, stored in checkpoints."""
         return hashlib.sha256(canonical(self.spec).encode()).hexdigest()
 
     def create(self, files: Sequence[Path] = ()) -> "Run":
-        """Makes the directory, with copies of `files`, and returns the run. Raises RunDirectoryError if the directory
+        """Creates the directory, with copies of `files`, and returns the run. Raises RunDirectoryError if the directory
         is not empty, RunFailure if it cannot be written."""
         require_free(self.directory)
         try:
@@ -126,12 +129,12 @@ class Run:
         if self.lock.targets:
             _write_text(self.directory / LOCK, self.lock.text())
         self.record()
-        _write_text(self.directory / SPEC, readable(self.spec))  # last: with it the directory is a run
+        _write_text(self.directory / SPEC, readable(self.spec))  # last: spec.json is what marks the directory as a run
         return self
 
     @classmethod
     def open(cls, directory: Path) -> "Run":
-        """Reads a run directory. Raises RunDirectoryError if it is none, IntegrityError if it is damaged."""
+        """Reads a run directory. Raises RunDirectoryError if it is not a run, IntegrityError if it is damaged."""
         if not is_run(directory):
             if directory.exists() and (whole := next(filter(is_run, directory.absolute().parents), None)):
                 raise RunDirectoryError(f"{directory}: is a part of a run", f"name the run, {whole}")
@@ -155,10 +158,11 @@ class Run:
         _write_text(self.directory / "run.json", record.model_dump_json(indent=1))
 
     def requantized(self, overrides: Sequence[str]) -> "Run":
-        """The run with `--set` texts about its spec's `quant`, which nothing that is trained depends on but QAT.
+        """Returns the run with `--set` overrides of its spec's `quant` section, which only QAT uses in training.
 
-        Raises SpecError for what they make of the spec, as far as a build of the run's target would tell,
-        RunDirectoryError where they touch more than `quant`.
+        Raises:
+            SpecError: if the resulting spec is invalid, as far as a build of the run's target would detect.
+            RunDirectoryError: if the overrides change more than `quant`.
         """
         if not overrides:
             return self
@@ -170,7 +174,7 @@ class Run:
         return replace(self, spec=spec)
 
     def require_same(self, spec: Spec, target: str) -> None:
-        """Raises RunDirectoryError, with what differs, unless the run was started with just these."""
+        """Raises RunDirectoryError, with the differences, unless the run was started with this spec and target."""
         here, there = self.spec.model_dump(mode="json"), spec.model_dump(mode="json")
         changed = [f"{path}: {old} there, {new} now" for path, old, new in _differences(here, there)]
         changed += [f"the target: {self.target} there, {target} now"] if target != self.target else []
@@ -179,8 +183,8 @@ class Run:
             raise RunDirectoryError(f"{self.directory} is another run: {'; '.join(changed[:6])}", hint)
 
     def require_data(self, digests: DataDigests) -> None:
-        """Raises RunDirectoryError where data of these digests are not those that the run began with, as far as it
-        states them."""
+        """Raises RunDirectoryError if the digests differ from those recorded at the start of the run. Does nothing if
+        the run recorded none."""
         known = self.data_digests
         if known is None or known == digests:
             return
@@ -189,8 +193,8 @@ class Run:
         raise RunDirectoryError(message, f"resume with the data of the run: {self.resume_command} --data PATH")
 
     def with_data(self, data: str) -> "Run":
-        """The run with its data where it is now, by a `lasting` name; whether it is the same, a checkpoint's position
-        in it tells. Raises RunDirectoryError where it is still to be where it was, and is not there."""
+        """Returns the run with its data at `data`, a path as returned by `lasting`. Does not check that the data are
+        the same. Raises RunDirectoryError if `data` is the recorded location and nothing is there."""
         if data == lasting(self.data) and data not in ("stdlib", *GENERATED) and not Path(data).expanduser().exists():
             hint = f"say where it is now: {self.resume_command} --data PATH"
             raise RunDirectoryError(f"{self.directory}: the data of the run, {data}, is not there", hint)
@@ -198,18 +202,21 @@ class Run:
 
 
 def lasting(data: str) -> str:
-    """The data of a run by a name that holds in any folder: what is no file or folder here stays as it is."""
+    """Returns the name of the data in a form that is valid in any working directory: an existing path becomes absolute,
+    any other name is unchanged."""
     path = Path(data).expanduser()
     return data if data in ("stdlib", *GENERATED) or not path.exists() else str(path.absolute())
 
 
 def is_run(directory: Path) -> bool:
-    """Whether there is a run in this directory, sound or not. What one was quantized to has a spec.json too."""
+    """Returns whether this directory is a run, sound or not. A quantized directory has a spec.json too, but also a
+    COMMIT."""
     return (directory / SPEC).is_file() and not (directory / COMMIT).is_file()
 
 
 def require_free(directory: Path) -> None:
-    """Raises RunDirectoryError unless a run can begin here: nothing is there but what a killed start left."""
+    """Raises RunDirectoryError unless a run can begin here: the directory contains at most the files of an interrupted
+    start."""
     left = {"run.json", LOCK, KEPT, "generated", "checkpoints", "quantized"}
     occupied = directory.exists() and (
         not directory.is_dir() or any(e.name not in left and e.name[0] != "." for e in directory.iterdir())
@@ -221,9 +228,10 @@ def require_free(directory: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Makes the directory and keeps other processes from writing in it until the end, or until this one dies.
+    """A context manager that creates the directory and locks it against other processes until the end of the block or
+    of this process.
 
-    Raises RunDirectoryError if another process has it, RunFailure if it cannot be made.
+    Raises RunDirectoryError if another process has the lock, RunFailure if the directory cannot be created.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -241,24 +249,24 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def readable(spec: Spec) -> str:
-    """The resolved spec as JSON for people: all its defaults, sorted keys, a line each."""
+    """Returns the resolved spec as indented JSON with all defaults and sorted keys."""
     data = spec.model_dump(mode="json", by_alias=True)
     return json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def default_run(name: str, root: Path = Path("runs")) -> Path:
-    """The next free `runs/NAME-NNN`."""
+    """Returns the next free `runs/NAME-NNN`."""
     number = max((int(path.name.rpartition("-")[2]) for path in _numbered(name, root)), default=0)
     return root / f"{name}-{number + 1:03d}"
 
 
 def newest_run(name: str, root: Path = Path("runs")) -> Path | None:
-    """The `runs/NAME-NNN` with the highest number in which training began."""
+    """Returns the `runs/NAME-NNN` with the highest number in which training began, or None."""
     return next(filter(is_run, reversed(_numbered(name, root))), None)
 
 
 def _numbered(name: str, root: Path) -> list[Path]:
-    """The entries `NAME-NNN` of a folder, by number."""
+    """Returns the entries `NAME-NNN` of a folder, by number."""
     pattern = re.compile(re.escape(name) + r"-\d{3,9}")
     names = os.listdir(root) if root.is_dir() else []
     return [root / n for n in sorted(filter(pattern.fullmatch, names), key=lambda n: int(n.rpartition("-")[2]))]

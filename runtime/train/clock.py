@@ -1,10 +1,10 @@
-"""The clock of a run."""
+"""The training clock of a run."""
 
 import time
 
 
 class Clock:
-    """Seconds of training. Validation, checkpoints and compilation are not training."""
+    """Counts seconds of training. Validation, checkpoints and compilation do not count."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -13,16 +13,18 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """By this process."""
+        """The training seconds measured by this process."""
         return self._before + (time.perf_counter() - self._since if self._since is not None else 0.0)
 
     @property
     def common(self) -> float:
-        """The seconds that decisions go by: of several processes those that they last agreed on, else `seconds`."""
+        """The training seconds that decisions depend on: the last agreed value if there are several processes, else
+        `seconds`."""
         return self._agreed if self._agreed is not None else self.seconds
 
     def agree(self, seconds: float) -> None:
-        """All processes of a run call it with the same number, once a step: then all decide alike."""
+        """Sets the agreed seconds. All processes of a run call this with the same number once per step, so that all
+        decide alike."""
         self._agreed = seconds
 
     def set(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, checkpoints, a log, and an orderly end whatever happens."""
+"""The training loop: steps, validation, checkpoints, a log, and an orderly end after any failure."""
 
 import platform
 import time
@@ -22,7 +22,7 @@ _MEMORY = "lower train.micro_batch; the size of a step may stay"
 
 
 class RunLabel(Protocol):
-    """The names by which a run reports and resumes."""
+    """The names and paths that a run reports under and resumes from."""
 
     @property
     def directory(self) -> Path: ...
@@ -35,12 +35,17 @@ class RunLabel(Protocol):
 
 
 class _SignalReceived(Exception):
-    """A signal came to this process; the others of its world do not know yet."""
+    """A signal reached this process; the other processes of its world have not been notified yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that end this run early: a number of steps of the run in all, seconds in this loop."""
+    """Limits that end a run early.
+
+    Attributes:
+        steps: the total number of steps of the run.
+        seconds: seconds spent in this loop.
+    """
 
     steps: int | None = None
     seconds: float | None = None
@@ -48,15 +53,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        run: its directory.
-        checkpoint: holds the weights that it ends with: the averaged ones where the spec averages.
-        step: updates made.
-        seconds: of training.
-        complete: False where the run was ended early.
-        raw, averaged: the validation of the plain and of the averaged weights.
+        run: the run directory.
+        checkpoint: the checkpoint with the final weights: the averaged weights if the spec averages.
+        step: the number of updates.
+        seconds: seconds of training.
+        complete: False if the run ended early.
+        raw, averaged: the validation results of the plain and of the averaged weights.
     """
 
     run: Path
@@ -73,18 +78,18 @@ class TrainResult:
 
 
 class Loop:
-    """One run, from the step of its trainer to its end.
+    """Trains one run from the current step of its trainer to its end.
 
-    In a world of several processes each runs the loop. The causes of an early end, a signal to any of them or a clock,
-    are compared once a step, so that all stop at the same one. Rank 0 saves and reports.
+    In a world of several processes each process runs the loop. They compare the causes of an early end (a signal to any
+    of them, or a time limit) once per step, so that all stop at the same step. Rank 0 saves and reports.
 
     Args:
-        run: the names by which the run reports and resumes.
+        run: the names and paths that the run reports under and resumes from.
         trainer: the model in training.
         validation: the data that the model is scored on.
-        reporter: where to report to.
-        limits: what ends this run early.
-        save: commits the state and returns where; it raises RunFailure when the disk is full.
+        reporter: the log, the progress display and the function that prints lines.
+        limits: the limits that end this run early.
+        save: commits a snapshot and returns the path of its checkpoint. Raises RunFailure if the disk is full.
     """
 
     def __init__(
@@ -104,8 +109,13 @@ class Loop:
         self._elapsed = 0.0
 
     def run(self) -> TrainResult:
-        """Raises RunFailure when the loss is not finite, memory or disk is full, or another process is lost, DataError
-        when the data cannot be read on, and Preempted or Interrupted, with everything committed, after a signal."""
+        """Runs the loop and returns its result.
+
+        Raises:
+            RunFailure: if the loss is not finite, memory or disk is full, or another process is lost.
+            DataError: if more data cannot be read.
+            Preempted, Interrupted: after a signal, with everything committed.
+        """
         with self._signals:
             try:
                 self._train()
@@ -123,7 +133,7 @@ class Loop:
                 raise
 
     def _log_failure(self, error: RuntimeFailure) -> None:
-        with suppress(RunFailure):  # a full disk takes no log either; what is raised says it
+        with suppress(RunFailure):  # a full disk cannot hold the log entry either; the raised error is reported anyway
             self._log.write("failure", step=self._trainer.step, message=error.message)
 
     def _train(self) -> None:
@@ -142,7 +152,7 @@ class Loop:
         )
         if (trainer.compiled or train.budget_seconds is not None) and not self._ended():
             began = time.monotonic()
-            trainer.warm_up(self._validation.vocabulary)  # so that the clock sees no compilation
+            trainer.warm_up(self._validation.vocabulary)  # before the clock starts, so that compilation does not count
             if left := trainer.segments_left:
                 took = time.monotonic() - began
                 self._say(f"compiled {left + 1} segments of the run in {took:.1f} s, before its clock starts")
@@ -155,7 +165,7 @@ class Loop:
             if trainer.segment != before:
                 self._say(f"step {trainer.step:,}: from here on {trainer.segment.description}")
             self._agree()
-            # a run whose input scales cannot be measured can be resumed from there
+            # commit first: if the input scales cannot be measured, the run can be resumed from this checkpoint
             commits = self._due(train.checkpoint_every) or trainer.calibrates_next
             validates = self._due(train.validate_every)
             if (commits or validates) and not self._ended():
@@ -170,7 +180,7 @@ class Loop:
         trainer.clock.stop()
 
     def _agree(self) -> None:
-        """Lets all processes agree on the causes of an early end. Raises Stopped after a signal to any of them."""
+        """Synchronizes the causes of an early end over all processes. Raises Stopped after a signal to any of them."""
         trainer = self._trainer
         leads = trainer.world.rank == 0
         number, seconds, self._elapsed = trainer.world.most(
@@ -223,7 +233,7 @@ class Loop:
             self._progress.show(step, self._trainer.done)
 
     def _commit(self) -> Path:
-        """Commits a checkpoint of the current step; never one whose last step was not finite."""
+        """Commits a checkpoint of the current step. Raises first if the last step was not finite."""
         trainer = self._trainer
         self._report(trainer.settle())
         trainer.require_same()
@@ -242,7 +252,7 @@ class Loop:
         try:
             result = trainer.evaluate(self._validation, weights, check_signals, meet=self._agree)
         except _SignalReceived:
-            self._agree()  # the others score their parts to the end first; raises Stopped for all
+            self._agree()  # the other ranks finish scoring their parts first; raises Stopped on all
             raise
         self._log.write("validation", step=trainer.step, weights=which, **result.record())
         quantized = "" if weights is not None or not trainer.fake_quantizes else ", fake-quantized"

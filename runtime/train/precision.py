@@ -1,4 +1,4 @@
-"""How products of f32 numbers are computed on a GPU."""
+"""The precision of f32 matrix products on a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,12 @@ import torch
 
 @contextmanager
 def products_in_tf32(wanted: bool) -> Iterator[None]:
-    """Within it, products of f32 matrices on a GPU read their factors with the 10 bits of mantissa of TF32 where it is
-    `wanted`, and all 23 elsewhere; sums are f32. What is captured or compiled within it keeps that. The CPU's stay
-    as they are. The library's LSTM follows a setting of its own, by which Torch lets it use TF32."""
+    """A context manager in which f32 matrix products on a GPU read their factors in TF32 (10 bits of mantissa) if
+    `wanted`, else in full f32 (23 bits).
+
+    Sums are f32 in both cases. Work that is captured or compiled in the context keeps its precision. CPU products are
+    unaffected, and so is the library's LSTM, for which Torch has a separate TF32 setting.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if wanted else "highest")
     try:

@@ -1,4 +1,4 @@
-"""Run segments: which programs a model trains with and is scored with, on rows of how many tokens, and when."""
+"""Run segments: the parts of a run that differ in their programs or in the length of their rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ Function = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RunSegment:
-    """A part of a run with one pair of programs and one length of rows.
+    """A part of a run with one pair of programs and one row length.
 
     Attributes:
-        begins: the share of the run, 0 to 1, from which it holds.
-        phase: its programs.
-        tokens: the length of a row.
+        begins: the share of the run, 0 to 1, at which the segment begins.
+        phase: the programs for training and scoring.
+        tokens: the length of a row, in tokens.
     """
 
     begins: float
@@ -33,12 +33,12 @@ class RunSegment:
 
 
 def run_segments(phases: Sequence[Phase], lengths: Sequence[tuple[float, int]], window: int) -> tuple[RunSegment, ...]:
-    """The segments of a run, in order.
+    """Returns the segments of a run, in order.
 
     Args:
-        phases: the phases of the run, in order; after them the run continues with LAST.
-        lengths: (share of the run, tokens of a row from there), in order and from 0.
-        window: tokens of a row where there are no `lengths`.
+        phases: the phases of the run, in order. After them the run continues with LAST.
+        lengths: (share of the run, tokens per row from there) pairs, in order, the first at share 0.
+        window: tokens per row if `lengths` is empty.
     """
     ends = (0.0, *(phase.until for phase in phases), 1.0)
     lengths = lengths or ((0.0, window),)
@@ -51,18 +51,18 @@ def run_segments(phases: Sequence[Phase], lengths: Sequence[tuple[float, int]], 
 
 
 def segment_at(segments: Sequence[RunSegment], done: float) -> int:
-    """The index of the segment in which an update is made when the share `done` of the run is behind."""
+    """Returns the index of the segment of the next update, given that the share `done` of the run is complete."""
     return max(i for i, segment in enumerate(segments) if segment.begins <= done)
 
 
 def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compiled: bool) -> Mapping[str, Function]:
-    """The programs of all segments, by name: the mean loss of a batch, and the loss of each target. Where rows change
-    their length, each length is compiled for itself."""
+    """Returns the programs of all segments by name: training programs return the mean loss of a batch, scoring programs
+    the loss of each target. If row lengths change during the run, each length is compiled separately."""
     names = dict.fromkeys(name for segment in segments for name in (segment.phase.train, segment.phase.score))
     functions: dict[str, Function] = {name: model if name == LAST.train else getattr(model, name) for name in names}
     if not compiled:
         return functions
-    whole = getattr(model, "fullgraph", True)  # else it says itself what is compiled of a loop over time
+    whole = getattr(model, "fullgraph", True)  # a model with a loop over time marks the parts to compile itself
     sizes = {"dynamic": False} if len({segment.tokens for segment in segments}) > 1 else {}
     trains = {segment.phase.train for segment in segments}
     return {
@@ -72,8 +72,9 @@ def compiled_functions(model: nn.Module, segments: Sequence[RunSegment], compile
 
 
 class UnusedParameters:
-    """Parameters that no program of a phase reads. An update would decay them and count a step of theirs; `restore`
-    reverts that.
+    """Parameters that no program of a phase reads.
+
+    An update would still decay them and advance their step counts. `restore` reverts that.
 
     Args:
         names: the parameters.
@@ -89,12 +90,12 @@ class UnusedParameters:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Saves their values and their state."""
+        """Saves the values and the optimizer state of the parameters."""
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
             saved.copy_(tensor)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Reverts an update to what was saved."""
+        """Reverts an update: copies the saved values and optimizer state back."""
         for tensor, saved in zip(self._tensors, self._saved, strict=True):
             tensor.copy_(saved)

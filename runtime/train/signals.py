@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C during long work: noted until the work can be saved."""
+"""Deferred handling of SIGTERM, SIGHUP and Ctrl-C, so that long work can be saved before the process ends."""
 
 import signal
 import threading
@@ -10,39 +10,40 @@ CAUGHT = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 class Preempted(RuntimeFailure):
-    """SIGTERM or SIGHUP came; the work is saved and can go on later."""
+    """SIGTERM or SIGHUP was received. The work is saved and can be resumed."""
 
     exit_code = 75
 
 
 class Interrupted(RuntimeFailure):
-    """Ctrl-C came; the work is saved and can go on later."""
+    """Ctrl-C was received. The work is saved and can be resumed."""
 
     exit_code = 130
 
 
 class Stopped(Exception):
-    """A signal came, to this process or to another that trains with it."""
+    """A signal was received by this process or by another process of the same run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self._number = number
 
     def failure(self, hint: str) -> RuntimeFailure:
-        """The exception that the command should end with."""
+        """Returns the exception that the command should end with."""
         if self._number == signal.SIGINT:
             return Interrupted("interrupted", hint)
         return Preempted(f"pre-empted by {self}", hint)
 
 
 class Signals:
-    """While it is open, SIGTERM, SIGHUP and the first SIGINT are only noted; a second SIGINT interrupts at once.
+    """A context manager in which SIGTERM, SIGHUP and the first SIGINT are only recorded. A second SIGINT interrupts at
+    once.
 
-    A signal that is ignored, as SIGHUP under nohup, stays ignored. Outside the main thread signals cannot be caught:
-    there it notes nothing.
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored. Signals can be caught only in the main thread;
+    in another thread the context manager has no effect.
 
     Attributes:
-        received: the number of the first signal, else 0.
+        received: the number of the first signal received, or 0.
     """
 
     def __init__(self) -> None:

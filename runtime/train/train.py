@@ -1,4 +1,4 @@
-"""Trains a spec in a run directory: opens or resumes the run, loads model and data, runs the loop."""
+"""Trains a spec in a run directory: creates or resumes the run, loads model and data, and runs the loop."""
 
 import shutil
 from contextlib import ExitStack
@@ -44,22 +44,24 @@ from specc.runtime.train.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """The spec, the data and the place of a run.
+    """The options of a training run.
 
     Attributes:
-        spec, target: the resolved spec, and which of its targets to run.
-        data: what the spec's kind of data takes: for text, see `specc.runtime.data.windows.stream.open_stream`.
-        run: the run directory; None takes the next free `runs/NAME-NNN`, or to resume the newest run there.
-        overrides: the `--set` texts that are in the spec already, for the record.
-        resume: "auto" continues from the newest sound checkpoint; it starts anew where there is no run, or one that
-            ended before its first checkpoint.
-        stop_after_steps, max_seconds: end the run early, after that many steps of it in all, or seconds in
-            this process once it trains, validation included. The schedule does not change.
-        search: folders to look for the tokenizer in.
-        cache: where tokenized text is kept.
-        device: a torch device; None takes the one that the target is for.
-        compiled: use torch.compile and CUDA graphs on a GPU.
-        lock: the measured kernels; the run keeps it, and a resumed one goes on with its own.
+        spec: the resolved spec.
+        target: the target of the spec to run.
+        data: the data, in the form that the spec's kind of data accepts. For text see
+            `specc.runtime.data.windows.stream.open_stream`.
+        run: the run directory. None selects the next free `runs/NAME-NNN`, or the newest run there when resuming.
+        overrides: the `--set` texts that `spec` already contains, recorded in run.json.
+        resume: "auto" continues from the newest sound checkpoint. It starts from step 0 if there is no run, or if the
+            run ended before its first checkpoint.
+        stop_after_steps, max_seconds: end the run early, after that many steps of the run in total, or after that many
+            seconds of the loop in this process, validation included. The schedule does not change.
+        search: folders to search for the tokenizer.
+        cache: the folder that caches tokenized text.
+        device: a torch device. None selects the device of the target.
+        compiled: whether to use torch.compile, and CUDA graphs on a GPU.
+        lock: the measured kernels. A new run stores them; a resumed run uses the stored ones.
     """
 
     spec: Spec
@@ -78,24 +80,26 @@ class TrainOptions:
 
 
 def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainResult:
-    """Trains, and returns when the run is complete or ended early.
+    """Trains, and returns when the run is complete or has ended early.
 
-    In a `world` of several processes all call it with the same options; rank 0 writes the run directory, which
-    all of them must see, and reports. The result is that of one process but for the rounding of sums.
+    In a `world` of several processes each calls this function with the same options. Rank 0 reports and writes the run
+    directory, which must be on storage that all processes share. The result equals that of one process up to the
+    rounding of sums.
 
     Args:
-        options: what to train, on what, and where.
-        say: gets the lines for people. A line that it cannot write is dropped: nobody has to read for a run to go on.
-        world: the processes that train together; None for this one alone.
+        options: the spec, the data and the run directory.
+        say: called with each line of text for the user. Errors from it are ignored, so that the run continues if nobody
+            reads its output.
+        world: the processes that train together. None for this process alone.
 
     Raises:
-        RunDirectoryError, BatchError: for what does not fit (exit 2).
-        EnvironmentFailure: when the machine lacks something (3).
-        RunFailure: when the loss is not finite, memory or disk is full, or the processes differ (4).
-        IntegrityError: for a damaged run (5).
+        RunDirectoryError, BatchError: if the options do not fit the run or the machine (exit code 2).
+        EnvironmentFailure: if the machine lacks something that the run needs (3).
+        RunFailure: if the loss is not finite, memory or disk is full, or the processes differ (4).
+        IntegrityError: if the run is damaged (5).
         Preempted, Interrupted: after a signal (75, 130), with everything committed once training has begun.
-        PeerLost: when another process ended or does not answer (76).
-        DataError: for the data.
+        PeerLost: if another process ended or does not answer (76).
+        DataError: if the data cannot be read or do not fit the spec.
     """
     with ExitStack() as stack:
         return _train(options, unfailing(say), world or World.alone(), stack)
@@ -114,17 +118,17 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     if begun is not None:
         begun.require_same(spec, options.target)
         begun.with_data(data)
-    # Data are opened before anything is written: a run that cannot have them leaves no folder.
-    with world.in_turn("data"):  # one of them tokenizes
+    # Open the data before anything is written, so that a failure leaves no folder.
+    with world.in_turn("data"):  # rank 0 tokenizes; the others read its cache
         opened = ready.open(data, options.cache, stack)
     directory = world.first(lambda: resumed or options.run or default_run(spec.name))
     if leads:
         if begun is None:
-            require_free(directory)  # before the lock: it must leave no file where there is something else
+            require_free(directory)  # before the lock, which must not add a file to a directory in other use
             stack.callback(_remove_unused, directory, directory.exists())
         stack.enter_context(locked(directory))
         if begun is None:
-            require_free(directory)  # another process may have had the lock until now
+            require_free(directory)  # another process may have created a run while this one waited for the lock
     say(f"run: {directory}")
     fresh = Run(directory, spec, options.target, data, options.overrides, options.lock, opened.digests)
     run = begun.with_data(data) if begun is not None else fresh
@@ -132,7 +136,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     trainer, validation = _prepare(run, options, world, opened, stack)
     if begun is not None:
         _resume(begun, run, trainer, say)
-    elif leads:  # only now that all fits: what failed before can be tried again in the same place
+    elif leads:  # only after all checks, so that a failed start can be repeated in the same directory
         run.create(ready.files)
     limits = Limits(options.stop_after_steps, options.max_seconds)
     save = partial(checkpoint.save, run.checkpoints)
@@ -145,7 +149,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
 
 
 def _to_resume(options: TrainOptions) -> Path | None:
-    """The run that `resume` continues, where there is one."""
+    """Returns the directory of the run to resume, or None if there is none."""
     if options.resume is None:
         return None
     directory = options.run or newest_run(options.spec.name)
@@ -153,7 +157,7 @@ def _to_resume(options: TrainOptions) -> Path | None:
 
 
 def _remove_unused(directory: Path, existed: bool) -> None:
-    """Removes the directory of a run that never began; one that existed before keeps what was in it."""
+    """Removes the directory of a run that never began, unless the directory existed before."""
     if not existed and not is_run(directory):
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -162,7 +166,7 @@ def _nothing(line: str) -> None: ...
 
 
 def _fitting(options: TrainOptions, world: World) -> tuple[World, Ready]:
-    """The world on its device, and what reads the data, checked before anything is written."""
+    """Returns the world on its device and the reader of the data. Checks both before anything is written."""
     device = torch.device(options.device or device_of(TARGETS[options.target]))
     if device.type == "cuda" and not torch.cuda.is_available():
         message = f"target {options.target} needs an NVIDIA GPU, and torch finds none"
@@ -174,10 +178,10 @@ def _fitting(options: TrainOptions, world: World) -> tuple[World, Ready]:
 def _prepare(
     run: Run, options: TrainOptions, world: World, opened: OpenData, stack: ExitStack
 ) -> tuple[Trainer, Validates]:
-    """The trainer of a run at step 0, and the data that it is scored on."""
+    """Returns the trainer of a run at step 0, and its validation data."""
     spec, device = run.spec, world.device
     torch.manual_seed(spec.train.seed)
-    with world.in_turn("prepare"):  # one of them writes the generated code and starts to compile its kernels
+    with world.in_turn("prepare"):  # rank 0 writes the generated code and starts to compile its kernels
         loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
         if device.type == "cuda" and world.rank == 0:
             compile_ahead(loaded.directory)
@@ -198,7 +202,7 @@ def _prepare(
 
 
 def _fake_quantization(run: Run, loaded: Loaded, opened: OpenData, world: World) -> FakeQuantization:
-    """How weights will be stored; the scales of the inputs of int8 products are measured on the data that `specc
+    """Returns the fake quantization of the run. The input scales of int8 products are measured on the rows that `specc
     quantize` calibrates with."""
     assert run.spec.quant is not None
     schemes: Allocation = allocation(run.spec.quant, loaded.programs.params)
@@ -213,9 +217,17 @@ def _fake_quantization(run: Run, loaded: Loaded, opened: OpenData, world: World)
 
 
 def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
-    """Restores the newest sound checkpoint of a run. `run` is as `begun`, but for where its data are.
+    """Restores the newest sound checkpoint of a run.
 
-    Raises IntegrityError where the run has had checkpoints and none of them is sound.
+    Args:
+        begun: the run as recorded in its directory.
+        run: the same run with the current location of its data.
+        trainer: receives the state of the checkpoint.
+        say: called with lines of text for the user.
+
+    Raises:
+        IntegrityError: if the run has had checkpoints and none of them is sound.
+        RunDirectoryError: if the data moved and nothing can confirm that they are the same.
     """
     moved = run.data != lasting(begun.data)
 
@@ -229,7 +241,7 @@ def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
 
     path = trainer.world.first(newest)
     if path is None:
-        if moved and begun.data_digests is None:  # nothing tells whether they are the same
+        if moved and begun.data_digests is None:  # nothing can confirm that they are the same
             message = f"{run.directory} is another run: the data: {begun.data} there, {run.data} now"
             raise RunDirectoryError(message, "it has no checkpoint yet: start a new run")
         return

@@ -1,4 +1,4 @@
-"""A model with all that its training has to know of it."""
+"""A model with the metadata that its training needs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class FakeQuantization:
     """The quantization that a model computes with once `train.qat` has begun.
 
     Attributes:
-        schemes: how each parameter will be stored, by name.
-        inputs: the scales of the inputs of int8 products; None where no product will be one of int8.
+        schemes: the storage scheme of each parameter, by name.
+        inputs: the input scales of int8 products. None if no product will be int8.
     """
 
     schemes: Mapping[str, Scheme]
@@ -28,13 +28,14 @@ class TrainableModel:
     """A model to train.
 
     Attributes:
-        module: its call gives a mean loss in nats, f32 [], of the arguments that a feed makes; `module.score` gives
-            the nats of each target, f32 [B, T]. Its parameters are f32, under the names of `parameters`.
-        parameters: with the dtypes that the programs read them in.
-        window: tokens of a row.
-        spec_digest: SHA-256 of the canonical spec; checkpoints carry it.
-        phases: as of `Programs`.
-        fake_quantization: for `train.qat`.
+        module: the model. Calling it with the arguments that a feed returns computes the mean loss in nats, f32 [];
+            `module.score` returns the loss of each target in nats, f32 [B, T]. Its parameters are f32, under the names
+            in `parameters`.
+        parameters: the parameters with the dtypes that the programs read them in.
+        window: tokens per row.
+        spec_digest: SHA-256 of the canonical spec, stored in checkpoints.
+        phases: the phases of the run, as in `Programs`.
+        fake_quantization: the quantization for `train.qat`.
     """
 
     module: nn.Module

@@ -1,4 +1,4 @@
-"""Trains one model: gradients of micro-batches, one update, its state out and in again."""
+"""Trains one model: accumulates gradients over micro-batches, applies updates, saves and restores the state."""
 
 import math
 from collections import deque
@@ -46,31 +46,33 @@ _NOT_FINITE = "the last checkpoint is kept; lower the learning rates, or set tra
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step whose numbers may still be on their way from the device."""
+    """A step whose results may not have arrived from the device yet."""
 
     step: int
     multiplier: float
     numbers: Tensor  # f32 [2]: loss, gradient norm
     arrived: torch.cuda.Event | None
-    counted: tuple[int | None, int]  # samples and tokens so far, these included
+    counted: tuple[int | None, int]  # samples and tokens so far, including this step
 
 
 class Trainer:
-    """Trains one model: moves it to the device of `world`, and its parameters to the dtypes that the programs read.
+    """Trains one model.
 
+    The constructor moves the model to the device of `world`, and its parameters to the dtypes that the programs read.
     In a `world` of several processes each has a trainer, and all make the same calls. Gradients and losses are summed
-    up once a step. Of sharded parameters each rank updates a part; all others it updates by itself.
+    over the processes once per step. Each rank updates its part of the sharded parameters, and all of the other
+    parameters.
 
     Args:
         model: the model.
-        train: the run.
-        data: gives this process its part of a step's rows.
+        train: the `train` section of the spec.
+        data: the source of this process's part of the rows of each step.
         world: the processes that train together, on their devices.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
 
     Raises:
-        BatchError: where a step cannot be cut into micro-batches.
-        LoweringError: where the optimizers do not fit the parameters.
+        BatchError: if a step cannot be cut into micro-batches.
+        LoweringError: if the optimizers do not fit the parameters.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Trainer:
             self._replayed(partial(self._pass, self._functions[segment.phase.train], segment.tokens), pool=pool)
             for segment in self._segments
         ]
-        self._done_before = 0.0  # the share of the run that was done before the last update
+        self._done_before = 0.0  # the share of the run that was complete before the last update
         self._enter(0)
         self.step = 0
         self.clock = Clock()
@@ -113,37 +115,37 @@ class Trainer:
 
     @property
     def segment(self) -> RunSegment:
-        """The segment of the last update; before the first update, that of the first one."""
+        """The segment of the last update. Before the first update, the first segment."""
         return self._segments[self._index]
 
     @property
     def segments_left(self) -> int:
-        """How many segments of the run come after this one."""
+        """The number of segments of the run after the current segment."""
         return len(self._segments) - 1 - self._index
 
     @property
     def fake_quantizes(self) -> bool:
-        """Whether the model computes with quantized weights."""
+        """True if the model currently computes with quantized weights."""
         return self.masters.fake_quantizes
 
     @property
     def calibrates_next(self) -> bool:
-        """Whether the next update begins with measuring the scales of inputs of int8 products."""
+        """True if the next update begins by measuring the input scales of int8 products."""
         moment = schedule.moment(self.train, self.step, self.clock.common)
         begins = self._is_quantized_at(moment, segment_at(self._segments, moment.done))
         return begins and self._input_scales is not None and not self._input_scales.measured
 
     @property
     def done(self) -> float:
-        """The share of the run that is done; at 1 it ends."""
+        """The share of the run that is complete, 0 to 1. The run ends at 1."""
         return schedule.progress(self.train, self.step, self.clock.common)
 
     def advance(self) -> list[Step]:
-        """Makes one update; returns the steps whose numbers are known by now: on the CPU this one, on a GPU
-        the one before, so that the device never waits.
+        """Performs one update and returns the steps whose results have arrived: this step on the CPU, the previous step
+        on a GPU, so that the device never waits.
 
-        Raises RunFailure when loss or gradients of one of them are not finite. On the CPU the weights are
-        then those from before the step.
+        Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU the weights are then
+        those from before the step.
         """
         moment = schedule.moment(self.train, self.step, self.clock.common)
         index = segment_at(self._segments, moment.done)
@@ -160,22 +162,23 @@ class Trainer:
         return steps
 
     def settle(self) -> list[Step]:
-        """Waits for the device; returns the steps that `advance` has not, and raises what it would raise."""
+        """Waits for the device and returns the steps that `advance` has not returned yet. Raises as `advance`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self._arrived(lag=0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the clock. `settle` first, or work still on the device will not be counted."""
+        """A context manager in which the clock is stopped. Call `settle` first, or work still on the device is not
+        counted."""
         self.clock.stop()
         yield
         self.clock.start()
         self._last_seconds = self.clock.seconds
 
     def warm_up(self, vocabulary: int) -> None:
-        """Compiles everything that a step runs, in this segment of the run and in those after it, by steps on random
-        tokens; then restores the state of before."""
+        """Compiles everything that a step runs, in the current and all later segments, by running steps on random
+        tokens. Restores the state afterwards."""
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
         shape = (self.train.at_once(self.world.size), self.window)
@@ -183,7 +186,7 @@ class Trainer:
             self._enter(index)
             batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
             self._gradients(self._arguments(batches))
-            self.world.wait()  # however long another compiles, a sum on the device must not time out
+            self.world.wait()  # wait on the host: a device collective would time out while another rank compiles
             self._mean_gradients()
             self._update(schedule.Moment())
         self.restore(before)
@@ -195,16 +198,19 @@ class Trainer:
         progress: Callable[[int, int], None] | None = None,
         meet: Callable[[], None] | None = None,
     ) -> Measured:
-        """Scores the model; each rank of the world scores a part of the data.
+        """Scores the model. Each rank of the world scores a part of the data.
 
         Args:
             validation: the data and the metric.
-            weights: f32 by parameter name; None for the model as it stands.
-            progress: called between batches with the number done and to do.
-            meet: called when this rank's part is done, before parts are summed up.
+            weights: f32 weights by parameter name. None for the current weights.
+            progress: called between batches with the number of batches done and the total.
+            meet: called when this rank has scored its part, before the parts are summed.
+
+        Returns:
+            The result over all ranks.
 
         Raises:
-            RunFailure: when the loss is not finite.
+            RunFailure: if the loss is not finite.
         """
 
         def reduce(sums: Sums) -> Sums:
@@ -229,8 +235,8 @@ class Trainer:
         return result
 
     def totals(self) -> dict[str, float]:
-        """The samples and tokens that the run has trained on, and both per second of training, where steps are counted
-        in samples; else nothing."""
+        """Returns the samples and tokens trained on so far, and both per second of training, if steps are counted in
+        samples. Otherwise returns an empty dict."""
         samples, tokens = self.feed.counted()
         if samples is None:
             return {}
@@ -239,17 +245,17 @@ class Trainer:
         return {"samples": samples, "tokens": tokens, **rates}
 
     def require_same(self) -> None:
-        """Raises RunFailure on a rank whose weights are not those of rank 0."""
+        """Raises RunFailure on each rank whose weights differ from those of rank 0."""
         if self.world.size > 1:
             self.world.require_same("weight", self.masters.digests())
 
     def gather(self) -> None:
-        """Makes the state whole on every rank, for one of them to save it; all must call it."""
+        """Gathers the whole optimizer state on every rank, so that one rank can save it. All ranks must call this."""
         self.optimizers.gather()
 
     def snapshot(self) -> Snapshot:
-        """The whole state between two steps, not copied. In a world of several, the optimizers' state of other ranks is
-        out of date until `gather`."""
+        """Returns the whole state between two steps, not copied. In a world of several processes the optimizer state of
+        other ranks is out of date until `gather`."""
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
@@ -302,20 +308,20 @@ class Trainer:
         self._launched.clear()
 
     def _arguments(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The arguments of the passes of the next step, on the device."""
+        """Yields the arguments of each pass of the next step, on the device."""
         for part, batch in enumerate(batches):
             placed = tuple(tensor.to(self.device) for tensor in batch)
             yield self.feed.arguments(placed, self.step, part, self.segment.phase)
 
     def _gradients(self, passes: Iterable[Batch]) -> None:
-        """Sums up gradients and losses of this process's micro-batches in the masters."""
+        """Accumulates the gradients and losses of this process's micro-batches in the masters."""
         self.masters.clear()
         with products_in_tf32(self.train.tf32 and self.device.type == "cuda"):
             for arguments in passes:
                 self._passes[self._index](*arguments)
 
     def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
-        """Adds one micro-batch's gradients and loss to the masters. It may be captured as a CUDA graph."""
+        """Adds the gradients and the loss of one micro-batch to the masters. May be captured as a CUDA graph."""
         if tokens < self.window:
             arguments = tuple(argument.reshape(-1, tokens) for argument in arguments)
         loss = self.feed.loss(train, *arguments)
@@ -324,45 +330,46 @@ class Trainer:
         self.masters.loss.add_(loss.detach())
 
     def _replayed(self, work: Callable[..., None], collective: bool = False, pool: Any = None) -> Callable[..., None]:
-        """`work` as a CUDA graph, where this run has them. Of several processes no `collective` work is captured."""
+        """Returns `work` as a CUDA graph if this run uses CUDA graphs, else `work` itself. `collective` work is not
+        captured if there are several processes."""
         captured = self.compiled and self.device.type == "cuda" and not (collective and self.world.size > 1)
         return Captured(work, pool) if captured else work
 
     def _update_functions(self) -> dict[tuple[str, ...], Callable[..., None]]:
-        """The update, by the parameters that are unused in its phase."""
+        """Returns the update function of each phase, by the parameters that are unused in the phase."""
         return {
             names: self._replayed(partial(self._apply, unused), collective=True)
             for names, unused in self._unused.items()
         }
 
     def _enter(self, index: int) -> None:
-        """Begins a segment of the run, or continues in it."""
+        """Begins, or continues, the segment with this index."""
         self._index = index
         self._unused[self._segments[index].phase.rests].save()
 
     def _fake_quantize_from(self, moment: schedule.Moment, index: int) -> None:
-        """Lets the model compute with quantized weights, once the spec says so; `index` is that of the next segment."""
+        """Switches the model to quantized weights once the spec requires it. `index` is that of the next segment."""
         if self._schemes is not None and self._is_quantized_at(moment, index):
             if self._input_scales is not None and not self._input_scales.measured:
                 self._input_scales.measure(self.masters.tensors)
             self._fake_quantize(self._schemes)
 
     def _is_quantized_at(self, moment: schedule.Moment, index: int) -> bool:
-        """Whether weights are quantized at a moment in a segment."""
-        if any(segment.phase.rounds for segment in self._segments):  # weights and the programs change at once
+        """Returns True if weights are quantized at a moment in a segment."""
+        if any(segment.phase.rounds for segment in self._segments):  # weights and programs switch together
             return self._segments[index].phase.rounds
         return self.train.qat is not None and moment.warm_down < self.train.qat.below
 
     def _fake_quantize(self, schemes: Mapping[str, Scheme] | None) -> None:
         shares = self._input_scales.shares() if self._input_scales is not None else None
         if self.masters.fake_quantize(schemes, shares):
-            self._updates = self._update_functions()  # the graphs still write the copies of before
+            self._updates = self._update_functions()  # the captured graphs still write the previous copies
 
     def _mean_gradients(self) -> Tensor:
-        """Makes gradients the means over all micro-batches of all processes, clipped; returns the norm before
-        clipping, f32 []."""
+        """Replaces the gradients by their means over all micro-batches of all processes, clipped. Returns the norm
+        before clipping, f32 []."""
         self._reduce()
-        self.masters.attach()  # in Python, which a graph does not replay
+        self.masters.attach()  # sets Python attributes, which a graph replay does not
         return self._norm
 
     def _reduce_gradients(self) -> None:

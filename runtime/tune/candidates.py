@@ -1,4 +1,4 @@
-"""What is worth trying for each node: every kernel that takes it, with every tile that the kernel proposes."""
+"""The candidates for each node: every kernel that can compute it, with every tile that the kernel proposes."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ class Candidate:
 
     @property
     def digest(self) -> str:
-        """Of the code, so that a result is never taken for that of other code."""
+        """A digest of the code. A result is reused only for a candidate with the same code."""
         content = hashlib.sha256()
         for name, text in sorted(self.files.items()):
             content.update(f"{name}\0{text}\0".encode())
@@ -33,17 +33,17 @@ class Candidate:
 
     @property
     def source(self) -> tuple[str, str] | None:
-        """Name and text of its CUDA C++, if it has any."""
+        """The name and text of its CUDA C++, or None."""
         return next(((name, text) for name, text in self.files.items() if name.endswith(".cu")), None)
 
 
 def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
-    """The choices with a kernel of their own, one a kernel file, in the order of the plan."""
+    """Returns the choices with a kernel of their own, one per kernel file, in the order of the plan."""
     return tuple({c.rendered.module: c for c in reversed(plan.choices) if c.rendered.function}.values())[::-1]
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
-    """As `tuned_choices`, and behind them those of every other save choice."""
+    """Returns `tuned_choices`, followed by the choices of all other save choices."""
     modules = {choice.rendered.module: choice for choice in tuned_choices(plan)}
     for choices in plan.save_choices:
         for option in choices.options:
@@ -53,13 +53,18 @@ def all_choices(plan: Plan) -> tuple[Choice, ...]:
 
 
 def candidates(site: Site, source: str) -> Iterator[Candidate]:
-    """Everything that can compute a node, for the spec that generated files call `source`; one form of a kernel that
-    has no tiles. What a target's features or the kernel itself rule out is not among them."""
+    """Yields every kernel and tile that can compute a node. A kernel without tiles is a single candidate. Kernels that
+    the target's features or the kernel itself rule out are omitted.
+
+    Args:
+        site: the node.
+        source: the name of the spec in generated files.
+    """
     for kernel in catalog(kernels, Kernel).values():
         if not isinstance(site.node.op, kernel.computes):
             continue
         if missing(kernel, site.target) is None and kernel.rejects(site) is None:
             for variant in kernel.variants(site) or (kernel,):
                 rendered = variant.render(site)
-                # without a plan key: candidates that differ in their launch alone share one CUDA source
+                # without a plan key: candidates that differ only in their launch share one CUDA source
                 yield Candidate(variant, rendered, kernel_files(rendered, "", source))

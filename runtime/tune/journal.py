@@ -1,4 +1,4 @@
-"""What was measured before, so that a search that was cut off goes on where it stopped."""
+"""The journal of measured results, from which an interrupted search resumes."""
 
 import hashlib
 import json
@@ -12,20 +12,21 @@ from specc.compiler.plan.lock import Machine
 from specc.runtime.support.native import FLAGS, find_cutlass, find_nvcc, nvcc_version
 from specc.runtime.tune.candidates import Candidate
 
-JUDGED = 3  # one more whenever candidates are judged more strictly: what passed before may not pass now
+JUDGED = 3  # incremented whenever candidates are judged more strictly, which invalidates earlier results
 
 
 def folder() -> Path:
-    """Where searches keep what they know: `tune/` of the user's cache directory (or of SPECC_CACHE_DIR)."""
+    """Returns the folder in which searches store their results: `tune/` of the user's cache directory (or of
+    SPECC_CACHE_DIR). Creates it if needed."""
     found = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "tune")
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
     return found
 
 
 def key(candidate: Candidate) -> str:
-    """What a result holds for: the code, and what else makes or computes it. That is nvcc with its flags and CUTLASS
-    where there is CUDA C++, and a library's package where that is no part of Torch. Raises EnvironmentFailure without
-    the compiler of a candidate."""
+    """Returns the key of a candidate's result: a digest of the code and of everything else that affects compiling or
+    computing it. That is nvcc with its flags and CUTLASS if there is CUDA C++, and the library's package if it is not
+    part of Torch. Raises EnvironmentFailure if the candidate's compiler is missing."""
     facts = [candidate.digest]
     if candidate.source is not None:
         facts += [nvcc_version(find_nvcc()), find_cutlass()[0], *FLAGS]
@@ -43,13 +44,13 @@ def _installed(package: str) -> str:
 
 
 class Journal:
-    """Results by the `key` of a candidate, for one node on one machine and under one judge.
+    """Results by the `key` of a candidate, for one node, one machine and one version of the judge.
 
-    A line a result; one that a killed search left half written counts for nothing.
+    The file has one line per result. A line that an interrupted search left incomplete is ignored.
     """
 
     def __init__(self, machine: Machine, site: str, rows: int) -> None:
-        compilers = {"nvcc", "cutlass"}  # which are part of a candidate's key where it needs them
+        compilers = {"nvcc", "cutlass"}  # which are part of the key of each candidate that needs them
         facts = json.dumps([machine.model_dump(exclude=compilers), site, rows, JUDGED], sort_keys=True)
         self._path = folder() / f"{hashlib.sha256(facts.encode()).hexdigest()[:24]}.jsonl"
         self.results: dict[str, float | str] = {}
@@ -63,12 +64,12 @@ class Journal:
                     continue
 
     def add(self, candidate: str, result: float | str) -> None:
-        """Keeps a time in ms, or a reason."""
+        """Stores a time in ms, or a reason for rejection."""
         self.results[candidate] = result
-        with self._path.open("a", encoding="utf-8") as file:  # a new line first: the last may be half a one
+        with self._path.open("a", encoding="utf-8") as file:  # newline first: the last line may be incomplete
             file.write("\n" + json.dumps({"candidate": candidate, "result": result}))
 
     def forget(self) -> None:
-        """Starts anew."""
+        """Discards all results."""
         self.results.clear()
         self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Times of what has no tile to choose: the products that a library computes, and a whole training step."""
+"""Times of work that has no tile to choose: the products that a library computes, and a whole training step."""
 
 import tempfile
 from collections.abc import Callable
@@ -30,19 +30,19 @@ Say = Callable[[str], None]
 def measure_rest(
     spec: Spec, target: str, path: Path, machine: Machine, only: str, device: torch.device, say: Say
 ) -> None:
-    """Writes the times of library products, and where `only` is empty of a whole step, into the lock at `path`.
+    """Writes the times of library products and, if `only` is empty, of a whole step, into the lock at `path`.
 
     Args:
         spec: the spec, for its sizes.
         target: the name of the target that the device is.
         path: the lock, with the tiles that are measured.
-        machine: where this runs, as locks state it.
-        only: nodes whose path contains it.
-        device: where to measure.
+        machine: this machine, as locks record it.
+        only: measures only nodes whose path contains this text.
+        device: the device to measure on.
         say: reports a line of progress.
 
     Raises:
-        RunFailure: where memory is too small, or the step's loss is not finite.
+        RunFailure: if memory is too small, or the step's loss is not finite.
     """
     lock = merged(path, lambda lock: lock)
     plan = plan_loaded(spec, None, (target,), lock).plans[target]
@@ -63,14 +63,14 @@ def measure_rest(
 
 
 def library_rows(step: Step, only: str = "") -> tuple[StepRow, ...]:
-    """The products of a step that a library computes, once for each shape."""
+    """Returns the products of a step that a library computes, one row per shape."""
     rows = (row for row in step.rows if row.site is not None and row.site.node.op.work == "products")
     without = [row for row in rows if row.choice is None or not row.choice.rendered.function]
     return tuple(row for row in without if only in row.node)
 
 
 def time_row(row: StepRow, spec: Spec, device: torch.device) -> Timing:
-    """The time of one call on random inputs of the spec's own sizes."""
+    """Times one call on random inputs with the spec's sizes."""
     assert row.site is not None
     sizes = sizes_of(spec)
     inputs = inputs_of(row.site, sizes, device)
@@ -81,7 +81,22 @@ def time_row(row: StepRow, spec: Spec, device: torch.device) -> Timing:
 
 
 def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.device, say: Say) -> StepTiming:
-    """The time and the memory of training steps with the tiles of `lock`, and of the work between the nodes."""
+    """Measures training steps with the tiles of `lock`.
+
+    Args:
+        spec: the spec.
+        plan: its plan on one target.
+        step: the step, for its key and tokens.
+        lock: the measured kernels.
+        device: the GPU to train on.
+        say: reports progress.
+
+    Returns:
+        The time of a step in ms, the peak memory in bytes, and the ms per step of each class of work between the nodes.
+
+    Raises:
+        RunFailure: if the device is not a GPU, or a loss is not finite.
+    """
     with tempfile.TemporaryDirectory(prefix="specc-tune-step-") as name:
         folder = Path(name)
         names = generated_names(plan, instantiate(spec, plan.target.name, folder / "names", lock=lock).directory)
@@ -99,7 +114,8 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 
 
 def classes_of(profile: Profile) -> dict[str, float]:
-    """Milliseconds of the work between the nodes of a plan, and of the rest of a step with what is idle."""
+    """Returns the milliseconds per step of the work between the nodes of a plan, and of the rest of a step including
+    idle time."""
     known = profile.classes
     rest = profile.idle + sum(known.get(kind, 0.0) for kind in REST_KERNELS)
     times = {POINTWISE: known.get("pointwise", 0.0), REST: rest}

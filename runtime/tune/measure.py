@@ -1,4 +1,4 @@
-"""Calls candidates: on inputs that show whether they are right, and on inputs of the real size for their time."""
+"""Checks candidates on small inputs and times them on inputs of the real size."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ from specc.runtime.tune.candidates import Candidate
 from specc.runtime.tune.prepare import Prepared, loaded, prepare, short
 from specc.runtime.verify.judge import Judge, inputs_of, many
 
-CHECKED = {"B": 3, "T": 343, "S": 343}  # their product is no multiple of any tile
+CHECKED = {"B": 3, "T": 343, "S": 343}  # their product is not a multiple of any tile
 REPEATS = 100
 
 
 def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) -> str | None:
-    """Why a candidate must not be used: it is less exact than plain Torch, leaves outputs unwritten, or gives other
-    bits when it is called again though it says that it is `deterministic`."""
+    """Returns the reason why a candidate must not be used, or None: it is less exact than plain Torch, leaves outputs
+    unwritten, or returns different bits in repeated calls although it is `deterministic`."""
     found = judge.call(call)
     for i, error in enumerate(judge.errors(found)):
         if not error.ok:
@@ -31,7 +31,7 @@ def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) 
 
 
 def forget(folder: Path) -> None:
-    """Drops the modules that were imported from a folder, and the package that held them."""
+    """Drops the modules that were imported from a folder, and their package."""
     generated = [(name, module) for name, module in sys.modules.items() if name.startswith("specc_generated_")]
     for name, module in generated:
         places = (getattr(module, "__file__", None) or "", *getattr(module, "__path__", ()))
@@ -40,8 +40,15 @@ def forget(folder: Path) -> None:
 
 
 class Measurement:
-    """The inputs of one node on a device and the folders of its candidates, below `folder`. Symbols have `sizes` where
-    candidates are timed; a call moves about `moved` bytes."""
+    """The inputs of one node on a device, and the folders of its candidates.
+
+    Args:
+        choice: the choice of the node.
+        sizes: the values of the symbols for timing.
+        moved: about the number of bytes that a call moves.
+        folder: the parent of the candidates' folders.
+        device: the device to measure on.
+    """
 
     def __init__(
         self, choice: Choice, sizes: Mapping[str, int], moved: int, folder: Path, device: torch.device
@@ -61,8 +68,8 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """The candidates as they are compiled, each with what is against it, if anything. Candidates of one CUDA
-        source differ in constants of their Python file only: the first of them compiles it for all."""
+        """Yields the candidates as they are compiled, each with the reason against it, or None. Candidates with the
+        same CUDA source differ only in constants of their Python file: the first of them compiles it for all."""
         alike: dict[object, list[Candidate]] = {}
         for candidate in listed:
             alike.setdefault(candidate.source or candidate.digest, []).append(candidate)
@@ -76,7 +83,7 @@ class Measurement:
         return lambda: function(*self._inputs)
 
     def first_time(self, candidate: Candidate) -> float | str:
-        """Its time in ms, or why it must not be used."""
+        """Returns the candidate's time in ms, or the reason why it must not be used."""
         try:
             function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
             for judge in self._judges:
@@ -85,13 +92,13 @@ class Measurement:
             return self.side_by_side([candidate])[candidate]
         except (torch.AcceleratorError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # any kernel may fail in any way; the search goes on without it
+        except Exception as error:  # any kernel may fail in any way; the search continues without it
             return short(f"{type(error).__name__}: {error}")
         finally:
             forget(self._place(candidate))
 
     def side_by_side(self, chosen: Sequence[Candidate]) -> dict[Candidate, float]:
-        """The time of each in ms, measured in turn."""
+        """Returns the time of each candidate in ms, measured in turn."""
         if not chosen:
             return {}
         calls = {str(i): self._call(candidate) for i, candidate in enumerate(chosen)}

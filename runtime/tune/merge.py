@@ -1,4 +1,4 @@
-"""Writes one result into the lock on disk, which another search may have written meanwhile."""
+"""Merges one result into the lock on disk, which another search may have changed meanwhile."""
 
 import hashlib
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from specc.runtime.tune.journal import folder
 
 
 def merged(path: Path, change: Callable[[Lock], Lock]) -> Lock:
-    """Writes what `change` makes of the lock that stands at `path` now, and returns it. Searches of one user wait for
-    each other here.
+    """Applies `change` to the current lock at `path`, writes the result and returns it. Concurrent searches of one user
+    are serialized by a file lock.
 
-    Raises SpecError where somebody has damaged the lock, RunFailure where it cannot be written.
+    Raises SpecError if the lock is damaged, RunFailure if it cannot be written.
     """
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]
     with FileLock(folder() / f"{name}.lock", mode=0o600):

@@ -1,4 +1,4 @@
-"""Compiles candidates, many at once, each in a process of its own that can fail without harm to the others."""
+"""Compiles many candidates in parallel, each in a separate process that can fail without affecting the others."""
 
 import contextlib
 import multiprocessing
@@ -22,18 +22,24 @@ from specc.runtime.model.load import import_file
 if TYPE_CHECKING:
     import torch
 
-SIZES = {"B": 2, "T": 128, "S": 128}  # of a first call: as divisible as the real ones, so that Triton compiles the same
+SIZES = {"B": 2, "T": 128, "S": 128}  # of a first call: as divisible as the real sizes, so that Triton behaves alike
 WORKERS = 32
 LONGEST = 200  # characters of a reason
-DEADLINE = 900.0  # seconds; nvcc takes one or two hundred where every core runs one
-TICK = 0.2  # seconds between two looks at the clock
-ENDING = 30.0  # seconds; what a process may take to end when all is done, or when it is killed
+DEADLINE = 900.0  # seconds; nvcc needs 100 to 200 when every core runs one
+TICK = 0.2  # seconds between two checks of the deadline
+ENDING = 30.0  # seconds that a process has to exit when it is done, or after a kill
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A candidate, by the number of its folder, and why it cannot be used; None where it can. What is not `lasting`
-    says nothing of the candidate: its process was killed, perhaps for another's memory, or a package is missing."""
+    """The result of compiling a candidate.
+
+    Attributes:
+        index: the index of the candidate's folder.
+        reason: why the candidate cannot be used, or None.
+        lasting: False if the reason may not recur: the process was killed, perhaps because of another's memory, or a
+            package is missing.
+    """
 
     index: int
     reason: str | None
@@ -47,11 +53,23 @@ def prepare(
     site: Site | None,
     device: "torch.device | str" = "cuda",
 ) -> Iterator[Prepared]:
-    """Compiles the kernel in each folder and, where `site` is given, calls it once on few rows and once on many; yields
-    as they end. One that takes longer than DEADLINE is ended with all that it has started.
+    """Compiles the kernel in each folder and, if `site` is given, calls it once on few rows and once on many.
 
-    What the compilers make lies in their caches on disk, where the caller finds it again. Raises EnvironmentFailure
-    where this machine lacks what they need.
+    A candidate that takes longer than DEADLINE is killed with all processes that it has started. Compiled code is
+    stored in the compilers' caches on disk, where the caller finds it again.
+
+    Args:
+        folders: (index, folder) pairs.
+        module: the name of the kernel's module in each folder.
+        function: the name of its function.
+        site: the node that provides the inputs. None to compile only.
+        device: the device to call it on.
+
+    Returns:
+        The results, in the order in which they end.
+
+    Raises:
+        EnvironmentFailure: if this machine lacks something that the compilers need.
     """
     pool, stop = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)), threading.Event()
     try:
@@ -69,7 +87,7 @@ def prepare(
 
 
 def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, str]:
-    """One candidate in a process of its own: what became of it, and why."""
+    """Compiles one candidate in a separate process. Returns the kind of its outcome and the reason."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_one, args=(there, *arguments), daemon=True)
@@ -91,16 +109,16 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
 
 
 def _end(process: BaseProcess) -> None:
-    """Ends a process and what it has started: a compiler, for example."""
+    """Kills a process and the processes that it has started, such as a compiler."""
     assert process.pid is not None
-    with contextlib.suppress(ProcessLookupError):  # it has no group before its first line
+    with contextlib.suppress(ProcessLookupError):  # it has no process group before its first line
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.join(ENDING)
 
 
 def _end_with_parent() -> None:
-    """Ends this process, and what it has started, when the search itself is gone."""
+    """Kills this process, and the processes that it has started, when the search process ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
@@ -108,7 +126,7 @@ def _end_with_parent() -> None:
 
 
 def _one(to: Connection, folder: Path, module: str, function: str, site: Site | None, device: str) -> None:
-    os.setsid()  # a group that can be ended as a whole; so an interrupt of the terminal does not reach it
+    os.setsid()  # a separate group, which can be killed as a whole and which Ctrl-C does not reach
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from specc.runtime.support.native import compile_only
 
@@ -124,16 +142,16 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
             call(*inputs_of(site, within(site, SIZES), device))
             if (sizes := many_sizes(site, device)) is not None:
                 torch.cuda.synchronize()
-                with contextlib.suppress(torch.OutOfMemoryError):  # beside so many others; the search has more room
+                with contextlib.suppress(torch.OutOfMemoryError):  # many run at once here; the search has more memory
                     call(*inputs_of(site, sizes, device))
                 torch.cuda.synchronize()
     except RunFailure as error:
         to.send(("refused", short(error.message)))
     except RuntimeFailure as error:
         to.send(("environment", short(error.message)))
-    except ModuleNotFoundError as error:  # which may be installed before the next search
+    except ModuleNotFoundError as error:  # the package may be installed before the next search
         to.send(("missing", short(str(error))))
-    except Exception as error:  # any kernel may fail in any way; the search goes on without it
+    except Exception as error:  # any kernel may fail in any way; the search continues without it
         short_of_memory = "out of memory" in str(error).lower()
         to.send(("died" if short_of_memory else "refused", short(f"{type(error).__name__}: {error}")))
     else:
@@ -141,12 +159,12 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
 
 
 def short(text: str) -> str:
-    """The first line that says something, not too long."""
+    """Returns the first nonempty line, cut to LONGEST characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 
 def loaded(folder: Path, module: str, function: str) -> Callable[..., Any]:
-    """The function of a rendered kernel."""
+    """Returns the function of a rendered kernel."""
     call: Callable[..., Any] = vars(import_file(folder, module))[function]
     return call

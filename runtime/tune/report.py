@@ -1,4 +1,4 @@
-"""What a search found, for people and for programs."""
+"""The report of a search, as text and as data."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from specc.runtime.tune.search import Found
 
 
 def data(found: Sequence[Found]) -> list[dict[str, Any]]:
-    """Every node with all its candidates, as JSON has them."""
+    """Returns every node with all its candidates, as JSON data."""
     return [
         {
             "node": one.label,
@@ -30,7 +30,7 @@ def data(found: Sequence[Found]) -> list[dict[str, Any]]:
 
 
 def text(found: Sequence[Found]) -> str:
-    """A table a node: times, and then what was rejected and why."""
+    """Returns a table per node: times, then the rejected candidates with reasons."""
     return "\n\n".join("\n".join(_lines(one)) for one in found)
 
 

@@ -1,4 +1,5 @@
-"""What a group saves for its backward: the choice whose kernels take the least time together."""
+"""The selection of a group's save choice (what it saves for its backward pass): the option with the least total kernel
+time."""
 
 from specc.compiler.expr import Keep
 from specc.compiler.plan.lock import GroupEntry, Lock, group_key
@@ -6,8 +7,9 @@ from specc.compiler.plan.plan import SaveChoices
 
 
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
-    """The save choice to take by the times in `lock`: the sum over its kernels, forward and backward. What the library
-    computes is alike in all of them and does not count. None while a kernel of one option is not measured."""
+    """Returns the save choice with the least sum of times in `lock` over its kernels, forward and backward. Work that
+    the library computes is the same in all options and does not count. Returns None until all kernels of all options
+    are measured."""
     times: dict[Keep, float] = {}
     for option in choices.options:
         entries = [lock.entry(target, choice.site) for choice in option.kernels]
@@ -19,6 +21,6 @@ def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
 
 
 def line(choices: SaveChoices, entry: GroupEntry) -> str:
-    """The result in a line."""
+    """Returns the result as one line of text."""
     times = ", ".join(f"the {keep} {ms:.4f} ms" for keep, ms in entry.ms.items())
     return f"{choices.label} saves the {entry.keep}: {times}, forward and backward"

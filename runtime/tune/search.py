@@ -1,4 +1,4 @@
-"""Finds the fastest kernel and tile for every node of a plan, and keeps it in the lock."""
+"""Searches the fastest kernel and tile for every node of a plan, and stores the results in the lock."""
 
 import os
 import tempfile
@@ -31,20 +31,26 @@ from specc.runtime.tune.prepare import prepare, short
 from specc.runtime.tune.save_choice import fastest, line
 from specc.runtime.verify.random_inputs import sizes_of
 
-LONGEST = 600.0  # seconds for the calls of one candidate, which is compiled by then
-FINALISTS = 4  # timed again, in turn, as the first times are some noise apart
+LONGEST = 600.0  # seconds for the calls of one candidate, compilation excluded
+FINALISTS = 4  # timed again, in turn, because the first times are noisy
 COMPILED = "compiled"
-SLACK = 1.1  # a kernel may run so much faster than the large GEMM and the large copy that made the ceilings
+SLACK = 1.1  # the factor by which a kernel may exceed the ceilings of the large GEMM and the large copy
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """What to search: a spec on one of its targets, and `path`, the lock to start from and to write.
+    """The options of a search.
 
-    `only` takes nodes whose label contains it. `compile_only` stops when all CUDA C++ is compiled, which needs no
-    GPU; `fresh` measures again what was measured before, and replaces what was measured on more rows. `rest` also
-    measures what has no tile to choose.
+    Attributes:
+        spec: the spec.
+        target: the target to search for.
+        lock: the lock to start from.
+        path: the lock file to write.
+        only: searches only nodes whose label contains this text.
+        compile_only: stops when all CUDA C++ is compiled, which needs no GPU.
+        fresh: measures again instead of reusing results, and replaces results for more rows.
+        rest: also measures work that has no tile to choose.
     """
 
     spec: Spec
@@ -59,7 +65,7 @@ class TuneOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one candidate: a time in ms, or the reason for none."""
+    """The outcome of one candidate: a time in ms, or the reason for none."""
 
     candidate: Candidate
     ms: float | None
@@ -68,7 +74,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One node: every candidate's outcome, the fastest first and then the rejected, and the floor of the node."""
+    """The results of one node: its floor, and the outcome of every candidate, the fastest first, then the rejected
+    candidates."""
 
     label: str
     symbol: str
@@ -82,7 +89,7 @@ class Found:
 
     @property
     def others(self) -> dict[str, float]:
-        """The times of the kernels that are not the fastest, each with its best tile."""
+        """The times in ms of all kernels except the fastest, each with its best tile."""
         best: dict[str, float] = {}
         for outcome in self.outcomes:
             if outcome.ms is not None:
@@ -94,18 +101,20 @@ class Found:
 
 
 class TuneError(RuntimeFailure):
-    """What was asked for cannot be searched."""
+    """The requested search is not possible."""
 
     exit_code = 2
 
 
 def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
-    """Searches node after node, for every save choice of its group, and then takes the fastest of these; the lock on
-    disk has each result as soon as it is known, beside what others wrote there meanwhile.
+    """Searches node after node, for every save choice of its group, and then selects the fastest save choices. Each
+    result is merged into the lock on disk as soon as it is known, along with concurrent changes of others.
 
-    Raises TuneError where there is nothing to search, EnvironmentFailure without the GPU or nvcc, RunFailure where no
-    candidate of a node is left, where a kernel has broken the device, or where its memory is too small, and SpeccError
-    where the lock has been measured on more rows.
+    Raises:
+        TuneError: if there is nothing to search.
+        EnvironmentFailure: if the GPU or nvcc is missing.
+        RunFailure: if a node has no usable candidate, a kernel has broken the device, or its memory is too small.
+        SpeccError: if the lock has been measured on more rows.
     """
     spec, target = options.spec, options.target
     plan = compile_loaded(spec, None, (target,), options.lock).plans[target]
@@ -161,7 +170,7 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
 
 
 def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
-    """The choices to search, once it is known that this machine can."""
+    """Returns the choices to search. Raises TuneError or EnvironmentFailure if this machine cannot search them."""
     if not plan.target.arch:
         raise TuneError(f"on {plan.target.name} no kernel has tiles to search", "tune a GPU target: --target")
     every = all_choices(plan)
@@ -173,17 +182,17 @@ def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
         others = _labels(tuple(choice for choice in every if _is_compiled(choice, plan)))
         raise TuneError(f"{_labels(chosen)}: no candidate is CUDA C++", f"nodes that have some to compile: {others}")
     if compiled:
-        nvcc_version(find_nvcc()), find_cutlass(), cache_folder()  # raise where nothing could be compiled
+        nvcc_version(find_nvcc()), find_cutlass(), cache_folder()  # each raises if nothing could be compiled
     return compiled if options.compile_only else chosen
 
 
 def _labels(choices: Sequence[Choice]) -> str:
-    """Once each: the save choices of a group have nodes of one label."""
+    """Returns the labels without duplicates: the save choices of a group have nodes with the same label."""
     return ", ".join(dict.fromkeys(choice.site.label for choice in choices)) or "none"
 
 
 def _is_compiled(choice: Choice, plan: Plan) -> bool:
-    """Whether nvcc has something to do for a node."""
+    """Returns whether a candidate of the node has CUDA C++ to compile."""
     return any(candidate.source for candidate in candidates(choice.site, plan.source))
 
 
@@ -204,7 +213,7 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
     say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} known from before")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
         measurement = Measurement(choice, sizes_of(spec), cost.bytes, Path(folder), device_for(plan.target.name))
-        for candidate, failed in list(measurement.prepared(new)):  # all, before the first is timed
+        for candidate, failed in list(measurement.prepared(new)):  # compile all before the first is timed
             best = min((ms for ms in results.values() if isinstance(ms, float)), default=float("inf"))
             whole = ceiling.floor_ms(int(cost.flops * candidate.kernel.padding(site, rows)), 0, 0) / SLACK
             if failed is not None:
@@ -220,7 +229,7 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
     rejected = [
         Outcome(candidate, None, reason) for candidate in every if isinstance(reason := results[candidate], str)
     ]
-    known = [*_by_time(again), *_by_time(timed)]  # the finalists first: these still run, and were timed together
+    known = [*_by_time(again), *_by_time(timed)]  # the finalists first: they are known to run, and were timed together
     floor = ceiling.floor_ms(cost.flops, cost.bytes, written_by(site, sizes_of(spec)))
     return Found(site.label, symbol(site)[1], rows, floor, (*known, *rejected))
 
@@ -232,9 +241,12 @@ def _by_time(times: Mapping[Candidate, float]) -> list[Outcome]:
 def _finals(
     measurement: Measurement, results: dict[Candidate, float | str], ready: set[Candidate]
 ) -> dict[Candidate, float]:
-    """The times of the fastest, measured in turn. What was measured by an earlier search, so that it is not among those
-    that are `ready`, is compiled and called first: one that fails, as its package is gone, joins the rejected of
-    `results`, and the next takes its place."""
+    """Returns the times of the fastest candidates, measured in turn.
+
+    Candidates that an earlier search measured, and that are therefore not `ready`, are first compiled and called. If
+    one fails, for example because its package is gone, it joins the rejected candidates in `results`, and the next
+    fastest replaces it.
+    """
     while True:
         timed = {candidate: ms for candidate, ms in results.items() if isinstance(ms, float)}
         chosen = sorted(timed, key=lambda candidate: timed[candidate])[:FINALISTS]
@@ -248,8 +260,8 @@ def _finals(
 
 
 def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say: Say) -> float | str:
-    """The time of a candidate, or the reason for none, as the journal keeps it. What hangs on the device ends the
-    search: nothing else can end it."""
+    """Returns the time of a candidate, or the reason for none, and adds it to the journal. A kernel that hangs on the
+    device ends the search process: nothing else can end it."""
 
     def hangs() -> None:
         reason = f"did not end in {LONGEST:.0f} s"
@@ -262,7 +274,7 @@ def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say
     watch.start()
     try:
         result = measurement.first_time(candidate)
-    except torch.AcceleratorError as error:  # the device is in no state to measure anything more
+    except torch.AcceleratorError as error:  # the device cannot measure anything more
         reason = short(f"breaks the device: {error}")
         journal.add(key(candidate), reason)
         raise RunFailure(f"{candidate.label}: {reason}", "run it again: what broke is left out then") from error

@@ -1,4 +1,4 @@
-"""Feeds: how a batch becomes the arguments of the program `train`."""
+"""Feeds: convert batches into the arguments of the program `train`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Batch = tuple[Tensor, ...]
 
 
 class Batches(Protocol):
-    """Where batches come from, with a place in an order that can be saved."""
+    """A source of batches. Its position can be saved and restored."""
 
     def next(self) -> Batch: ...
 
@@ -34,39 +34,50 @@ class Batches(Protocol):
 
 
 class Feed(Protocol):
-    """Turns batches into what a micro-batch needs. `names` are the inputs of the program `train`, in order."""
+    """Converts batches into the inputs of a micro-batch. `names` are the inputs of the program `train`, in order."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
 
     def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
-        """For the `part`-th pass of the update after `step` others, in a phase of the run; batch and result lie on the
-        device."""
+        """Returns the arguments of one pass.
+
+        Args:
+            batch: the batch, on the device.
+            step: the number of updates before this one.
+            part: the index of the pass in its update.
+            phase: the phase of the run.
+
+        Returns:
+            The arguments of the pass, on the device.
+        """
         ...
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
-        """The loss of a pass, f32 [], of its `arguments`. Captured in a CUDA graph with them at fixed addresses."""
+        """Returns the loss of a pass, f32 [], given its `arguments`. May be captured in a CUDA graph, with the
+        arguments at fixed addresses."""
         ...
 
     def random_batch(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
-        """A batch of random tokens, rows x window, on the CPU."""
+        """Returns a batch of random tokens on the CPU; `shape` is (rows, window)."""
         ...
 
     def counted(self) -> tuple[int | None, int]:
-        """Samples and tokens given so far to all ranks; None for samples where steps are counted in tokens alone."""
+        """Returns the samples and tokens supplied so far to all ranks. Samples are None if steps are counted in tokens
+        alone."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingData:
-    """Batches, and the feed that makes arguments of them."""
+    """Batches, and the feed that converts them into arguments."""
 
     loader: Batches
     feed: Feed
 
 
 class Windows:
-    """Batches of text: ids and targets, i64 [B, T], are what the program takes; a step has `tokens` of them."""
+    """Batches of text. The program accepts ids and targets, i64 [B, T], unchanged; a step has `tokens` tokens."""
 
     names = ("ids", "targets")
 
@@ -88,18 +99,20 @@ class Windows:
 
 
 class Forced:
-    """Batches of pairs, with teacher forcing: (source, target, weight) become (source, inputs, target, weight).
+    """Batches of pairs with teacher forcing: (source, target, weight) become (source, inputs, target, weight).
 
-    `inputs`, i64 [B, T], is what the decoder is fed: start and the target's tokens but the last, and where the truth is
-    not forced, the model's own token instead, by the programs of the phase of the run. Every position of every sample
-    is drawn by itself: that of sample k of the step is number k * T + t of SHAKE-256("specc forcing {seed} {step}"),
-    read as little-endian u32, and the truth is forced where it is below the probability times 2 ** 32. So it is the
-    same for any number of ranks.
+    `inputs`, i64 [B, T], are the decoder inputs: the start token, then the target's tokens except the last. At
+    positions where the truth is not forced, the input is the token that the model itself predicts, by the programs of
+    the current phase. Each position of each sample is drawn independently: position t of sample k of the step uses
+    number k * T + t of SHAKE-256("specc forcing {seed} {step}"), read as little-endian u32. The truth is forced if that
+    number is below the probability times 2 ** 32. The result therefore does not depend on the number of ranks.
 
     Args:
-        model: gives its own tokens, with its weights as they are then.
-        schedule: the probability of the truth; None for 1 throughout.
-        epoch: samples of an epoch.
+        model: predicts the tokens at unforced positions, with its current weights.
+        schedule: the probability of the truth. None for 1 throughout.
+        epoch: samples per epoch.
+        seed: the seed of the draws.
+        loader: the loader of the pairs.
     """
 
     names = ("source", "inputs", "target")
@@ -110,7 +123,7 @@ class Forced:
         self._model, self._schedule, self._epoch, self._seed, self._loader = model, schedule, epoch, seed, loader
 
     def probability(self, step: int) -> float:
-        """That a position is fed the truth, in the update after `step` others."""
+        """Returns the probability that a position receives the truth, in the update after `step` others."""
         if self._schedule is None:
             return 1.0
         return forced_at(
@@ -128,7 +141,7 @@ class Forced:
     def _drawn(
         self, probability: float, step: int, part: int, width: int
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        """bool [B, T] of this rank's rows."""
+        """Returns the forced positions of this rank's rows, bool [B, T]."""
         count = self._loader.rows * width
         words = hashlib.shake_256(f"specc forcing {self._seed} {step}".encode()).digest(4 * count)
         forced = np.frombuffer(words, "<u4").reshape(-1, width) < probability * 2**32
@@ -147,14 +160,15 @@ class Forced:
 
 
 def shifted(target: Tensor) -> Tensor:
-    """The decoder inputs under full teacher forcing: start, then the target's tokens but the last."""
+    """Returns the decoder inputs under full teacher forcing: the start token, then the target's tokens except
+    the last."""
     inputs = target.roll(1, dims=1)
     inputs[:, 0] = START
     return inputs
 
 
 def forced_at(schedule: ForcingSpec, when: float) -> float:
-    """The probability at a step, or at an epoch and a part of it."""
+    """Returns the probability of the truth at `when`, a step or a fractional epoch."""
     points = schedule.points
     after = next((i for i, (start, _) in enumerate(points) if start > when), len(points))
     start, value = points[after - 1]

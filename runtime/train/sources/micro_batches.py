@@ -1,4 +1,4 @@
-"""How a step's batch is cut into micro-batches."""
+"""The number of micro-batches per step."""
 
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.errors import RuntimeFailure
@@ -11,7 +11,8 @@ class BatchError(RuntimeFailure):
 
 
 def micro_batches(train: TrainSpec, window: int, world: int = 1) -> int:
-    """Backward passes a step on each of `world` processes. Raises BatchError if they do not come out even."""
+    """Returns the number of backward passes per step on each of `world` processes. Raises BatchError if the batch is
+    not a multiple of the rows that all processes compute at once."""
     by_rows, rows = train.batch is not None, train.at_once(world)
     size = (train.batch if by_rows else train.tokens_per_step) or 0
     at_once = rows * world if by_rows else rows * window * world

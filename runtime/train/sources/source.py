@@ -23,7 +23,7 @@ from specc.runtime.train.sources.feed import TrainingData
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Data to train on and to score on."""
+    """The data to train on and the data to score on."""
 
     training: TrainingData
     validation: Validates
@@ -31,55 +31,65 @@ class Supply:
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """Pairs of lines: how many `samples` an epoch trains on, and all that are held out."""
+    """The sizes of a set of pairs of lines.
+
+    Attributes:
+        samples: the samples per epoch.
+        held_out: all pairs that are held out.
+    """
 
     samples: int
     held_out: Pairs
 
 
 class OpenData(Protocol):
-    """Data that are open."""
+    """Training data that have been opened."""
 
     @property
     def digests(self) -> DataDigests:
-        """Of the content of both splits."""
+        """The digests of the content of both splits."""
         ...
 
     @property
     def epoch(self) -> Epoch | None:
-        """None for data that are no pairs of lines."""
+        """The epoch of pairs of lines. None for other data."""
         ...
 
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
-        """For this process; what has to be closed is left to `stack`."""
+        """Returns the data for this process. Resources to close are registered with `stack`."""
         ...
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
-        """`rows` rows of the training data, at most `batch` at once, as the inputs of the program `score` by name, i64
-        on the CPU. They are spread over the data and depend on it, on the numbers and on the spec's seed alone."""
+        """Yields `rows` rows of the training data, at most `batch` at once, as the inputs of the program `score`: name
+        -> i64 tensor on the CPU.
+
+        The rows are spread over the data. They depend only on the data, `rows`, `batch` and the spec's seed.
+        """
         ...
 
 
 class Ready(Protocol):
     @property
     def files(self) -> Sequence[Path]:
-        """The files that a run copies, so that it can be opened where nothing but the run is."""
+        """The files that a run copies, so that the run directory can be opened on its own."""
         ...
 
     def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
-        """Opens `data`, as `--data` names it. What takes long is made once, in `cache`. Raises DataError."""
+        """Opens `data`, as given to `--data`. Results that are slow to compute are stored in `cache`. Raises DataError
+        if the data cannot be read or do not fit the spec."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """How one form of data is read.
+    """The reader of one form of data.
 
     Attributes:
-        name: the form, as `DataKind.gives` states it.
-        ready: finds all that is needed to be there and to fit the model, before a run writes anything: of a spec and
-            folders to look for files in. It raises DataError.
-        drill: data for one process where only the speed of its steps counts: at least so many batches, from no file.
+        name: the form, equal to `DataKind.gives`.
+        ready: checks that everything needed is present and fits the model, before a run writes anything. Its arguments
+            are a spec and folders to search for files. Raises DataError if something is missing or does not fit.
+        drill: returns data for one process that only measures the speed of its steps: at least the given number of
+            batches, from no file.
     """
 
     name: str
@@ -88,6 +98,6 @@ class Source:
 
 
 def source_of(spec: Spec) -> Source:
-    """The source of the data that the spec trains on."""
+    """Returns the source of the data that the spec trains on."""
     known: Mapping[str, Source] = catalog(sources, Source)
     return known[spec.train.data.gives]

@@ -73,8 +73,8 @@ class _Streams:
 
 
 class RandomTokens:
-    """Stands for a loader: batches of i64 [batch, length], ids and targets, uniform over the vocabulary. There are
-    `count` of them, which come again in turn."""
+    """A substitute for a loader: yields batches of ids and targets, i64 [batch, length], uniform over the vocabulary.
+    It cycles through `count` different batches."""
 
     def __init__(self, batch: int, length: int, vocabulary: int, count: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -90,10 +90,10 @@ class RandomTokens:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """It has no state that matters."""
+        """Does nothing: there is no state to restore."""
 
     def close(self) -> None:
-        """It holds nothing open."""
+        """Does nothing: nothing is open."""
 
 
 def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> TrainingData:
