@@ -141,7 +141,7 @@ class Bar:
 
 @contextmanager
 def open_progress(say: Say) -> Iterator[Progress]:
-    """A bar where standard error is a terminal, else lines through `say`."""
+    """Opens a progress bar if standard error is a terminal, else a display that prints lines through `say`."""
     if not sys.stderr.isatty():
         yield Lines(say)
         return
