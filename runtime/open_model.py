@@ -54,8 +54,8 @@ class OpenedModel:
         source: whether it was opened from a run or from an artifact.
         path: the run or the artifact.
         device: device of the parameters.
-        same_code: whether this compiler generates the same code as the one that wrote the artifact; None for a run.
-            Different code computes the same function, but results may differ in the last bits.
+        same_code: whether the code that this compiler generates is identical to that of the compiler that wrote the
+            artifact. None for a run. Different code computes the same function, but the last bits may differ.
         data: the training data, in the format of `--data`; None for an artifact outside its run.
         search: folders to search for the tokenizer.
         trained_on: digests of the training data; None if neither the run nor the artifact states them.
@@ -303,7 +303,8 @@ class Verified:
         spec: the resolved spec.
         stored: the arrays as stored.
         weights: the dequantized parameters, f32, by name.
-        same_code: whether this compiler generates the same code as the one that wrote the artifact.
+        same_code: whether the code that this compiler generates is identical to that of the compiler that wrote the
+            artifact.
         trained_on: digests of the training data; None if the artifact does not state them.
     """
 

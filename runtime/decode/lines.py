@@ -232,7 +232,7 @@ def translator(
         spec: the spec of the model.
         tokenizer: the characters of the model.
         device: device of the model.
-        batch: number of decoded lines at once; a source takes `beam` of them.
+        batch: number of beams per batch. The number of sources per batch is `batch // beam`.
         beam: beam size. None is greedy decoding.
         compiled: on a GPU, run every step as a CUDA graph.
 

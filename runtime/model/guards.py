@@ -86,7 +86,8 @@ def _require(
         given: the value to check.
         wanted: the expected type. Its shape dims are numbers or names.
         sizes: sizes of the named dims that are known so far. Dims first seen in this input are added.
-        context: the maximum length of a sequence, in tokens. For a scalar on the CPU, a position, the exclusive bound.
+        context: the maximum length of a sequence, in tokens. A scalar input is a position, and on the CPU it must be
+            less than `context`. None is unlimited.
         device: the expected device; None accepts any.
 
     Raises:

@@ -50,7 +50,8 @@ def instantiate(
         directory: the folder that the code is written to.
         fuse: whether to apply fusion points. Without them, plain ops compute the same function.
         lock: measured tile sizes of the kernels.
-        deployed: generate the module that runs from an artifact, which must differ from the training module.
+        deployed: generate the module that runs from an artifact. Allowed only for a spec whose deployed module differs
+            from its training module.
 
     Returns:
         The module with its spec, target, programs and code folder.

@@ -1,6 +1,6 @@
 """Batches of line pairs: exactly resumable, in an order independent of the number of ranks.
 
-All ranks derive the same global order of samples. A step takes the next `rows` samples and divides them into passes.
+All ranks derive the same global order of samples. A step uses the next `rows` samples and divides them into passes.
 Within a pass, rank r gets the samples at indices k with k % world == r. Every step therefore trains on the same
 samples for any number of ranks.
 """

@@ -34,7 +34,8 @@ class PackOptions:
         sources, validation, share, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`.
         out: the folder to create. It must not exist, or be empty. A link is followed.
         tokenizer: a name for `open_tokenizer`. The tokenizer's file is copied into the folder.
-        marks: BOS before every document, or only at the start of a split, where scoring requires it.
+        marks: `document` writes BOS before every document. `none` writes it only at the start of a split, because
+            scoring requires it there.
         shard_tokens: number of tokens of each shard except the last of a split.
         search: folders to search for the tokenizer.
     """

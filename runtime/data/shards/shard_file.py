@@ -46,7 +46,10 @@ class ShardWriter:
         self._file.write(bytes(HEADER_BYTES))  # no valid header until `commit`
 
     def write(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
-        """Appends tokens of any integer dtype. Raises ValueError if one is not in 0..65535, or there are too many."""
+        """Appends tokens of any integer dtype.
+
+        Raises ValueError if a token is not in 0..65535, or if the shard would exceed MAX_TOKENS tokens.
+        """
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFF):
             raise ValueError("a shard holds tokens 0..65535")
         if self.tokens + tokens.size > MAX_TOKENS:

@@ -77,7 +77,7 @@ class Windows:
         return Window(start, end - start, end - self.before(k))
 
     def before(self, k: int) -> int:
-        """Returns the number of targets that windows before `k` score, which is also the position of the last one."""
+        """Returns the number of targets that windows before `k` score: the position of the last of these targets."""
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:

@@ -2,7 +2,7 @@
 
 The stream is divided into blocks of `length` tokens. A window is a block plus the next token, so that targets are the
 inputs shifted by one and no target is lost between blocks. All ranks derive the same global order of windows per epoch.
-A global step takes the next `batch * world` windows, and rank r gets those at indices k with k % world == r. If each
+A global step uses the next `batch * world` windows, and rank r gets those at indices k with k % world == r. If each
 rank's `batch` is the global batch divided by `world`, every step therefore trains on the same windows for any `world`.
 The last batch of an epoch is completed with windows of the next epoch; nothing is dropped.
 
