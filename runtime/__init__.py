@@ -1,4 +1,4 @@
-"""Trains, quantizes, evaluates and exports what the compiler generated."""
+"""Trains, quantizes, evaluates and exports the models that the compiler generates."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAYERS", "load"]
 
-# Folders and modules from the lowest layer to the highest. Each may import itself and what stands before it.
+# Folders and modules, from the lowest layer to the highest. Each may import only itself and the layers before it.
 LAYERS = (
     "errors",
     "dtypes",
@@ -37,22 +37,34 @@ LAYERS = (
 
 
 def load(path: str | Path, *, target: str | None = None, device: str | None = None) -> "nn.Module":
-    """The model of a run directory or a `.specc` artifact, in eval mode, in the dtypes of its target.
+    """Loads the model of a run directory or a `.specc` artifact, in eval mode and in the dtypes of its target.
 
-    It has `model(ids, targets)`, the mean loss in nats, f32 []; `model.score(ids, targets)`, the nats of each
-    target, f32 [B, T]; and `prefill`, `decode` and `new_cache` for generation. ids and targets are i64 [B, T]
-    on the device of the target, `cuda` or `cpu`. Without `target` the best one that runs here is taken. No
-    code that a file holds is ever executed. Raises as `specc.runtime.open_model.open_model` does.
+    Code that is stored in a file is never executed.
 
-    A model of pairs of lines has `model(source, inputs, target)`, `model.score(source, target)`, `encode` and
-    `extend`, and `model.translate(lines)`, which turns a list of lines into the list of theirs.
+    A text model has `model(ids, targets)`, which returns the mean loss in nats, f32 []; `model.score(ids, targets)`,
+    which returns the loss of each target in nats, f32 [B, T]; and `prefill`, `decode` and `new_cache` for generation.
+    ids and targets are i64 [B, T] on the target's device.
 
-    An artifact whose products are int8 runs from its codes: it has all of these but `model(...)`, which trains, and
-    wants a CUDA toolkit on a GPU, where its kernels are compiled once, a minute or so.
+    A model of line pairs has `model(source, inputs, target)`, `model.score(source, target)`, `encode`, `extend`, and
+    `model.translate(lines)`, which returns one target line per source line.
 
-    All but `model(...)` raise ValueError for what is no i64 tensor of ids of the vocabulary, is empty or longer than
-    the context, or does not fit the other inputs. On a GPU `extend` and `decode`, which run once a token, look at
-    shapes alone: to look at ids they would wait for the device.
+    An artifact with int8 products runs directly from its int8 codes. It lacks `model(...)`, which is for training.
+    On a GPU it requires a CUDA toolkit, and its kernels are compiled once, in about a minute.
+
+    Every method except `model(...)` raises ValueError if an input is not an i64 tensor of ids in the vocabulary, is
+    empty or longer than the context, or does not match the other inputs. On a GPU, `extend` and `decode`, which run
+    once per token, do not check the values of ids, because that would synchronize with the device.
+
+    Args:
+        path: the run directory or the artifact.
+        target: a target of the spec. None selects the best target that this machine can run.
+        device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
+
+    Returns:
+        The module.
+
+    Raises:
+        The errors of `specc.runtime.open_model.open_model`.
     """
     from specc.runtime.decode.lines import translator_of
     from specc.runtime.model.guards import check_programs

@@ -1,4 +1,4 @@
-"""The dtypes of Torch by the names that types have."""
+"""Torch dtypes, keyed by the names that the compiler uses for them."""
 
 import torch
 

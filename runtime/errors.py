@@ -1,4 +1,4 @@
-"""The errors of the runtime: a message, a hint, an exit code."""
+"""Errors of the runtime. Each has a message, a hint and an exit code."""
 
 import errno
 from pathlib import Path
@@ -10,9 +10,9 @@ class RuntimeFailure(Exception):
     """An error that a user can act on.
 
     Attributes:
-        message: what is wrong, and where.
-        hint: what to do; empty if there is nothing to add.
-        exit_code: of the command that ends with it.
+        message: the problem and its location.
+        hint: a suggested remedy; empty if there is none.
+        exit_code: exit code of the command that ends with this error.
     """
 
     exit_code = 4
@@ -24,7 +24,7 @@ class RuntimeFailure(Exception):
 
 
 class EnvironmentFailure(RuntimeFailure):
-    """The machine lacks something: a GPU, a compiler, a package, disk space."""
+    """The machine lacks a requirement: a GPU, a compiler, a package, or disk space."""
 
     exit_code = 3
 
@@ -36,22 +36,25 @@ class RunFailure(RuntimeFailure):
 
 
 def cannot_write(path: Path, error: OSError, hint: str = "free some space or name another path") -> RuntimeFailure:
-    """The failure to write `path`: of the machine where its disk is full, else of the run."""
+    """Returns the error for a failed write to `path`: EnvironmentFailure if the disk is full, else RunFailure."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (EnvironmentFailure if full else RunFailure)(f"cannot write {path}: {error.strerror or error}", hint)
 
 
 class QuantizeError(RunFailure):
-    """A parameter cannot be quantized as asked, or no allocation of bits fits the budget."""
+    """A parameter cannot be quantized as requested, or no allocation of bits fits the budget."""
 
 
 class IntegrityError(RuntimeFailure):
-    """A file is damaged, truncated, or not what its header says. Nothing of it has been handed out."""
+    """A file is damaged, truncated, or does not match its header. No part of its content has been returned."""
 
     exit_code = 5
 
 
 def write_failure(path: Path, error: OSError, elsewhere: str) -> EnvironmentFailure:
-    """The failure of a write to `path`; `elsewhere` says how to choose another place, such as `name another --out`."""
+    """Returns the error for a failed write to `path`.
+
+    `elsewhere` is the hint that explains how to choose another location, such as `name another --out`.
+    """
     message = f"{path}: cannot be written: {error.strerror or error}"
     return EnvironmentFailure(message, f"free some space, or {elsewhere}" if error.errno in FULL else elsewhere)

@@ -21,9 +21,17 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One update: `loss` in nats a token, mean over the step's tokens; `lr` the schedule's multiplier;
-    `grad_norm` before clipping; `seconds` of training so far.
-    Where steps are counted in samples, tokens are those of both sides, without pads."""
+    """Measurements of one optimizer step.
+
+    Attributes:
+        step: number of the step.
+        loss: mean loss over the tokens of the step, in nats per token.
+        lr: learning-rate multiplier of the schedule.
+        grad_norm: norm of the gradient before clipping.
+        tokens_per_second: throughput in tokens. For line pairs it counts sources and targets, without pads.
+        seconds: training time so far.
+        samples_per_second: throughput in samples; None if steps are not counted in samples.
+    """
 
     step: int
     loss: float
@@ -35,16 +43,19 @@ class Step:
 
 
 class Progress(Protocol):
-    """Shows how far a run is."""
+    """A display of the progress of a run."""
 
     def show(self, step: Step, done: float) -> None:
-        """`done` is the share of the run, 0 to 1."""
+        """Shows a step. `done` is the completed fraction of the run, 0 to 1."""
         ...
 
 
 class RunLog:
-    """Appends one JSON object per line, each handed to the system at once. Its `event` is start, step, validation,
-    checkpoint, end, stopped or failure. Raises RunFailure when the file cannot be written."""
+    """A log file with one JSON object per line, written without buffering.
+
+    The `event` of an object is start, step, validation, checkpoint, end, stopped or failure. Methods raise RunFailure
+    if the file cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,7 +64,7 @@ class RunLog:
             torn = path.stat().st_size > 0 and _last_byte(path) != b"\n"
         except OSError as error:
             raise self._failure(error) from error
-        if torn:  # a killed writer's last line
+        if torn:  # the incomplete last line of an interrupted run
             self._append(b"\n")
 
     def write(self, event: str, **values: Value) -> None:
@@ -77,7 +88,7 @@ class RunLog:
 
 
 class Silence:
-    """The log and the progress of a process that reports nothing, because another one does."""
+    """A log and progress display that discard everything, for processes other than the one that reports."""
 
     def write(self, event: str, **values: Value) -> None: ...
 
@@ -87,7 +98,7 @@ class Silence:
 
 
 def logged(path: Path, event: str) -> bool:
-    """Whether a log has a record of this event."""
+    """Returns whether the log at `path` has a record of `event`."""
     start = json.dumps({"event": event})[:-1].encode()
     try:
         with path.open("rb") as file:
@@ -103,7 +114,7 @@ def _last_byte(path: Path) -> bytes:
 
 
 class Lines:
-    """Progress as a line at every twentieth of the run."""
+    """A progress display that prints one line per 5 % of the run."""
 
     def __init__(self, say: Say) -> None:
         self._say = say
@@ -117,7 +128,7 @@ class Lines:
 
 
 class Bar:
-    """Progress as a bar on a terminal. A terminal that is gone is no reason to stop."""
+    """A progress bar on a terminal. Errors of the terminal are ignored, so a closed terminal does not stop the run."""
 
     def __init__(self, progress: RichProgress) -> None:
         self._progress = progress
@@ -130,7 +141,7 @@ class Bar:
 
 @contextmanager
 def open_progress(say: Say) -> Iterator[Progress]:
-    """A bar where standard error is a terminal, else lines through `say`."""
+    """Opens a progress bar if standard error is a terminal, else a display that prints lines through `say`."""
     if not sys.stderr.isatty():
         yield Lines(say)
         return
@@ -146,7 +157,7 @@ def open_progress(say: Say) -> Iterator[Progress]:
 
 
 def unfailing(say: Say) -> Say:
-    """`say` for a run that must not end because nobody reads it: lines that cannot be written are dropped."""
+    """Wraps `say` such that lines that cannot be written are dropped, and the run continues."""
 
     def report(line: str) -> None:
         try:
@@ -158,8 +169,10 @@ def unfailing(say: Say) -> Say:
 
 
 def _silence_broken_streams() -> None:
-    """Redirects the standard streams that cannot be written to the null device: else what their buffers still hold
-    would fail once more when the process ends."""
+    """Redirects the standard streams that cannot be flushed to the null device.
+
+    Otherwise flushing their buffers would fail again when the process exits.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -171,7 +184,7 @@ def _silence_broken_streams() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Where a run reports to."""
+    """The destinations of the reports of a run."""
 
     log: RunLog | Silence
     progress: Progress

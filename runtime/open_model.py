@@ -1,6 +1,6 @@
 """Opens a run directory or a `.specc` artifact as a module that is ready to run.
 
-Neither holds code that is trusted: the module is rendered from the spec by the compiler that is installed.
+Stored code is never executed. The installed compiler generates the module from the spec.
 """
 
 import shutil
@@ -46,19 +46,19 @@ Prepare = Callable[[Spec], Spec]
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model in eval mode on `device`, its parameters in the dtypes that its target computes in.
+    """A model in eval mode on `device`, with parameters in the compute dtypes of its target.
 
     Attributes:
-        spec: of the run, or the resolved spec of the artifact.
+        spec: the spec of the run, or the resolved spec of the artifact.
         loaded: the module, with the spec, target and programs that it was generated from.
-        source: the kind of file that it was opened from.
+        source: whether it was opened from a run or from an artifact.
         path: the run or the artifact.
         device: device of the parameters.
-        same_code: whether this compiler generates the code that the artifact was written with; None for a run. Other
-            code computes the same function, but maybe not to the last bit.
-        data: the training data, as `--data` names it; None for an artifact outside its run.
-        trained_on: digests of the training data; None where neither run nor artifact states them.
-        search: folders to look for the tokenizer in.
+        same_code: whether the code that this compiler generates is identical to that of the compiler that wrote the
+            artifact. None for a run. Different code computes the same function, but the last bits may differ.
+        data: the training data, in the format of `--data`; None for an artifact outside its run.
+        search: folders to search for the tokenizer.
+        trained_on: digests of the training data; None if neither the run nor the artifact states them.
     """
 
     spec: Spec
@@ -77,22 +77,22 @@ class OpenedModel:
 
     @property
     def text_model(self) -> GeneratedText:
-        """The methods of a model of text."""
+        """The model, typed as a text model."""
         return text_model(self.loaded.model)
 
     @property
     def line_model(self) -> GeneratedLines:
-        """The methods of a model of lines."""
+        """The model, typed as a model of lines."""
         return line_model(self.loaded.model)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the spec names. Raises DataError as `tokenizer_of`."""
+        """The tokenizer of the spec. Raises DataError as `tokenizer_of` does."""
         return tokenizer_of(self.spec, self.search)
 
     @property
     def characters(self) -> CharTokenizer:
-        """The characters of a model of lines. Raises DataError for a model of text."""
+        """The character tokenizer of a model of lines. Raises DataError for a model of text."""
         return characters_of(self.spec)
 
 
@@ -106,21 +106,27 @@ def open_model(
     say: Say | None = None,
     prepared: Prepare = lambda spec: spec,
 ) -> OpenedModel:
-    """The model of a run, with the weights that the run ends with, or of an artifact.
+    """Opens the model of an artifact, or the model of a run with the weights of its newest valid checkpoint.
 
     Args:
         path: the run directory or the artifact.
-        target: a target of the spec; None takes the best that this machine can run.
-        device: `cpu`, `cuda` or one GPU as `cuda:1`; None takes the device of the target.
+        target: a target of the spec. None selects the best target that this machine can run.
+        device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
         quantized: for a run, open its quantized model.
-        search: more folders to look for the tokenizer in.
-        say: is told of damaged checkpoints that are passed over, of an artifact of another compiler, and of one of
-            older weights than the run has.
-        prepared: maps the spec that was read to the spec that the code is generated from; parameters stay the same.
+        search: additional folders to search for the tokenizer.
+        say: called with a message if a damaged checkpoint is skipped, if the artifact was written with other generated
+            code, or if the run has newer weights than its quantized artifact.
+        prepared: maps the stored spec to the spec that the code is generated from. It must not change the parameters.
 
-    Raises RunDirectoryError when there is neither at `path`; IntegrityError when anything about the file is
-    wrong, with nothing of it handed out; RunFailure for a run without a checkpoint, a target that does not
-    run here; TargetError for another target or device; EnvironmentFailure without the GPU.
+    Returns:
+        The opened model.
+
+    Raises:
+        RunDirectoryError: `path` is neither a run nor an artifact.
+        IntegrityError: a file is damaged or inconsistent; no part of its content is returned.
+        RunFailure: the run has no checkpoint, or no target of the spec runs on this machine.
+        TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
+        EnvironmentFailure: the GPU does not exist.
     """
     say = say or (lambda _: None)
     if path.is_dir():
@@ -133,7 +139,7 @@ def open_model(
         return opened_run(run, weights, target, device, search)
     if not path.exists():
         raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
-    places = (path.parent.parent / KEPT, *search, path.parent)  # the first of an artifact that is still in its run
+    places = (path.parent.parent / KEPT, *search, path.parent)  # the first exists if the artifact is still in its run
     return _open_artifact(path, target, device, places, say, None, prepared)
 
 
@@ -144,7 +150,21 @@ def opened_run(
     device: str | None,
     search: Sequence[Path] = (),
 ) -> OpenedModel:
-    """As `open_model` of a run, with these weights (f32, by parameter name)."""
+    """Opens a run as `open_model` does, but with the given weights.
+
+    Args:
+        run: the run.
+        weights: f32 parameters by name.
+        target: a target of the spec. None selects the best target that this machine can run.
+        device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
+        search: additional folders to search for the tokenizer.
+
+    Returns:
+        The opened model.
+
+    Raises:
+        The errors of `realize`.
+    """
     loaded = realize(run.spec, target, device, weights, lock=run.lock)
     where, places = device_asked_for(loaded.target, device), _places(run, search)
     return OpenedModel(run.spec, loaded, "run", run.directory, where, None, run.data, places, run.data_digests)
@@ -159,10 +179,27 @@ def realize(
     lock: Lock = NO_LOCK,
     constants: Mapping[str, Tensor] | None = None,
 ) -> Loaded:
-    """The module of `spec` with `weights` (f32, by parameter name), in eval mode on the device of its target.
+    """Generates the module of `spec`, fills in its parameters, and moves it to its device in eval mode.
 
-    Without `fuse` it is the unfused one; with `constants`, by name, that of the deployed programs. Its code lies in a
-    folder that only this user can open, and that goes with the module.
+    The generated code is in a temporary folder that only this user can read. The folder is deleted with the module.
+
+    Args:
+        spec: the spec.
+        target: a target of the spec. None selects the best target that this machine can run.
+        device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
+        weights: f32 parameters by name.
+        fuse: whether to apply the fusion points of the spec.
+        lock: measured tile sizes.
+        constants: constants of the deployed programs by name. If not None, the deployed module is generated.
+
+    Returns:
+        The module with its spec, target and programs.
+
+    Raises:
+        TargetError: the spec does not list the target, or the device is neither a CPU nor an NVIDIA GPU.
+        RunFailure: no target of the spec runs on this machine.
+        EnvironmentFailure: the GPU does not exist.
+        IntegrityError: names or shapes of the weights do not match the model.
     """
     target = choose_target(spec, target)
     directory = Path(tempfile.mkdtemp(prefix="specc-"))
@@ -172,7 +209,7 @@ def realize(
         fill(loaded, constants or {})
         where = device_asked_for(loaded.target, device)
         if constants is not None and where.type == "cuda":
-            compile_ahead(loaded.directory)  # all of them run, and one after another they would take minutes
+            compile_ahead(loaded.directory)  # in parallel: compiling each kernel at its first call would take minutes
         dtypes = {param.name: DTYPES[param.dtype] for param in loaded.programs.params if param.dtype in DTYPES}
         place(loaded.model, dtypes, where)
     except BaseException:
@@ -185,8 +222,24 @@ def realize(
 def realize_stored(
     spec: Spec, target: str | None, device: str | None, stored: QuantizedModel, weights: Mapping[str, Tensor]
 ) -> Loaded:
-    """The module that runs from stored arrays, of which `weights` are what they stand for: its products are computed in
-    whole numbers where their schemes say so. Raises IntegrityError where the arrays do not fit together."""
+    """Generates the module that runs from stored arrays.
+
+    Matrix products run in integers if their storage schemes allow it; all other parameters are dequantized.
+
+    Args:
+        spec: the spec.
+        target: a target of the spec. None selects the best target that this machine can run.
+        device: `cpu`, `cuda`, or a specific GPU such as `cuda:1`. None selects the device of the target.
+        stored: the stored arrays and their schemes.
+        weights: the dequantized values of `stored`, f32, by parameter name.
+
+    Returns:
+        The module with its spec, target and programs.
+
+    Raises:
+        IntegrityError: the stored arrays are inconsistent.
+        Others: the errors of `realize`.
+    """
     sources = integer_products(lower(spec, choose_target(spec, target)), stored.schemes)
     if not sources:
         return realize(spec, target, device, weights)
@@ -195,9 +248,9 @@ def realize_stored(
 
 
 def final_weights(run: Run, say: Say) -> tuple[dict[str, Tensor], int]:
-    """The weights of the run at its newest sound checkpoint (f32, by parameter name), and the step of that.
+    """Returns the weights of the newest valid checkpoint of the run (f32, by parameter name) and its step.
 
-    Raises RunFailure where there is no checkpoint.
+    Raises RunFailure if there is no valid checkpoint.
     """
     newest = _newest(run, say)
     return checkpoint.weights(newest), checkpoint.read_state(newest).step
@@ -211,8 +264,12 @@ def _newest(run: Run, say: Say) -> Path:
 
 
 def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
-    """The run as of the model that its newest sound checkpoint trained, of all phases of the spec the one then; with
-    `final_weights`, those that this model reads. Raises RunFailure where there is no checkpoint."""
+    """Returns the run with the model of its current phase, the weights that this model reads, and their step.
+
+    The current phase is the phase of the newest valid checkpoint. If the run ended before a later phase, the returned
+    run's spec has the model of the current phase. Weights are f32, by parameter name. Raises RunFailure if there is no
+    valid checkpoint.
+    """
     newest = _newest(run, say)
     weights, state = checkpoint.weights(newest), checkpoint.read_state(newest)
     model = run.spec.model.after(state.done)
@@ -225,7 +282,7 @@ def as_trained(run: Run, say: Say) -> tuple[Run, dict[str, Tensor], int]:
 
 
 def spec_at(path: Path) -> Spec:
-    """The spec of a run or of an artifact. Raises as `open_model` does."""
+    """Returns the spec of a run or of an artifact. Raises RunDirectoryError and IntegrityError as `open_model` does."""
     if path.is_dir():
         return Run.open(path).spec
     if not path.exists():
@@ -234,20 +291,21 @@ def spec_at(path: Path) -> Spec:
 
 
 def token_cache() -> Path:
-    """The default folder of tokenized text."""
+    """Returns the default folder of tokenized text."""
     return user_cache_path("specc") / "tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The content of an artifact.
+    """The verified content of an artifact.
 
     Attributes:
         spec: the resolved spec.
-        stored: the arrays as they are stored.
-        weights: the parameters that they stand for, f32, by name.
-        same_code: whether this compiler generates the very code that the artifact was written with.
-        trained_on: digests of the training data; None where the artifact does not state them.
+        stored: the arrays as stored.
+        weights: the dequantized parameters, f32, by name.
+        same_code: whether the code that this compiler generates is identical to that of the compiler that wrote the
+            artifact.
+        trained_on: digests of the training data; None if the artifact does not state them.
     """
 
     spec: Spec
@@ -258,7 +316,7 @@ class Verified:
 
 
 def read_verified(path: Path) -> Verified:
-    """All of an artifact. Raises IntegrityError, handing out nothing, when anything is wrong."""
+    """Reads and verifies a whole artifact. Raises IntegrityError, and returns nothing, if any check fails."""
     resolved: list[tuple[Spec, Deployment]] = []
 
     def expected(text: bytes) -> tuple[bytes, Layout]:
@@ -305,6 +363,6 @@ def _open_artifact(
 
 
 def _places(run: Run, search: Sequence[Path]) -> tuple[Path, ...]:
-    """Where the tokenizer of a run may be: in the run, where the caller says, beside the data."""
+    """Returns the folders to search for the tokenizer: the run's files, `search`, and the folder of the data."""
     data = Path(run.data)
     return (run.files, *search, data if data.is_dir() else data.parent)

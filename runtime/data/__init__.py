@@ -1,1 +1,1 @@
-"""Documents, tokenizers, token shards, windows of them, and pairs of lines."""
+"""Training and evaluation data: documents, tokenizers, token shards, windows of tokens, and pairs of lines."""

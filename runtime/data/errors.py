@@ -1,27 +1,27 @@
-"""Errors about data: what is wrong, and what the user can do."""
+"""Errors about data. Each has a message and a hint for the user."""
 
 from specc.runtime.errors import RuntimeFailure
 
 
 class DataError(RuntimeFailure):
-    """A source, tokenizer or stream cannot be used as asked (exit code 2).
+    """A source, tokenizer or stream cannot be used as requested (exit code 2).
 
     Attributes:
-        message: what is wrong and where (file and line if there is one).
-        hint: what to do about it; empty if there is nothing to add.
+        message: the problem and its location (file and line, if any).
+        hint: a suggested remedy; empty if there is none.
     """
 
     exit_code = 2
 
 
 class DataIntegrityError(DataError):
-    """Bytes on disk are not what they were written as: cut, damaged, or changed in use (exit code 5)."""
+    """A file on disk is truncated, damaged, or was changed while in use (exit code 5)."""
 
     exit_code = 5
 
 
 class LineError(DataError):
-    """One of several lines that cannot be read; `row` counts from 0."""
+    """A line cannot be used. `row` is its index among several lines, from 0."""
 
     def __init__(self, row: int, message: str, hint: str = "") -> None:
         super().__init__(message, hint)

@@ -1,16 +1,20 @@
-"""Errors for a path that does not exist, with what is near it."""
+"""Errors for paths that do not exist, with suggestions of similar paths."""
 
 from difflib import get_close_matches
 from pathlib import Path
 
 from specc.runtime.data.errors import DataError
 
-SHOWN = 3  # suggestions in a hint
+SHOWN = 3  # maximum number of suggestions in a hint
 SOURCES = "data are a text, jsonl or token-shard file, a folder of them, or `stdlib`"
 
 
 def nearest_paths(path: Path) -> str:
-    """A hint such as `did you mean runs/text.txt?`, or the folder that is missing; empty where nothing is near."""
+    """Returns a hint for a missing path.
+
+    The hint is a suggestion such as `did you mean runs/text.txt?`, or names the missing folder. It is empty if no
+    similar path exists.
+    """
     parent = path.parent
     if not parent.is_dir():
         existing = next((folder for folder in parent.parents if folder.is_dir()), parent)
@@ -27,6 +31,6 @@ def nearest_paths(path: Path) -> str:
 
 
 def missing_source(path: Path) -> DataError:
-    """The error for a source of text that does not exist."""
+    """Returns the error for a text source that does not exist."""
     near = nearest_paths(path)
     return DataError(f"{path}: no such file or folder", f"{near} {SOURCES}" if near else SOURCES)

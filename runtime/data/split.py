@@ -1,4 +1,4 @@
-"""The splits of a text."""
+"""The names of the splits of a data set."""
 
 from typing import Literal
 

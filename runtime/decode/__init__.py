@@ -1,1 +1,1 @@
-"""Decoding from a cache."""
+"""Autoregressive decoding of text from a KV cache, and of lines from an encoder state."""

@@ -1,4 +1,4 @@
-"""Turns lines into lines: encodes sources, and extends targets token by token, greedily or by beam search."""
+"""Translates source lines into target lines token by token, by greedy decoding or beam search."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,22 +16,25 @@ from specc.runtime.model.protocols import State, line_model
 from specc.runtime.open_model import OpenedModel
 
 BATCH = 4096
-CHECK = 4  # steps between two counts of the rows that are not done: each count waits for the device
+CHECK = 4  # steps between counts of the unfinished rows: each count synchronizes with the device
 
 
 @dataclass(frozen=True)
 class Translator:
-    """A model of pairs that decodes.
+    """A decoder of a model of line pairs.
 
-    Beam search (of `beam` > 1) keeps the most probable unfinished and finished lines of each source and ends when a
-    finished one leads: the probability of a line only falls as it grows, and no length is preferred. Rows that are done
-    leave the batch. Lines that have not stopped after `window` tokens are given as they are.
+    Beam search (`beam` > 1) maintains the `beam` most probable lines of each source, finished or not. It stops when the
+    most probable line is finished: extending a line can only lower its probability, and there is no length penalty.
+    Finished rows are removed from the batch. Lines without a stop token after `window` tokens are returned as they are.
 
     Attributes:
         steps: runs the model's programs.
-        window: tokens of the longest source and target, stops included.
-        fixed: sources have to be padded to the window, as the model reads pads.
-        batch: sources at once.
+        tokenizer: the characters of the model.
+        window: maximum length of sources and targets in tokens, stop tokens included.
+        fixed: whether sources must be padded to the window, because the model attends to pads.
+        device: device of the model.
+        batch: number of sources per batch.
+        beam: beam size; 1 is greedy decoding.
     """
 
     steps: Steps
@@ -46,18 +49,18 @@ class Translator:
         """Translates lines.
 
         Args:
-            lines: sources.
-            limits: one per line, the number of tokens that are needed of its target, stop included; greedy decoding
-                may end anywhere behind them. None for whole targets.
+            lines: source lines.
+            limits: for each line, the number of target tokens that the caller needs, stop token included. Greedy
+                decoding may stop at any later token. None decodes whole targets.
 
         Returns:
-            A target per source, in the same order.
+            One target line per source, in the same order.
 
         Raises:
-            LineError: a line is too long or has a character that the vocabulary lacks; nothing is decoded then.
-            TypeError: `lines` is a single text, or a line is not text.
-            ValueError: there are more or fewer limits than lines.
-            RunFailure: logits are not numbers.
+            LineError: a line is too long or contains a character that is not in the vocabulary. Nothing is decoded.
+            TypeError: `lines` is a `str`, or a line is not a `str`.
+            ValueError: the numbers of limits and lines differ.
+            RunFailure: logits are NaN.
         """
         if isinstance(lines, str):
             raise TypeError("translate takes a list of lines, not one text")
@@ -68,7 +71,7 @@ class Translator:
         if limits is not None and len(limits) != len(lines):
             raise ValueError(f"translate takes a limit for each line: {len(limits)} for {len(lines)} lines")
         encoded = torch.from_numpy(self.tokenizer.encode_rows(lines, self.window))
-        order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # lines of a batch end at about the same step
+        order = sorted(range(len(lines)), key=lambda i: len(lines[i]))  # so that lines of a batch end at similar steps
         targets = [""] * len(lines)
         for start in range(0, len(lines), self.batch):
             rows = order[start : start + self.batch]
@@ -83,19 +86,22 @@ class Translator:
 
     @torch.no_grad()
     def tokens(self, source: Tensor, limits: Tensor | None = None) -> Tensor:
-        """The targets of sources i64 [B, S] as i64 [B, window]: tokens, a stop, pads. Greedy decoding may end after as
-        many tokens of a row as `limits`, i64 [B], states."""
+        """Decodes sources, i64 [B, S], to targets, i64 [B, window]: tokens, a stop token, then pads.
+
+        Greedy decoding may stop a row after its number of tokens in `limits`, i64 [B]. Raises RunFailure if logits are
+        NaN.
+        """
         rows, beam = len(source), self.beam
         state = self.steps.begin(self.steps.encode(source), beam)
         targets = source.new_full((rows, self.window), PAD)
-        if limits is None or beam > 1:  # which of several lines is the best is known at the end
+        if limits is None or beam > 1:  # a beam search knows the best line only at its end
             limits = source.new_full((rows,), self.window)
         search = _Search.start(limits, beam, self.window)
         for t in range(self.window):
             search = search.extended(self.steps.extend(search.last, t, state), t, state)
             if (t + 1) % CHECK and t + 1 < self.window:
                 continue
-            if search.broken:  # now: of all NaN the stop's is the maximum, so such rows end, and leave
+            if search.broken:  # checked before rows are removed, because rows of NaN count as finished
                 raise RunFailure("the largest logit is no number", "the model is broken: try an earlier checkpoint")
             done = search.done(t + 1)
             going = (~done).nonzero()[:, 0]
@@ -113,15 +119,15 @@ class Translator:
 
 @dataclass(frozen=True)
 class _Search:
-    """The lines so far of `rows` sources, `beam` of each, best first.
+    """The partial target lines of `rows` sources, `beam` per source, in order of falling probability.
 
     Attributes:
-        index: the row in the batch of each source, i64 [rows].
-        limits: tokens that are needed of each target, i64 [rows].
-        lines: i64 [rows, beam, window].
+        index: row of each source in the batch, i64 [rows].
+        limits: required number of tokens of each target, i64 [rows].
+        lines: tokens, i64 [rows, beam, window].
         scores: log-probabilities, f32 [rows, beam].
-        ended: which lines have their stop, bool [rows, beam].
-        last: the next input of the decoder, i64 [rows * beam, 1].
+        ended: whether each line has its stop token, bool [rows, beam].
+        last: next input of the decoder, i64 [rows * beam, 1].
     """
 
     index: Tensor
@@ -133,7 +139,7 @@ class _Search:
 
     @classmethod
     def start(cls, limits: Tensor, beam: int, window: int) -> "_Search":
-        """Nothing written; only the first beam counts, as all are the same."""
+        """Returns a search with empty lines. Only the first beam has a finite score, as all beams are identical."""
         rows, device = len(limits), limits.device
         scores = torch.full((rows, beam), float("-inf"), device=device)
         scores[:, 0] = 0
@@ -151,12 +157,12 @@ class _Search:
         return len(self.index)
 
     def done(self, written: int) -> Tensor:
-        """bool [rows]: the best line has ended, and no other can pass it; or enough is written."""
+        """Returns bool [rows]: whether the best line is finished, or has the `limits` tokens after `written` steps."""
         return self.ended[:, 0] | (self.limits <= written)
 
     @property
     def best(self) -> Tensor:
-        """i64 [rows, window]."""
+        """The most probable line of each source, i64 [rows, window]."""
         return self.lines[:, 0]
 
     @property
@@ -164,11 +170,14 @@ class _Search:
         return bool(self.scores[:, 0].isnan().any())
 
     def extended(self, logits: Tensor, t: int, state: State) -> "_Search":
-        """One token more, from `logits` f32 [rows * beam, V]; the rows of `state` follow their lines."""
+        """Returns the search after one more token, at position `t`, from `logits`, f32 [rows * beam, V].
+
+        Reorders the rows of `state` in place to match the selected lines.
+        """
         rows, beam = self.scores.shape
         chances = logits.log_softmax(-1).reshape(rows, beam, -1)
         chances = chances.masked_fill(self.ended[..., None], float("-inf"))
-        chances[..., PAD] = torch.where(self.ended, 0.0, float("-inf"))  # a line that has ended goes on at no cost
+        chances[..., PAD] = torch.where(self.ended, 0.0, float("-inf"))  # finished lines continue with pads
         chances[..., START] = float("-inf")
         totals = (self.scores[..., None] + chances).flatten(1)
         scores, chosen = totals.topk(beam, dim=1) if beam > 1 else totals.max(1, keepdim=True)
@@ -183,24 +192,24 @@ class _Search:
         return _Search(self.index, self.limits, lines, scores, ended | (tokens == STOP), tokens.reshape(-1, 1))
 
     def beams_of(self, sources: Tensor) -> Tensor:
-        """The rows of the state that belong to these sources."""
+        """Returns the rows of the decoder state that belong to the given sources."""
         beam = self.scores.shape[1]
         return (sources[:, None] * beam + torch.arange(beam, device=sources.device)).flatten()
 
     def only(self, sources: Tensor) -> "_Search":
-        """The search of these sources alone."""
+        """Returns the search restricted to the given sources."""
         last = self.last[self.beams_of(sources)]
         index, limits, lines = self.index[sources], self.limits[sources], self.lines[sources]
         return _Search(index, limits, lines, self.scores[sources], self.ended[sources], last)
 
 
 def _select(state: State, rows: Tensor) -> State:
-    """Some rows of a state, copied."""
+    """Returns a copy of the given rows of a state."""
     return {place: tuple(tensor.index_select(0, rows) for tensor in tensors) for place, tensors in state.items()}
 
 
 def _follow(state: State, rows: Tensor) -> None:
-    """Replaces the rows of a state, in place."""
+    """Replaces row i of every tensor of a state by row `rows[i]`, in place."""
     for tensors in state.values():
         for tensor in tensors:
             tensor.copy_(tensor.index_select(0, rows))
@@ -216,21 +225,35 @@ def translator(
     beam: int | None = None,
     compiled: bool = False,
 ) -> Translator:
-    """Decodes with `model` as its weights are at each call, greedily where `beam` is None. On a GPU, `compiled` runs
-    every step as a CUDA graph."""
+    """Returns a decoder that uses the current weights of `model` at each call.
+
+    Args:
+        model: the generated model of lines.
+        spec: the spec of the model.
+        tokenizer: the characters of the model.
+        device: device of the model.
+        batch: number of beams per batch. The number of sources per batch is `batch // beam`.
+        beam: beam size. None is greedy decoding.
+        compiled: on a GPU, run every step as a CUDA graph.
+
+    Returns:
+        The decoder.
+    """
     steps, beam = Graphed if compiled and device.type == "cuda" else Eager, beam or 1
-    batch = max(1, batch // beam)  # each beam has its state
+    batch = max(1, batch // beam)  # every beam has its own state
     return Translator(
         steps(line_model(model)), tokenizer, spec.model.window, spec.model.reads_pads, device, batch, beam
     )
 
 
 def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BATCH) -> Translator:
-    """That of an opened model of pairs, with the beam that its spec is scored with where none is given. Raises
-    DataError for a model of text."""
+    """Returns the decoder of an opened model of line pairs, with the beam size of its spec if `beam` is None.
+
+    Raises DataError for a model of text.
+    """
     tokenizer = opened.characters
     beam = beam or getattr(opened.spec.eval, "beam", None)
-    model = Unchecked(opened.model)  # its inputs need no check, which would wait for the device
+    model = Unchecked(opened.model)  # inputs are valid here, and a check would synchronize with the device
     return translator(model, opened.spec, tokenizer, opened.device, batch=batch, beam=beam, compiled=True)
 
 
@@ -238,12 +261,21 @@ def translator_of(opened: OpenedModel, beam: int | None = None, batch: int = BAT
 def fed(
     model: nn.Module, source: Tensor, target: Tensor, forcing: Tensor, writes: tuple[str, str] = ("encode", "extend")
 ) -> Tensor:
-    """What the decoder is fed where not every token is the truth: i64 [B, T].
+    """Computes decoder inputs for scheduled sampling, a mix of target tokens and the model's own predictions.
 
-    Position 0 is the start. Position t + 1 is the target's token t where `forcing`, bool [T] or [B, T], is true at
-    t + 1, else what a decoder would write after the positions up to t: the most probable token but pad and start; where
-    it stopped it goes on, as the target does. `source` is i64 [B, S], `target` i64 [B, T]; `writes` are the programs
-    that it writes by, for the source and for a token.
+    Position 0 is the start token. Position t + 1 is the target's token t if `forcing` is true at t + 1. Otherwise it is
+    the model's most probable token after the inputs up to t, with pad and start excluded. Predictions continue
+    after a predicted stop token, up to the length of the target.
+
+    Args:
+        model: the generated model of lines.
+        source: i64 [B, S].
+        target: i64 [B, T].
+        forcing: bool [T] or [B, T].
+        writes: names of the programs that encode the source and extend the target by a token.
+
+    Returns:
+        Decoder inputs, i64 [B, T].
     """
     encode, extend = (getattr(model, name) for name in writes)
     forcing = forcing.expand(target.shape)

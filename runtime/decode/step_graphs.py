@@ -1,4 +1,4 @@
-"""Runs the programs of a model of lines step by step: directly, or on a GPU each step as one CUDA graph."""
+"""Runs the decoding steps of a model of lines, either directly or, on a GPU, with one CUDA graph per step."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -8,32 +8,32 @@ from torch import Tensor
 
 from specc.runtime.model.protocols import GeneratedLines, State
 
-WARM_UP = 2  # steps before the capture: they allocate what libraries keep
-SMALLEST = 64  # rows: below this a step takes as long as with this many
+WARM_UP = 2  # uncaptured steps before the capture: they allocate library workspaces
+SMALLEST = 64  # rows: a step with fewer rows takes as long
 
 
 class Steps(Protocol):
-    """The programs of a model of lines, as a decoder calls them."""
+    """The programs of a model of lines, in the form that a decoder calls."""
 
     def encode(self, source: Tensor) -> State:
-        """The state before the first token."""
+        """Returns the state before the first token."""
         ...
 
     def begin(self, state: State, beam: int = 1) -> State:
-        """The state with `beam` rows for each, where `extend` takes it; it lasts until the next `begin`."""
+        """Returns a state for `extend`, with every row repeated `beam` times. It is valid until the next `begin`."""
         ...
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
-        """Logits f32 [B, V] after ids i64 [B, 1]; they last until the next call."""
+        """Returns logits f32 [B, V] after ids i64 [B, 1] at position `start`. They are valid until the next call."""
         ...
 
     def rows(self, going: int, now: int) -> int:
-        """The number of rows to continue with where `going` of `now` are not done."""
+        """Returns the number of rows to continue with if `going` of `now` rows are unfinished."""
         ...
 
 
 class Eager:
-    """Calls the model."""
+    """Steps that call the model directly."""
 
     def __init__(self, model: GeneratedLines) -> None:
         self._model = model
@@ -48,33 +48,33 @@ class Eager:
         return self._model.extend(ids, torch.tensor(start, device=ids.device), state)
 
     def rows(self, going: int, now: int) -> int:
-        """All rows until a quarter of them is done."""
+        """Returns `now` until a quarter of the rows is finished, then `going`."""
         return going if going <= 0.75 * now else now
 
 
 class Graphed:
-    """Replays CUDA graphs: one of `extend` for each number of rows (powers of two, and that of a whole batch), and one
-    of `encode` for each shape of sources that occurs again.
+    """Steps that replay CUDA graphs.
 
-    The state of each size lies at fixed addresses. Weights are read where they are, so the graphs stay right while a
-    model trains in place.
+    There is one graph of `extend` per number of rows (powers of two, and the size of the whole batch), and one graph
+    of `encode` per source shape that occurs at least twice. The state of each size is at fixed addresses. The graphs
+    read weights in place, so they remain valid while the model is trained in place.
     """
 
     def __init__(self, model: GeneratedLines) -> None:
         self._model = model
         self._graphs: dict[tuple[torch.Size, ...], _Graph] = {}
         self._graph: _Graph | None = None
-        self._encoders: dict[torch.Size, _Encoder | None] = {}  # None of a shape that came once
+        self._encoders: dict[torch.Size, _Encoder | None] = {}  # None for a shape seen once
         self._pool: Any = None
 
     def encode(self, source: Tensor) -> State:
-        """As the protocol says; the state lasts until the next `encode`."""
+        """Returns the state before the first token, valid until the next `encode`."""
         if source.shape not in self._encoders:
             self._encoders[source.shape] = None
             return self._model.encode(source)
         encoder = self._encoders[source.shape]
         if encoder is None:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()  # encoders run one at a time and share memory
+            self._pool = self._pool or torch.cuda.graph_pool_handle()  # shared, because encoders run one at a time
             encoder = self._encoders[source.shape] = _Encoder(self._model, source, self._pool)
         return encoder.replay(source)
 
@@ -91,7 +91,7 @@ class Graphed:
         return self._graph.replay(ids, start)
 
     def rows(self, going: int, now: int) -> int:
-        """The next power of two, at most `now`."""
+        """Returns the next power of two that is at least `going` and `SMALLEST`, but at most `now`."""
         return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
 
 
@@ -99,7 +99,10 @@ Result = TypeVar("Result")
 
 
 def captured(work: Callable[[], Result], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """A CUDA graph of `work`, which reads at fixed addresses, and what it returns, which each replay writes anew."""
+    """Captures `work`, which must read from fixed addresses, as a CUDA graph.
+
+    Returns the graph and the result of `work`. Each replay overwrites the tensors of the result.
+    """
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -113,7 +116,7 @@ def captured(work: Callable[[], Result], device: torch.device, pool: Any = None)
 
 
 class _Encoder:
-    """`encode` for sources of one shape, captured."""
+    """A CUDA graph of `encode` for sources of one shape."""
 
     def __init__(self, model: GeneratedLines, source: Tensor, pool: Any) -> None:
         self._source = source.clone()
@@ -126,7 +129,7 @@ class _Encoder:
 
 
 class _Graph:
-    """`extend` for states of one shape, captured."""
+    """A CUDA graph of `extend` for states of one shape."""
 
     def __init__(self, model: GeneratedLines, state: State) -> None:
         self.state: State = {place: tuple(map(torch.clone, tensors)) for place, tensors in state.items()}
@@ -136,7 +139,7 @@ class _Graph:
         self._graph, self._logits = captured(lambda: model.extend(self._ids, self._start, self.state), first.device)
 
     def filled(self, state: State) -> State:
-        """The graph's own state, with the values of another."""
+        """Copies the values of `state` into the graph's state, and returns the latter."""
         for place, tensors in state.items():
             for target, source in zip(self.state[place], tensors, strict=True):
                 target.copy_(source)
@@ -150,7 +153,7 @@ class _Graph:
 
 
 def repeated(state: State, beam: int) -> State:
-    """The state with every row `beam` times."""
+    """Returns the state with every row repeated `beam` times; the state itself if `beam` is 1."""
     if beam == 1:
         return state
     return {place: tuple(tensor.repeat_interleave(beam, 0) for tensor in tensors) for place, tensors in state.items()}

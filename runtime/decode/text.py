@@ -1,5 +1,4 @@
-"""Decodes rows of text side by side from a cache; on a GPU each step is one CUDA graph, and sampling stays on the
-device."""
+"""Decodes a batch of texts from a KV cache. On a GPU each step is one CUDA graph, and sampling runs on the device."""
 
 import math
 import time
@@ -14,25 +13,29 @@ from specc.runtime.errors import RuntimeFailure
 from specc.runtime.model.cuda_graph import WARM_UP, Captured
 from specc.runtime.model.protocols import Cache, GeneratedText
 
-STRIDES = 8  # lengths of the cache that steps are built for; a step reads the cache up to the next of them
-SHORTEST = 256  # positions: shorter lengths save nothing
-PAGE = 1024  # numbers of each row that are drawn at once
+STRIDES = 8  # number of cache lengths that steps are captured for; a step reads the cache up to the next such length
+SHORTEST = 256  # positions: smaller cache lengths save no time
+PAGE = 1024  # random numbers per row that are generated at once
 
 
 class SamplingError(RuntimeFailure):
-    """A setting of sampling that is out of range."""
+    """A sampling setting is out of range."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is drawn.
+    """Settings for sampling the next token.
 
-    `temperature` divides the logits; 0 takes the most probable token, the first of equals. Of all tokens
-    the `top_k` most probable tokens remain (None: all), and of these the fewest whose probabilities,
-    renormalized, sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020, "The Curious Case of Neural
-    Text Degeneration", arXiv 1904.09751). Raises SamplingError for values out of range.
+    Raises SamplingError if a value is out of range.
+
+    Attributes:
+        temperature: divides the logits. 0 selects the most probable token, and the lowest id among equals.
+        top_k: only the `top_k` most probable tokens remain. None keeps all tokens.
+        top_p: of the tokens that remain after `top_k`, only the smallest set of most probable tokens whose
+            renormalized probabilities sum to at least `top_p` remains (nucleus sampling, Holtzman et al. 2020, "The
+            Curious Case of Neural Text Degeneration", arXiv 1904.09751).
     """
 
     temperature: float = 1.0
@@ -48,40 +51,49 @@ class Sampling:
             raise SamplingError(f"top-p {self.top_p} is not in (0, 1]", "1 keeps every token")
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution of each row that is drawn from: f64 [..., vocabulary], of `logits` [..., vocabulary], where
-        they are. NaN for a row whose largest logit is not finite."""
+        """Returns the sampling distribution of each row, f64 [..., vocabulary], from `logits` [..., vocabulary].
+
+        The result is on the device of `logits`. It is NaN in rows whose largest logit is not finite.
+        """
         exact = logits.detach().double()
         if self.temperature > 0 and self.top_k is None and self.top_p == 1:
             return ((exact - exact.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
-        # By falling logit, the lower token first among equals: the tokens that remain are a prefix.
+        # Sorted by falling logit, lower ids first among equals, so that the remaining tokens are a prefix.
         ordered, tokens = exact.sort(dim=-1, descending=True, stable=True)
         vocabulary = exact.shape[-1]
         keep = 1 if self.temperature == 0 else min(self.top_k or vocabulary, vocabulary)
         probable = ((ordered[..., :keep] - ordered[..., :1]) / (self.temperature or 1.0)).softmax(-1)
         if self.top_p < 1:
-            before = F.pad(probable.cumsum(-1)[..., :-1], (1, 0))  # the sum of the more probable tokens
+            before = F.pad(probable.cumsum(-1)[..., :-1], (1, 0))  # the total probability of all more probable tokens
             probable = probable.masked_fill(before >= self.top_p, 0.0)
             probable = probable / probable.sum(-1, keepdim=True)
         return torch.zeros_like(exact).scatter(-1, tokens[..., :keep], probable)
 
     def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """A token a row, i64 [B], of logits [B, vocabulary], by a number in [0, 1) each, f64 [B]; -1 where the logits
-        give no distribution. Waits for nothing on a GPU."""
+        """Samples one token per row without synchronizing with a GPU.
+
+        Args:
+            logits: [B, vocabulary].
+            uniform: random numbers in [0, 1), f64 [B].
+
+        Returns:
+            Tokens, i64 [B]; -1 in rows whose largest logit is not finite.
+        """
         steps = self.probabilities(logits).cumsum(-1)
         last = steps[:, -1:]
-        # Tokens without a chance add no step, so `right` passes over them; the last sum may fall short of 1.
+        # Tokens of probability 0 do not increase the sum, so `right=True` skips them. The last sum may be less than 1.
         tokens = torch.searchsorted(steps, uniform[:, None] * last, right=True)
         tokens = torch.minimum(tokens, (steps < last).sum(-1, keepdim=True))
         return tokens[:, 0].where(logits.amax(-1).isfinite(), -1)
 
 
 class Decoder:
-    """The logits behind growing texts of one length, one row per text, by a cache in the dtype of the model.
+    """Computes next-token logits for a batch of growing texts of equal length from a KV cache in the model's dtype.
 
-    A step attends to the cache up to one of a few lengths, the next that holds the text. On a GPU each of these steps
-    is a CUDA graph of its own, captured after two passes that count already. When the cache of `window` tokens is
-    full, the last half of the context's tokens are computed anew as the start of a text: at most `window` tokens are
-    ever seen, at least half as many, and the cost is about two tokens a token.
+    A step reads the cache up to the smallest of a few fixed lengths that holds the text. On a GPU there is one CUDA
+    graph per such length, captured after two uncaptured steps. When the cache of `window` tokens is full, the most
+    recent `window // 2` tokens are prefilled again as the start of a text. The model therefore attends to between
+    `window // 2` and `window` tokens, at an average cost of about two token computations per token.
     """
 
     def __init__(self, model: GeneratedText, window: int, device: torch.device, rows: int = 1) -> None:
@@ -95,12 +107,12 @@ class Decoder:
 
     @property
     def preparing(self) -> float:
-        """Seconds that went into the steps before their graphs were there, and into capturing these."""
+        """Seconds spent in the uncaptured steps and in capturing CUDA graphs."""
         return sum(step.preparing for step in self._steps.values())
 
     @torch.no_grad()
     def prefill(self, tokens: Tensor) -> Tensor:
-        """Starts new texts of 1 to `window` tokens each, i64 [rows, T]; logits f32 [rows, vocabulary]."""
+        """Starts new texts, i64 [rows, T] with 1 <= T <= `window`, and returns logits, f32 [rows, vocabulary]."""
         self._length = tokens.shape[1]
         self._seen[:, : self._length] = tokens
         self._start.zero_()
@@ -108,7 +120,10 @@ class Decoder:
 
     @torch.no_grad()
     def append(self, tokens: Tensor) -> Tensor:
-        """Appends one token to each text, i64 [rows]; logits f32 [rows, vocabulary], valid until the next call."""
+        """Appends one token to each text, i64 [rows], and returns logits, f32 [rows, vocabulary].
+
+        The logits are valid until the next call.
+        """
         if self._length == self._window:
             tail = self._window // 2
             return self.prefill(torch.cat((self._seen[:, self._window - tail :], tokens[:, None]), 1))
@@ -121,12 +136,12 @@ class Decoder:
         return self._steps[positions](tokens[:, None], self._start)
 
     def _positions(self) -> int:
-        """The length of the cache that holds the text: a multiple of the stride, or all."""
+        """Returns the cache length for the current text: the next multiple of the stride, at most the window."""
         return min(-(-self._length // self._stride) * self._stride, self._window)
 
     def _up_to(self, positions: int) -> Cache:
-        """Views of the cache up to `positions`; tensors that do not grow with the text stay whole."""
-        sizes = self._model.new_cache(0, positions)  # empty: only its shapes are used
+        """Returns views of the cache up to `positions`. Tensors that do not grow with the text are not cut."""
+        sizes = self._model.new_cache(0, positions)  # has no rows: only its shapes are used
         return [
             tuple(tensor[:, : size.shape[1]] for tensor, size in zip(layer, shapes, strict=True))
             for layer, shapes in zip(self._cache, sizes, strict=True)
@@ -134,7 +149,7 @@ class Decoder:
 
 
 class _Step:
-    """One token per row against a cache of one length: run directly, or on a GPU captured and replayed."""
+    """A decoding step with a cache of one length: run directly on a CPU, captured and replayed on a GPU."""
 
     def __init__(self, model: GeneratedText, cache: Cache) -> None:
         self._model, self._cache = model, cache
@@ -168,11 +183,25 @@ class _Step:
 def sample_tokens(
     decoder: Decoder, tokens: Tensor, vocab: int, sampling: Sampling, seeds: Sequence[int], count: int
 ) -> Iterator[Tensor]:
-    """`count` times the next token of each row, i64 [rows] on the device of `tokens`, i64 [rows, T], which they follow.
+    """Yields `count` steps of sampled tokens that follow `tokens`.
 
-    Row r is drawn by a generator of its own, of the seed `seeds[r]`: it depends on no other row. Of the logits the
-    first `vocab` count. A token is -1 where the model gave no distribution; what follows it has no meaning. Once
-    the graphs are there, nothing waits for the device but once in `PAGE` tokens, to hand it random numbers.
+    After the CUDA graphs are captured, the host synchronizes with the device only once per `PAGE` tokens, to copy
+    random numbers to it.
+
+    Args:
+        decoder: the decoder of the model.
+        tokens: the start of each text, i64 [rows, T].
+        vocab: number of logits to use, from id 0.
+        sampling: the sampling settings.
+        seeds: a seed per row. A row's random numbers depend only on its seed.
+        count: number of steps.
+
+    Yields:
+        The next token of each row, i64 [rows] on the device of `tokens`. It is -1 in rows whose largest logit is not
+        finite; later tokens of such a row are meaningless.
+
+    Raises:
+        SamplingError: a seed has more than 64 bits.
     """
     generators = [_generator(seed) for seed in seeds]
     last: Tensor | None = None

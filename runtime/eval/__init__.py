@@ -1,1 +1,1 @@
-"""Scores of a run or an artifact."""
+"""Evaluation of a run or an artifact."""

@@ -35,20 +35,22 @@ def evaluate(
 
     Args:
         path: the run or the artifact.
-        options: what to score, and how; with `adapt`, the model adapts to the text, and the result is not its score.
+        options: the data and the settings. With `adapt`, the model adapts to the text, and the result is not a score of
+            the model.
         target, device, quantized, search, say: as for `open_model`.
-        progress: called with tokens or lines scored, and those in all.
-        world: the processes that share the work; all of them call this function, each on its device.
-        gpus: the number of processes that was asked for; None where none was. They run on GPUs unless `target`, or else
-            `own_cpu`, is the CPU.
+        progress: called with the number of scored tokens or lines and the total.
+        world: the processes that share the work. Each of them calls this function, on its own device.
+        gpus: the requested number of processes; None if not specified. They run on GPUs unless the target, which is
+            `target` or by default that of `own_cpu`, is the CPU.
 
     Returns:
-        The score; all processes get the same.
+        The score, identical in all processes.
 
     Raises:
-        RunFailure: the processes differ.
+        EvaluateError: `gpus` differs from the number of processes.
+        RunFailure: the models of the processes differ.
         EnvironmentFailure: there are fewer GPUs than processes.
-        Others: as `open_model`, `evaluate_text`, `evaluate_adapted` and `evaluate_lines`.
+        Others: the errors of `open_model`, `evaluate_text`, `evaluate_adapted` and `evaluate_lines`.
     """
     if gpus is not None and world is not None and gpus != world.size:
         raise EvaluateError(f"--gpus {gpus}, but {world.size} processes were started", "leave --gpus out")
@@ -59,7 +61,7 @@ def evaluate(
         device = str(world.device)
     world = world or World.alone()
     prepared = (lambda spec: spec) if options.adapt is None else partial(adapting, options=options)
-    with world.in_turn("open"):  # one process compiles the kernels that the others load
+    with world.in_turn("open"):  # the first process compiles the kernels that the others load
         opened = open_model(path, target, device, quantized=quantized, search=search, say=say, prepared=prepared)
     if world.size > 1:
         sums = [float(weight.detach().double().sum()) for weight in opened.model.parameters()]

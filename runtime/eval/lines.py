@@ -1,4 +1,4 @@
-"""Scores a model of lines by exact match: held-out splits of its task, or a file of lines."""
+"""Scores a model of lines by exact match, on held-out splits of its task or on a file of lines."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,10 +27,10 @@ class SetScore:
 
     Attributes:
         name: the held-out split, or the file's name.
-        score: of the lines that were tried.
-        overlap: the share of them in the fixed training set; None where that is not known.
-        held_out: whether they are the lines of the training file that training left out.
-        untried: lines behind them, which were not tried as none before was exact.
+        score: the score of the lines that were decoded.
+        overlap: the fraction of these lines that is in the fixed training set; None if unknown.
+        held_out: whether these lines are the validation split of the training file.
+        untried: number of remaining lines, which were not decoded because no earlier line was exact.
     """
 
     name: str
@@ -53,11 +53,11 @@ class ExactMatches:
     sets: tuple[SetScore, ...]
 
     def report(self) -> list[str]:
-        """A line per set."""
+        """Returns one human-readable line per set."""
         return [str(score) for score in self.sets]
 
     def facts(self) -> list[dict[str, float | str | None]]:
-        """The same for programs."""
+        """Returns the scores as fields for JSON output."""
         return [
             {
                 "name": entry.name,
@@ -76,20 +76,20 @@ def evaluate_lines(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> ExactMatches:
-    """The exact match of an opened model of lines.
+    """Computes the exact match of an opened model of lines.
 
     Args:
         opened: the model.
-        options: what to score, and how.
-        progress: called with lines scored and lines in all.
-        world: at most one process.
+        options: the data and the settings.
+        progress: called with the number of scored lines and the total.
+        world: must be None or a single process.
 
     Returns:
-        A score per set of lines.
+        One score per set of lines.
 
     Raises:
-        EvaluateError: the options fit no model of lines.
-        RunFailure: the loss is not finite, or memory is full.
+        EvaluateError: the options do not apply to a model of lines, or its spec has another metric.
+        RunFailure: the loss is not finite, or GPU memory is full.
         DataError: the data cannot be read.
     """
     how, tokenizer = opened.spec.eval, opened.characters
@@ -130,7 +130,7 @@ def _unknown(count: int) -> Overlap | None:
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Lines to score. `overlap` gives the share of the first `count` of them that was trained on, where it is known."""
+    """Lines to score. `overlap(count)` returns the share of the first `count` lines in the training set, if known."""
 
     name: str
     pairs: Pairs
@@ -139,7 +139,7 @@ class _Lines:
 
 
 def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) -> Iterator[_Lines]:
-    """The sets of lines that `--data` names; the run's own, or else the task's, where it is not given."""
+    """Yields the sets of lines that `options.data` names; by default those of the run, or else those of its task."""
     tokenizer, width = opened.characters, opened.spec.model.window
     task = task_of(opened.spec.train.data)
     data = options.data or opened.data or task.name
@@ -167,18 +167,18 @@ def _sets(opened: OpenedModel, options: EvaluateOptions, how: ExactMatchSpec) ->
 
 
 def _trained_on_task(opened: OpenedModel) -> bool:
-    """Whether the model is known to be trained on the fixed set of its task."""
+    """Returns whether the model is known to be trained on the fixed training set of its task."""
     task = task_of(opened.spec.train.data)
     if task.fresh:
         return False
-    if opened.trained_on is None:  # of an older specc: a run still names its data
+    if opened.trained_on is None:  # older versions stored no digests, but a run states its data
         return opened.data == task.name
     digest: str = task.training.digest
     return opened.trained_on.train == digest
 
 
 def _is_training_file(opened: OpenedModel, file: LineFile) -> bool:
-    """Whether the model was trained on this file, whatever path leads to it."""
+    """Returns whether the model was trained on this file, under any path."""
     if opened.trained_on is not None:
         return opened.trained_on == file.digests
     try:

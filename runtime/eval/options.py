@@ -1,4 +1,4 @@
-"""The options of an evaluation, and the windows that they mean for a model of text."""
+"""The options of an evaluation, and the windows that they select for a model of text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,28 +10,28 @@ from specc.runtime.errors import RuntimeFailure
 
 
 class EvaluateError(RuntimeFailure):
-    """A model cannot be scored with these options: no data, or a stride longer than the window."""
+    """A model cannot be scored with these options. For example, there is no data, or the stride exceeds the window."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateOptions:
-    """How to score; None takes the value of the spec, the run, or the machine.
+    """Options of an evaluation. None selects the default of the spec, the run or the machine.
 
     Attributes:
-        data: for text, a source as `specc.runtime.data.windows.stream.open_stream` takes it; for lines, a file of
-            them, the name of the task for all its held-out splits, or `TASK:SPLIT` for one. None takes the data of the
-            run.
-        window: tokens of a window, 1 to the context that the model is built for.
-        stride: tokens from one window to the next, 1 to the window.
-        batch: windows, or lines, that are scored at once.
-        max_tokens: score so many tokens from the start of the split only; for lines, tokens of targets.
+        data: for text, a source that `specc.runtime.data.windows.stream.open_stream` accepts. For lines, a file of
+            lines, the name of the task for all its held-out splits, or `TASK:SPLIT` for a single split. None selects
+            the data of the run.
+        stride: distance between windows in tokens, 1 to the window.
+        batch: number of windows, or lines, per batch.
+        max_tokens: score only this many tokens from the start of the split; for lines, target tokens.
         cache: folder of tokenized text.
-        hopeless: for lines, stop a set of which none of the first `hopeless` lines is exact.
         compiled: use torch.compile on a GPU.
-        adapt: how the model adapts to the text, as `kind` or as a YAML mapping; the result is not a score of the
-            model. None does not adapt, whatever the spec says.
+        window: window length in tokens, 1 to the context that the model is built for.
+        adapt: the method by which the model adapts to the text, as a `kind` or a YAML mapping. The result is then not a
+            score of the model. None never adapts, even if the spec has `eval.adapt`.
+        hopeless: for lines, stop scoring a set if none of its first `hopeless` lines is exact.
     """
 
     data: str | None = None
@@ -45,14 +45,17 @@ class EvaluateOptions:
     hopeless: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises EvaluateError for empty data, which are none."""
+        """Raises EvaluateError if `data` is blank."""
         if self.data is not None and not self.data.strip():
             raise EvaluateError("--data is empty", "name the data, or leave --data out for those of the run")
 
 
 def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
-    """The windows of `options`, else of the spec; `name` is the model's, for messages. Raises EvaluateError for windows
-    that the model cannot take."""
+    """Returns the windows of `options`, with defaults from the spec.
+
+    `name` is the model's name for messages. Raises EvaluateError if the spec has another metric, or if the window,
+    stride or number of tokens is out of range.
+    """
     context, how = spec.model.window, spec.eval
     if not isinstance(how, BitsSpec):
         raise EvaluateError(f"{name} is scored by {how.metric}, not in bits per byte", "see `eval:` in its spec")
@@ -62,7 +65,7 @@ def windows_of(spec: Spec, options: EvaluateOptions, name: str) -> WindowPlan:
         raise EvaluateError(message, "give another one")
     stride = how.stride if options.stride is None else options.stride
     if options.stride is None and stride is not None and options.window is not None:
-        stride = min(stride, window)  # of a spec whose windows are longer
+        stride = min(stride, window)  # the spec's stride may exceed a smaller window
     if stride is not None and not 1 <= stride <= window:
         what = "context" if window == context else "window"
         raise EvaluateError(f"the stride {stride} is not in 1 .. {window}, the {what}", "give another one")

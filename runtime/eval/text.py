@@ -1,4 +1,4 @@
-"""Scores a model of text in bits per byte, as it is or while it adapts to the text."""
+"""Scores a model of text in bits per byte, either unchanged or while it adapts to the text."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ from specc.runtime.model.protocols import text_model_in_halves
 from specc.runtime.open_model import OpenedModel, token_cache
 from specc.runtime.storage.run_directory import readable
 
-FEWER = "lower --batch, or eval.batch in the spec"  # where memory is full
+FEWER = "lower --batch, or eval.batch in the spec"  # the hint for full GPU memory
 
 
 def evaluate_text(
@@ -34,20 +34,22 @@ def evaluate_text(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> BitsPerByte:
-    """Bits per byte of an opened model of text. Any number of processes gives the same number, on devices of one kind.
+    """Computes the bits per byte of an opened model of text.
+
+    On devices of the same kind, the result does not depend on the number of processes.
 
     Args:
         opened: the model.
-        options: what to score, and how.
-        progress: called with targets scored and targets in all, on this process.
+        options: the data and the settings.
+        progress: called with the number of scored targets and the total, on this process.
         world: the processes that share the work.
 
     Returns:
-        The result; its `audit()` compares the two ways to count bytes.
+        The result. Its `audit()` compares document bytes and piece bytes.
 
     Raises:
-        EvaluateError: the options fit no model of text.
-        RunFailure: the loss is not finite, or memory is full.
+        EvaluateError: the options do not apply to a model of text, or its spec has another metric.
+        RunFailure: the loss is not finite, or GPU memory is full.
         DataError: the data cannot be read.
     """
     world = world or World.alone()
@@ -63,13 +65,16 @@ def evaluate_text(
 
 
 def _held_out(opened: OpenedModel, stream: TokenStream) -> bool | None:
-    """Whether the text is the split that training left out; None where that is not known."""
+    """Returns whether the text is the validation split of the training data; None if unknown."""
     return None if opened.trained_on is None else opened.trained_on.held_out(stream.digest)
 
 
 def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
-    """The spec with the windows and the adaptation of `options`. An adaptation that is only named takes its settings
-    from the spec, where that has its kind. Raises EvaluateError and SpecError."""
+    """Returns the spec with the windows and the adaptation of `options`.
+
+    If `options.adapt` is only a kind, and `eval.adapt` of the spec has the same kind, the settings of the spec are
+    used. Raises EvaluateError if the options do not apply, and SpecError if the settings are invalid.
+    """
     windows = windows_of(spec, options, spec.name)
     wanted, stated = (options.adapt or "").strip(), spec.eval.adapt if isinstance(spec.eval, BitsSpec) else None
     settings = wanted if wanted.startswith("{") else f"{{kind: {wanted}}}"
@@ -81,13 +86,14 @@ def adapting(spec: Spec, options: EvaluateOptions) -> Spec:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """The result of a model that adapts to the text. It is not a score of the model: `facts` puts it under a key that
-    no score has.
+    """The result of a model that adapts to the text.
+
+    It is not a score of the model, so `facts` reports it under a separate key.
 
     Attributes:
-        how: the settings; `how.causal` states whether each token is predicted from earlier ones only.
+        how: the settings. `how.causal` states whether each token is predicted from earlier tokens only.
         windows: the windows that were scored.
-        done: how often the model adapted, in words.
+        done: a description of the number of adaptations.
         counted: bits per byte, with every token counted once.
     """
 
@@ -101,7 +107,7 @@ class Adapted:
         return "adapted" if self.how.causal else "non_causal"
 
     def report(self) -> list[str]:
-        """Lines for people; the last one states whether the result is causal."""
+        """Returns human-readable lines. The last line states whether the result is causal."""
         kind, counted = self.how.kind, self.counted.report()
         if self.how.causal:
             about = f"causal: {kind} predicts each token from {self.how.sees}"
@@ -111,7 +117,7 @@ class Adapted:
         return [named, *counted, f"{about}; without --adapt, eval scores the model"]
 
     def facts(self) -> dict[str, object]:
-        """For programs."""
+        """Returns the result as fields for JSON output."""
         method = {
             "method": self.how.kind,
             "causal": self.how.causal,
@@ -128,12 +134,24 @@ def evaluate_adapted(
     progress: Callable[[int, int], None] | None = None,
     world: World | None = None,
 ) -> Adapted:
-    """The result of an opened model of text with the adaptation of its spec. The model is unchanged afterwards.
+    """Scores an opened model of text while it adapts according to its spec. The model is unchanged afterwards.
 
-    Parameters that are fitted for a batch of windows, or for one window, are the same in any number of processes; where
-    weights learn, gradients are summed over the processes, and results differ by the rounding of these sums only.
+    Parameters that are fitted per batch or per window do not depend on the number of processes. If weights are trained,
+    gradients are summed over the processes, and results differ only by the rounding of these sums.
 
-    Raises as `evaluate_text` does, and AdaptError for settings that do not fit the model.
+    Args:
+        opened: the model, with `eval.adapt` in its spec.
+        options: the data and the settings.
+        progress: called with the number of scored targets and the total, on this process.
+        world: the processes that share the work.
+
+    Returns:
+        The result, which is not a score of the model.
+
+    Raises:
+        AdaptError: the settings do not fit the model.
+        EvaluateError: the model computes in integers, or the method has a fixed batch that differs from `--batch`.
+        Others: the errors of `evaluate_text`.
     """
     world = replace(world or World.alone(), device=opened.device)
     windows, how = windows_of(opened.spec, options, str(opened.path)), opened.spec.eval
@@ -155,8 +173,8 @@ def evaluate_adapted(
         account = Account(text, replace(windows, batch=rows), method.chunk(how.adapt))
         halves = text_model_in_halves(model)
         score, features, nats = map(compiled, (halves.score, halves.features, halves.nats))
-        # Torch before 2.12 takes a graph that another method had compiled, though weights learn since
-        # (pytorch/pytorch#139476), and their gradients would lack what the head gives.
+        # Before 2.12, Torch reuses a graph compiled by another method although weights require gradients since then
+        # (pytorch/pytorch#139476). Gradients would lack the contribution of the head.
         torch.compiler.reset()
         work = Work(account, model, score, features, nats, rows, world, opened.spec.train.seed, progress)
         try:
@@ -172,17 +190,17 @@ def evaluate_adapted(
 
 
 def _compiled(opened: OpenedModel, options: EvaluateOptions) -> Callable[[Any], Any]:
-    """Compiles a function of the model, on a GPU and where the options allow it."""
+    """Returns torch.compile if the model is on a GPU and the options allow it, else the identity."""
     return partial(torch.compile, fullgraph=True) if options.compiled and opened.device.type == "cuda" else lambda f: f
 
 
 @contextmanager
 def _stream(opened: OpenedModel, options: EvaluateOptions, world: World) -> Iterator[TokenStream]:
-    """Opens the text to score, the same in all processes."""
+    """Opens the text to score. Raises EvaluateError if none is named, RunFailure if it differs between processes."""
     data = options.data or opened.data
     if data is None:
         raise EvaluateError(f"{opened.path} does not say what to score", "name it with --data PATH")
-    with world.in_turn("data"):  # one process tokenizes
+    with world.in_turn("data"):  # the first process tokenizes for all
         stream = open_stream(data, "val", opened.tokenizer, options.cache or token_cache())
     try:
         world.require_same("data", {"digest": stream.digest})

@@ -1,1 +1,1 @@
-"""Bits per byte, exact match, and validation while training."""
+"""Metrics: bits per byte, exact match, and validation during training."""

@@ -1,8 +1,7 @@
 """Bits per byte: the loss of a model over a stream, in a unit that does not depend on the tokenizer.
 
-`bpb` divides by the bytes of the documents as they stand in the source. `bpb_pieces` divides by the bytes
-that the scored tokens stand for (PieceBytes). For a lossless tokenizer these are the same number, and that is
-checked.
+`bpb` divides by the bytes of the documents in the source. `bpb_pieces` divides by the bytes that the scored tokens
+represent (PieceBytes). For a lossless tokenizer both numbers must be equal, and this is checked.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class BitsPerByte:
 
     Attributes:
         nats: sum of the loss over the scored tokens, in nats.
-        tokens: tokens that were scored, separators included, which have no bytes.
-        document_bytes: bytes of the documents; None if only a part was scored, or the source does not state them.
-        piece_bytes: bytes that the scored tokens stand for.
-        bpb: bits per byte of the documents; None if their bytes are unknown and the tokenizer is lossy.
-        bpb_pieces: bits per byte by pieces.
+        tokens: number of scored tokens, including separators, which have no bytes.
+        document_bytes: bytes of the documents. None if only a part was scored, or if the source does not state them.
+        piece_bytes: bytes that the scored tokens represent.
+        bpb: bits per document byte. None if the document bytes are unknown and the tokenizer is lossy.
+        bpb_pieces: bits per piece byte.
         lossless: whether the tokenizer is lossless.
-        held_out: True where the text is the validation split of the model's training data, False where it is their
-            training split; None where that is not known.
+        held_out: True if the text is the validation split of the model's training data, False if it is the training
+            split, None if unknown.
     """
 
     nats: float
@@ -52,7 +51,7 @@ class BitsPerByte:
     held_out: bool | None = None
 
     def record(self) -> dict[str, float | None]:
-        """Fields for the log of a run; `nats` is the mean per token."""
+        """Returns fields for the log of a run; `nats` is the mean per token."""
         nats = self.nats / self.tokens
         return {"nats": nats, "tokens": self.tokens, "bpb": self.bpb, "bpb_pieces": self.bpb_pieces}
 
@@ -60,13 +59,13 @@ class BitsPerByte:
         return f"{self.nats / self.tokens:.4f} nats/token, {self.summary()}"
 
     def summary(self) -> str:
-        """Each metric with its name; `bpb_pieces` only where it is another number."""
+        """Returns each metric with its name; `bpb_pieces` only if it differs from `bpb`."""
         bpb = "" if self.bpb is None else f"{self.bpb:.4f} bpb"
         pieces = "" if self.bpb == self.bpb_pieces else f"{self.bpb_pieces:.4f} bpb_pieces"
         return ", ".join(filter(None, (bpb, pieces)))
 
     def report(self) -> list[str]:
-        """For people: the loss and both metrics, the audit, and whether the model was trained on the text."""
+        """Returns human-readable lines: loss and metrics, the audit, and whether the model was trained on the text."""
         bpb = "unknown" if self.bpb is None else f"{self.bpb:.4f}"
         nats = f"{self.nats / self.tokens:.4f} nats a token, bpb {bpb}, bpb_pieces {self.bpb_pieces:.4f}"
         trained = {
@@ -77,12 +76,12 @@ class BitsPerByte:
         return [f"{self.tokens:,} tokens: {nats}", self.audit(), f"data: {trained[self.held_out]}"]
 
     def facts(self) -> dict[str, float | None]:
-        """Fields for programs."""
+        """Returns the attributes as fields for JSON output."""
         names = ("nats", "tokens", "document_bytes", "piece_bytes", "bpb", "bpb_pieces", "lossless", "held_out")
         return {name: getattr(self, name) for name in names}
 
     def audit(self) -> str:
-        """One line that compares the two ways to count bytes."""
+        """Returns one line that compares document bytes and piece bytes."""
         pieces = f"audit: sum of token bytes {self.piece_bytes:,}"
         if self.document_bytes is None:
             return f"{pieces}; document bytes unknown (token shards, or only a part was scored)"
@@ -96,12 +95,12 @@ class BitsPerByte:
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """The text that is scored.
+    """A text to score.
 
     Attributes:
-        stream: its tokens.
-        tokenizer: the tokenizer that made them.
-        max_tokens: score the first `max_tokens` targets only; None scores all.
+        stream: tokens of the text.
+        tokenizer: the tokenizer that produced them.
+        max_tokens: score only the first `max_tokens` targets; None scores all.
     """
 
     stream: TokenStream
@@ -109,8 +108,10 @@ class ScoredText:
     max_tokens: int | None = None
 
     def last_target(self) -> int:
-        """The position of the last target. Raises DataError where the stream was made with another tokenizer, is too
-        short, or does not start with BOS."""
+        """Returns the position of the last target.
+
+        Raises DataError if the stream was created with another tokenizer, is too short, or does not start with BOS.
+        """
         stream, tokenizer = self.stream, self.tokenizer
         if stream.tokenizer_digest not in (None, tokenizer.digest()) or stream.vocab != tokenizer.vocab:
             raise DataError(
@@ -126,24 +127,25 @@ class ScoredText:
 
 
 class Account:
-    """The targets that each batch of windows scores, and the nats that are counted so far.
+    """Accumulates the loss and the bytes of the targets that batches of windows score.
 
-    Every token but the first is a target exactly once. The first is BOS, which has no bytes, so nothing is missing
-    from either side of the fraction. Separators count in the numerator. Batches do not depend on the number of
-    processes, and their sums are added up exactly: the total is the same number on any number of processes, where the
-    model gives the same nats.
+    Every token except the first is a target exactly once. The first token is BOS, which has no bytes, so it is missing
+    from neither the loss nor the bytes. Separators contribute to the loss. Batches do not depend on the number of
+    processes, and their sums are added exactly. The total is therefore identical on any number of processes if the
+    model returns identical losses.
 
     Args:
-        text: the text that is scored.
+        text: the text to score.
         plan: the windows.
-        chunk: about as many targets are scored before the model may change; None for all.
+        chunk: approximate number of targets to score before the model may change; None for all.
 
     Attributes:
-        windows: of `plan.length` tokens, unless the whole stream is shorter than one.
-        chunks: indices of batches, in runs whose windows score about `chunk` targets; one run without it.
+        windows: windows of `plan.length` tokens, or one shorter window if the whole stream is shorter.
+        chunks: ranges of batch indices; the windows of each range score about `chunk` targets. One range if `chunk` is
+            None.
 
     Raises:
-        DataError: as `ScoredText.last_target`.
+        DataError: the stream was created with another tokenizer, is too short, or does not start with BOS.
     """
 
     def __init__(self, text: ScoredText, plan: WindowPlan, chunk: int | None = None) -> None:
@@ -158,36 +160,39 @@ class Account:
 
     @property
     def tokens(self) -> int:
-        """The number of targets that were added so far."""
+        """The number of targets added so far."""
         return int(self._sums[-2])
 
     def span(self, batches: range) -> tuple[int, int]:
-        """The positions of the targets that a run of batches scores: behind the first one, up to the second."""
+        """Returns (after, end): a range of batches scores the targets at positions after + 1 .. end."""
         first, end = self._batches[batches[0]][0], self._batches[batches[-1]][-1] + 1
         return self.windows.before(first), self.windows.before(end)
 
     def read(self, number: int) -> Batch:
-        """One batch; every batch has the same number of rows."""
+        """Returns a batch by index. Every batch has the same number of rows."""
         return read_batch(self._stream, self.windows, number, self._batches[number], self._rows)
 
     def tokens_at(self, start: int, count: int) -> Ids:
-        """Tokens of the stream, i64 [count]."""
+        """Returns tokens of the stream, i64 [count]."""
         return self._stream.read(start, count).astype(np.int64)
 
     def add(self, batch: Batch, scores: Tensor) -> None:
-        """Counts the nats of a batch's targets, float32 or float64 [B, T], as far as the batch scores them."""
+        """Adds the losses of a batch in nats, f32 or f64 [B, T]. Only targets in `batch.new` count.
+
+        Raises ValueError if the shape of `scores` differs from that of the targets.
+        """
         if tuple(scores.shape) != batch.ids.shape:
             raise ValueError(f"score gave shape {tuple(scores.shape)} for targets of shape {batch.ids.shape}")
-        losses, mask = scores.detach().cpu().double().numpy(), batch.new  # one mask for both sides of the fraction
+        losses, mask = scores.detach().cpu().double().numpy(), batch.new  # one mask for both loss and bytes
         self._sums[batch.number] += math.fsum(losses[mask])
         size = self._pieces.count(batch.ids[mask], batch.targets[mask]).sum()
         self._sums[-2:] += int(mask.sum()), int(size)  # exact below 2**53
 
     def total(self, share: Share = WHOLE) -> BitsPerByte:
-        """The result over all processes.
+        """Returns the result over all processes.
 
-        Raises DataError where the targets have no bytes, DataIntegrityError where a lossless tokenizer gives other
-        bytes than the documents have.
+        Raises DataError if the targets have no bytes, and DataIntegrityError if the tokenizer is lossless but document
+        bytes and piece bytes differ.
         """
         sums = share.total(self._sums)
         tokens, size, last = int(sums[-2]), int(sums[-1]), self.windows.last
@@ -205,24 +210,24 @@ def evaluate_bits(
     share: Share = WHOLE,
     progress: Callable[[int, int], None] | None = None,
 ) -> BitsPerByte:
-    """Scores a text and divides the loss by its bytes, as an Account counts them.
+    """Computes the bits per byte of a text.
 
     Args:
-        score: nats of each target, f32 or f64 [B, T], of ids and targets, i64 [B, T] on `device`; runs without
-            autograd. B and T are always `plan.batch` and `plan.length` (the last batch is filled up with copies that do
-            not count), unless the whole stream is shorter than one window.
+        score: maps ids and targets, i64 [B, T] on `device`, to the loss of each target in nats, f32 or f64 [B, T]. It
+            runs without autograd. B is `plan.batch` and T is `plan.length`, or less if the whole stream is shorter. The
+            last batch is padded with copies of its last window, which do not count.
         text: the text.
         plan: the windows.
         device: device of ids and targets.
-        share: the part of this process.
-        progress: called with targets scored and targets in all, on this process.
+        share: the share of this process.
+        progress: called with the number of scored targets and the total, on this process.
 
     Returns:
-        The result of all processes together.
+        The result over all processes.
 
     Raises:
-        DataError: the stream was made with another tokenizer, is too short, or does not start with BOS.
-        DataIntegrityError: a shard is damaged, or a lossless tokenizer gives other bytes than the documents have.
+        DataError: the stream was created with another tokenizer, is too short, or does not start with BOS.
+        DataIntegrityError: a shard is damaged, or the tokenizer is lossless but document bytes and piece bytes differ.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Exact match: the share of lines whose decoded text is the target, character for character."""
+"""Exact match: the fraction of lines whose decoded text equals the target."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from specc.runtime.metrics.validation import Score, Scorer
 
 
 class Translates(Protocol):
-    """Decodes lines, greedily or by beam search, each until its stop or its limit of tokens."""
+    """A decoder of lines, greedy or by beam search, that stops at the stop token or at a per-line token limit."""
 
     def translate(self, lines: Sequence[str], limits: Sequence[int]) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExactMatch:
-    """The score of a set of pairs; all shares are of totals.
+    """The score of a set of pairs.
 
     Attributes:
-        nats: sum of the teacher-forced loss over all target tokens, stops included and pads left out.
+        nats: sum of the teacher-forced loss over all target tokens, with stop tokens and without pads.
         tokens: number of these tokens.
-        lines: pairs that were scored.
-        exact: pairs whose decoded line equals the target.
-        matching: target tokens, stops included, that the decoded line has in the same place.
+        lines: number of scored pairs.
+        exact: number of pairs whose decoded line equals the target.
+        matching: number of target tokens, with stop tokens, that the decoded line has at the same position.
     """
 
     nats: float
@@ -51,7 +51,7 @@ class ExactMatch:
         return self.matching / self.tokens
 
     def record(self) -> dict[str, float]:
-        """Fields for the log of a run; `nats` is the mean per token."""
+        """Returns fields for the log of a run; `nats` is the mean per token."""
         shares = {"exact_match": self.exact_match, "token_accuracy": self.token_accuracy}
         return {"nats": self.nats / self.tokens, "tokens": self.tokens, "lines": self.lines, **shares}
 
@@ -73,21 +73,21 @@ def exact_match(
     progress: Callable[[int, int], None] | None = None,
     hopeless: int | None = None,
 ) -> ExactMatch:
-    """Scores pairs by decoding them.
+    """Scores pairs by decoding their sources and comparing the results with their targets.
 
     Args:
-        score: nats of each target token, f32 [B, width], 0 at pads, of source and target, i64 [B, width]. B is always
-            `batch`: the last batch is filled up with copies that do not count.
+        score: maps source and target, i64 [B, width], to the loss of each target token in nats, f32 [B, width], 0 at
+            pads. B is always `batch`: the last batch is padded with copies of its last pair, which do not count.
         translates: decodes the sources.
-        pairs: what to score.
+        pairs: the pairs to score.
         tokenizer: the characters of the pairs.
-        batch: pairs that are scored at once.
+        batch: number of pairs per batch.
         device: device of source and target.
-        progress: called with lines scored and lines in all.
-        hopeless: stop where none of the first `hopeless` pairs is exact, with the batch that ends them.
+        progress: called with the number of scored lines and the total.
+        hopeless: if none of the first `hopeless` pairs is exact, stop after the batch that contains the last of them.
 
     Returns:
-        The score of the pairs that were tried.
+        The score of the pairs that were decoded.
     """
     nats, exact, matching, scored = 0.0, 0, 0, 0
     for start in range(0, len(pairs), batch):
@@ -99,10 +99,10 @@ def exact_match(
         losses = scores.detach().cpu().double().numpy()[: len(part)]
         mask = part.target != PAD
         nats += math.fsum(losses[mask])
-        # a line that is longer than its target is wrong however it goes on
+        # Decoding may stop at the target's length, because a longer line is wrong in any case.
         texts = translates.translate(tokenizer.decode_rows(part.source), mask.sum(axis=1).tolist())
         exact += sum(a == b for a, b in zip(texts, tokenizer.decode_rows(part.target), strict=True))
-        # a line that never stops is as long as the decoder let it be
+        # A line without a stop token may be longer than every target.
         width = max(mask.shape[1], max(map(len, texts)) + 1)
         decoded = tokenizer.encode_rows(texts, width)[:, : mask.shape[1]]
         matching += int((decoded == part.target)[mask].sum())
@@ -116,7 +116,7 @@ def exact_match(
 
 @dataclass(frozen=True, slots=True)
 class PairValidation:
-    """Pairs that are scored while a model trains, as `eval` of the spec states."""
+    """Validation pairs, scored during training with the settings in `eval` of the spec."""
 
     pairs: Pairs
     tokenizer: CharTokenizer

@@ -1,4 +1,4 @@
-"""The part of one process in a measurement that several processes share."""
+"""Divides a measurement among several processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,14 @@ Sums = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of `size` processes that measure together.
+    """The share of one process in a measurement by `size` processes.
+
+    Raises ValueError if `rank` is out of range, or if `reduce` is None and `size` is greater than 1.
 
     Attributes:
-        rank: this process, 0 to size - 1.
+        rank: index of this process, 0 to size - 1.
         size: number of processes.
-        reduce: sums a float64 array [N] over all processes; None for one process.
+        reduce: sums a float64 array [N] over all processes; None for a single process.
     """
 
     rank: int = 0
@@ -30,11 +32,11 @@ class Share:
             raise ValueError("sharing the work among processes needs `reduce`")
 
     def of(self, count: int) -> range:
-        """The indices, of `count` items in a row, that fall to this process."""
+        """Returns the contiguous range of `count` items that this process measures."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
     def total(self, sums: Sums) -> Sums:
-        """The sums over all processes."""
+        """Returns the sum of `sums` over all processes."""
         return sums if self.reduce is None else self.reduce(sums)
 
 

@@ -1,4 +1,4 @@
-"""Validation: the measurements of a model while it trains."""
+"""Validation: measurements of a model during training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 class Measured(Protocol):
-    """A result: `nats` over all `tokens` targets, and the metric of the data."""
+    """A result: `nats`, the sum of the loss over `tokens` targets, and the metric of the data."""
 
     @property
     def nats(self) -> float: ...
@@ -27,30 +27,30 @@ class Measured(Protocol):
     def tokens(self) -> int: ...
 
     def record(self) -> Mapping[str, str | int | float | bool | None]:
-        """The result as fields of a log."""
+        """Returns the result as fields of a log record."""
         ...
 
     def line(self) -> str:
-        """The result as one line for people."""
+        """Returns the result as one human-readable line."""
         ...
 
     def summary(self) -> str:
-        """The metric alone, with its unit."""
+        """Returns only the metric, with its unit."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A model to measure, and the part of this process.
+    """A model to measure, and the share of this process.
 
     Attributes:
         model: the model.
-        score: the nats of each target, f32 [B, T], of (ids, targets) or (source, target), i64 on `device`.
-        window: positions of a row.
+        score: maps (ids, targets) or (source, target), i64 on `device`, to the loss of each target in nats, f32 [B, T].
+        window: length of a row in tokens.
         device: device of the model.
-        share: the part of this process.
-        progress: called between batches with the items scored and those in all.
-        compiled: whether `score` is compiled; what else the measurement runs then is compiled too.
+        share: the share of this process.
+        progress: called between batches with the number of scored items and the total.
+        compiled: whether `score` is compiled. If so, the measurement also compiles everything else that it runs.
     """
 
     model: nn.Module
@@ -63,19 +63,19 @@ class Scorer:
 
 
 class Validates(Protocol):
-    """A set of data to score. `vocabulary` is the number of ids of its tokenizer."""
+    """A data set to score. `vocabulary` is the number of ids of its tokenizer."""
 
     @property
     def vocabulary(self) -> int: ...
 
     def measure(self, scorer: Scorer) -> Measured:
-        """The result of all processes together. Raises DataError."""
+        """Returns the result over all processes. Raises DataError if the data cannot be read or scored."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The first `max_tokens` of a stream of text (None: all of it), `batch` windows at once."""
+    """A measurement of the first `max_tokens` targets of a text stream (None: all), with `batch` windows per batch."""
 
     stream: TokenStream
     tokenizer: Tokenizer

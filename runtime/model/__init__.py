@@ -1,1 +1,1 @@
-"""A generated model in memory."""
+"""Loading of generated models: modules, parameters, and checks of their inputs."""

@@ -1,4 +1,4 @@
-"""CUDA graphs: work that a GPU replays without waiting for the host, such as a micro-batch or an update."""
+"""CUDA graphs of functions such as a micro-batch or an optimizer update, which a GPU replays without the host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WARM_UP = 2  # passes before the capture: they compile, and allocate what libraries keep
+WARM_UP = 2  # uncaptured calls before the capture: they compile kernels and allocate library workspaces
 
 
 class Captured:
-    """`work(*tensors)` on a GPU, for tensors of one shape: run directly twice, then captured, and replayed ever after.
+    """Runs `work(*tensors)` on a GPU: directly for the first two calls, and as a replayed CUDA graph from the third.
 
-    `work` must write to the same addresses in every call, and its Python must do the same each time. The graph has
-    memory of its own for what it allocates, or `pool`, which several graphs share if only one of them runs at a time
-    and nothing of it is read later. Raises the errors of `work` and of CUDA, also while capturing: an operation that
-    cannot be captured is an error, not a reason to continue without a graph.
+    All calls must have the same tensor shapes. `work` must write to the same addresses, and execute the same Python
+    operations, in every call. The graph allocates from its own memory pool, or from `pool`. Several graphs may share a
+    pool if only one of them runs at a time and tensors allocated in it are not read after another graph runs.
+
+    Raises the errors of `work` and of CUDA, including errors of the capture. It never falls back to running without a
+    graph.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:
@@ -24,7 +26,7 @@ class Captured:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, *given: Tensor) -> None:
-        """Runs the work once; the tensors lie on the device, and have the same shapes in every call."""
+        """Runs the work once. Raises ValueError if the shapes differ from those of the captured call."""
         if self._passes < WARM_UP:
             self._passes += 1
             self._work(*given)

@@ -1,5 +1,7 @@
-"""Checks the inputs of a loaded model against its vocabulary and context: on a GPU an id out of range reads beyond the
-embedding, or ends the process's CUDA context."""
+"""Checks the inputs of a loaded model against its vocabulary and context.
+
+Without these checks, an id out of range on a GPU would read beyond the embedding or corrupt the CUDA context.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -11,12 +13,14 @@ from torch import Tensor, nn
 from specc.compiler.ir.graph import Named, TensorType
 from specc.compiler.programs.programs import Programs
 
-STATE_PREFIXES = ("state.", "cache.")  # of the names of inputs that live from token to token
+STATE_PREFIXES = ("state.", "cache.")  # prefixes of the names of inputs that persist between decoding steps
 
 
 def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
-    """Raises ValueError, naming the first that is none, unless `ids` are whole numbers from 0 to `vocabulary` - 1.
-    Waits for the device."""
+    """Raises ValueError, with the first invalid element, unless all `ids` are in 0 .. `vocabulary` - 1.
+
+    Synchronizes with the device.
+    """
     wrong = ((ids < 0) | (ids >= vocabulary)).nonzero()
     if len(wrong):
         place = wrong[0].tolist()
@@ -24,10 +28,11 @@ def require_ids(name: str, ids: Tensor, vocabulary: int) -> None:
 
 
 def check_programs(model: nn.Module, programs: Programs, vocabulary: int) -> None:
-    """Makes every program of `model` but those that train check its inputs before it runs, and raise ValueError.
+    """Wraps every program of `model` except the training programs with a check of its inputs.
 
-    Shapes, dtypes and devices are looked at always. Ids are too, which waits for a GPU once a call; but not there by a
-    program that takes a single token, which runs once a step: its ids are the caller's to keep in range.
+    A wrapped program raises ValueError if an input has the wrong shape, dtype or device, or contains an invalid id.
+    Checking ids synchronizes with a GPU once per call. Therefore programs that accept a single token, which run once
+    per decoding step, do not check ids on a GPU.
     """
     for graph in programs.programs:
         trains = {"train", *(phase.train for phase in programs.phases)}
@@ -39,7 +44,7 @@ def check_programs(model: nn.Module, programs: Programs, vocabulary: int) -> Non
 def _checked(
     model: nn.Module, program: str, inputs: tuple[Named, ...], vocabulary: int, context: int | None
 ) -> Callable[..., Any]:
-    """The method `program` of `model`, checked. It keeps no model alive."""
+    """Returns the method `program` of `model`, wrapped with checks. It holds only a weak reference to the model."""
     model_of = weakref.ref(model)
     names = tuple(name for name, _ in inputs)
     step = all(isinstance(dim, int) for _, type in inputs for dim in type.shape[1:])
@@ -50,7 +55,7 @@ def _checked(
         sizes: dict[str, int] = {}
         device = next((tensor.device for tensor in (*live.parameters(), *live.buffers())), None)
         for name, type in inputs:
-            if name in tensors:  # else Python tells what is missing
+            if name in tensors:  # else the call below raises TypeError for the missing argument
                 _require(name, tensors[name], type, sizes, context, device)
                 if type.shape and not (step and tensors[name].is_cuda):
                     require_ids(name, tensors[name], vocabulary)
@@ -62,7 +67,7 @@ def _checked(
 
 
 class Unchecked:
-    """The programs of a model without what `check_programs` puts before them."""
+    """A view of a model whose programs run without the checks of `check_programs`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -74,8 +79,20 @@ class Unchecked:
 def _require(
     name: str, given: Any, wanted: TensorType, sizes: dict[str, int], context: int | None, device: torch.device | None
 ) -> None:
-    """Raises ValueError unless `given` is a tensor of the type `wanted`, where dims have the `sizes` known so far, to
-    which it adds, and no sequence is empty or longer than `context`."""
+    """Raises ValueError unless `given` is an i64 tensor of the shape in `wanted`, on `device`.
+
+    Args:
+        name: name of the input, for messages.
+        given: the value to check.
+        wanted: the expected type. Its shape dims are numbers or names.
+        sizes: sizes of the named dims that are known so far. Dims first seen in this input are added.
+        context: the maximum length of a sequence, in tokens. A scalar input is a position, and on the CPU it must be
+            less than `context`. None is unlimited.
+        device: the expected device; None accepts any.
+
+    Raises:
+        ValueError: type, dtype, shape or device differ, a dim is 0, or a sequence is longer than `context`.
+    """
     shape = f"torch.int64 [{', '.join(map(str, wanted.shape))}]"
     if not isinstance(given, Tensor):
         raise ValueError(f"{name} is {type(given).__name__}; it wants a tensor, {shape}")
@@ -101,8 +118,10 @@ def _require(
 
 
 def _require_rows(state: Any, name: str, rows: int) -> None:
-    """Raises ValueError unless `state` is a dict (of `encode`) or a list (of `new_cache`) of tuples of tensors, each of
-    `rows` rows."""
+    """Raises ValueError unless `state` has the structure that `encode` or `new_cache` returns, and `rows` rows.
+
+    `encode` returns a dict of tuples of tensors, and `new_cache` a list of them.
+    """
     groups = list(state.values()) if isinstance(state, dict) else state
     if not isinstance(groups, list) or not groups or not all(isinstance(group, tuple) for group in groups):
         raise ValueError("the state is not one that encode, or new_cache, gave")

@@ -1,5 +1,4 @@
-"""From a spec to a module: renders with the compiler that is installed, imports what it rendered, fills the
-parameters."""
+"""Creates a module from a spec: generates its code with the installed compiler, imports it, and fills parameters."""
 
 import hashlib
 import importlib.util
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class TargetError(RuntimeFailure):
-    """A target that the spec does not list, or a device that no target's code runs on."""
+    """The target is not in the spec, or no target's code runs on the device."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module with the spec, target and programs it was generated from; `directory` holds its code."""
+    """A module with the spec, target and programs that it was generated from. `directory` contains its code."""
 
     spec: Spec
     target: Target
@@ -45,11 +44,19 @@ class Loaded:
 def instantiate(
     spec: Spec, target: str, directory: Path, fuse: bool = True, lock: Lock = NO_LOCK, deployed: bool = False
 ) -> Loaded:
-    """Renders `spec` for `target` under `directory`, with the tiles of `lock`, and builds its module; parameters are
-    f32 and not yet filled.
+    """Generates the code of `spec` and creates its module, with f32 parameters that are not filled yet.
 
-    Without `fuse` every fusion point is left out, which gives the same function by plain ops. With `deployed` it is
-    what runs from an artifact, of a spec for which that is something else.
+    Args:
+        spec: the spec.
+        target: the target to generate for.
+        directory: the folder that the code is written to.
+        fuse: whether to apply fusion points. Without them, plain ops compute the same function.
+        lock: measured tile sizes of the kernels.
+        deployed: generate the module that runs from an artifact. Allowed only for a spec whose deployed module differs
+            from its training module.
+
+    Returns:
+        The module with its spec, target, programs and code folder.
     """
     spec = spec if fuse else replace_fuse(spec)
     built = compile_loaded(spec, None, (target,), lock)
@@ -60,22 +67,22 @@ def instantiate(
 
 
 def replace_fuse(spec: Spec) -> Spec:
-    """The spec with no fusion points."""
+    """Returns the spec without fusion points."""
     return spec.model_copy(update={"fuse": ()})
 
 
 def import_model(directory: Path) -> ModuleType:
-    """Imports `model.py` of a generated folder. Raises RunFailure where there is none."""
-    # Each weight is a parameter of its own, and cuDNN copies those of an LSTM together at every call: a megabyte or so.
+    """Imports `model.py` of a generated folder. Raises RunFailure if the file does not exist."""
+    # Weights of an LSTM are separate parameters, so cuDNN copies them into one chunk at every call: about a megabyte.
     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
     return import_file(directory, "model")
 
 
 def import_file(directory: Path, name: str) -> ModuleType:
-    """Imports a Python file of a generated folder as part of a package of its own, so that two builds never share a
-    module.
+    """Imports a Python file of a generated folder.
 
-    Raises RunFailure where there is no such file.
+    The package name contains a digest of the folder's path and content, so that two builds never share a module.
+    Raises RunFailure if the file does not exist.
     """
     if not (directory / f"{name}.py").is_file():
         raise RunFailure(f"{directory} holds no {name}.py", "build the spec first: specc build")
@@ -102,19 +109,19 @@ def import_file(directory: Path, name: str) -> ModuleType:
 
 
 def initialize(loaded: Loaded, seed: int) -> None:
-    """Fills every parameter in f32 as its `init` says, from a generator of its own that depends on seed and name."""
+    """Fills every f32 parameter according to its `init`. Each has a random generator seeded by `seed` and its name."""
     from specc.runtime.model.parameters import fill
 
     fill(loaded.model, initial_values(loaded.programs), seed)
 
 
 def initial_values(programs: Programs) -> dict[str, tuple[str, float]]:
-    """The distribution of each parameter before training and its number, by name."""
+    """Returns the initial distribution of each parameter and its number (such as the standard deviation), by name."""
     return {param.name: param.init.numbers(param.shape, programs.layers) for param in programs.params}
 
 
 class Targeted(Protocol):
-    """A spec, or what else has a name and targets."""
+    """A spec, or any other object with a name and targets."""
 
     @property
     def name(self) -> str: ...
@@ -123,9 +130,9 @@ class Targeted(Protocol):
 
 
 def choose_target(spec: Targeted, wanted: str | None) -> str:
-    """The target to run on: `wanted`, else the best of the spec's that this machine can run.
+    """Returns `wanted`, or if that is None the best target of the spec that this machine can run.
 
-    Raises TargetError for one that the spec does not list, RunFailure where none of its targets runs here.
+    Raises TargetError if the spec does not list `wanted`, and RunFailure if none of its targets runs on this machine.
     """
     import torch
 
@@ -147,22 +154,26 @@ def choose_target(spec: Targeted, wanted: str | None) -> str:
 
 
 def runs_on(target: Target, capability: int) -> bool:
-    """Whether a GPU of this capability runs the target's code: sm80 code runs on all later ones, sm90a only on its
-    own."""
+    """Returns whether a GPU of this compute capability, such as 90, runs the target's code.
+
+    Code for a target such as sm80 also runs on all later GPUs. Code that uses wgmma or tcgen05, such as that for sm90a,
+    runs only on GPUs of exactly that capability.
+    """
     return target.arch == capability or (
         "wgmma" not in target.features and "tcgen05" not in target.features and target.arch < capability
     )
 
 
 def device_of(target: Target) -> str:
-    """The device that a target's code runs on."""
+    """Returns the device type that a target's code runs on: `cuda` or `cpu`."""
     return "cuda" if target.arch else "cpu"
 
 
 def device_asked_for(target: Target, wanted: str | None) -> "torch.device":
-    """The device to run a target's code on: the one asked for, else its own.
+    """Returns the device `wanted`, or if that is None the device of the target.
 
-    Raises TargetError for what is no CPU and no NVIDIA GPU, EnvironmentFailure for a GPU that is not there.
+    Raises TargetError if the device is neither a CPU nor an NVIDIA GPU, and EnvironmentFailure if the GPU does not
+    exist.
     """
     import torch
 

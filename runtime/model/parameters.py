@@ -1,4 +1,4 @@
-"""The parameters of a module: their initial values, their values from a file, and their place on a device."""
+"""Initializes the parameters of a module, assigns stored values to them, and moves them to a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from specc.runtime.errors import IntegrityError
 
-# A distribution by the name that a spec has for it, filled in place with its number.
+# In-place initializers by the distribution's name in a spec. The float is the distribution's number.
 DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
     "normal": lambda tensor, value, generator: nn.init.normal_(tensor, 0.0, value, generator=generator),
     "uniform": lambda tensor, value, generator: nn.init.uniform_(tensor, -value, value, generator=generator),
@@ -21,8 +21,10 @@ DISTRIBUTIONS: Mapping[str, Callable[[Tensor, float, Generator], Any]] = {
 
 
 def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) -> None:
-    """Fills every parameter in f32 by its name's (distribution, number) in `initial`. Each has a generator of its own
-    that depends on `seed` and the name alone."""
+    """Fills every parameter from its entry (distribution, number) in `initial`, in f32.
+
+    Each parameter has its own random generator, which depends only on `seed` and the parameter's name.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             distribution, value = initial[name]
@@ -34,7 +36,7 @@ def fill(model: nn.Module, initial: Mapping[str, tuple[str, float]], seed: int) 
 
 
 def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copies `tensors` into the parameters of those names. Raises IntegrityError where names or shapes differ."""
+    """Copies `tensors` into the parameters of the same names. Raises IntegrityError if names or shapes differ."""
     parameters = dict(model.named_parameters())
     missing, extra = sorted(parameters.keys() - tensors.keys()), sorted(tensors.keys() - parameters.keys())
     if missing or extra:
@@ -53,7 +55,7 @@ def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def place(model: nn.Module, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-    """Moves parameters, in the dtypes of their names, and buffers to `device`, and puts `model` in eval mode."""
+    """Converts parameters to `dtypes`, by name, moves parameters and buffers to `device`, and sets eval mode."""
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(device, dtypes[name])
     for buffer in model.buffers():

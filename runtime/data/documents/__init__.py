@@ -1,1 +1,1 @@
-"""Documents of text sources."""
+"""Reading of documents from text sources."""

@@ -1,4 +1,4 @@
-"""Documents of a source of text: the source of the standard library, files, or folders of files."""
+"""Documents of a text source: files, folders of files, or the source code of the Python standard library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specc.runtime.data.missing_paths import missing_source
 from specc.runtime.data.split import Split
 
 _SPLIT_NAME = re.compile(r"(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
-# Tests hold broken and odd encodings on purpose; the others differ between installations of one version.
+# Tests contain invalid encodings on purpose. The other folders differ between installations of the same version.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "_bundled"}
 
 
@@ -27,12 +27,13 @@ class Corpus:
     """The files of one split of a source.
 
     Attributes:
-        source: as the user gave it.
+        source: the source as the user stated it.
         split: "train" or "val".
-        files: (label, path), in order; the label is the path relative to the source.
-        in_val: whether a document with these bytes is in val; None where the files decide it.
-        bounds: where documents end; None for what is usual for the kind of each file.
-        left_out: labels of the source's files that are in no split, as others beside them are named for both.
+        files: (label, path) in order. The label is the path relative to the source.
+        in_val: returns whether a document with the given bytes is in val. None if the files determine the split.
+        bounds: the boundaries between documents; None for the default of each file format.
+        left_out: labels of the source's files that are in neither split, because other files are named after both
+            splits.
     """
 
     source: str
@@ -43,14 +44,18 @@ class Corpus:
     left_out: tuple[str, ...] = ()
 
     def require_files(self) -> None:
-        """Raises DataError where the split has no files."""
+        """Raises DataError if the split has no files."""
         if not self.files:
             split = self.split
             hint = f"put a {split}.txt or {split}.jsonl beside them"
             raise DataError(f"{self.source}: no files for the {split} split", hint)
 
     def documents(self) -> Iterator[bytes]:
-        """The split's documents in order; empty ones are left out. Raises DataError (see `documents`)."""
+        """Yields the split's non-empty documents in order.
+
+        Raises DataError if a file cannot be read or there are no documents, and DataIntegrityError if a compressed file
+        is damaged.
+        """
         empty = True
         for _, path in self.files:
             for document in read_documents(path, self.bounds):
@@ -64,7 +69,10 @@ class Corpus:
             raise DataError(f"{self.source}: the {self.split} split has no documents", hint)
 
     def listing(self) -> list[list[str | int]]:
-        """Label, path, size and time of change of each file: they decide the documents, without reading them."""
+        """Returns label, path, size and modification time (ns) of each file, which identify the documents.
+
+        Raises DataError if a file cannot be accessed.
+        """
         rows: list[list[str | int]] = []
         for label, path in self.files:
             try:
@@ -76,27 +84,28 @@ class Corpus:
 
 
 def documents(source: str | Path, split: Split) -> Iterator[bytes]:
-    """The documents of one split of a source, one at a time, as the bytes that stand in the source.
+    """Yields the documents of one split of a source, as the bytes in the source.
 
     Sources:
-        `stdlib`: the running Python's standard library without its tests; one .py file is one document, and
-            the SHA-256 of its path within the library puts about one in ten in val.
-        a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (an object a line, the document
-            in its string "text"), .md or .py (one document); each also as .xz or .gz.
-        a folder of such files, searched to the bottom, in the order of their relative paths.
-    If a file, or the top folder it is in, has a name that starts with the word val (valid, validation), those
-    files are the val split, and those named train (if none is, all others) the train split. Otherwise the
-    SHA-256 of each document's bytes puts one in ten in val.
+        `stdlib`: the standard library of the running Python without its tests. Each .py file is a document, and is in
+            val with a probability of about 1 in 10, by the SHA-256 of its path within the library.
+        a file: .txt (documents separated by a line `<|endoftext|>`), .jsonl (one object per line, with the document
+            in its string "text"), .md or .py (one document). Each may be compressed as .xz or .gz.
+        a folder: all such files in it, recursively, in the order of their relative paths.
+
+    If the name of a file, or of its top-level folder, starts with the word val (or valid, validation), such files are
+    the val split. The train split is then the files named train, or all other files if none is named train. Otherwise
+    each document is in val with a probability of 1 in 10, by the SHA-256 of its bytes.
 
     Raises:
-        DataError: no such source, a bad line (with file and line), or no document in the split.
+        DataError: the source does not exist, a line is invalid (with file and line), or the split has no documents.
         DataIntegrityError: a compressed file is damaged.
     """
     return find_corpus(source, split).documents()
 
 
 def find_corpus(source: str | Path, split: Split) -> Corpus:
-    """The files that `documents` would read. Raises DataError if there are none."""
+    """Returns the files that `documents` would read. Raises DataError if there are none."""
     if split not in ("train", "val"):
         raise DataError(f"unknown split {split!r}", "use train or val")
     corpus = split_corpus([source])[split]
@@ -110,9 +119,21 @@ def split_corpus(
     share: float | None = None,
     bounds: Bounds | None = None,
 ) -> dict[Split, Corpus]:
-    """Both splits of sources taken together. With `validation`, these sources are val; with `share`, that share of all
-    documents, by SHA-256; with neither it is as `documents` says. Raises DataError for what cannot be read, and for
-    bounds that no file can have; a split may have no files."""
+    """Determines both splits of several sources. A split may have no files.
+
+    Args:
+        sources: paths of files or folders, or `stdlib`.
+        validation: sources of the val split. If empty, val is a part of `sources`.
+        share: the fraction of documents in val, by their SHA-256. None selects the rules of `documents`.
+        bounds: the boundaries between documents; None for the default of each file format.
+
+    Returns:
+        The files of each split.
+
+    Raises:
+        DataError: a source cannot be read, a file is in both splits, or all files are .jsonl, whose documents are
+            always records, and `bounds` is something else.
+    """
     name, files = ", ".join(map(str, sources)), _files(sources)
     val, train = _files(validation), files
     if bounds not in (None, "record") and all(kind_of(path) == ".jsonl" for _, path in files + val):
@@ -159,12 +180,12 @@ def _files(sources: Sequence[str | Path]) -> list[tuple[str, Path]]:
 
 
 def is_val(key: bytes) -> bool:
-    """Whether a document (or its path) with these bytes is in the val split: one in ten, by SHA-256."""
+    """Returns whether a document (or path) with these bytes is in the val split: 1 in 10 are, by SHA-256."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") % 10 == 0
 
 
 def in_share(share: float, key: bytes) -> bool:
-    """Whether a document with these bytes is in the val split, where that is a share of all."""
+    """Returns whether a document with these bytes is in a val split that is the fraction `share` of all documents."""
     return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < share * 2**64
 
 
@@ -199,7 +220,7 @@ def _is_utf8(path: Path) -> bool:
 
 
 def _named(label: str) -> str | None:
-    """The split that a file's name or its top folder's name states."""
+    """Returns the split that the name of a file, or of its top-level folder, starts with; None if there is none."""
     parts = label.split("/")
     match = _SPLIT_NAME.match(parts[-1]) or (_SPLIT_NAME.match(parts[0]) if len(parts) > 1 else None)
     return match[1].lower() if match else None

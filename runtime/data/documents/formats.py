@@ -19,30 +19,32 @@ SEPARATOR = b"<|endoftext|>"
 KINDS: dict[str, Bounds] = {".txt": "endoftext", ".md": "file", ".py": "file", ".jsonl": "record"}
 COMPRESSIONS = (".xz", ".gz")
 
-# A .txt file without any separator, and of more than RUNNING_BYTES, is running text, cut at line ends into documents
-# of one to two BLOCK_BYTES: it can then be split, and memory stays bounded. Not so where documents were said to end at
-# something.
+# A .txt file of more than RUNNING_BYTES without any separator is running text. It is cut at line ends into documents of
+# one to two BLOCK_BYTES, so that it can be divided into splits and memory is bounded. This is not done if the user
+# states the boundaries between documents.
 RUNNING_BYTES = 256 * 1024
 BLOCK_BYTES = 16 * 1024
 _LINE_BYTES = 1024 * 1024
-# A document is held whole, and as tokens in some of the tokenizers at thirty times its size.
+# A whole document is in memory at once, and some tokenizers need thirty times its size for its tokens.
 DOCUMENT_BYTES = 64 * 1024 * 1024
 READ_ERRORS = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error)
 SUPPORTED = f"readable: {', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}; token shards end in .bin"
 
 
 def kind_of(path: Path) -> str:
-    """`.txt` for `a.txt` and `a.txt.xz`; empty for what cannot be read."""
+    """Returns the format of a file, such as `.txt` for `a.txt` and `a.txt.xz`; empty if it is not supported."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
     return suffix if suffix in KINDS else ""
 
 
 def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
-    """The documents of a file, empty ones too; they end where `bounds` says, or as usual for its kind; those of jsonl
-    are always its records. A large .txt is read twice, to know whether there is a separator in it at all.
+    """Yields the documents of a file, including empty documents.
 
-    Raises DataError for a file that cannot be read, a bad line of jsonl or a document of more than DOCUMENT_BYTES,
-    DataIntegrityError for a damaged one.
+    `bounds` determines the boundaries between documents; None selects the default of the file format. Documents of a
+    .jsonl file are always its records. A large .txt file may be read twice, to find out whether it has a separator.
+
+    Raises DataError if the file cannot be read, a line of a .jsonl file is invalid, or a document has more than
+    DOCUMENT_BYTES. Raises DataIntegrityError if a compressed file is damaged.
     """
     kind = kind_of(path)
     where = KINDS[kind] if bounds is None or kind == ".jsonl" else bounds
@@ -63,7 +65,7 @@ def read_documents(path: Path, bounds: Bounds | None = None) -> Iterator[bytes]:
 
 
 def open_file(path: Path) -> io.BufferedIOBase:
-    """The bytes of a file, which may be compressed. Reading it raises OSError, or READ_ERRORS where it is damaged."""
+    """Opens a file that may be compressed. Reading raises OSError, or one of READ_ERRORS if the file is damaged."""
     if path.suffix == ".xz":
         return lzma.open(path)
     if path.suffix == ".gz":
@@ -80,7 +82,7 @@ def _is_blank(line: bytes) -> bool:
 
 
 def _bounded(document: bytes, where: str | Path) -> bytes:
-    """A document, or DataError where it is too large to be taken into memory."""
+    """Returns the document. Raises DataError if it has more than DOCUMENT_BYTES."""
     if len(document) > DOCUMENT_BYTES:
         hint = "cut it into smaller ones, or let documents end elsewhere with `specc data pack --bounds`"
         raise DataError(f"{where}: a document of more than {DOCUMENT_BYTES:,} bytes, which is held in memory", hint)
@@ -88,7 +90,7 @@ def _bounded(document: bytes, where: str | Path) -> bytes:
 
 
 def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
-    """Lines with their ends, long ones in parts, and whether what is given begins one."""
+    """Yields lines with their line ends, and whether the yielded bytes begin a line. Long lines come in parts."""
     begins = True
     while line := file.readline(_LINE_BYTES):
         yield line, begins
@@ -96,8 +98,11 @@ def _lines(file: io.BufferedIOBase) -> Iterator[tuple[bytes, bool]]:
 
 
 def _separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool], may_run: bool) -> Iterator[bytes]:
-    """Documents between separator lines. A document keeps its last line end; no separator is in one. `may_run` says
-    that a file without any is cut."""
+    """Yields the documents between separator lines.
+
+    Documents include their last line end, but not the separators. If `may_run`, a large file without separators is cut
+    into blocks.
+    """
     pending: list[bytes] = []
     size = 0
     running = False
@@ -111,7 +116,7 @@ def _separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool
             size += len(line)
             if size > DOCUMENT_BYTES:
                 _bounded(b"".join(pending), path)
-            if may_run and size >= RUNNING_BYTES:  # or else the first of its documents is a long one
+            if may_run and size >= RUNNING_BYTES:  # running text, or a long first document
                 may_run = False
                 with open_file(path) as again:
                     running = not any(begins and ends(line) for line, begins in _lines(again))
@@ -123,7 +128,10 @@ def _separated(file: io.BufferedIOBase, path: Path, ends: Callable[[bytes], bool
 
 
 def _blocks(text: bytes) -> Iterator[bytes]:
-    """Cut `text` at line ends, or else between characters, so that at most 2 * BLOCK_BYTES are left over."""
+    """Cuts `text` into blocks at line ends, or between characters if lines are too long.
+
+    The last block has at most 2 * BLOCK_BYTES.
+    """
     start = 0
     while len(text) - start > 2 * BLOCK_BYTES:
         cut = text.find(b"\n", start + BLOCK_BYTES, start + 2 * BLOCK_BYTES) + 1

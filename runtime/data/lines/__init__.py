@@ -1,1 +1,1 @@
-"""Pairs of lines."""
+"""Pairs of source and target lines: files, generated tasks, and loaders."""

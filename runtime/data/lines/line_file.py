@@ -1,4 +1,4 @@
-"""Files of pairs of lines, `source=target` on each line."""
+"""Files of line pairs, with `source=target` on each line."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from specc.runtime.storage.data_digests import DataDigests
 
 @dataclass(frozen=True, slots=True)
 class LineFile:
-    """The lines of a file; one in ten, by SHA-256 of the line, is held out for validation.
+    """The lines of a file. About 1 in 10, by the SHA-256 of the line, is held out for validation.
 
     Attributes:
         path: the file.
-        pairs: its lines as tokens.
-        sources, targets: both sides as text.
-        held_out: bool [N], the lines that are held out.
+        pairs: the lines as tokens.
+        sources, targets: both sides of the lines as text.
+        held_out: whether each line is held out, bool [N].
     """
 
     path: Path
@@ -36,8 +36,11 @@ class LineFile:
 
     @classmethod
     def read(cls, path: Path, tokenizer: CharTokenizer, width: int) -> LineFile:
-        """Reads a file. Raises as `read_lines` does, and LineError, with file and line, for a line of `width`
-        characters or more, or with a character that the vocabulary lacks."""
+        """Reads a file.
+
+        Raises the errors of `read_lines`. Raises LineError, with file and line, if a side of a line has `width` or more
+        characters, or a character that is not in the vocabulary.
+        """
         sources, targets = read_lines(path)
         try:
             pairs = Pairs(*(tokenizer.encode_rows(side, width) for side in (sources, targets)))
@@ -59,17 +62,17 @@ class LineFile:
         return DataDigests(train=self.train.digest, val=self.val.digest)
 
     def require_both_splits(self) -> None:
-        """Raises DataError where all lines, or none, are held out."""
+        """Raises DataError if all lines, or none, are held out."""
         if self.held_out.all() or not self.held_out.any():
             message = f"{self.path}: too few lines to hold some out"
             raise DataError(message, "one line in ten, by hash, validates: give more")
 
 
 def read_lines(path: Path) -> tuple[list[str], list[str]]:
-    """Both sides of every line `source=target` of a file, which may be compressed (.xz, .gz).
+    """Returns both sides of every line `source=target` of a file, which may be compressed (.xz, .gz).
 
-    Raises DataError where there is no such file, or a line has not one `=` with text on both sides;
-    DataIntegrityError where it is damaged.
+    Raises DataError if the file does not exist, is not UTF-8 or has no lines, or if a line does not have exactly one
+    `=` with text on both sides. Raises DataIntegrityError if a compressed file is damaged.
     """
     try:
         with open_file(path) as file:

@@ -1,7 +1,8 @@
-"""Batches of pairs: the same order for any number of ranks, exactly resumable.
+"""Batches of line pairs: exactly resumable, in an order independent of the number of ranks.
 
-All ranks derive one global order of samples. A step takes the next `rows` of them, cut into passes; of a pass's rows
-the k-th goes to rank k % world, so every step trains on the same samples for any number of ranks.
+All ranks derive the same global order of samples. A step uses the next `rows` samples and divides them into passes.
+Within a pass, rank r gets the samples at indices k with k % world == r. Every step therefore trains on the same
+samples for any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ class SampleBatch(Protocol):
 
     @property
     def lengths(self) -> tuple[Ints, Ints]:
-        """Tokens of each source and of each target."""
+        """Number of tokens of each source and of each target, without pads, i64 [N] each."""
         ...
 
     def rows(self, rows: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Sources and targets, i64 [n, width] on `device`."""
+        """Returns the sources and targets of the given rows, i64 [n, width] on `device`."""
         ...
 
 
 class Samples(Protocol):
-    """An endless order of samples. `digest` is a SHA-256 (hex) of all that decides it."""
+    """An endless sequence of samples. `digest` is a SHA-256 (hex) of everything that determines it."""
 
     @property
     def digest(self) -> str: ...
 
     def take(self, position: int, count: int) -> tuple[SampleBatch, int]:
-        """The next `count` samples from a position on, and the position after them; the first is at 0."""
+        """Returns `count` samples from a position on, and the position after them. The sequence begins at 0."""
         ...
 
 
 class FixedSet:
-    """A set of pairs in a new order each epoch, from `seed`; position k is sample k % N of epoch k // N.
+    """A set of N pairs in a new order for each epoch. Position k is sample k % N of epoch k // N.
 
-    The tokens lie on `device`, whole. The order of an epoch sorts SHAKE-256("specc pairs {seed} {epoch}"), read as N
-    little-endian u64.
+    All tokens are stored on `device`. The order of an epoch is the argsort of SHAKE-256("specc pairs {seed} {epoch}")
+    as N little-endian u64. Raises DataError if there are no pairs.
     """
 
     def __init__(self, pairs: Pairs, seed: int, device: torch.device) -> None:
@@ -102,7 +103,7 @@ class _SetBatch:
 
 
 class FreshSamples:
-    """Lines that a task draws as they are needed; a position is one of its stream."""
+    """Samples from the endless stream of a task. Positions are positions in that stream."""
 
     def __init__(self, stream: LineStream, tokenizer: CharTokenizer, width: int) -> None:
         self._stream, self._tokenizer, self._width = stream, tokenizer, width
@@ -127,16 +128,16 @@ class _DrawnBatch:
 
 
 class PairLoader:
-    """An endless supply of batches, prepared a step ahead in a thread.
+    """An endless loader of batches, whose background thread prepares the next step.
 
-    Not thread-safe; close it, or use it as a context manager.
+    It is not thread-safe. Close it, or use it as a context manager. Raises ValueError if a number is out of range.
 
     Args:
-        samples: the order of samples.
-        batch: rows of a pass on this rank.
-        passes: passes of a step; a step ends after as many calls of `next`.
+        samples: the sequence of samples.
+        batch: number of rows per pass on this rank.
+        passes: number of passes per step. Each call of `next` returns a pass.
         device: device of the batches.
-        rank, world: this process among all that share the order (see the module).
+        rank, world: index of this process, and number of processes (see the module).
     """
 
     def __init__(
@@ -147,21 +148,21 @@ class PairLoader:
         self._samples, self._batch, self._passes = samples, batch, passes
         self._rank, self._world, self._device = rank, world, device
         self._position = self.samples = self.tokens = 0
-        self._taken = passes  # passes of the current step
+        self._taken = passes  # passes of the current step that were returned
         self._pool: ThreadPoolExecutor | None = None
         self._prefetched: Future[tuple[SampleBatch, int]] | None = None
 
     @property
     def rows(self) -> int:
-        """Samples of a step, on all ranks."""
+        """The number of samples per step, over all ranks."""
         return self._batch * self._passes * self._world
 
     def next(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The next pass: source and target, i64 [batch, width], and its weight, f32 [].
+        """Returns the next pass: source and target, i64 [batch, width], and its weight, f32 [].
 
-        A step's loss is the mean over its target tokens, pads aside: of a pass's mean, times its weight, the plain mean
-        over all passes of all ranks. `samples` and `tokens` (of sources and targets, without pads) count what was
-        given to all ranks, by whole steps.
+        The loss of a step is the mean over its target tokens without pads. It equals the mean over all passes of all
+        ranks of the pass's mean loss times its weight. `samples` and `tokens` (of sources and targets, without pads)
+        count the data of all ranks in whole steps.
         """
         if self._taken == self._passes:
             self._begin()
@@ -173,12 +174,12 @@ class PairLoader:
         return source, target, weight
 
     def local_rows(self, part: int) -> slice:
-        """The samples of a step that are local to this rank in pass `part`."""
+        """Returns the indices, within a step, of this rank's samples in pass `part`."""
         start = part * self._batch * self._world
         return slice(start + self._rank, start + self._batch * self._world, self._world)
 
     def _begin(self) -> None:
-        """Starts the next step, and has the one after it prepared in the thread."""
+        """Starts the next step, and starts to prepare the step after it in the background thread."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "specc-pairs")
         prefetched = self._prefetched or self._pool.submit(self._samples.take, self._position, self.rows)
@@ -191,15 +192,15 @@ class PairLoader:
         self.tokens += int(sources.sum() + self._counts.sum())
 
     def state(self) -> dict[str, int]:
-        """The position of the caller, between two steps. It holds for any `batch`, `passes`, `rank` and `world`."""
+        """Returns the caller's position between two steps, for any `batch`, `passes`, `rank` and `world`."""
         place = {"position": self._position, "samples": self.samples, "tokens": self.tokens}
         return {**self._identity(), **place}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go on exactly after the step that was the last one when `state` was taken.
+        """Resumes exactly after the last step before `state` was taken.
 
         Raises:
-            DataError: the state is of other data, or is incomplete.
+            DataError: the state belongs to other data, or is incomplete.
         """
         if any(state.get(name) != value for name, value in self._identity().items()):
             raise DataError(
@@ -217,7 +218,7 @@ class PairLoader:
         return {"version": _STATE_VERSION, "pairs": int(self._samples.digest[:12], 16)}  # 48 bits: exact in any JSON
 
     def close(self) -> None:
-        """Stop the thread. The position stays; `next` would start it again."""
+        """Stops the background thread. The position is unchanged, and `next` starts the thread again."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
             self._pool = self._prefetched = None

@@ -1,4 +1,4 @@
-"""Pairs of lines as tokens."""
+"""Pairs of source and target lines as tokens."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ class TextPairs(Protocol):
     """N pairs of lines as text."""
 
     def sides(self) -> tuple[Codes, Codes]:
-        """Sources and targets as code points [N, W], zeros behind the end of each line."""
+        """Returns sources and targets as code points [N, W], with zeros after the end of each line."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """N pairs as tokens, u8 [N, width] each: characters, stop, pad."""
+    """N pairs as tokens. `source` and `target` are u8 [N, width]: characters, stop, pads."""
 
     source: Tokens
     target: Tokens
 
     @classmethod
     def of(cls, lines: TextPairs, tokenizer: CharTokenizer, width: int) -> Pairs:
-        """The tokens of `lines`. Raises DataError for a line of `width` characters or more."""
+        """Encodes `lines`.
+
+        Raises LineError if a line has `width` or more characters, or a character that is not in the vocabulary.
+        """
         source, target = (tokenizer.encode_codes(side, width) for side in lines.sides())
         return cls(source, target)
 
@@ -46,8 +49,10 @@ class Pairs:
         return Pairs(self.source[rows], self.target[rows])
 
     def within(self, tokens: int | None) -> Pairs:
-        """The first pairs whose targets have at most `tokens` tokens in all, stops included; at least one, all for
-        None."""
+        """Returns the longest prefix of the pairs whose targets have at most `tokens` tokens in total, with stops.
+
+        The prefix has at least one pair. None returns all pairs.
+        """
         if tokens is None:
             return self
         count = int(np.searchsorted(lengths(self.target).cumsum(), tokens, side="right"))
@@ -62,13 +67,13 @@ class Pairs:
 
 
 def lengths(tokens: Tokens) -> Ints:
-    """Tokens of each row without pads, i64 [N]."""
+    """Returns the number of tokens of each row without pads, i64 [N]."""
     counts: Ints = (tokens != PAD).sum(axis=1, dtype=np.int64)
     return counts
 
 
 def placed(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copies an array to `device`, without waiting for a GPU."""
+    """Copies an array to `device`. The copy to a GPU is asynchronous."""
     import torch
 
     tensor = torch.from_numpy(np.asarray(array, order="C"))

@@ -1,11 +1,11 @@
-"""The polynomial-expansion task: lines such as `(7-3*z)*(-5*z-9)=15*z**2-8*z-63`, drawn, printed and read back.
+"""Lines of the polynomial-expansion task, such as `(7-3*z)*(-5*z-9)=15*z**2-8*z-63`: sampling, printing and parsing.
 
-A line is the product of two linear forms a*V + b in one V, a variable or the sine, cosine or tangent of one, and the
-expanded quadratic. The law of the draws and the rules of printing are those of the Scale AI data set; printing is what
-sympy prints by default with the blanks removed.
+A line consists of a product of two linear forms a*V + b and its expansion. V is a variable, or the sine, cosine or
+tangent of a variable. The distribution and the format are those of the Scale AI data set. The format is the default
+output of sympy without spaces.
 
-Line k of a stream is made of one 64-bit word alone, word k of a SHAKE-256 output (see `draw`), so a stream is the
-same on every machine and version, and can be entered anywhere.
+Line k of a stream depends only on the 64-bit word k of SHAKE-256 outputs (see `draw`). A stream is therefore identical
+on every machine and version, and has random access.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ Ints = npt.NDArray[np.int64]
 
 VARIABLES = "achijknostxyz"
 FUNCTIONS = ("", "sin", "cos", "tan")
-LONGEST = 29  # characters of the longest side
-SYMBOLS = "()*+-0123456789" + VARIABLES  # every character of a line but `=`
-BLOCK = 1 << 16  # words of one SHAKE-256 output
+LONGEST = 29  # maximum characters of a side
+SYMBOLS = "()*+-0123456789" + VARIABLES  # every character of a line except `=`
+BLOCK = 1 << 16  # words per SHAKE-256 output
 
 _LETTERS = np.array([VARIABLES.index(letter) for letter in "sincostanxyzhijk"])
 _A = np.array([a for a in range(-9, 9) if a])
 _B = np.array([b for b in range(-32, 32) if b])
 _LARGEST_A, _LARGEST_B = 9, 32
 _DRAWN_A, _DRAWN_B = ({*numbers.tolist()} for numbers in (_A, _B))
-_OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})  # of `outer`, by binomials
+_OUTERS = ({a * c for a in _DRAWN_A for c in _DRAWN_A}, _DRAWN_A, {1})  # by number of binomials
 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """N lines as coefficients: `outer * V ** (2 - binomials)` times the binomials, in the order they are printed.
+    """N lines in a canonical form of coefficients: `outer * V ** (2 - binomials)` times the binomials, in print order.
 
-    A product has one such form. Where there are fewer than two binomials, (1, 0), which is V itself, stands in for
-    each that is missing, so the expansion is always outer * forms[0] * forms[1].
+    A binomial is a form with b != 0. Each missing binomial is stored as the form (1, 0), which is V itself, so the
+    expansion is always outer * forms[0] * forms[1].
 
     Attributes:
-        variable: i64 [N], index into VARIABLES.
-        function: i64 [N], index into FUNCTIONS.
-        outer: i64 [N], 1 where there are two binomials.
-        forms: i64 [N, 2, 2], a and b of each form.
+        variable: index into VARIABLES, i64 [N].
+        function: index into FUNCTIONS, i64 [N].
+        outer: constant factor, i64 [N]; 1 if there are two binomials.
+        forms: a and b of each form, i64 [N, 2, 2].
     """
 
     variable: Ints
@@ -58,12 +58,12 @@ class Lines:
 
     @classmethod
     def of(cls, variable: Ints, function: Ints, outer: Ints, forms: Ints) -> Lines:
-        """The lines of any products: monomials are multiplied out of `forms`, binomials put in order."""
+        """Brings products into canonical form: moves factors of monomials to `outer`, and sorts the binomials."""
         a, b = forms[..., 0], forms[..., 1]
         lone = b == 0
         outer = outer * np.where(lone, a, 1).prod(axis=1)
         forms = np.stack((np.where(lone, 1, a), b), axis=-1)
-        # Binomials before what stands in for them; those that are printed constant first before the others.
+        # Binomials come before monomials, and binomials that are printed with the constant first come before others.
         first = _constant_first(a, b)
         major, minor = np.where(first, b, a), np.where(first, a, b)
         rank = np.where(lone, 2, np.where(first, 0, 1)) * 1_000_000 + major * 1_000 + minor
@@ -78,7 +78,7 @@ class Lines:
 
     @property
     def structures(self) -> Ints:
-        """i64 [N], one number for the coefficients of a line, whatever V it is in."""
+        """A unique number for the coefficients of each line, regardless of V, i64 [N]."""
         key = self.outer + 81
         for i in range(2):
             key = (key * 19 + self.forms[:, i, 0] + _LARGEST_A) * 65 + self.forms[:, i, 1] + _LARGEST_B
@@ -86,33 +86,33 @@ class Lines:
 
     @property
     def keys(self) -> Ints:
-        """i64 [N], one number for a line: equal where the texts are equal."""
+        """A number for each line that is equal if and only if the texts are equal, i64 [N]."""
         return (self.structures * len(FUNCTIONS) + self.function) * len(VARIABLES) + self.variable
 
     def factors(self) -> Rows:
-        """The left sides, u8 [N, LONGEST]."""
+        """Returns the left sides as ASCII, u8 [N, LONGEST], zero-padded."""
         return np.concatenate([_factors(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)])
 
     def expansions(self) -> Rows:
-        """The right sides, u8 [N, LONGEST]."""
+        """Returns the right sides as ASCII, u8 [N, LONGEST], zero-padded."""
         return np.concatenate(
             [_expansions(self[start : start + BLOCK]) for start in range(0, max(len(self), 1), BLOCK)]
         )
 
     def sides(self) -> tuple[Rows, Rows]:
-        """Left and right sides, u8 [N, LONGEST] each."""
+        """Returns left and right sides as ASCII, u8 [N, LONGEST] each, zero-padded."""
         return self.factors(), self.expansions()
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the coefficients, which decide the texts."""
+        """SHA-256 (hex) of the coefficients, which determine the texts."""
         digest = hashlib.sha256(b"polynomial")
         for column in (self.variable, self.function, self.outer, self.forms):
             digest.update(column.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def texts(self) -> list[str]:
-        """The lines as they stand in a file, `factors=expansion`, without line ends."""
+        """Returns the lines in the format of a file, `factors=expansion`, without line ends."""
         equals, end = (np.full((len(self), 1), ord(mark), np.uint8) for mark in "=\n")
         table = np.hstack((self.factors(), equals, self.expansions(), end))
         text: bytes = table[table != 0].tobytes()
@@ -120,22 +120,32 @@ class Lines:
 
 
 def joined(parts: Sequence[Lines]) -> Lines:
-    """All the lines of at least one part, in order."""
+    """Concatenates the lines of one or more parts."""
     names = ("variable", "function", "outer", "forms")
     return Lines(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def draw(stream: str, seed: int, start: int, count: int) -> Lines:
-    """Lines [start, start + count) of a stream.
+    """Samples lines [start, start + count) of a stream.
 
     Word k is the little-endian u64 at 8 * (k mod BLOCK) of SHAKE-256("specc polynomial {stream} {seed} {k // BLOCK}").
-    Its remainder by the product of the radices below, taken apart digit by digit from the lowest, is the line; the
-    remainder's bias is below 2 ** -23. The law, measured on 400,000 lines of the set:
+    The word modulo the product of the radices below determines the line. Its mixed-radix digits, lowest first, are
+    listed below. The bias of the modulo operation is less than 2 ** -23. The distribution was measured on 400,000 lines
+    of the Scale AI data set:
 
-        16:      the letter: one of sin cos tan xyz hijk, each letter as often as it stands there
-        100:     0, 1, 2: V is sin, cos, tan of it; else V is the letter
-        85, 315: a and b of the first form, then of the second. a is 1 for the lowest fifth, else uniform over
-                 -9 .. -1, 1 .. 8; b is 0 for the lowest fifth, else uniform over -32 .. -1, 1 .. 31
+        16:      the letter, uniform over the 16 letters of "sincostanxyzhijk", some of which occur more than once
+        100:     0, 1, 2: V is the sin, cos, tan of the letter; otherwise V is the letter
+        85, 315: a and b of the first form, then of the second. a is 1 for the lowest fifth, otherwise uniform over
+                 -9 .. -1, 1 .. 8. b is 0 for the lowest fifth, otherwise uniform over -32 .. -1, 1 .. 31
+
+    Args:
+        stream: name of the stream.
+        seed: seed of the stream.
+        start: index of the first line.
+        count: number of lines.
+
+    Returns:
+        The lines.
     """
     rest = _words(stream, seed, start, count) % np.uint64(16 * 100 * (85 * 315) ** 2)
 
@@ -156,7 +166,7 @@ def draw(stream: str, seed: int, start: int, count: int) -> Lines:
 def _words(stream: str, seed: int, start: int, count: int) -> npt.NDArray[np.uint64]:
     parts = []
     for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
-        size = min(start + count - block * BLOCK, BLOCK)  # an output's beginning does not depend on its length
+        size = min(start + count - block * BLOCK, BLOCK)  # SHAKE outputs are prefixes of longer outputs
         taken = hashlib.shake_256(f"specc polynomial {stream} {seed} {block}".encode()).digest(8 * size)
         parts.append(np.frombuffer(taken, "<u8")[max(start - block * BLOCK, 0) :])
     return np.concatenate([np.zeros(0, np.uint64), *parts])
@@ -166,14 +176,14 @@ def _words(stream: str, seed: int, start: int, count: int) -> npt.NDArray[np.uin
 
 
 class _Table:
-    """The texts of the whole numbers -1999 .. 1999, looked up as columns of bytes."""
+    """A lookup table of texts for the integers -1999 .. 1999, as columns of bytes."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         array = np.array([text.encode("ascii") for text in texts])
         self._bytes = array.view(np.uint8).reshape(len(array), -1)
 
     def __call__(self, numbers: Ints, where: npt.NDArray[np.bool_] | None = None) -> Rows:
-        """u8 [N, W]; nothing in a row that is not `where`."""
+        """Returns the texts of `numbers`, u8 [N, W], zero-padded. Rows whose `where` is False are all zeros."""
         rows = self._bytes[numbers + 1999]
         return rows if where is None else np.where(where[:, None], rows, 0).astype(np.uint8)
 
@@ -216,7 +226,7 @@ def _factors(lines: Lines) -> Rows:
 
 
 def _form(form: Ints, name: Rows, where: npt.NDArray[np.bool_]) -> Rows:
-    """`(7-3*z)` where the constant comes first, else `(3*z-7)`."""
+    """Prints linear forms, such as `(7-3*z)` if the constant comes first, else `(3*z-7)`."""
     a, b = form[:, 0], form[:, 1]
     first = _constant_first(a, b)
     columns = (_number(b, first), _coefficient(a), name, _signed(b, ~first))
@@ -248,7 +258,7 @@ def _where(where: npt.NDArray[np.bool_], rows: Rows) -> Rows:
 
 
 def _packed(*columns: Rows) -> Rows:
-    """Columns side by side, the gaps closed; raises ValueError where a row is longer than LONGEST."""
+    """Concatenates columns and removes zeros between them. Raises ValueError if a row is longer than LONGEST."""
     table = np.hstack(columns)
     filled = table != 0
     lengths = filled.sum(axis=1)
@@ -268,10 +278,10 @@ _PRODUCT = re.compile(rf"{_TIMES}(V\*\*2|V\*F|F\*V|F\*\*2|F\*F)")
 
 
 def parse(factors: Iterable[str]) -> Lines:
-    """The coefficients of left sides, such as `4*(3*sin(k)-17)*sin(k)`.
+    """Parses left sides, such as `4*(3*sin(k)-17)*sin(k)`.
 
-    Raises DataError for a text that is no product of the task: one that is printed in another form, or a number that is
-    never drawn.
+    Raises DataError if a text is not a product of the task, has another format, or contains a number that is never
+    sampled.
     """
     texts = list(factors)
     read = [_parsed(text) for text in texts]
@@ -304,5 +314,5 @@ def _parsed(text: str) -> tuple[int, int, int, list[tuple[int, int]]]:
 
 
 def _factor(text: str) -> int:
-    """The number of `7*`, `-` or nothing."""
+    """Returns the number that `7*`, `-` (-1) or an empty text (1) represents."""
     return int(text[:-1]) if text.endswith("*") else -1 if text else 1

@@ -1,4 +1,4 @@
-"""The polynomial task: its training set, its held-out splits, and the overlap of one set with another."""
+"""The polynomial task: its training set, its held-out splits, and the overlap between sets."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.polynomial import BLOCK, Ints, Lines, draw, joined, parse
 from specc.runtime.data.lines.task import Overlap, Task
 
-MOST_HELD_OUT = 100_000  # lines of each split; fresh samples avoid this many
-MOST_DRAWN = 1 << 25  # lines, to find those; structure-disjoint, beside five million of training, takes two fifths
+MOST_HELD_OUT = 100_000  # maximum lines of each split; fresh samples avoid this many
+MOST_DRAWN = 1 << 25  # maximum lines to sample for a split; structure-disjoint from 5 million lines needs two fifths
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The choice of held-out lines from a stream of their own, in the order in which they are drawn.
+    """A rule that selects held-out lines from a separate stream, in the order of sampling.
 
-    `apart` gives the number of a line that no line of the training set may share; then each line is taken once.
-    None takes all as they come, repeats too: the law of the training set.
+    `apart` returns a number per line. Lines whose number occurs in the training set are excluded, and so are repeated
+    lines. If it is None, all lines are selected, with repeats, so that the distribution is that of the training set.
     """
 
     name: str
@@ -42,19 +42,29 @@ SPLITS: Mapping[str, Split] = {
 
 
 def training_set(seed: int, count: int) -> Lines:
-    """A fixed set: the first lines of the stream "train", repeats and all."""
+    """Returns a fixed training set: the first `count` lines of the stream "train", with repeats."""
     return draw("train", seed, 0, count)
 
 
 def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
-    """The first `count` lines of a split; the set of a smaller count is a part of it.
+    """Returns the first `count` lines of a held-out split. A smaller count returns a prefix of the same lines.
 
-    same-law: as drawn, about 35 % of them are in a training set of 800,000.
-    duplicate-free: distinct lines, none in `training`.
-    structure-disjoint: distinct lines, whose coefficients are in no line of `training`, in whatever variable.
+    Splits:
+        same-law: lines as sampled. About 35 % of them are in a training set of 800,000 lines.
+        duplicate-free: distinct lines that are not in `training`.
+        structure-disjoint: distinct lines whose coefficients are in no line of `training`, with any variable.
 
-    Raises DataError for a split that there is not, a count above MOST_HELD_OUT, or a training set that leaves too few
-    lines apart from it.
+    Args:
+        split: name of the split.
+        seed: seed of the task.
+        count: number of lines, 1 to MOST_HELD_OUT.
+        training: the training set.
+
+    Returns:
+        The lines.
+
+    Raises:
+        DataError: the split does not exist, the count is out of range, or too few lines are disjoint from `training`.
     """
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r}", f"there are {', '.join(SPLITS)}")
@@ -85,11 +95,12 @@ def held_out(split: str, seed: int, count: int, training: Lines) -> Lines:
 
 
 class Fresh:
-    """The stream "train" without end, and without what the splits apart from it hold, so that they stay unseen.
+    """The endless stream "train" without the lines of the disjoint held-out splits.
 
-    Lines are left out where they equal one of the first MOST_HELD_OUT of duplicate-free, or have the coefficients of
-    one of structure-disjoint; both as they are beside a training set of the stream's first `count` lines, which
-    themselves stay. After those about one line in ten is left out; the rest are the law's.
+    A line is excluded if it equals one of the first MOST_HELD_OUT lines of duplicate-free, or has the coefficients of
+    one of the first MOST_HELD_OUT lines of structure-disjoint. Both splits are computed for a training set of the
+    stream's first `count` lines, none of which are therefore excluded. Of later lines, about 1 in 10 is excluded. The
+    remaining lines have the distribution of the stream.
     """
 
     def __init__(self, seed: int, count: int) -> None:
@@ -103,7 +114,7 @@ class Fresh:
         ]
 
     def take(self, position: int, count: int) -> tuple[Lines, int]:
-        """The next `count` lines from a position in the stream on, and the position after the last of them."""
+        """Returns the next `count` lines from a position in the stream on, and the position after the last line."""
         parts: list[Lines] = []
         left = count
         while left > 0:
@@ -122,7 +133,7 @@ class Fresh:
 
 
 def overlap(lines: Lines, training: Lines) -> Overlap:
-    """The share of `lines` that is in `training`."""
+    """Returns the overlap of `lines` with `training`."""
     lines_in, structures_in = (
         float(_in(ours, np.unique(theirs)).mean())
         for ours, theirs in ((lines.keys, training.keys), (lines.structures, training.structures))
@@ -131,7 +142,7 @@ def overlap(lines: Lines, training: Lines) -> Overlap:
 
 
 def _in(some: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
-    """bool [N], whether each of `some` is in `ordered`, which is sorted and may repeat."""
+    """Returns whether each element of `some` is in `ordered`, bool [N]. `ordered` is sorted and may have repeats."""
     if not len(ordered):
         return np.zeros(len(some), np.bool_)
     places = np.minimum(np.searchsorted(ordered, some), len(ordered) - 1)
@@ -140,7 +151,7 @@ def _in(some: Ints, ordered: Ints) -> npt.NDArray[np.bool_]:
 
 
 class PolynomialTask(Task[Lines]):
-    """Products of two linear forms and their expansions."""
+    """The task of expanding products of two linear forms."""
 
     name: ClassVar[str] = "polynomial"
     splits: ClassVar[Sequence[str]] = tuple(SPLITS)

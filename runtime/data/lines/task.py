@@ -1,6 +1,6 @@
-"""Tasks: data of lines that specc generates, with held-out splits and a measure of overlap.
+"""Tasks: generated pairs of lines, with held-out splits and a measure of their overlap with the training set.
 
-A task is one subclass of `Task` in a module of this package, found by the `kind` of `train.data`.
+A task is a subclass of `Task` in a module of this package. Its `name` is the `kind` of `train.data`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from specc.runtime.data.lines.pairs import TextPairs
 
 
 class LineSet(TextPairs, Protocol):
-    """Lines of one task, in the task's own representation."""
+    """Lines of a task, in the representation of that task."""
 
     def __len__(self) -> int: ...
 
@@ -30,24 +30,24 @@ class LineSet(TextPairs, Protocol):
 
 
 class LineStream(Protocol):
-    """Training lines without end. `identity` states in words all that decides them."""
+    """An endless stream of training lines. `identity` is a text of all values that determine the lines."""
 
     @property
     def identity(self) -> str: ...
 
     def take(self, position: int, count: int) -> tuple[LineSet, int]:
-        """The next `count` lines from a position on, and the position behind them; the first is at 0."""
+        """Returns `count` lines from a position on, and the position after them. The stream begins at position 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """The share of lines that stand in the training set.
+    """The overlap of a set of lines with the training set.
 
     Attributes:
-        lines: share of the lines that are equal to a training line, 0 to 1.
-        structures: share of the lines whose structure is that of a training line, 0 to 1.
-        structure: the name of a structure, for people, such as `coefficients`.
+        lines: fraction of the lines that equal a training line, 0 to 1.
+        structures: fraction of the lines that have the same structure as a training line, 0 to 1.
+        structure: human-readable name of the structure, such as `coefficients`.
     """
 
     lines: float
@@ -63,11 +63,12 @@ Set = TypeVar("Set", bound=LineSet)
 
 
 class Task(ABC, Generic[Set]):
-    """The lines of one kind of generated data, with the settings of a spec.
+    """A generator of one kind of line data, with the settings of a spec.
 
     Attributes:
-        name: the `kind` of `train.data`; `--data` takes it too.
-        splits: names of the held-out splits. The first is drawn as training lines are, and validates a run.
+        name: the `kind` of `train.data`, which `--data` also accepts.
+        splits: names of the held-out splits. The first has the same distribution as training lines, and is used for
+            validation during training.
     """
 
     name: ClassVar[str]
@@ -75,41 +76,43 @@ class Task(ABC, Generic[Set]):
 
     @abstractmethod
     def __init__(self, settings: Any) -> None:
-        """Takes the `train.data` of a spec."""
+        """Creates the task from the `train.data` of a spec."""
 
     @property
     @abstractmethod
     def training(self) -> Set:
-        """The fixed training set; where training draws fresh lines, the set that they begin with."""
+        """The fixed training set. If training draws fresh lines, they begin with this set."""
 
     @property
     @abstractmethod
     def fresh(self) -> bool:
-        """Whether training draws new lines for ever, and not from the fixed set."""
+        """Whether training draws from an endless stream of new lines instead of the fixed set."""
 
     @abstractmethod
     def stream(self) -> LineStream:
-        """Training lines without end, without those that held-out splits have to themselves."""
+        """Returns an endless stream of training lines, without lines that are reserved for held-out splits."""
 
     @abstractmethod
     def first(self, count: int) -> Set:
-        """The first `count` lines that training draws, of any number."""
+        """Returns the first `count` training lines, for any `count`."""
 
     @abstractmethod
     def held_out(self, split: str, count: int) -> Set:
-        """The first `count` lines of a held-out split. Raises DataError for a split that the task does not have, or
-        more lines than it can hold out."""
+        """Returns the first `count` lines of a held-out split.
+
+        Raises DataError if the task does not have the split, or cannot hold out that many lines.
+        """
 
     @abstractmethod
     def parse(self, sources: Sequence[str]) -> Set:
-        """The lines of these sources. Raises DataError for a text that is no source of the task."""
+        """Parses source texts into lines. Raises DataError if a text is not a source of the task."""
 
     @abstractmethod
     def overlap(self, lines: Set) -> Overlap:
-        """The share of `lines` that is in the fixed training set."""
+        """Returns the overlap of `lines` with the fixed training set."""
 
 
 def task_of(data: DataKind) -> Task[Any]:
-    """The task that a spec's `train.data` names."""
+    """Creates the task of a spec's `train.data`."""
     task: Task[Any] = classes(lines, Task)[data.kind](data)
     return task

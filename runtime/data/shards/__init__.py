@@ -1,1 +1,1 @@
-"""Folders of token shards: packing, fetching, checking."""
+"""Folders of token shards: packing, fetching, checking and caching."""

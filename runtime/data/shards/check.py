@@ -1,4 +1,4 @@
-"""Reads a folder of token shards, a piece at a time, and reports its content and everything that is wrong with it."""
+"""Checks a folder of token shards: reads it in pieces, and reports its content and all problems."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from specc.runtime.data.shards.shard_file import TokenShard, find_shards, header
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 
-PIECE = 4 * 1024 * 1024  # tokens
-SPLITS: tuple[Split, ...] = ("val", "train")  # val first: its documents are looked for in train
+PIECE = 4 * 1024 * 1024  # tokens that are read at once
+SPLITS: tuple[Split, ...] = ("val", "train")
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing wrong. `damage` says that bytes are not what they should be."""
+    """A problem. `damage` is whether a file is missing, damaged, or not the file that the record describes."""
 
     where: str
     what: str
@@ -40,11 +40,14 @@ class SplitFacts:
     """The content of a split.
 
     Attributes:
-        marks: how often BOS stands in it; None where the id of BOS is not known.
-        highest: the highest token; -1 for none.
-        lengths: documents by the number of bits of their length in tokens, BOS aside: k counts 2**(k-1) .. 2**k - 1.
-            None where documents are not marked.
-        repeated: documents that are equal to an earlier one of the split; of very many about so many.
+        shards: number of shards.
+        tokens: number of tokens.
+        highest: the highest token id; -1 if there are no tokens.
+        marks: number of BOS tokens; None if the id of BOS is unknown.
+        longest: length of the longest document in tokens, without BOS.
+        lengths: histogram of document lengths in tokens, without BOS, i64 [65]. Bin k counts lengths 2**(k-1) ..
+            2**k - 1. None if documents are not separated by BOS.
+        repeated: number of documents that equal an earlier document of the split; an estimate for very many documents.
     """
 
     shards: int = 0
@@ -56,7 +59,7 @@ class SplitFacts:
     repeated: int = 0
 
     def histogram(self) -> list[tuple[int, int, int]]:
-        """(shortest, longest, documents), without the empty ends."""
+        """Returns the bins as (shortest, longest, documents), without empty bins at both ends."""
         if self.lengths is None or not self.lengths.any():
             return []
         filled = np.flatnonzero(self.lengths)
@@ -68,7 +71,7 @@ class SplitFacts:
 
 @dataclass(slots=True)
 class Checked:
-    """The result: facts by split, and findings. `vocab` and `bos` are None where nothing tells them."""
+    """The result of a check: facts by split, and problems. `vocab` and `bos` are None if unknown."""
 
     folder: Path
     vocab: int | None
@@ -81,7 +84,7 @@ class Checked:
         return 5 if any(finding.damage for finding in self.findings) else int(bool(self.findings))
 
     def report(self) -> Iterator[str]:
-        """For people."""
+        """Yields human-readable lines."""
         for split in ("train", "val"):
             if (content := self.splits.get(split)) is None:
                 continue
@@ -108,7 +111,7 @@ class Checked:
         )
 
     def facts(self) -> dict[str, object]:
-        """For programs."""
+        """Returns the result as fields for JSON output."""
         splits = {
             split: {
                 "shards": content.shards,
@@ -132,14 +135,23 @@ class Checked:
 
 
 def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress | None = None) -> Checked:
-    """Reads all of a folder of shards once.
+    """Checks a folder of shards by reading all of it once.
 
-    Found wrong are: shards that are no whole ones, tokens that the tokenizer does not have, files that the record does
-    not describe or that are missing, no shards for a split, no BOS at the start of val, two shards with equal tokens,
-    documents that are in a split more than once, documents of train that are in val too. Without a record, `tokenizer`
-    says what ids there are.
+    These problems are reported: invalid or truncated shards, tokens that are not in the vocabulary, missing files,
+    files that do not match the record, files whose names contain neither train nor val, a split without shards or
+    tokens, val not starting with BOS, two shards with equal tokens, duplicate documents within a split, and documents
+    of train that are also in val.
 
-    Raises DataError where there is no such folder, no shard in it, or the record is of another tokenizer.
+    Args:
+        folder: the folder.
+        tokenizer: determines the vocabulary and BOS if there is no record.
+        progress: called with the number of tokens read and the total.
+
+    Returns:
+        The facts and the problems.
+
+    Raises:
+        DataError: the folder does not exist or has no shards, or the record belongs to another tokenizer.
     """
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder", "name a folder of token shards")
@@ -164,7 +176,7 @@ class _Check:
     def __init__(self, checked: Checked, record: ShardRecord | None, progress: Progress | None) -> None:
         self._checked, self._record, self._progress = checked, record, progress
         self._marked = checked.bos is not None and (record is None or record.marks == "document")
-        self._hashes: dict[str, str] = {}  # of tokens -> the shard that has them
+        self._hashes: dict[str, str] = {}  # digest of a shard's tokens -> name of the first such shard
         self._documents = {split: Hashes() for split in SPLITS}
         self._done = 0
 
@@ -276,9 +288,9 @@ class _Check:
 
 
 class _Documents:
-    """Cuts a stream of tokens at BOS: how long documents are, and a digest of each that is not empty.
+    """Divides a stream of tokens into documents at BOS, and computes their lengths and digests.
 
-    Tokens before the first BOS count as a document.
+    Tokens before the first BOS count as a document. Empty documents have no digest.
     """
 
     def __init__(self, bos: int) -> None:
@@ -290,7 +302,7 @@ class _Documents:
         self.longest = 0
 
     def add(self, tokens: npt.NDArray[np.uint16]) -> list[bytes]:
-        """The digests of the documents that end in these tokens."""
+        """Adds tokens and returns the digests of the documents that end in them."""
         digests: list[bytes] = []
         start = 0
         for mark in np.flatnonzero(tokens == self._bos).tolist():
@@ -308,7 +320,7 @@ class _Documents:
             self._begun = True
 
     def end(self) -> list[bytes]:
-        """Ends the document at hand, if there is one."""
+        """Ends the current document, if any, and returns its digest in a list, which is empty without a digest."""
         if not self._begun:
             return []
         length, digest = self._length, self._hasher.digest()

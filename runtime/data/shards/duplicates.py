@@ -1,4 +1,4 @@
-"""Counts equal documents by their hashes, in bounded memory."""
+"""Counts duplicate documents by their hashes, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-MOST = 2**24  # hashes, 128 MiB of a split
-DIGEST_BYTES = 8  # among MOST documents two different ones meet with a probability of 1 in 130,000
+MOST = 2**24  # hashes per split: 128 MiB
+DIGEST_BYTES = 8  # the probability of any collision among MOST different documents is 1 in 130,000
 
 
 class Hashes:
-    """The hashes of the documents of a split. Beyond MOST it keeps those of a share `2**-level`, chosen by their own
-    bits: all of a document's copies or none, so that what is counted among them stands for a known share."""
+    """A set of hashes of the documents of a split.
+
+    If there are more than MOST hashes, only the fraction `2**-level` whose leading `level` bits are 0 is stored. Copies
+    of a document have the same hash, so either all or none of them are stored, and counts can be scaled up.
+    """
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -21,7 +24,7 @@ class Hashes:
         self._count = self.level = 0
 
     def add(self, digests: Sequence[bytes]) -> None:
-        """Takes digests of DIGEST_BYTES each."""
+        """Adds digests of DIGEST_BYTES each."""
         part = _within(np.frombuffer(b"".join(digests), "<u8").astype(np.uint64), self.level)
         self._parts.append(part)
         self._count += len(part)
@@ -31,17 +34,17 @@ class Hashes:
             self._count = len(self._parts[0])
 
     def at(self, level: int) -> npt.NDArray[np.uint64]:
-        """Those of the share `2**-level`, which is no larger than its own."""
+        """Returns the hashes in the fraction `2**-level`, u64 [N]. `level` must be at least `self.level`."""
         return _within(np.concatenate([np.zeros(0, np.uint64), *self._parts]), level)
 
     def repeated(self) -> int:
-        """How many documents have come before: about, where the level is not 0."""
+        """Returns the number of documents that equal an earlier document; an estimate if `level` is not 0."""
         hashes = self.at(self.level)
         return (len(hashes) - len(np.unique(hashes))) << self.level
 
 
 def shared(some: Hashes, others: Hashes) -> tuple[int, bool]:
-    """How many documents of `some` are among `others`, and whether that is exact."""
+    """Returns the number of documents of `some` that are also in `others`, and whether that number is exact."""
     level = max(some.level, others.level)
     return int(np.isin(some.at(level), others.at(level)).sum()) << level, level == 0
 

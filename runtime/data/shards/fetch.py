@@ -1,4 +1,4 @@
-"""Token shards from the Hugging Face hub, on demand: `specc data fetch`. Nothing else of specc uses the network."""
+"""Downloads token shards from the Hugging Face hub for `specc data fetch`. No other part of specc uses the network."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class HubSet:
-    """Shards and their tokenizer in a dataset repository; paths are those in it."""
+    """Shards and their tokenizer in a dataset repository. `folder` and `tokenizer` are paths in the repository."""
 
     repository: str
     folder: str
@@ -40,7 +40,7 @@ class HubSet:
 
 
 def _fineweb(repository: str, vocab: int) -> HubSet:
-    """As the parameter-golf challenge lays its exports out."""
+    """Returns a set with the folder layout of the exports of the parameter-golf challenge."""
     folder, name = f"datasets/datasets/fineweb10B_sp{vocab}", f"fineweb_{vocab}_bpe.model"
     return HubSet(repository, folder, f"datasets/tokenizers/{name}")
 
@@ -53,7 +53,10 @@ SETS: Mapping[str, HubSet] = {
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
-    """A file in the repository. `sha256` is None where the hub keeps it in git itself; then `blob` is its git id."""
+    """A file in the repository.
+
+    `size` is in bytes. `sha256` is None if the hub stores the file in git and not in LFS; `blob` is then its git id.
+    """
 
     path: str
     size: int
@@ -65,7 +68,7 @@ class _Remote:
         return self.path.rpartition("/")[2]
 
     def fault(self, path: Path) -> str | None:
-        """Why the file at `path` is not this one; None if it is."""
+        """Returns how the file at `path` differs from this file; None if it is identical."""
         size = path.stat().st_size
         if size != self.size:
             return f"{size:,} bytes, not {self.size:,}"
@@ -86,18 +89,27 @@ def fetch(
 ) -> ShardRecord:
     """Downloads the tokenizer, all val shards and the first `shards` train shards of a set into `out`.
 
-    Every file is compared with the size and the digest that the hub states before it gets its name; what is there
-    already is compared, too, and not fetched again, so a killed fetch goes on where it was, and more shards can be
-    fetched later: what was complete stays so until all of them have come. The record is written last.
+    Every file is compared with the size and the digest that the hub states before it is renamed to its final name.
+    Existing files are compared too, and not downloaded again. An interrupted download can therefore be resumed, and
+    more shards can be added later. A complete folder remains usable until all additional shards are downloaded. The
+    record is written last.
 
     Args:
-        name: one of SETS.
-        repository, revision: take the files from elsewhere, or of a branch, tag or commit.
+        name: a key of SETS.
+        out: the folder to write to.
+        shards: number of train shards.
+        say: called with a message for each file.
+        repository: another repository to download from; None selects the repository of the set.
+        revision: a branch, tag or commit; None selects the default branch.
+
+    Returns:
+        The record of the folder.
 
     Raises:
-        DataError: the set has fewer shards, or `out` holds something else.
-        DataIntegrityError: what came is not what the hub states.
-        EnvironmentFailure: huggingface_hub is not installed, the hub does not answer or refuses, or the disk is full.
+        DataError: the set has fewer shards or no tokenizer, or `out` contains other data.
+        DataIntegrityError: a downloaded file does not match the digest or size that the hub states.
+        EnvironmentFailure: huggingface_hub is not installed, the hub does not respond or denies access, or the folder
+            cannot be written.
     """
     hub, wanted = _hub(), SETS[name]
     where = repository or wanted.repository
@@ -127,7 +139,7 @@ def fetch(
             if not whole:
                 _give_names(came, out)
         if came:
-            begin_record(out)  # the one that is there does not list what gets its name now
+            begin_record(out)  # the previous record does not list the new shards
             _give_names(came, out)
         record = _record(f"{name}: {where} at {commit}", chosen, out)
         write_record(out, record)
@@ -138,7 +150,7 @@ def fetch(
 
 
 _DOWNLOADS = ".downloads"
-_SET = f"{_DOWNLOADS}/set"  # what is being fetched
+_SET = f"{_DOWNLOADS}/set"  # a file with the name of the set that is being downloaded
 
 
 def _hub() -> Any:
@@ -151,7 +163,7 @@ def _hub() -> Any:
 
 @contextmanager
 def _asking(repository: str) -> Iterator[None]:
-    """The hub's client raises whatever its transport does."""
+    """Converts all exceptions to EnvironmentFailure, because the hub's client passes on any error of its transport."""
     try:
         yield
     except Exception as error:
@@ -163,8 +175,10 @@ def _asking(repository: str) -> Iterator[None]:
 
 
 def _ours(out: Path, name: str) -> ShardRecord | None:
-    """The record of a whole fetch of the set; None for one that was ended, or for no folder. Raises DataError for a
-    folder of something else."""
+    """Returns the record of a complete download of the set, or None if it was interrupted or `out` is new or empty.
+
+    Raises DataError if the folder contains other data.
+    """
     record, begun = None, False
     with suppress(FileNotFoundError):
         begun = (out / _SET).read_text(encoding="utf-8") == name
@@ -188,7 +202,10 @@ def _remote(entry: Any) -> _Remote | None:
 
 
 def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: str, out: Path) -> list[_Remote]:
-    """The files to have; train shards that are in `out` already stay."""
+    """Returns the files to download, the tokenizer first, including train shards that are already in `out`.
+
+    Raises DataError if the repository lacks the tokenizer, val shards, or enough train shards.
+    """
     files = [file for _, file in sorted(remote.items()) if file.name.endswith(".bin")]
     val = [file for file in files if split_of(file.name) == "val"]
     train = [file for file in files if split_of(file.name) == "train"]
@@ -210,7 +227,10 @@ def _is_there(file: _Remote, out: Path, say: Say) -> bool:
 
 
 def _brought(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say: Say) -> Path:
-    """Where the file lies until it gets its name. Raises DataIntegrityError for another than the hub states."""
+    """Downloads a file and returns its temporary path.
+
+    Raises DataIntegrityError if the file does not match the size or digest that the hub states.
+    """
     with _asking(repository):
         came = hub.hf_hub_download(
             repository, file.path, repo_type="dataset", revision=commit, local_dir=out / _DOWNLOADS

@@ -1,4 +1,4 @@
-"""Packs text into a folder of token shards with a record: whole under its name, or not there at all."""
+"""Packs text atomically into a folder of token shards with a record."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from specc.runtime.data.tokenizers.tokenizer import require_16_bits, require_bos
 from specc.runtime.errors import write_failure
 
 Progress = Callable[[Split, int], None]
-SPLITS: tuple[Split, ...] = ("val", "train")  # the small one first: whether it is empty shows at once
+SPLITS: tuple[Split, ...] = ("val", "train")  # val first: it is small, so an empty val split is reported early
 
 
 @dataclass(frozen=True, slots=True)
 class PackOptions:
-    """The text to pack, and how.
+    """The text to pack, and the options of packing.
 
     Attributes:
-        sources, validation, share, bounds: as `specc.runtime.data.documents.corpus.split_corpus` takes them.
-        out: the folder to make; it must not be there, or be empty. A link is followed.
-        tokenizer: as `open_tokenizer` takes it; its file goes into the folder.
-        search: where to look for it.
-        marks: BOS before every document, or only at the start of a split, so that all its text can be scored.
-        shard_tokens: of each shard but the last of a split.
+        sources, validation, share, bounds: as for `specc.runtime.data.documents.corpus.split_corpus`.
+        out: the folder to create. It must not exist, or be empty. A link is followed.
+        tokenizer: a name for `open_tokenizer`. The tokenizer's file is copied into the folder.
+        marks: `document` writes BOS before every document. `none` writes it only at the start of a split, because
+            scoring requires it there.
+        shard_tokens: number of tokens of each shard except the last of a split.
+        search: folders to search for the tokenizer.
     """
 
     sources: tuple[str, ...]
@@ -53,11 +54,22 @@ class PackOptions:
 def pack(
     options: PackOptions, progress: Progress | None = None, say: Callable[[str], None] | None = None
 ) -> ShardRecord:
-    """Makes the folder; the same input gives the same bytes. A killed one leaves `.NAME.packing` beside it, which the
-    next one begins again.
+    """Creates the folder. The same input results in the same bytes.
+
+    An interrupted run leaves the folder `.NAME.packing` next to the output. The next run with the same output removes
+    its content and starts over.
+
+    Args:
+        options: the text to pack, and the options of packing.
+        progress: called with the split and the number of document bytes tokenized so far.
+        say: called with a message if files of the sources are in neither split.
+
+    Returns:
+        The record of the folder.
 
     Raises:
-        DataError: for a source, the tokenizer, or a folder that is in use.
+        DataError: a source or the tokenizer cannot be used, a source changes meanwhile, or the folder exists or is in
+            use by another process.
         DataIntegrityError: a compressed file is damaged.
         EnvironmentFailure: the folder cannot be written.
     """
@@ -73,7 +85,7 @@ def pack(
         more = f" and {len(left) - 3:,} more" * (len(left) > 3)
         say(f"left out, as their names begin with neither train nor val: {', '.join(left[:3])}{more}")
     listings = [corpus.listing() for corpus in corpora.values()]
-    name = ", ".join(Path(source).absolute().name for source in options.sources)  # where it lies is not in the bytes
+    name = ", ".join(Path(source).absolute().name for source in options.sources)  # the last component only
     out = options.out.expanduser().resolve()
     with _staged(out) as folder:
         for file in tokenizer_files(options.tokenizer, options.search):
@@ -108,7 +120,7 @@ def pack(
 
 
 def sha256_of(path: Path) -> str:
-    """Of a file, hex."""
+    """Returns the SHA-256 (hex) of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -125,7 +137,11 @@ def _copy(source: Path, target: Path) -> None:
 
 @contextmanager
 def _staged(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out`, which becomes `out` in the end; locked, so that there is one of them."""
+    """Yields an empty, locked folder next to `out`, which is renamed to `out` at the end of the block.
+
+    The folder is deleted if the block fails. Raises DataError if `out` has content or another process packs into it,
+    and EnvironmentFailure if the folder cannot be written.
+    """
     staging = out.with_name(f".{out.name}.packing")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         left = f"; {staging}, which a killed one left, can be removed" * staging.is_dir()
@@ -142,7 +158,7 @@ def _staged(out: Path) -> Iterator[Path]:
         try:
             if out.exists():
                 _require_replaceable(out)
-            for stray in staging.iterdir():  # what a killed one left
+            for stray in staging.iterdir():  # left by an interrupted run
                 shutil.rmtree(stray) if stray.is_dir() and not stray.is_symlink() else stray.unlink()
             begin_record(staging)
             yield staging
@@ -159,8 +175,10 @@ def _staged(out: Path) -> Iterator[Path]:
 
 
 def _require_replaceable(out: Path) -> None:
-    """Raises DataError for an empty folder that something is mounted on: better now than when all is packed. The kernel
-    alone knows of all kinds of mounts, and says so for any change of the name."""
+    """Raises DataError if the empty folder `out` cannot be renamed, such as a mount point.
+
+    The check runs before packing. It renames the folder and back, because only the kernel knows all kinds of mounts.
+    """
     aside = out.with_name(f".{out.name}.aside")
     try:
         out.rename(aside)
@@ -171,7 +189,10 @@ def _require_replaceable(out: Path) -> None:
 
 
 def _lock(descriptor: int, staging: Path, out: Path) -> None:
-    """The folder that is open there, for this process alone. It may have been renamed since it was opened."""
+    """Locks the open folder `staging` for this process.
+
+    Raises DataError if another process holds the lock, or has renamed the folder since it was opened.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         same = os.path.samestat(os.fstat(descriptor), os.stat(staging))

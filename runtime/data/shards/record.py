@@ -1,6 +1,6 @@
-"""The record beside shards, `shards.json`: which files belong together, what they hold, what wrote them.
+"""The record of a folder of shards, `shards.json`: its files, their content, and the tokenizer that wrote them.
 
-An empty one stands for a folder that is not complete; nothing reads shards beside it.
+An empty record marks a folder that is not complete. Shards in such a folder are not read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class ShardEntry(StrictModel):
-    """`sha256` is that of the whole file."""
+    """A shard. `sha256` is the SHA-256 (hex) of the whole file."""
 
     name: str
     tokens: Count
@@ -35,7 +35,7 @@ class ShardEntry(StrictModel):
 
 
 class SplitEntry(StrictModel):
-    """`documents` and `document_bytes` are None where nobody counted them."""
+    """The shards of a split. `documents` and `document_bytes` are None if they were not counted."""
 
     documents: Count | None
     document_bytes: Count | None
@@ -46,9 +46,11 @@ class ShardRecord(StrictModel):
     """The content of the record.
 
     Attributes:
-        source: where the tokens are from, for people.
-        tokenizer, tokenizer_digest, vocab, bos: of the tokenizer.
-        marks: BOS before each document, or only before the first of a split.
+        format: version of the record.
+        source: a human-readable description of the source of the tokens.
+        tokenizer, tokenizer_digest, vocab, bos: name, digest, number of ids, and BOS id of the tokenizer.
+        marks: BOS before each document, or only before the first document of a split.
+        splits: the shards of each split.
     """
 
     format: Literal[1]
@@ -61,11 +63,11 @@ class ShardRecord(StrictModel):
     splits: dict[Split, SplitEntry]
 
     def entries(self, split: Split) -> Mapping[str, ShardEntry]:
-        """The shards of a split by name; none if it is not there."""
+        """Returns the shards of a split by name; empty if the split does not exist."""
         return {entry.name: entry for entry in self.splits[split].shards} if split in self.splits else {}
 
     def require(self, tokenizer: Tokenizer, folder: Path) -> None:
-        """Raises DataError unless `tokenizer` is the one that wrote the tokens."""
+        """Raises DataError unless `tokenizer` is the tokenizer that wrote the tokens."""
         if self.tokenizer_digest != tokenizer.digest():
             raise DataError(
                 f"{folder}: holds tokens of {self.tokenizer} ({self.vocab:,} ids), not of this {tokenizer.name} "
@@ -75,7 +77,7 @@ class ShardRecord(StrictModel):
 
 
 def read_record(folder: Path) -> ShardRecord | None:
-    """The record in a folder; None if there is none. Raises DataIntegrityError if it cannot be read."""
+    """Returns the record in a folder; None if there is none. Raises DataIntegrityError if it is empty or invalid."""
     path = folder / RECORD
     try:
         text = path.read_bytes()
@@ -94,12 +96,12 @@ def read_record(folder: Path) -> ShardRecord | None:
 
 
 def begin_record(folder: Path) -> None:
-    """Says that the folder is not complete."""
+    """Marks the folder as not complete."""
     replace_file(folder / RECORD, "")
     sync_folder(folder)
 
 
 def write_record(folder: Path, record: ShardRecord) -> None:
-    """Completes the folder; what it lists is there, and synced."""
+    """Writes the record, which completes the folder. The files that it lists must exist and be synced."""
     replace_file(folder / RECORD, record.model_dump_json(indent=1) + "\n")
     sync_folder(folder)

@@ -1,8 +1,7 @@
-"""Token shards: 256 little-endian int32 of header (magic, version, count, zeros), then uint16 tokens.
+"""Token shards: a header of 256 little-endian i32 (magic, version, count, zeros), followed by u16 tokens.
 
-Reads go through `pread`, not through a memory map: both use the page cache, but a file cut under a map kills
-the process with SIGBUS, and no check before the access can rule that out. A short `pread` is an ordinary
-error.
+Shards are read with `pread` and not through a memory map. Both use the page cache, but if a mapped file is truncated,
+an access terminates the process with SIGBUS, which no check can prevent. A short `pread` is an ordinary error.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])"
 
 
 class ShardWriter:
-    """Writes one shard: a temporary file beside `path`, synced, then renamed. Nothing half-written has the
-    name.
+    """Writes a shard atomically, as a temporary file next to `path` that is synced and then renamed.
 
-    Use as a context manager: leaving it normally commits, leaving it by an exception removes the temporary
-        file.
+    Use it as a context manager: a normal exit commits, and an exception removes the temporary file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -46,10 +43,13 @@ class ShardWriter:
         self.tokens = 0
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         self._file = open(self._temporary, "xb")  # noqa: SIM115 (closed by commit or abort)
-        self._file.write(bytes(HEADER_BYTES))  # zeros: no magic until the count is known
+        self._file.write(bytes(HEADER_BYTES))  # no valid header until `commit`
 
     def write(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
-        """Append tokens (any integer dtype). Raises ValueError for a value over 65535, or too many tokens."""
+        """Appends tokens of any integer dtype.
+
+        Raises ValueError if a token is not in 0..65535, or if the shard would exceed MAX_TOKENS tokens.
+        """
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFF):
             raise ValueError("a shard holds tokens 0..65535")
         if self.tokens + tokens.size > MAX_TOKENS:
@@ -58,7 +58,7 @@ class ShardWriter:
         self.tokens += int(tokens.size)
 
     def commit(self) -> None:
-        """Write the header, sync, and give the file its name."""
+        """Writes the header, syncs the file, and renames it to `path`."""
         self._file.seek(0)
         self._file.write(header_of(self.tokens))
         self._file.flush()
@@ -68,7 +68,7 @@ class ShardWriter:
         sync_folder(self.path.parent)
 
     def abort(self) -> None:
-        """Forget what was written."""
+        """Removes the temporary file."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
@@ -89,11 +89,11 @@ class ShardWriter:
 
 
 class TokenShard:
-    """An open shard, validated: header, and a size of exactly 1024 + 2 * tokens bytes.
+    """An open shard with a validated header and a size of exactly 1024 + 2 * tokens bytes.
 
     Raises:
         DataError: the file cannot be opened.
-        DataIntegrityError: it is not a shard, or not whole.
+        DataIntegrityError: the file is not a shard, or has the wrong size.
     """
 
     __slots__ = ("__weakref__", "_descriptor", "_finalizer", "path", "tokens")
@@ -101,7 +101,7 @@ class TokenShard:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            # not blocking, so that a named pipe cannot hold us
+            # O_NONBLOCK, because opening a named pipe would block
             self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from None
@@ -132,11 +132,12 @@ class TokenShard:
         return count
 
     def read(self, start: int, count: int) -> npt.NDArray[np.uint16]:
-        """Tokens [start, start + count) as a new uint16 array [count].
+        """Returns tokens [start, start + count) as a new u16 array [count].
 
         Raises:
-            IndexError: the range leaves the shard.
-            DataIntegrityError: the file has become shorter since it was opened, or the disk cannot read it.
+            IndexError: the range exceeds the shard.
+            ValueError: the shard is closed.
+            DataIntegrityError: the file was truncated after it was opened, or the disk cannot read it.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of a shard of {self.tokens}")
@@ -167,25 +168,25 @@ class TokenShard:
 
 
 def header_of(tokens: int) -> bytes:
-    """The header of a shard of so many tokens."""
+    """Returns the header of a shard with the given number of tokens."""
     header = np.zeros(256, "<i4")
     header[:3] = MAGIC, VERSION, tokens
     return header.tobytes()
 
 
 def shard_offset(token: int) -> int:
-    """The byte of a shard's file that a token begins at."""
+    """Returns the byte offset of a token in the file of a shard."""
     return HEADER_BYTES + 2 * token
 
 
 def find_shards(source: str | Path, split: Split) -> list[Path] | None:
-    """The shards of one split, sorted by path; None if `source` is not about shards.
+    """Returns the shards of a split, sorted by path, or None if `source` does not name shards.
 
-    A source is about shards if it is a `.bin` file, a pattern that ends in `.bin`, or a folder with `.bin`
-    files. The split is the word `train` or `val` (also valid, validation) in the file name.
+    A source names shards if it is a `.bin` file, a pattern that ends in `.bin`, or a folder with `.bin` files. The
+    split of a shard is the word `train` or `val` (or valid, validation) in its file name.
 
     Raises:
-        DataError: shards were asked for, and none is of this split.
+        DataError: the source names shards, but they do not exist, or none belongs to the split.
     """
     text = str(Path(source).expanduser())
     if os.path.isdir(text):
@@ -208,13 +209,13 @@ def find_shards(source: str | Path, split: Split) -> list[Path] | None:
 
 
 def split_of(name: str) -> Split | None:
-    """The split that the name of a shard states."""
+    """Returns the split in the name of a shard; None if there is none."""
     match = _SPLIT_IN_NAME.search(name)
     return None if match is None else "val" if match[1].lower() == "val" else "train"
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power loss."""
+    """Syncs a folder, so that renames in it survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

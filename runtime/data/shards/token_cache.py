@@ -1,4 +1,4 @@
-"""A cache of tokenized text: a folder of shards per source, split and tokenizer."""
+"""A cache of tokenized text, with one folder of shards per source, split and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
 from specc.runtime.errors import write_failure
 
-FORMAT = 2  # of the cache; 1 cut a file with a long first document
+FORMAT = 2  # version of the cache; version 1 wrongly cut files with a long first document into blocks
 _RECORD = "stream.json"
 
 
 class Cached(NamedTuple):
-    """An entry: its shards in order, documents, their bytes in the source, and the SHA-256 (hex) of all tokens."""
+    """A cache entry.
+
+    Attributes:
+        shards: the shards, in order.
+        documents: number of documents.
+        document_bytes: bytes of the documents in the source.
+        digest: SHA-256 (hex) of all tokens.
+    """
 
     shards: tuple[TokenShard, ...]
     documents: int
@@ -42,7 +49,23 @@ def open_cached(
     cache: Path,
     progress: Callable[[int], None] | None = None,
 ) -> Cached:
-    """The entry of a split of text, which is built where it does not exist. Raises as `open_stream`."""
+    """Opens the cache entry of a split of text, and builds it first if it does not exist.
+
+    Args:
+        source: a text source (see `specc.runtime.data.documents.corpus.documents`).
+        split: "train" or "val".
+        tokenizer: the tokenizer.
+        cache: the folder of the cache.
+        progress: called with the number of document bytes tokenized so far.
+
+    Returns:
+        The entry.
+
+    Raises:
+        DataError: the tokenizer has no BOS, or the source cannot be used.
+        DataIntegrityError: the entry, or a compressed file of the source, is damaged.
+        EnvironmentFailure: the cache cannot be written.
+    """
     require_bos(tokenizer)
     corpus = find_corpus(source, split)
     key = _key(corpus, tokenizer)
@@ -66,7 +89,10 @@ def _key(corpus: Corpus, tokenizer: Tokenizer) -> str:
 def _build(
     corpus: Corpus, tokenizer: Tokenizer, folder: Path, key: str, progress: Callable[[int], None] | None
 ) -> None:
-    """Fill a temporary folder and rename it to `folder`. Called under the entry's lock."""
+    """Builds an entry in a temporary folder and renames it to `folder`. The caller holds the entry's lock.
+
+    Raises DataError if the source changes meanwhile.
+    """
     _remove_strays(folder)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
@@ -87,7 +113,7 @@ def _build(
 
 
 def _remove_strays(folder: Path) -> None:
-    """Remove what killed builds left: of this entry, and of others that nobody is building now."""
+    """Removes files of interrupted builds, of this entry and of all other entries that are not being built now."""
     shutil.rmtree(folder, ignore_errors=True)
     for stray in folder.parent.glob(".*.tmp"):
         entry = stray.name.removeprefix(".").split(".")[0]

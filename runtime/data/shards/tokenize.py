@@ -1,4 +1,4 @@
-"""Writes documents as shards: BOS and the tokens of each document, cut where a shard is full."""
+"""Writes documents as token shards: BOS and the tokens of each document, divided into shards of fixed size."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BATCH_BYTES = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The shards of a split.
+    """The written shards of a split.
 
     Attributes:
         documents: number of documents.
-        document_bytes: their bytes in the source.
-        shards: tokens of each file, by name.
+        document_bytes: bytes of the documents in the source.
+        shards: number of tokens of each file, by file name.
         sha256: SHA-256 (hex) of all tokens as little-endian u16.
     """
 
@@ -46,23 +46,23 @@ def write_shards(
     marks: Marks = "document",
     progress: Callable[[int], None] | None = None,
 ) -> Written:
-    """Writes a split as shards. All but the last have `shard_tokens` tokens; documents run on from one to the next.
+    """Writes a split as shards. A document may continue from one shard to the next.
 
     Args:
         corpus: the documents.
-        tokenizer: turns them into ids below 65,536.
-        folder: where the shards are written.
-        name: format of a file name, of the number of the shard.
-        shard_tokens: tokens of a shard.
-        marks: BOS before each document, or before the first only.
-        progress: called with the bytes of documents so far.
+        tokenizer: the tokenizer, with ids below 65,536.
+        folder: the folder to write to.
+        name: format string for file names, with the index of the shard as its argument.
+        shard_tokens: number of tokens of every shard except the last.
+        marks: BOS before each document, or only before the first.
+        progress: called with the number of document bytes tokenized so far.
 
     Returns:
         The shards that were written.
 
     Raises:
-        DataError: a document cannot be read, or not be tokenized.
-        OSError: a shard cannot be written, such as on a full disk.
+        DataError: a document cannot be read or tokenized.
+        OSError: a shard cannot be written, for example because the disk is full.
     """
     hasher = hashlib.sha256()
     bos = np.array([tokenizer.bos], np.uint16)

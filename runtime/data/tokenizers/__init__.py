@@ -1,1 +1,1 @@
-"""Tokenizers."""
+"""Tokenizers: bytes, SentencePiece, tiktoken, and single characters."""

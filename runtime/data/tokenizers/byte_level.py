@@ -11,7 +11,7 @@ from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, chec
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes themselves; 256 is BOS. Lossless on any bytes."""
+    """A tokenizer whose ids 0..255 are the bytes and whose id 256 is BOS. It is lossless on any bytes."""
 
     name = "bytes"
     vocab = 257

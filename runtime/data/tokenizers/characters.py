@@ -1,4 +1,4 @@
-"""The vocabulary of single characters, as a spec states it in `model.vocab: {chars: ...}`."""
+"""The tokenizer for single characters, whose vocabulary a spec states in `model.vocab: {chars: ...}`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ Codes = npt.NDArray[np.integer[Any]]  # code points
 Tokens = npt.NDArray[np.uint8]
 
 PAD, START, STOP = 0, 1, 2
-SPECIAL = 3  # ids before the first character
-_SHOWN = 60  # characters of a line in a message
+SPECIAL = 3  # number of ids before the first character
+_SHOWN = 60  # maximum characters of a line in a message
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, which end at a newline, or a carriage return and one, and nowhere else."""
+    """Splits a text into lines. Unlike str.splitlines, only "\\n" and "\\r\\n" end a line."""
     lines = text.replace("\r\n", "\n").split("\n")
     return lines if lines[-1] else lines[:-1]
 
 
 class CharTokenizer:
-    """One token a character: 0 pad, 1 start, 2 stop, then the characters in the order of `chars`.
+    """A tokenizer with one token per character. Ids: 0 pad, 1 start, 2 stop, then the characters of `chars` in order.
 
-    A line is stored as its tokens, then stop, then pad. Start is not stored: it is the first input of a decoder.
+    A line is stored as its tokens, then stop, then pads. Start is not stored: it is the first input of a decoder.
 
-    Raises DataError for a character that stands twice, or for more of them than fit in a byte with the marks.
+    Raises DataError if a character occurs twice or is NUL, or if there are no characters or more than MOST.
     """
 
     pad, start, stop = PAD, START, STOP
@@ -44,25 +44,27 @@ class CharTokenizer:
         self.chars = chars
         self.vocab = SPECIAL + len(chars)
         self._codes = _codes([chars])[0]
-        self._ids = np.zeros(int(self._codes.max()) + 1, np.uint8)  # by code point; 0 where there is none
+        self._ids = np.zeros(int(self._codes.max()) + 1, np.uint8)  # by code point; 0 for unknown characters
         self._ids[self._codes] = np.arange(SPECIAL, self.vocab)
 
     def encode(self, text: str) -> Tokens:
-        """u8 [len(text)], without stop. Raises DataError for a character that it does not have."""
+        """Returns tokens, u8 [len(text)], without stop. Raises LineError if a character is not in the vocabulary."""
         return self.encode_rows([text], len(text) + 1)[0, :-1]
 
     def encode_rows(self, lines: Sequence[str], width: int) -> Tokens:
-        """u8 [N, width]: characters, stop, pad. Raises LineError for a line that is too long, or holds a character
-        that it does not have."""
+        """Returns tokens, u8 [N, width]: characters, stop, pads.
+
+        Raises LineError if a line has `width` or more characters, or a character that is not in the vocabulary.
+        """
         for row, line in enumerate(lines):
             if "\0" in line:
                 raise self._unknown(row, line, "\0")
-            if len(line) >= width:  # before there is a table as wide
+            if len(line) >= width:  # checked before a table of the longest line is allocated
                 raise _too_long(row, line, width)
         return self.encode_codes(_codes(lines), width)
 
     def encode_codes(self, codes: Codes, width: int) -> Tokens:
-        """As `encode_rows`, of code points [N, W] with zeros after the end of each line, and none before."""
+        """Encodes code points [N, W] as `encode_rows` does. Zeros fill each row after the end of its line."""
         filled = codes != 0
         known = self._ids[np.where(codes < len(self._ids), codes, 0)]
         unknown = filled & (known == 0)
@@ -84,11 +86,11 @@ class CharTokenizer:
         return LineError(row, message, f"its characters are {self.chars}")
 
     def decode(self, ids: Sequence[int] | Codes) -> str:
-        """The text before the first stop; pad and start give nothing. Raises DataError for an id out of range."""
+        """Returns the text before the first stop, without pad and start. Raises DataError if an id is out of range."""
         return self.decode_rows(np.asarray(ids, np.int64)[None])[0]
 
     def decode_rows(self, ids: Codes) -> list[str]:
-        """`decode` of each row of [N, T]."""
+        """Decodes each row of `ids`, [N, T], as `decode` does."""
         if ids.size and (ids.min() < 0 or ids.max() >= self.vocab):
             bad = ids[(ids < 0) | (ids >= self.vocab)][0]
             raise DataError(f"no token {bad}; the vocabulary has {self.vocab} ids")
@@ -108,6 +110,6 @@ def _shown(line: str) -> str:
 
 
 def _codes(lines: Sequence[str]) -> npt.NDArray[np.uint32]:
-    """Code points [N, W], zeros after the end of each line."""
+    """Returns code points, u32 [N, W], with zeros after the end of each line."""
     width = max((len(line) for line in lines), default=0)
     return np.array(lines, f"<U{max(width, 1)}").view("<u4").reshape(len(lines), max(width, 1)).astype(np.uint32)

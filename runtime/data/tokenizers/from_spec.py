@@ -1,4 +1,4 @@
-"""The tokenizer of a spec: one that it names, or the characters that it states."""
+"""Opens the tokenizer of a spec: a named tokenizer for text, or a character vocabulary for lines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +13,11 @@ from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_16_bits
 
 
 def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
-    """The tokenizer that a spec of text names. Raises DataError where it is not found, has more ids than the model or
-    than token shards hold, or writes another mark before documents than the spec states."""
+    """Returns the tokenizer that a text spec names.
+
+    Raises DataError if the spec is not for text, the tokenizer is not found, its ids exceed the model's vocabulary or
+    16 bits, or its BOS id differs from the separator id that the spec states.
+    """
     data = spec.train.data
     if not isinstance(data, TextData):
         raise DataError(f"{spec.name} has a vocabulary of characters, and no tokenizer")
@@ -26,7 +29,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
             f"set model.vocab to {tokenizer.vocab}, or use another tokenizer",
         )
     for path, mark in spec.model.marks:
-        if mark != tokenizer.bos:  # else documents would never begin, and nothing would tell
+        if mark != tokenizer.bos:  # else no document start would be detected, without an error
             written = "writes none" if tokenizer.bos is None else f"writes {tokenizer.bos}"
             message = f"{dotted(path)} is {mark}, and before each document {tokenizer.name} {written}"
             raise DataError(message, "name the tokenizer's own mark, or leave it out")
@@ -34,7 +37,7 @@ def tokenizer_of(spec: Spec, search: Sequence[Path]) -> Tokenizer:
 
 
 def characters_of(spec: Spec) -> CharTokenizer:
-    """The characters that a spec of lines states. Raises DataError for a spec of text."""
+    """Returns the character tokenizer of a spec of lines. Raises DataError for a text spec."""
     if spec.model.characters is None:
         raise DataError(f"{spec.name} reads one stream of tokens, and has no vocabulary of characters")
     return CharTokenizer(spec.model.characters)

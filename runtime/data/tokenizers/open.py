@@ -1,4 +1,4 @@
-"""Opens tokenizers by name."""
+"""Opens tokenizers by name or path."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ BY_SUFFIX: Mapping[str, Callable[[Path], Tokenizer]] = {
 
 
 def open_tokenizer(name: str, search: Sequence[Path] = ()) -> Tokenizer:
-    """Open a tokenizer by name: `bytes`, or a `.model` or `.tiktoken` file, in one of `search` or as given.
+    """Opens the tokenizer `bytes`, or a `.model` or `.tiktoken` file, which is searched as in `find_file`.
 
     Raises:
-        DataError: unknown kind, not found (the message lists where it looked), or not a valid file.
+        DataError: the kind is unknown, the file is not found (the message lists the searched paths), or it is invalid.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -35,13 +35,17 @@ def open_tokenizer(name: str, search: Sequence[Path] = ()) -> Tokenizer:
 
 
 def tokenizer_files(name: str, search: Sequence[Path] = ()) -> list[Path]:
-    """The files that `open_tokenizer` reads: none for `bytes`. Raises DataError where one is not found."""
+    """Returns the files that `open_tokenizer` reads, none for `bytes`. Raises DataError if a file is not found."""
     return [] if name == ByteTokenizer.name else [find_file(name, search)]
 
 
 def find_file(name: str, search: Sequence[Path]) -> Path:
-    """The file of a tokenizer, searched in the folders in their order, so that the copy of a run goes before a file of
-    that name that happens to lie here. Copies, of a run or of packed data, have the file's name alone."""
+    """Returns the path of a tokenizer file. Raises DataError if it is not found.
+
+    The folders in `search` come first, in order, so that the copy in a run has precedence over a file of the same name
+    in the current folder. In each folder, both the path `name` and its last component are tried, because copies in runs
+    and in packed data are stored under the last component. The path `name` itself is tried last.
+    """
     given = Path(name).expanduser()
     named = [Path(folder) / one for folder in search for one in (given, given.name)]
     places = list(dict.fromkeys([*named, given]))

@@ -1,4 +1,4 @@
-"""SentencePiece models, `*.model`."""
+"""The tokenizer for SentencePiece models, `*.model`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ SPACE_MARK = "\u2581"  # SentencePiece writes a space as this character
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `.model` file. Never lossless: it normalizes text, and U+2581 reads back as a space.
+    """A tokenizer from a SentencePiece `.model` file.
 
-    The separator is the model's BOS, else its EOS. Text must be valid UTF-8.
+    It is never lossless: it normalizes text, and U+2581 decodes to a space. The document separator is the model's BOS,
+    or its EOS if it has no BOS. Text must be valid UTF-8.
+
+    Raises DataError if the file is not a valid model or sentencepiece is not installed.
     """
 
     lossless = False
@@ -62,11 +65,13 @@ class SentencePieceTokenizer:
         return str(text).encode("utf-8")
 
     def piece_bytes(self) -> PieceBytes:
-        """Inner space marks count one byte each (the challenge's models have none: there the tables agree).
+        """Returns the table of bytes per token. A space mark inside a piece counts as one byte.
+
+        The models of the parameter-golf challenge have no space marks inside pieces, so the table equals theirs.
 
         Raises:
-            DataError: U+2581 alone is not a piece; spaces then become three byte pieces or unknowns, and any
-                count by pieces is wrong (by about 20 % on English).
+            DataError: U+2581 alone is not a piece. Spaces then become three byte pieces or unknown tokens, and
+                counting bytes by pieces is wrong, by about 20 % on English text.
         """
         model, ids = self._model, range(self.vocab)
         pieces = [str(model.id_to_piece(i)) for i in ids]

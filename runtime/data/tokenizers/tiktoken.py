@@ -1,4 +1,4 @@
-"""tiktoken rank files, `*.tiktoken`, with GPT-2's pre-tokenizer."""
+"""The tokenizer for tiktoken rank files, `*.tiktoken`, with the pre-tokenizer of GPT-2."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ import numpy as np
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.tokenizers.tokenizer import PieceBytes, TokenArray, checked_ids, cores, id_dtype, read_file
 
-# GPT-2's pre-tokenizer. The possessive quantifiers match the same pieces as plain ones, without backtracking.
+# GPT-2's pre-tokenizer. Possessive quantifiers match the same pieces as greedy quantifiers, without backtracking.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 GPT2_SEPARATOR = "<|endoftext|>"
 
-# `\s+(?!\S)` backtracks by recursion and overflows the regex engine's stack near a million characters, so
-# long runs are cut out first. The class is Unicode White_Space, which is what `\s` means to that engine (not
-# to `re`).
+# `\s+(?!\S)` backtracks by recursion and overflows the regex engine's stack near a million characters, so long runs are
+# cut out first. The character class is Unicode White_Space, which `\s` means in that engine, but not in `re`.
 _WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _LONG_BLANK = re.compile(f"[{_WHITE}]{{2000,}}")
-# Bytes that are not UTF-8, as the "surrogateescape" handler spells them.
+# Invalid UTF-8 bytes, as represented by the "surrogateescape" handler.
 _ESCAPED = re.compile("([\udc80-\udcff]+)")
 
 
 class TiktokenTokenizer:
-    """A `.tiktoken` rank file (lines of base64 bytes and rank) with GPT-2's pattern. Lossless on any bytes.
+    """A tokenizer from a `.tiktoken` rank file (lines of base64 bytes and rank) with the pattern of GPT-2.
 
-    `<|endoftext|>` takes the id after the last rank and separates documents; in a document it is ordinary
-    text. Bytes that are not UTF-8 become one token each.
+    It is lossless on any bytes. `<|endoftext|>`, which separates documents, has the id after the last rank; within a
+    document it is ordinary text. Invalid UTF-8 bytes become one token each.
+
+    Raises DataError if the file is invalid or tiktoken is not installed.
     """
 
     lossless = True
@@ -42,8 +43,7 @@ class TiktokenTokenizer:
             from tiktoken import Encoding
         except ImportError:
             raise DataError(f"{path}: tiktoken is not installed", "pip install tiktoken") from None
-        # tiktoken's own loader keeps a copy of local files in a temporary folder, keyed by path: it goes
-        # stale.
+        # tiktoken's own loader caches local files in a temporary folder by path, so it would miss changes of a file.
         data = read_file(Path(path))
         ranks = _parse_ranks(data, Path(path))
         self.name = Path(path).name
@@ -76,7 +76,7 @@ class TiktokenTokenizer:
         return ids.astype(self._byte_ids.dtype)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        with ThreadPoolExecutor(cores()) as pool:  # the encoder lets go of the interpreter lock
+        with ThreadPoolExecutor(cores()) as pool:  # the encoder releases the GIL
             return list(pool.map(self.encode, texts))
 
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
@@ -91,13 +91,13 @@ class TiktokenTokenizer:
 
 
 def _segments(text: str) -> list[str]:
-    """Cut `text` where GPT-2's pattern always cuts, around long runs of white space.
+    """Cuts `text` around long runs of white space, at positions where the pattern of GPT-2 always cuts.
 
-    Of such a run before a word, all but the last character is one piece by itself.
+    If a word follows such a run, the run without its last character is a piece of its own.
     """
     cuts = [0]
     for match in _LONG_BLANK.finditer(text):
-        if match.end() < len(text):  # a run at the end is one piece, found without backtracking
+        if match.end() < len(text):  # a run at the end matches without backtracking
             cuts += [match.start(), match.end() - 1]
     return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True) if a < b]
 

@@ -1,4 +1,4 @@
-"""The interface of tokenizers of text. Nothing is ever downloaded."""
+"""The interface of text tokenizers. Tokenizers are never downloaded."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MAX_UINT16_VOCAB = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PieceBytes:
-    """How many bytes of text each token stands for (the table of OpenAI's parameter-golf challenge).
+    """A table of the bytes of text that each token represents, as in OpenAI's parameter-golf challenge.
 
-    A target y after x counts `base[y]` bytes, and one more if y starts with a space mark and x is not a
-    boundary: the space that a SentencePiece model puts in front of a document is not in the document.
+    A target y after a token x counts as `base[y]` bytes, plus 1 if y starts with a space mark and x is not a boundary.
+    The space that a SentencePiece model inserts before a document is not part of the document, so it does not count.
 
     Attributes:
-        base: int64 [vocab], bytes without a leading space mark; 0 for control, unknown and unused ids.
-        leading_space: bool [vocab], the piece starts with a space mark.
-        boundary: bool [vocab], control, unknown and unused ids.
+        base: bytes without a leading space mark, i64 [vocab]; 0 for control, unknown and unused ids.
+        leading_space: whether the piece starts with a space mark, bool [vocab].
+        boundary: whether the id is control, unknown or unused, bool [vocab].
     """
 
     base: npt.NDArray[np.int64]
@@ -36,20 +36,20 @@ class PieceBytes:
     boundary: npt.NDArray[np.bool_]
 
     def count(self, previous: TokenArray, targets: TokenArray) -> npt.NDArray[np.int64]:
-        """Bytes (int64) charged to each of `targets` when it follows the same element of `previous`."""
+        """Returns the bytes of each element of `targets` after the corresponding element of `previous`, i64."""
         space = self.leading_space[targets] & ~self.boundary[previous]
         counts: npt.NDArray[np.int64] = self.base[targets] + space
         return counts
 
 
 class Tokenizer(Protocol):
-    """Bytes of a document to token ids and back.
+    """A mapping between the bytes of a document and token ids.
 
     Attributes:
-        name: what `open_tokenizer` takes to open it again, without its folder.
-        vocab: number of ids, special ones included.
+        name: the name for `open_tokenizer`, without a folder.
+        vocab: number of ids, including special ids.
         bos: the id written before each document; None if the tokenizer has none.
-        lossless: `decode(encode(text)) == text` for every document it accepts.
+        lossless: whether `decode(encode(text)) == text` for every document that it accepts.
     """
 
     @property
@@ -62,23 +62,26 @@ class Tokenizer(Protocol):
     def lossless(self) -> bool: ...
 
     def encode(self, text: bytes) -> TokenArray:
-        """Ids of one document, without BOS: uint16, or uint32 if vocab needs it. Raises DataError."""
+        """Returns the ids of a document without BOS: uint16, or uint32 if `vocab` exceeds 65,536.
+
+        Raises DataError if the document cannot be encoded.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[TokenArray]:
-        """`encode` of each document, on all cores where the tokenizer can."""
+        """Encodes several documents as `encode` does, on all cores if the tokenizer supports it."""
         ...
 
     def decode(self, ids: Sequence[int] | TokenArray) -> bytes:
-        """Text of the ids; control ids give nothing. Raises DataError for an id out of range."""
+        """Returns the text of the ids, without control ids. Raises DataError if an id is out of range."""
         ...
 
     def piece_bytes(self) -> PieceBytes:
-        """The table of bytes per token. Raises DataError if this tokenizer cannot be counted by pieces."""
+        """Returns the table of bytes per token. Raises DataError if bytes cannot be counted by tokens."""
         ...
 
     def digest(self) -> str:
-        """SHA-256 (hex) of everything that decides the ids."""
+        """Returns the SHA-256 (hex) of everything that determines the ids."""
         ...
 
 
@@ -92,7 +95,7 @@ def require_16_bits(tokenizer: Tokenizer) -> None:
 
 
 def require_bos(tokenizer: Tokenizer) -> None:
-    """Raises DataError unless the tokenizer has an id to put before documents."""
+    """Raises DataError if the tokenizer has no id to write before documents."""
     if tokenizer.bos is None:
         raise DataError(
             f"{tokenizer.name}: has neither BOS nor EOS, so documents cannot be separated",
@@ -101,7 +104,7 @@ def require_bos(tokenizer: Tokenizer) -> None:
 
 
 def checked_ids(ids: Sequence[int] | TokenArray, tokenizer: Tokenizer) -> npt.NDArray[np.int64]:
-    """The ids as an array. Raises DataError for an id that the tokenizer does not have."""
+    """Returns the ids as an i64 array. Raises DataError if an id is out of range."""
     array = np.asarray(ids, np.int64)
     if array.size and (array.min() < 0 or array.max() >= tokenizer.vocab):
         bad = array[(array < 0) | (array >= tokenizer.vocab)][0]
@@ -110,7 +113,7 @@ def checked_ids(ids: Sequence[int] | TokenArray, tokenizer: Tokenizer) -> npt.ND
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a tokenizer's file. Raises DataError where it cannot be read."""
+    """Returns the content of a tokenizer's file. Raises DataError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -118,10 +121,10 @@ def read_file(path: Path) -> bytes:
 
 
 def id_dtype(vocab: int) -> type[np.uint16] | type[np.uint32]:
-    """The dtype of ids below `vocab`."""
+    """Returns the smallest of uint16 and uint32 that holds all ids below `vocab`."""
     return np.uint16 if vocab <= MAX_UINT16_VOCAB else np.uint32
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,1 +1,1 @@
-"""Windows of a token stream, for training and scoring."""
+"""Windows of token streams, for training and scoring."""

@@ -1,4 +1,4 @@
-"""Windows that score a stream of tokens: the targets that each scores, and the batches that they form."""
+"""Evaluation windows of a token stream: the targets that each window scores, and batches of windows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ Mask = npt.NDArray[np.bool_]
 class WindowPlan:
     """The windows of an evaluation.
 
+    Raises ValueError if a value is out of range.
+
     Attributes:
-        length: tokens of a window.
-        batch: windows that are scored at once.
-        stride: tokens from one window to the next, 1 to `length`; None for `length`, windows that do not overlap. A
-            smaller one gives each target at least length - stride tokens of context (sliding evaluation).
+        length: window length in tokens.
+        batch: number of windows per batch.
+        stride: distance between windows in tokens, 1 to `length`. None selects `length`: windows do not overlap. With a
+            smaller stride, each target after the first window has at least length - stride tokens of context (sliding
+            evaluation).
     """
 
     length: int
@@ -36,14 +39,16 @@ class WindowPlan:
 
     @property
     def step(self) -> int:
-        """Tokens from one window to the next."""
+        """The distance between windows in tokens."""
         return self.length if self.stride is None else self.stride
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Inputs [start, start + length) of the stream; of the targets, which are one token later, the last `new` are
-    scored."""
+    """A window with inputs [start, start + length) of the stream and targets one token later.
+
+    Only the last `new` targets are scored.
+    """
 
     start: int
     length: int
@@ -54,9 +59,9 @@ class Window:
 class Windows:
     """A sequence of windows that scores each target position 1 .. `last` exactly once.
 
-    The first window scores all its targets, each later one its last `stride`. The final one is moved left to
-    keep its shape and scores only what is new, so its targets see more context. Below `length`, one short
-    window is all.
+    The first window scores all its targets, and each later window its last `stride` targets. The final window is
+    shifted left so that it has full length, and scores only the targets that no earlier window scores. If `last` is
+    less than `length`, there is a single shorter window.
     """
 
     last: int
@@ -72,12 +77,14 @@ class Windows:
         return Window(start, end - start, end - self.before(k))
 
     def before(self, k: int) -> int:
-        """The number of targets that the windows before `k` score, which is the position of the last of them."""
+        """Returns the number of targets that windows before `k` score: the position of the last of these targets."""
         return min(self.last, self.length + (k - 1) * self.stride) if k else 0
 
     def chunks(self, tokens: int | None) -> list[range]:
-        """The windows in runs of about `tokens` targets: each run ends with the first window that reaches a multiple of
-        `tokens`. One run for None."""
+        """Divides the windows into ranges of about `tokens` targets each; a single range if `tokens` is None.
+
+        Each range ends with the first window that reaches a multiple of `tokens`.
+        """
         if tokens is None:
             return [range(len(self))]
         reached = np.minimum(self.length + np.arange(len(self) - 1) * self.stride, self.last)
@@ -88,14 +95,14 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Windows of one length that are scored at once.
+    """A batch of windows of equal length.
 
     Attributes:
-        number: index of this batch among all.
-        ids, targets: i64 [B, T]. Rows behind the last window are copies of it, and do not count.
-        at: i64 [B, T], the position in the stream of each target.
-        new: bool [B, T], the targets that this batch scores.
-        seen: bool [B, T], the targets that earlier windows have scored.
+        number: index of this batch.
+        ids, targets: i64 [B, T]. Rows after the last window are copies of it, and do not count.
+        at: position of each target in the stream, i64 [B, T].
+        new: the targets that this batch scores, bool [B, T].
+        seen: the targets that earlier windows scored, bool [B, T].
     """
 
     number: int
@@ -107,7 +114,18 @@ class Batch:
 
 
 def read_batch(stream: TokenStream, windows: Windows, number: int, chosen: range, rows: int) -> Batch:
-    """The windows `chosen`, filled up to `rows` rows with copies of the last."""
+    """Reads a batch of windows.
+
+    Args:
+        stream: the token stream.
+        windows: all windows of the evaluation.
+        number: index of the batch.
+        chosen: indices of the windows in the batch, which have equal lengths.
+        rows: number of rows; missing rows are copies of the last window.
+
+    Returns:
+        The batch.
+    """
     part = [windows[k] for k in chosen]
     length = part[0].length
     read = np.stack([stream.read(window.start, length + 1).astype(np.int64) for window in part])
@@ -121,5 +139,5 @@ def read_batch(stream: TokenStream, windows: Windows, number: int, chosen: range
 
 
 def cut(chunks: Sequence[range], rows: int) -> list[list[range]]:
-    """The windows of each chunk in batches of at most `rows`."""
+    """Divides each chunk of windows into batches of at most `rows` windows."""
     return [[chunk[first : first + rows] for first in range(0, len(chunk), rows)] for chunk in chunks]

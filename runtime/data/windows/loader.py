@@ -1,13 +1,13 @@
-"""Batches of windows from a token stream: same order on any number of ranks, prefetched, exactly resumable.
+"""Batches of windows from a token stream: prefetched, exactly resumable, in an order independent of the rank count.
 
-The stream is cut into blocks of `length` tokens; a window is a block and one token more, so targets are the
-inputs one later and no target is lost between blocks. All ranks derive one global order of windows per epoch.
-Global step s takes the next `batch * world` of them, and of these the k-th goes to rank k % world: give each
-rank a `batch` of (global batch / world) rows, and every step trains on the same windows for any `world`. The
-last batch of an epoch is filled from the next one; nothing is dropped.
+The stream is divided into blocks of `length` tokens. A window is a block plus the next token, so that targets are the
+inputs shifted by one and no target is lost between blocks. All ranks derive the same global order of windows per epoch.
+A global step uses the next `batch * world` windows, and rank r gets those at indices k with k % world == r. If each
+rank's `batch` is the global batch divided by `world`, every step therefore trains on the same windows for any `world`.
+The last batch of an epoch is completed with windows of the next epoch; nothing is dropped.
 
-A thread reads ahead and calls nothing of CUDA: from another thread most calls would spoil a graph that is being
-captured. For a GPU the caller's own thread sends each batch on its way one call early, on a stream of its own.
+A background thread reads ahead. It makes no CUDA calls, because most calls from another thread would invalidate a CUDA
+graph capture. For a GPU, the caller's thread starts the copy of each batch one call early, on a separate CUDA stream.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ if TYPE_CHECKING:  # token shards are packed and checked without torch
 
 Order = Literal["sequential", "coprime_stride"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride")
-# Of a state, and of the order that it is a place in: 1 took any coprime stride. Runs that began with it go on in it.
+# Version of a saved state and its order. Version 1 allowed every coprime stride. Runs resume with their own version.
 _STATE_VERSION = 2
 _STATE_VERSIONS = (1, 2)
-# A stride is drawn again where one of its first 16 multiples comes within 1/512 of the stream of where it began, or one
-# of its first 192 within 1/6000: of 19,775 blocks, 38 and 3 of them. Without the first, some steps would read little
-# but a part of the stream; without the second, steps of 384 windows read runs of neighbours.
+# (multiples, part): a stride is rejected if one of its first `multiples` multiples, modulo the number of blocks, is
+# within 1/part of the stream from 0. With 19,775 blocks, these are distances of 38 and 3 blocks. Without the first
+# rule, the windows of some steps would cover only a part of the stream. Without the second, steps of 384 windows would
+# contain runs of adjacent windows.
 _TOO_NEAR = ((16, 512), (192, 6000))
 
 
 @dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """One permutation of the stream's blocks: the k-th window starts at `phase + length * ((start + k stride)
-    mod blocks)`.
+    """A permutation of the stream's blocks.
 
-    `stride` and `blocks` are coprime, so k = 0 .. blocks - 1 meets every block once.
+    Window k starts at token `phase + length * ((start + k * stride) mod blocks)`. `stride` and `blocks` are coprime, so
+    k = 0 .. blocks - 1 visits every block once.
     """
 
     length: int
@@ -60,24 +61,35 @@ class EpochOrder:
     stride: int
 
     def offset(self, k: int) -> int:
-        """Stream position of the first token of window k (0 <= k < blocks)."""
+        """Returns the stream position of the first token of window k (0 <= k < blocks)."""
         return self.phase + self.length * ((self.start + k * self.stride) % self.blocks)
 
 
 def epoch_order(
     tokens: int, length: int, order: Order, seed: int, epoch: int, version: int = _STATE_VERSION
 ) -> EpochOrder:
-    """The order of one epoch; a pure function of its arguments, on any machine and any library version.
+    """Returns the order of one epoch, which depends only on the arguments, on any machine and library version.
 
-    Coprime-stride sampling after parameter-golf PR 726, over one stream: each epoch has a random phase (so
-    that windows are not cut at the same tokens again), a random start, and a random stride coprime to the
-    number of blocks, which does not soon come back to near where it was. Order `version` 1 has strides that do.
+    The order `coprime_stride` follows parameter-golf PR 726, applied to a single stream. Each epoch has a random phase
+    (so that window boundaries differ between epochs), a random start, and a random stride coprime to the number of
+    blocks. Strides that soon return close to an earlier block are rejected, except in version 1.
+
+    Args:
+        tokens: length of the stream.
+        length: window length in tokens.
+        order: `sequential` or `coprime_stride`.
+        seed: seed of the run.
+        epoch: index of the epoch.
+        version: version of the order, 1 or 2.
+
+    Returns:
+        The order.
     """
     if order == "sequential":
         return EpochOrder(length, (tokens - 1) // length, 0, 0, 1)
 
     def draw(what: str, bound: int) -> int:
-        # not numpy's generators: their streams may change between versions, and a resume must not
+        # SHA-256 rather than numpy's generators, whose streams may change between versions.
         return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()) % bound
 
     phase = draw("phase", min(length, tokens - length))
@@ -92,8 +104,11 @@ def epoch_order(
 
 
 def _comes_back(stride: int, blocks: int) -> bool:
-    """Whether a stride is so small, or so near to a small fraction of the blocks, that windows of a step would lie
-    beside each other. Of few blocks none is."""
+    """Returns whether a stride soon returns close to its start (see _TOO_NEAR); False if there are few blocks.
+
+    This happens if the stride is small or close to a simple fraction of the number of blocks. Windows of a step would
+    then be adjacent.
+    """
     for multiples, part in _TOO_NEAR:
         for k in range(1, multiples + 1 if blocks > part else 1):
             moved = k * stride % blocks
@@ -104,7 +119,7 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Which windows a rank reads at a step."""
+    """Computes the windows that a rank reads at each step."""
 
     tokens: int
     length: int
@@ -116,7 +131,10 @@ class _Plan:
     version: int = _STATE_VERSION
 
     def step(self, epoch: int, position: int) -> tuple[list[int], int, int]:
-        """Offsets of this rank's windows for the step that begins there, and where the next one begins."""
+        """Returns the offsets of this rank's windows for the step at (epoch, position).
+
+        Also returns the epoch and position of the next step.
+        """
         order = self._order(epoch)
         offsets: list[int] = []
         for k in range(self.batch * self.world):
@@ -135,7 +153,7 @@ class _Plan:
 @dataclass(frozen=True, slots=True)
 class _Ready:
     windows: npt.NDArray[np.uint16]  # [batch, length + 1]
-    epoch: int  # where the next step begins
+    epoch: int  # epoch and position of the next step
     position: int
 
 
@@ -147,19 +165,21 @@ class _Sent:
 
 
 class Loader:
-    """An endless supply of batches. Not thread-safe; close it, or use it as a context manager.
+    """An endless loader of batches. It is not thread-safe. Close it, or use it as a context manager.
 
     Args:
-        stream: tokens to read.
-        batch: windows a step on this rank.
-        length: tokens a window.
-        order: "sequential", or "coprime_stride" (a new permutation each epoch, from `seed`).
-        rank, world: this process among all that share the order (see the module).
-        prefetch: batches that a background thread keeps ready.
-        device: where batches are wanted; on a GPU the coming one arrives while the one before is computed.
+        stream: the tokens.
+        batch: number of windows per step on this rank.
+        length: window length in tokens.
+        order: "sequential", or "coprime_stride" (a new permutation for each epoch).
+        seed: seed of the order.
+        rank, world: index of this process, and number of processes (see the module).
+        prefetch: maximum number of batches that the background thread reads ahead.
+        device: device of the batches. On a GPU, the next batch is copied during the computation of the current batch.
 
     Raises:
-        DataError: the stream has fewer than length + 1 tokens.
+        DataError: the order is unknown, or the stream has fewer than length + 1 tokens.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -194,13 +214,13 @@ class Loader:
         self._coming: _Sent | BaseException | None = None
 
     def next(self) -> Batch:
-        """The next batch: inputs and targets, int64 [batch, length] on `device`; on a GPU for its current stream.
+        """Returns the next batch: inputs and targets, i64 [batch, length] on `device`.
 
-        Waits for the thread only, where it has nothing ready.
+        On a GPU the batch may be used on the current CUDA stream. The call blocks only if the background thread has no
+        batch ready.
 
         Raises:
-            DataError, OSError: what went wrong in the background thread; a later call tries the same batch
-                again.
+            DataError, OSError: the background thread failed. A later call tries the same batch again.
         """
         if self._worker is None or self._transfer is None:
             from specc.runtime.data.windows.transfer import transfer_to
@@ -214,21 +234,22 @@ class Loader:
             self.close()
             raise item
         self._epoch, self._position = item.epoch, item.position
-        batch = self._transfer.arrived(item.batch)  # before the coming one is sent, or it would wait for that one too
+        batch = self._transfer.arrived(item.batch)  # first, so that it does not wait for the next copy too
         if self._transfer.ahead:
             with contextlib.suppress(queue.Empty):
                 self._coming = _sent(self._worker.ready.get_nowait(), self._transfer)
         return batch
 
     def state(self) -> dict[str, int]:
-        """Where the caller stands, whatever was prefetched. Holds for any `batch`, `rank` and `world`."""
+        """Returns the caller's position, regardless of prefetched batches, for any `batch`, `rank` and `world`."""
         return {"version": self._plan.version, **self._identity(), "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go on exactly after the batch that was the last one when `state` was taken, in the order of its version.
+        """Resumes exactly after the last batch before `state` was taken, with the order of the state's version.
 
         Raises:
-            DataError: the state is of other data, length, order, seed or an unknown version, or is incomplete.
+            DataError: data, length, order or seed differ from those of the state, its version is unknown, or it is
+                incomplete.
         """
         identity = self._identity()
         differs = [name for name, value in identity.items() if state.get(name) != value]
@@ -256,7 +277,7 @@ class Loader:
         }
 
     def close(self) -> None:
-        """Stop the background thread. The position stays; `next` would start it again."""
+        """Stops the background thread. The position is unchanged, and `next` starts the thread again."""
         if self._worker is not None:
             self._worker.close()
             self._worker = self._coming = None
@@ -277,7 +298,7 @@ def _sent(item: _Ready | BaseException, transfer: Transfer) -> _Sent | BaseExcep
 
 
 class _Worker:
-    """The background thread. It does not refer to the Loader, so that one left unclosed can be collected."""
+    """The background thread. It does not reference the Loader, so an unclosed Loader can be garbage-collected."""
 
     def __init__(self, stream: TokenStream, plan: _Plan, epoch: int, position: int, prefetch: int) -> None:
         self.ready: queue.Queue[_Ready | BaseException] = queue.Queue(prefetch)
@@ -289,7 +310,7 @@ class _Worker:
     def close(self) -> None:
         self.stop.set()
         with contextlib.suppress(queue.Empty):
-            while True:  # make room for a thread that waits for it
+            while True:  # the thread may be waiting for space in the queue
                 self.ready.get_nowait()
         self._thread.join()
 

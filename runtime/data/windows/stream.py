@@ -1,4 +1,4 @@
-"""Token streams: text tokenized once into cached shards, or shards as they are, read as one long sequence."""
+"""Token streams: existing shards, or text that is tokenized once into cached shards, read as one long sequence."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ _FINGERPRINT_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class TokenStream:
-    """All tokens of one split as one sequence; every document is BOS and then its tokens.
+    """All tokens of a split as one sequence. A document is BOS followed by its tokens.
 
     Attributes:
         shards: the files, in order.
-        starts: first position of each shard, and the total at the end.
-        vocab: of the tokenizer; every token read is below it.
-        documents: number of documents; None where no record tells.
-        document_bytes: bytes of the documents as they stand in the source, separators not counted; None
-            likewise.
-        tokenizer_digest: of the tokenizer that wrote the tokens; None likewise.
-        digest: SHA-256 (hex) of the tokens; for shards with a record, of their digests; for shards without, of
-            their names, counts and both ends.
+        starts: first position of each shard, followed by the total number of tokens.
+        vocab: number of ids of the tokenizer. Every token is less than it.
+        documents: number of documents; None if no record states it.
+        document_bytes: bytes of the documents in the source, without separators; None if no record states them.
+        tokenizer_digest: digest of the tokenizer that wrote the tokens; None if no record states it.
+        digest: SHA-256 (hex) of the tokens for cached text, of the shards' digests for shards with a record, or of the
+            shards' names, counts, first and last tokens for shards without a record.
     """
 
     shards: tuple[TokenShard, ...]
@@ -51,11 +50,11 @@ class TokenStream:
         return self.starts[-1]
 
     def read(self, start: int, count: int) -> npt.NDArray[np.uint16]:
-        """Tokens [start, start + count) as a new uint16 array [count]. Safe to call from several threads.
+        """Returns tokens [start, start + count) as a new u16 array [count]. Thread-safe.
 
         Raises:
-            IndexError: the range leaves the stream.
-            DataIntegrityError: a shard was cut, or holds a token that the tokenizer does not have.
+            IndexError: the range exceeds the stream.
+            DataIntegrityError: a shard was truncated, or contains a token that is not in the vocabulary.
         """
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of a stream of {self.tokens}")
@@ -78,7 +77,10 @@ class TokenStream:
         return tokens
 
     def require_scorable(self, tokenizer: Tokenizer) -> None:
-        """Raises DataError unless the first token is BOS, which has no bytes and is no target, and others follow."""
+        """Raises DataError unless the stream begins with BOS and has at least one more token.
+
+        The first token is never a target. BOS has no bytes, so no bytes are missing from the score.
+        """
         if self.tokens < 2:
             raise DataError(f"nothing to score: the stream has {self.tokens} tokens", "give more text to validate on")
         opening = int(self.read(0, 1)[0])
@@ -101,23 +103,31 @@ def open_stream(
     cache: Path,
     progress: Callable[[int], None] | None = None,
 ) -> TokenStream:
-    """Open one split of a source as a stream of tokens.
+    """Opens one split of a source as a stream of tokens.
 
-    Text is tokenized on first use into `cache`; an entry's name is a digest of the files (path, size, time of
-    change), the split and the tokenizer, so a changed file gets a new entry. An entry is a folder that is
-    renamed into place when complete: two processes may ask at once (one builds, the other waits), and one
-    that is killed leaves only a temporary folder, which the next build removes. Shards (`find_shards`) are
-    opened where they are, and compared with the record of `specc data`, if one lies beside them. The val split must be
-    one that can be scored, so that a run does not end with data that cannot.
+    Text is tokenized into `cache` on first use. The name of a cache entry is a digest of the files (path, size,
+    modification time), the split and the tokenizer, so a changed file has a new entry. An entry is a folder that is
+    renamed into place when it is complete. If two processes open it at once, one builds it and the other waits. An
+    interrupted process leaves only a temporary folder, which the next build removes.
+
+    Shards (see `find_shards`) are opened in place and compared with the record of `specc data`, if there is one. Val
+    shards must be scorable, so that a run does not fail at its final validation.
 
     Args:
-        progress: called with the bytes of documents tokenized so far.
+        source: a text source (see `specc.runtime.data.documents.corpus.documents`) or shards.
+        split: "train" or "val".
+        tokenizer: the tokenizer of the stream.
+        cache: the folder of tokenized text.
+        progress: called with the number of document bytes tokenized so far.
+
+    Returns:
+        The stream.
 
     Raises:
-        DataError: the vocabulary has more than 65,536 ids or no BOS, the source is unusable, or val does not begin with
-            BOS or holds nothing else.
+        DataError: the vocabulary has more than 65,536 ids or no BOS, the source cannot be used, or val shards do not
+            consist of BOS followed by more tokens.
         DataIntegrityError: a shard is damaged.
-        EnvironmentFailure: the cache cannot be written, for a full disk or another reason.
+        EnvironmentFailure: the cache cannot be written, for example because the disk is full.
     """
     require_16_bits(tokenizer)
     paths = find_shards(source, split)
@@ -134,7 +144,7 @@ def open_stream(
 
 
 def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:
-    """Shards where they are. `whole` says that they should be all that a record beside them lists."""
+    """Opens shards in place. If `whole`, they must be all shards of the split that a record in their folder lists."""
     record = read_record(paths[0].parent) if len({path.parent for path in paths}) == 1 else None
     if record is not None:
         record.require(tokenizer, paths[0].parent)

@@ -13,21 +13,24 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Transfer(Protocol):
-    """Copies windows to one device. `ahead` tells that a batch should be sent before it is needed."""
+    """A transfer of windows to a device. `ahead` is whether a batch should be sent before it is needed."""
 
     ahead: bool
 
     def send(self, windows: npt.NDArray[np.uint16]) -> Batch:
-        """Inputs and targets, i64 [B, T], of windows [B, T + 1]; not to be used before `arrived`."""
+        """Starts to copy windows, u16 [B, T + 1], and returns inputs and targets, i64 [B, T].
+
+        The result must be passed to `arrived` before it is used.
+        """
         ...
 
     def arrived(self, batch: Batch) -> Batch:
-        """The batch, safe to use in the device's current stream."""
+        """Returns the batch, which the device's current stream may now use."""
         ...
 
 
 class HostTransfer:
-    """Leaves batches on the CPU."""
+    """A transfer that leaves batches on the CPU."""
 
     ahead = False
 
@@ -39,9 +42,9 @@ class HostTransfer:
 
 
 class OverlappedTransfer:
-    """Copies to a GPU from pinned memory in a CUDA stream of its own; neither the host nor the device waits for a copy.
+    """A transfer to a GPU from pinned memory on a separate CUDA stream, which overlaps with computation.
 
-    Tokens are copied as the 16 bits they are stored in, and widened on the GPU.
+    Tokens are copied as u16 and converted to i64 on the GPU.
     """
 
     ahead = True
@@ -59,7 +62,7 @@ class OverlappedTransfer:
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in batch:
-            tensor.record_stream(current)  # the allocator reuses its memory only after `current` is done with it
+            tensor.record_stream(current)  # so that its memory is not reused before `current` has finished
         return batch
 
 

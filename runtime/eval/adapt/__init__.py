@@ -1,1 +1,1 @@
-"""Models that adapt to the text that they are scored on: one file a method of `eval.adapt`."""
+"""Methods by which a model adapts to the text that it scores: one file per kind of `eval.adapt`."""

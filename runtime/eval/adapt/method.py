@@ -28,7 +28,7 @@ class AdaptError(RuntimeFailure):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A Batch on the device: i64 and bool [B, T]."""
+    """A Batch on the device: `ids` and `targets` are i64 [B, T], `new` and `seen` are bool [B, T]."""
 
     ids: Tensor
     targets: Tensor
@@ -38,15 +38,18 @@ class Placed:
 
 @dataclass
 class Work:
-    """A model and the text to score. No parameter of the model takes a gradient, unless a method lets it.
+    """A model and the text to score. No parameter of the model requires gradients, unless a method enables them.
 
     Attributes:
-        account: takes the nats of each batch.
-        score: nats of each target, f32 [B, T], of ids and targets, i64 [B, T]; without autograd.
-        features: what the head reads, [B, T, D], of ids.
-        nats: as `score`, of what the head reads, and targets.
-        rows: at once.
-        seed: of what starts at random.
+        account: accumulates the losses of the batches.
+        model: the model.
+        score: maps ids and targets, i64 [B, T], to the loss of each target in nats, f32 [B, T]; runs without autograd.
+        features: maps ids to the input of the head, [B, T, D].
+        nats: maps the input of the head and targets to the loss of each target in nats, f32 [B, T].
+        rows: number of rows per batch.
+        world: the processes that share the work.
+        seed: seed of random initial values.
+        progress: called with the number of scored targets and the total, on this process.
     """
 
     account: Account
@@ -66,16 +69,16 @@ class Work:
 
     @property
     def share(self) -> Share:
-        """The part of this process."""
+        """The share of this process."""
         return Share(self.world.rank, self.world.size, self.world.totals)
 
     def local_batches(self, batches: range) -> range:
-        """The batches of a run that are local to this process."""
+        """Returns the part of `batches` that is local to this process."""
         part = self.share.of(len(batches))
         return batches[part.start : part.stop]
 
     def each(self, batches: range, nats: Callable[[Placed], Tensor]) -> None:
-        """Counts `nats`, f32 [B, T], of each batch that is local to this process."""
+        """Adds the result of `nats`, f32 [B, T], to the account for each batch that is local to this process."""
         for number in self.local_batches(batches):
             batch = self.account.read(number)
             self.account.add(batch, nats(self._placed(batch)))
@@ -89,12 +92,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A method of adaptation, named after the `kind` of its settings.
+    """A method of adaptation.
 
     Attributes:
-        rows: windows of a batch, from the settings, where the windows of a batch share parameters; None for any number.
-        chunk: targets that are scored before the model changes, from the settings; None where it does not change.
-        run: scores the whole text, and returns in words how often it adapted. Several processes run it in one `world`.
+        name: the `kind` of its settings.
+        rows: maps the settings to the number of windows per batch. None if windows of a batch share no parameters, so
+            that any number is possible.
+        chunk: maps the settings to the number of targets to score between changes of the model, or to None if the
+            model does not change.
+        run: scores the whole text and returns a description of the number of adaptations. All processes of a `world`
+            call it.
     """
 
     name: str
@@ -104,6 +111,6 @@ class Method:
 
 
 def method_of(settings: Adaptation) -> Method:
-    """The method that these settings are of."""
+    """Returns the method that the settings belong to."""
     known: Mapping[str, Method] = catalog(adapt, Method)
     return known[settings.kind]

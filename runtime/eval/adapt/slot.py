@@ -1,6 +1,7 @@
-"""SLOT: a vector that is added to what the head reads, and fitted while the trunk stays as it is.
+"""SLOT: fits a vector that is added to the input of the head, while all weights are frozen.
 
-The trunk runs once a batch, without gradients; a step of the fit is one pass of the head and one back through it.
+The model before the head runs once per batch, without gradients. Each optimizer step runs only the head, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -16,8 +17,19 @@ from specc.runtime.eval.adapt.method import Method, Placed, Work
 
 
 def _fitted(work: Work, how: Slot | SlotCausal, batch: Placed, fitted: Tensor, vectors: int) -> Tensor:
-    """Nats f32 [B, T] with the vector that `how` fits on the mean of the targets `fitted`, bool [B, T]: one vector of
-    all rows, or one a row, each on its own mean. A row without such targets keeps the vector that it starts with, 0."""
+    """Fits vectors to the loss of the targets in `fitted` and scores the batch with them.
+
+    Args:
+        work: the model.
+        how: the settings.
+        batch: the batch.
+        fitted: the targets to fit on, bool [B, T].
+        vectors: 1 for one vector, fitted on the mean loss over all rows; B for one vector per row, each fitted on the
+            mean loss of its row. The vector of a row without targets in `fitted` remains 0.
+
+    Returns:
+        The loss of each target in nats, f32 [B, T].
+    """
     with torch.no_grad():
         hidden = work.features(batch.ids)
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Test-time training, score first: the weights learn from each chunk once all of it is scored."""
+"""Test-time training that scores first: the weights are trained on each chunk after the whole chunk is scored."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A weight that learns as it is: its master, f32."""
+    """A weight that is trained directly. `leaves` holds its f32 master copy."""
 
     leaves: tuple[Tensor, ...]
 
@@ -47,7 +47,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A matrix [out, in] that stays, and its correction: factor * b [out, rank] @ a [rank, in], f32."""
+    """A frozen matrix [out, in] plus a trained low-rank update: factor * b [out, rank] @ a [rank, in], f32."""
 
     base: Tensor
     leaves: tuple[Tensor, ...]
@@ -55,7 +55,7 @@ class LowRank:
 
     @classmethod
     def of(cls, weight: Tensor, how: LoraSettings, generator: torch.Generator) -> LowRank:
-        base = _wide(weight).clone()  # of an f32 weight, `_wide` is the weight itself, which takes what was learned
+        base = _wide(weight).clone()  # `_wide` of an f32 weight is the weight itself, which is overwritten
         rows, columns = base.shape
         a = (2 * torch.rand(how.rank, columns, generator=generator) - 1) * columns**-0.5
         b = base.new_zeros(rows, how.rank)
@@ -68,7 +68,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A window of tokens from `start` on, of whose targets those at the positions behind `after` up to `end` count."""
+    """A window that begins at token `start`. Its targets at positions after + 1 .. end count."""
 
     start: int
     after: int
@@ -76,15 +76,21 @@ class Row:
 
 
 def rows_of(span: tuple[int, int], length: int) -> list[Row]:
-    """Rows of one length, at most `length`, each of whose targets in `span` (behind the first, up to the second)
-    counts in one; what is before it is context."""
+    """Returns rows of up to `length` tokens that cover each target of `span`, positions span[0] + 1 .. span[1], once.
+
+    Earlier tokens of a row are context only.
+    """
     after, end = span
     ends = [*range(after + length, end, length), end]
     return [Row(max(0, e - length), a, e) for a, e in zip([after, *ends], ends, strict=False)]
 
 
 class Learner:
-    """The weights that learn, by name. The model computes with them in its own dtype; what learns is f32."""
+    """Trains the weights whose names match the settings.
+
+    The trained leaves are f32. Their values are copied into the model's parameters, which retain their own dtype.
+    Raises AdaptError if no parameter matches.
+    """
 
     def __init__(self, how: TestTimeTraining, work: Work) -> None:
         self.how, self.work = how, work
@@ -101,7 +107,7 @@ class Learner:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """The model's weights are as they were when the block ends."""
+        """Enables gradients of the weights inside the block. At its end, disables them and restores the weights."""
         kept = [weight.detach().clone() for weight in self.shown.values()]
         try:
             for weight in self.shown.values():
@@ -113,7 +119,7 @@ class Learner:
                     weight.requires_grad_(False).copy_(before)
 
     def learn(self, span: tuple[int, int], done: float) -> None:
-        """Trains on the targets of a chunk when the share `done` of all chunks that are trained on is."""
+        """Trains on the targets of a chunk. `done` is the fraction of training that is complete, for the schedule."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.how.learns_by.lr * SCHEDULES[self.how.schedule](done)
         rows = rows_of(span, self.work.account.windows.length)
@@ -141,7 +147,7 @@ class Learner:
                 shown.copy_(weight.value())
 
     def _backward(self, rows: Sequence[Row], count: int) -> None:
-        """Adds the gradients of the mean over `count` targets, as far as these rows hold them."""
+        """Adds to `sums` the gradients of the rows' summed loss divided by `count`, the targets of the whole step."""
         account, device = self.work.account, self.work.world.device
         length = min(account.windows.length, max(row.end for row in rows))
         filled = [*rows, *[rows[-1]] * (self.work.rows - len(rows))]
@@ -174,7 +180,7 @@ def _dtype(shown: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _run(how: TestTimeTraining, work: Work) -> str:
-    """The order is the proof that it is causal: a chunk's targets are all counted before the first step on them."""
+    """Runs test-time training. It is causal: all targets of a chunk are scored before the first step on them."""
 
     def nats(batch: Placed) -> Tensor:
         with torch.no_grad():
