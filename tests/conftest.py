@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,9 @@ def _has_gpu() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A suite started in the background or by nohup inherits ignored signals, and so would every process it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.stash[LEFT_OUT] = []
     with suppress(ImportError):  # GPU machines may have no hypothesis, and no test there wants it
         from hypothesis import HealthCheck, settings
