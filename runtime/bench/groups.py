@@ -118,7 +118,7 @@ def group_rows(
         RunFailure: if values or gradients of a group are wrong.
     """
     for group, where in labelled(plan.programs):
-        if at not in where:
+        if at not in where or not group.backward.outputs:  # without a gradient it is its kernels, timed as such
             continue
         say(f"group {where}")
         members = members_of(spec, plan.programs, plan.target.name, group)
