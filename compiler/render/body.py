@@ -19,6 +19,10 @@ SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"}
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 
 
+class Untold(LookupError):
+    """Nothing tells variants of a function apart, so they cannot be one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fact:
     """What code can ask to tell variants apart: `text` holds in `where`, and `otherwise` elsewhere. `reads` is the
@@ -135,7 +139,7 @@ class Body:
         return tuple(made)
 
     def condition(self, where: Where) -> str:
-        """Python that is true in the variants `where` and in no others. Raises LookupError where no facts tell."""
+        """Python that is true in the variants `where` and in no others. Raises Untold where no facts tell."""
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
         asked = [
             (fact, text, holds)
@@ -150,7 +154,7 @@ class Body:
                 if count > 1 and frozenset.union(*(holds for _, _, holds in some)) == where:
                     self.asked |= {fact for fact, _, _ in some}
                     return " or ".join(text for _, text, _ in some)
-        raise LookupError(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
+        raise Untold(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
 
     # Values.
 
