@@ -32,6 +32,9 @@ class Size(int):
         made.text = text
         return made
 
+    def __reduce__(self) -> tuple[Any, ...]:  # processes pass plans to one another
+        return Size, (int(self), self.text)
+
     def __mul__(self, other: Any) -> Any:
         product = int(self) * other
         return Size(product, f"{self.text} * {other.text}") if isinstance(other, Size) else product

@@ -1,6 +1,6 @@
 """Moves the common parts of several programs into methods that the programs call."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -46,19 +46,23 @@ class Outlined:
 
 
 def outline(
-    graphs: Sequence[Graph], sides: frozenset[str], taken: frozenset[str], reserved: frozenset[str], kind: Kind
+    graphs: Sequence[Graph],
+    sides: frozenset[str],
+    taken: frozenset[str],
+    reserved: frozenset[str],
+    kind: Kind,
+    told: Callable[[str, Merged], bool] = lambda name, merged: True,
 ) -> Outlined:
     """Moves common parts of programs into methods.
 
     Args:
-        graphs: The programs, rolled and aligned.
-        sides: First words of node names that name a side of the model, e.g. `decoder`.
-        taken: Names of methods that the model already has.
-        reserved: Names that no parameter may have.
-        kind: A further key that must be equal for two nodes to be merged, e.g. their kernel.
-
-    Returns:
-        The remaining programs and the new methods.
+        graphs: the programs, rolled and aligned.
+        sides: first words of nodes that name a side of the model.
+        taken: names of methods that the model has.
+        reserved: names that no argument may have.
+        kind: what two nodes have to have in common to be one, besides what they compute.
+        told: whether a method of that name can tell its variants apart. Programs that no method can be shared by are
+            left to those that fewer of them share.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
@@ -86,8 +90,13 @@ def outline(
             and not any(label.startswith(STATES) for label, _ in programs[v].outputs)
         ]
         name = programs[whole[0]].name if whole else _method_name(slots, sides, taken | methods.keys())
-        section = _Section(merged, where, slots, name, sides, reserved)
-        methods[name] = merge(section.bodies(), kind=kind)
+        section = _Section(merged, where, slots, name, sides, reserved, tuple(programs[v] for v in whole[:1]))
+        if not section.complete:
+            continue
+        method = merge(section.bodies(), kind=kind)
+        if not told(name, method):
+            continue
+        methods[name] = method
         for variant in where:
             programs[variant] = section.calling(variant)
         replaced |= {programs[variant].name for variant in whole[:1]}
@@ -148,12 +157,21 @@ class _Section:
         name: str,
         sides: frozenset[str],
         reserved: frozenset[str],
+        whole: Sequence[Graph] = (),
     ) -> None:
         self.reserved = reserved
         self.merged, self.where, self.slots, self.name, self.sides = merged, where, slots, name, sides
         self.own = {variant: {slot.nodes[variant].name for slot in slots if variant in slot.nodes} for variant in where}
-        self.inputs = self._inputs()
+        order = [name for graph in whole for name, _ in graph.inputs]  # a program that it replaces is called as before
+        variants = [merged.variants.index(graph) for graph in whole]
+        found = self._inputs()
+        places = {
+            name: next((order.index(passed[v]) for v in variants if passed.get(v) in order), len(order))
+            for name, passed in found.items()
+        }
+        self.inputs = {name: found[name] for name in sorted(found, key=lambda name: places[name])}
         self.outputs = self._outputs()
+        self.returned = {label: self._returned(refs) for label, refs in self.outputs.items()}
 
     def _inputs(self) -> dict[str, dict[int, str]]:
         """Returns parameter name -> ref that each program passes. State is not a parameter; it is passed as a whole."""
@@ -219,6 +237,21 @@ class _Section:
             names[next(option for option in options if option not in names)] = one
         return names
 
+    @property
+    def complete(self) -> bool:
+        """Whether each program makes all that is returned."""
+        return all(refs.keys() >= self.where for refs in self.returned.values())
+
+    def _returned(self, read: Mapping[int, str]) -> dict[int, str]:
+        """What each program returns as an output that some of them read."""
+        found = dict(read)
+        for slot in self.slots:
+            for j in range(len(slot.node.types)):
+                refs = {variant: node.outputs[j] for variant, node in slot.nodes.items()}
+                if any(refs.get(variant) == ref for variant, ref in read.items()):
+                    found = refs | found
+        return found
+
     def _alike(self, one: Mapping[int, str], other: Mapping[int, str]) -> bool:
         """Whether values of different programs are read by one merged node, as the same input."""
         for slot in self.merged.slots:
@@ -242,7 +275,7 @@ class _Section:
             inputs = tuple((name, types[ref]) for ref, name in names.items())
             inputs += tuple((n, t) for n, t in graph.inputs if n.startswith(STATES) and n in read and n not in names)
             params = tuple(entry for entry in graph.params if f"@{entry[0]}" in read)
-            outputs = tuple((label, refs[variant]) for label, refs in self.outputs.items() if variant in refs)
+            outputs = tuple((label, refs[variant]) for label, refs in self.returned.items() if variant in refs)
             body = Graph(graph.name, inputs, params, nodes, outputs, graph.scalars)
             made.append(rename(body, names))
         return made

@@ -80,19 +80,21 @@ class BlockClass:
     """The class of a module list.
 
     Attributes:
-        context: the class as text.
-        order: the arguments of a call after the residual stream.
-        optional: the arguments that a call may omit.
-        flags: the boolean arguments.
-        keeps: whether calls have a `cache` argument.
-        make: the comprehension over `layer` that creates the modules.
-        count: the number of modules.
+        context: its text.
+        order: the arguments of a call behind the stream.
+        optional: those that a call may leave out.
+        flags: arguments that are true or false.
+        begin_flags: those of `begin`.
+        keeps: whether it takes a cache.
+        make: the text that makes its modules in a comprehension over `layer`.
+        count: how many there are.
     """
 
     context: ClassContext
     order: tuple[str, ...]
     optional: frozenset[str]
     flags: tuple[str, ...]
+    begin_flags: tuple[str, ...]
     keeps: bool
     make: str
     count: int
@@ -170,8 +172,10 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
         fact.text == "cache is not None" for fact in body.asked
     )
     methods = [_forward(merged, uses, body, used, keeps)]
+    begin_flags: tuple[str, ...] = ()
     if begins:
-        methods.append(_begin(plan, merge(begins, kind=speller.kernel), reserved))
+        begin, begin_flags = _begin(plan, merge(begins, kind=speller.kernel), reserved)
+        methods.append(begin)
     table = f"{name.upper()}_{BUFFERS}"
     init = _init(uses, functions, [fact for fact in own if fact in body.asked], tables, table)
     doc = f"One block: {', '.join(_layers(functions))}." if _layers(functions) else f"One {owner(functions[0].name)}."
@@ -185,7 +189,7 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
     optional = frozenset(name for name, _, where in inputs if where != merged.every)
     count = max(uses.every) + 1
     make = f"{name}(layer) for layer in range({count})" if needs else f"{name}() for _ in range({count})"
-    return BlockClass(context, order, optional, used, keeps, make, count)
+    return BlockClass(context, order, optional, used, begin_flags, keeps, make, count)
 
 
 def _method(graph: Graph) -> str:
@@ -316,16 +320,30 @@ def argument(name: str, required: bool) -> str:
     return name if required else f"{name}=None"
 
 
-def _begin(plan: Plan, merged: Merged, reserved: frozenset[str]) -> Function:
+def _begin(plan: Plan, merged: Merged, reserved: frozenset[str]) -> tuple[Function, tuple[str, ...]]:
+    """The method that makes the state of a block, and the flags that it asks for."""
     names = {name: name for name, _, _ in merged.inputs()}
-    body = Body(merged, names, Speller(plan), reserved=reserved, constants=constants_of(plan))
+    rounded = frozenset(i for i, graph in enumerate(merged.variants) if graph.name.endswith(SUFFIX))
+    facts = [Fact("rounded", "not rounded", rounded, "rounded")] if rounded and rounded != merged.every else []
+    body = Body(
+        merged,
+        names,
+        Speller(plan),
+        facts=facts,
+        reserved=reserved,
+        alive=frozenset(fact.reads for fact in facts),
+        constants=constants_of(plan),
+    )
     body.run()
+    lines = body.lines
+    flags = tuple(fact.text for fact in facts if fact in body.asked)
     graph = merged.variants[0]
     doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs])
-    arguments = ("self", *(f"{name}: Tensor" for name, _ in graph.inputs))
+    arguments = ("self", *(f"{name}: Tensor" for name, _ in graph.inputs), *(f"{flag}: bool = False" for flag in flags))
     annotation = f"tuple[{', '.join('Tensor' for _ in graph.outputs)}]"
     texts = body.returned()
-    return Function("begin", doc, arguments, body.lines, texts if len(graph.outputs) > 1 else f"({texts},)", annotation)
+    returns = texts if len(graph.outputs) > 1 else f"({texts},)"
+    return Function("begin", doc, arguments, lines, returns, annotation), flags
 
 
 def _init(

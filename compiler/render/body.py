@@ -22,6 +22,10 @@ SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"}
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 
 
+class Untold(LookupError):
+    """Nothing tells variants of a function apart, so they cannot be one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fact:
     """A condition that distinguishes variants at run time.
@@ -149,10 +153,7 @@ class Body:
         return tuple(made)
 
     def condition(self, where: Where) -> str:
-        """Returns a Python expression that is true in exactly the variants `where`.
-
-        Raises LookupError if no combination of at most three facts distinguishes them.
-        """
+        """Python that is true in the variants `where` and in no others. Raises Untold where no facts tell."""
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
         asked = [
             (fact, text, holds)
@@ -167,7 +168,7 @@ class Body:
                 if count > 1 and frozenset.union(*(holds for _, _, holds in some)) == where:
                     self.asked |= {fact for fact, _, _ in some}
                     return " or ".join(text for _, text, _ in some)
-        raise LookupError(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
+        raise Untold(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
 
     # Values
 

@@ -179,13 +179,7 @@ def _arguments(
             body.condition(keeping)  # records the use of the state
             kept = f"{keeper} and {kept}"
         ordered.append(f"cache={kept}")
-    for flag in block.flags:
-        where = flags.get(flag, frozenset()) & slot.where
-        if where == slot.where:
-            ordered.append(f"{flag}=True")
-        elif where:
-            body.condition(where)  # records the use of the flag
-            ordered.append(f"{flag}={flag}")
+    ordered += _flag_arguments(body, slot, block.flags, flags)
     return ordered, inner
 
 
@@ -218,14 +212,26 @@ def _joins(body: Body, slot: Slot, tables: Tables, name: str, index: str, ahead:
     ]
 
 
-def begin_lines(body: Body, slot: Slot) -> None:
-    """Adds a dict of the initial state of every block. All blocks receive the same arguments."""
+def _flag_arguments(body: Body, slot: Slot, names: Sequence[str], flags: Mapping[str, frozenset[int]]) -> Iterator[str]:
+    """The flags that blocks are given."""
+    for flag in names:
+        where = flags.get(flag, frozenset()) & slot.where
+        if where == slot.where:
+            yield f"{flag}=True"
+        elif where:
+            body.condition(where)  # which asks for the flag
+            yield f"{flag}={flag}"
+
+
+def begin_lines(body: Body, slot: Slot, block: BlockClass, flags: Mapping[str, frozenset[int]]) -> None:
+    """Adds a dict with what every block begins with. All blocks are given the same."""
     begin = slot.node.op
     assert isinstance(begin, Begin)
     for operand in slot.inputs:
         if operand[0][0] in body.pending:  # every block reads it, so it is computed once, before the loop
             body.write(operand[0][0])
-    given = ", ".join(body.text(operand) for operand in slot.inputs)
+    texts = [body.text(operand) for operand in slot.inputs]
+    given = ", ".join((*texts, *_flag_arguments(body, slot, block.begin_flags, flags)))
     name = begin.at.rpartition(".")[2]
     while name in body.reserved or name in body.held:  # the list of blocks may have the name of a value or a function
         name = f"{name}_begun"

@@ -157,9 +157,9 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
     blocks = {uses.place: block_class(plan, uses, tables, reserved, taken) for uses in lists(plan)}
     steps = tuple(_step_class(plan, name, reserved) for name in _steps(programs))
     sides = _sides(programs)
-    outlined = outline(distinct, sides, _taken(programs), reserved, speller.kernel)
     own = own_state(rolled)
     methods = Methods(plan, speller, blocks, tables, reserved, sides, tuple(name for name, _ in own))
+    outlined = outline(distinct, sides, _taken(programs), reserved, speller.kernel, methods.tells)
     shared: list[Function] = []
     asked: dict[str, tuple[str, ...]] = {}
     for name, merged in outlined.methods.items():

@@ -10,7 +10,7 @@ from specc.compiler.passes.roll import Begin, Loop, field_of, index_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Programs
 from specc.compiler.render.blocks import BlockClass, Tables, argument
-from specc.compiler.render.body import Body, Fact, constants_of
+from specc.compiler.render.body import Body, Fact, Untold, constants_of
 from specc.compiler.render.function import Function, Speller, types_doc
 from specc.compiler.render.loops import CACHE, STATE, begin_lines, loop_lines
 
@@ -57,6 +57,14 @@ class Methods:
     reserved: frozenset[str]
     sides: frozenset[str]
     own: tuple[str, ...]  # the state outside of blocks, in order
+
+    def tells(self, name: str, merged: Merged) -> bool:
+        """Whether a method that several programs call can tell them apart."""
+        try:
+            self.shared(name, merged)
+        except Untold:
+            return False
+        return True
 
     def shared(self, name: str, merged: Merged) -> tuple[Function, tuple[str, ...]]:
         """Returns a method that several programs call, and the flags that it has as arguments."""
@@ -155,7 +163,7 @@ class Methods:
                 loop_lines(body, slot, block, self.tables, keeper, first, flags)  # type: ignore[arg-type]
                 return True
             if isinstance(slot.node.op, Begin):
-                begin_lines(body, slot)  # type: ignore[arg-type]
+                begin_lines(body, slot, self.blocks[slot.node.op.at], flags)  # type: ignore[arg-type]
                 return True
             return False
 
