@@ -200,6 +200,7 @@ def test_shards_are_found_by_folder_pattern_and_file(tmp_path: Path) -> None:
         "a-validation-3.bin": "val",
         "TRAIN.bin": "train",
     }.items():
+        (tmp_path / name).touch()
         assert find_shards(tmp_path / name, split) == [tmp_path / name]
 
 

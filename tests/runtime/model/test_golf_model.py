@@ -186,7 +186,7 @@ def test_the_plan_says_why_attention_that_ends_at_documents_has_no_kernel_of_its
     page = compile_loaded(load(SPEC, overrides)[0], None, ("sm90", "cpu")).files["PLAN.md"]
     reasons = [line for line in page.splitlines() if line.startswith("- blocks.*.attention.y: attention takes")]
     assert len(reasons) == 1 and "take no mask of documents" in reasons[0]
-    assert page.count("| blocks.*.attention.y | sdpa ") == 2
+    assert page.count("| blocks.*.attention.y | sdpa ") == 1
 
 
 @pytest.mark.parametrize("name", ["documents", "documents_late_stack"])
