@@ -243,7 +243,7 @@ class _Section:
         return all(refs.keys() >= self.where for refs in self.returned.values())
 
     def _returned(self, read: Mapping[int, str]) -> dict[int, str]:
-        """What each program returns as an output that some of them read."""
+        """The outputs of each program that some of the programs read."""
         found = dict(read)
         for slot in self.slots:
             for j in range(len(slot.node.types)):

@@ -11,7 +11,7 @@ from specc.compiler.int8.fake_quantize import SUFFIX
 from specc.compiler.ir.graph import Graph, Named, Node, TensorType
 from specc.compiler.ops.region import Call
 from specc.compiler.passes.merge import Merged, Where, merge
-from specc.compiler.passes.roll import Loop, field_of, index_of, merged_order, of_block
+from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import class_name, owner, without_scoring_groups
 from specc.compiler.render.body import Body, Fact, constants_of
@@ -387,8 +387,3 @@ def _number(uses: _Uses, scalar: str, values: Mapping[int, float], tables: Table
         uses.place, f"{scalar.upper()}S", f"({numbers}{',' if len(values) == 1 else ''})", "of each block"
     )
     return f"{table}[layer]"
-
-
-def loops(graphs: Sequence[Graph]) -> Iterator[Loop]:
-    """Yields the loops over blocks of rolled programs."""
-    return (node.op for graph in graphs for node in graph.nodes if isinstance(node.op, Loop))

@@ -31,7 +31,7 @@ class StoredAs:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """What an artifact holds. `overhead` are the bytes of its header, its spec and its table of arrays."""
+    """The bytes of an artifact. `overhead` counts its header, its spec and its table of arrays."""
 
     rows: tuple[StoredAs, ...]
     overhead: int
@@ -86,7 +86,7 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """What quantization chooses beyond the rules, in words; empty where there is nothing to choose."""
+    """The choices of quantization beyond the rules, in words; empty if there are none."""
     if quant is None:
         return ""
     if quant.allocate is not None:
