@@ -20,7 +20,11 @@ def _distinct(chars: str) -> str:
 
 
 class Vocabulary(StrictModel):
-    """A vocabulary with ids 0 for padding, 1 for start, 2 for stop, then the characters of `chars` in order."""
+    """A vocabulary of characters, with ids 0 for padding, 1 for start, 2 for stop, then the characters in order.
+
+    Attributes:
+        chars: the characters.
+    """
 
     chars: Annotated[str, Field(min_length=1, max_length=MOST), AfterValidator(_distinct)]
 

@@ -112,10 +112,10 @@ def tag_of(definition: Mapping[str, Any]) -> str | None:
 def section(heading: str, definition: Mapping[str, Any], headings: Mapping[str, str]) -> str:
     fields = definition.get("properties", {})
     required = definition.get("required", ())
-    rows = ["| field | value | default |", "|---|---|---|"]
+    rows = ["| field | value | default | description |", "|---|---|---|---|"]
     for key, field in fields.items():
         default = "" if key in required or "default" not in field else default_text(field["default"])
-        rows.append(f"| `{key}` | {cell(value_text(field, headings))} | {default} |")
+        rows.append(f"| `{key}` | {cell(value_text(field, headings))} | {default} | {cell(field['description'])} |")
     table = "\n".join(rows) if fields else ""
     return f"## {heading}\n\n{definition.get('description', '').strip()}\n\n{table}\n"
 

@@ -36,11 +36,16 @@ HALVES = ("features", "nats")  # the halves of `score`, for adaptation to a text
 
 
 class Loop(StrictModel):
-    """Depth recurrence: blocks `first` to `last`, counted from 0, run `passes` times in sequence.
+    """Depth recurrence: some blocks run several times in sequence.
 
-    Until the share `after` of training is done, by steps or by the clock, each block runs once. With `after: 0` blocks
-    loop from the start. With `after: 1` they never loop. Runs of a block share its parameters. Parameters that no
-    program reads yet are not updated.
+    Runs of a block share its parameters. Parameters that no program reads yet are not updated.
+
+    Attributes:
+        first: the first block of the loop, counted from 0.
+        last: the last block of the loop.
+        passes: how often the blocks run.
+        after: the share of training, by steps or by the clock, until which each block runs once. With 0, blocks loop
+            from the start; with 1, they never loop.
     """
 
     first: Annotated[int, Field(ge=0, lt=1000)]
@@ -50,7 +55,11 @@ class Loop(StrictModel):
 
 
 class DecoderBlocks(Blocks):
-    """Blocks that run several times if `loop` selects them. Skips then connect runs instead of blocks."""
+    """Blocks that run several times if `loop` selects them. Skips then connect runs instead of blocks.
+
+    Attributes:
+        loop: the blocks that run several times.
+    """
 
     loop: Loop | None = later(None)
 
@@ -79,8 +88,19 @@ class DecoderBlocks(Blocks):
 
 
 class Decoder(Architecture):
-    """A causal language model: embed, blocks, norm, head. It is trained and used on at most `context` tokens at
-    a time."""
+    """A causal language model: embed, blocks, norm, head.
+
+    Attributes:
+        vocab: the number of token ids.
+        dim: the features of the residual stream.
+        context: the most tokens that the model is trained and used on at a time.
+        init: the initialization of matrices.
+        output_init: the initialization of matrices that write to the residual stream; `init` if unset.
+        embed: the steps from token ids to the first block's input.
+        blocks: the blocks.
+        norm: the norm after the last block.
+        head: the step to logits.
+    """
 
     kind: Literal["decoder"]
     vocab: Annotated[int, Field(ge=2, le=2**24)]

@@ -42,12 +42,21 @@ BEFORE_THE_LOOP = "put it before the stage that attends with a later state"
 
 
 class EncoderDecoder(Architecture):
-    """Sequence to sequence (Sutskever, Vinyals and Le, 2014): an encoder reads a source of at most `context` tokens,
-    and a decoder writes a target of at most `context` tokens.
+    """Sequence to sequence (Sutskever, Vinyals and Le, 2014): an encoder reads a source, and a decoder writes a target.
 
-    Each side is its stages in order, with residual branches only in `blocks`. `bridge` computes the first state of the
-    decoder from the last state of a recurrent encoder. If it is unset, the decoder's state starts at 0. `dtype` is the
-    compute dtype. If it is unset, the model computes in the dtype of the target.
+    Each side is its stages in order, with residual branches only in `blocks`.
+
+    Attributes:
+        vocab: the characters of the lines.
+        context: the most tokens of a source and of a target.
+        dtype: the compute dtype; that of the target if unset.
+        init: the initialization of matrices.
+        output_init: the initialization of matrices that write to a residual stream; `init` if unset.
+        encoder: the stages of the encoder.
+        bridge: computes the first state of the decoder from the last state of a recurrent encoder. If unset, the state
+            starts at 0.
+        decoder: the stages of the decoder.
+        head: the step to logits.
     """
 
     reads: ClassVar[Form] = "lines"

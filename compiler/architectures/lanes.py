@@ -16,16 +16,19 @@ from specc.compiler.strict import PositiveFloat, Problem, StrictModel
 
 
 class Lanes(StrictModel):
-    """Two residual lanes from block `first` on, counted from 0: one for each of a block's two layers.
+    """Two residual lanes, one for each of a block's two layers.
 
     Both lanes start as the output of the previous block. With f_j for layer j after its norm, lane i becomes
 
         carry_i lane_i + to_0i f_0(lane_0) + to_1i f_1(lane_1)
 
-    so neither layer reads what the other writes in the same block. All factors are learned numbers: `carry` starts at
-    its value, the others at 1. Skips and mixes apply to the first lane: a skip is added to it, but the result of a mix
-    is only the input of its layer. The last block returns the mean of the lanes. The lanes are concatenated in one
-    tensor.
+    so neither layer reads what the other writes in the same block. All factors are learned numbers; each to_ji starts
+    at 1. Skips and mixes apply to the first lane: a skip is added to it, but the result of a mix is only the input of
+    its layer. The last block returns the mean of the lanes. The lanes are concatenated in one tensor.
+
+    Attributes:
+        first: the first block with lanes, counted from 0.
+        carry: the initial value of each carry_i.
     """
 
     first: Annotated[int, Field(ge=1, lt=1000)]

@@ -38,10 +38,17 @@ else:
 
 
 class Blocks(StrictModel):
-    """`count` blocks with the same fields. Each block is its `layers` in order, and `norm` precedes each layer.
+    """Blocks with the same fields. Each block is its layers in order, each after a norm.
 
-    In the blocks listed in `parallel`, counted from 0, all layers read one norm of the block's input, and their values
-    are added to it together.
+    Attributes:
+        count: the number of blocks.
+        norm: the norm before each layer.
+        skips: skip connections between blocks.
+        mix: how each block mixes the first block's input into the stream.
+        parallel: the blocks, counted from 0, in which all layers read one norm of the block's input, and their values
+            are added to it together.
+        lanes: two residual lanes.
+        layers: the layers of a block.
     """
 
     count: Annotated[int, Field(gt=0, le=1000)]

@@ -18,6 +18,11 @@ class AdditiveStage(Stage):
 
     With the last h of the recurrent stage `query`, the score of a position is relu(w . [h; value] + b). With `form:
     tanh` it is w . tanh(W h + U value + b), for `width` features.
+
+    Attributes:
+        query: the name of the recurrent stage that gives the query h.
+        form: the form of the score.
+        width: the features of the score with `form: tanh`.
     """
 
     kind: Literal["additive"]

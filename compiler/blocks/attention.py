@@ -27,7 +27,12 @@ from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel,
 
 
 class QkNorm(StrictModel):
-    """RMSNorm of each head of q and k. With `gain`, one learned factor per head, from `gain`, then scales q."""
+    """RMSNorm of each head of q and k.
+
+    Attributes:
+        gain: the initial value of one learned factor per head, which scales q; no factor if unset.
+        eps: the epsilon added to the mean square.
+    """
 
     gain: PositiveFloat | None = None
     eps: PositiveFloat = 1e-6
@@ -35,7 +40,11 @@ class QkNorm(StrictModel):
 
 class Exclude(StrictModel):
     """Exclusive self-attention (XSA, arXiv 2603.09078): removes from each head's output its component along the token's
-    own value. Applies in `layers`, counted from 0; in all layers if unset."""
+    own value.
+
+    Attributes:
+        layers: the layers that it applies to, counted from 0; all if unset.
+    """
 
     layers: LayerList | None = None
 
@@ -49,8 +58,12 @@ def _gate(text: str) -> str:
 class HeadGate(StrictModel):
     """A gate per head that multiplies the head's attention output.
 
-    The gate is `act` of a dot product of one learned row per head with the first `features` of the normalized input, or
-    with all features if unset. The rows start at `init`, 0 by default.
+    The gate is an expression of a dot product of one learned row per head with the normalized input.
+
+    Attributes:
+        features: how many of the first features of the input are read; all if unset.
+        act: the expression of the gate in x, the dot product.
+        init: the initialization of the rows.
     """
 
     features: Positive | None = None
@@ -59,11 +72,22 @@ class HeadGate(StrictModel):
 
 
 class Attention(Layer):
-    """softmax(q k^T / sqrt(C)) v for `heads` query heads over `kv_heads` key and value heads (Ainslie et al., 2023).
+    """softmax(q k^T / sqrt(C)) v in several heads (Ainslie et al., 2023).
 
-    With `of: self`, each token attends to itself and earlier tokens, or in an encoder to all tokens of the source. With
-    `of: encoder`, it attends to the source. With `bias`, each of the four matrices has a bias. With `bos`, the id that
-    starts a document, a token attends only to its own document.
+    Attributes:
+        heads: the query heads.
+        kv_heads: the key and value heads; as many as `heads` if unset.
+        head_dim: the features C of a head; the model's divided by `heads` if unset.
+        rope: rotary positions.
+        qk_norm: the normalization of q and k.
+        window: the tokens that a token attends to, itself included; all earlier ones if unset.
+        of: `self`: each token attends to itself and earlier tokens, or in an encoder to all tokens of the source.
+            `encoder`: it attends to the source.
+        bias: whether each of the four matrices has a bias.
+        values: value embeddings, which are added to the values.
+        exclude: exclusive self-attention.
+        gate: a gate per head.
+        bos: the id that starts a document. A token then attends only to its own document.
     """
 
     kind: Literal["attention"]

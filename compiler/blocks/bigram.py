@@ -18,11 +18,16 @@ from specc.compiler.strict import Positive
 
 
 class Bigram(Embed):
-    """BigramHash: x + scale * P E[bucket], for a table E [buckets, dim] from 0, a matrix P, and a learned number from
-    `scale`.
+    """BigramHash: x + scale * P E[bucket], for a table E, a matrix P, and a learned number.
 
-    The bucket is a hash of a token and the token before it. A first token has the last bucket. With `bos`, the id that
-    starts a document, a token with that id also counts as a first token.
+    The bucket is a hash of a token and the token before it. A first token has the last bucket.
+
+    Attributes:
+        buckets: the rows of E.
+        dim: the columns of E.
+        scale: the initial value of the learned number.
+        init: the initialization of P.
+        bos: the id that starts a document. A token with that id also counts as a first token.
     """
 
     kind: Literal["bigram"]

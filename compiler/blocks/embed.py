@@ -17,8 +17,11 @@ from specc.compiler.strict import Positive
 class EmbedStage(Stage):
     """The first stage of a side: looks up a learned row of features for each id in a table [V, D].
 
-    `positions` adds position features: from a learned table [context, D], or sinusoidal. In training each feature is
-    dropped with probability `dropout`.
+    Attributes:
+        dim: the features D.
+        positions: position features that are added: from a learned table [context, D], or sinusoidal.
+        dropout: the probability that a feature is dropped in training.
+        init: the initialization of the table; the model's if unset.
     """
 
     starts: ClassVar[bool] = True

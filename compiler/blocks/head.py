@@ -17,8 +17,14 @@ Cap = Annotated[float, Field(gt=0, le=1e4)]
 
 
 class LogitHead(Head):
-    """One matrix to the vocabulary: the token table itself if `tied` (Press and Wolf, 2017). `softcap` limits logits z
-    to softcap * tanh(z / softcap), which is within +-softcap. `bias` adds a learned vector to the logits."""
+    """One matrix to the vocabulary.
+
+    Attributes:
+        tied: whether the matrix is the token table itself (Press and Wolf, 2017).
+        softcap: limits logits z to softcap * tanh(z / softcap), which is within +-softcap.
+        bias: whether a learned vector is added to the logits.
+        init: the initialization of the matrix; the model's if unset.
+    """
 
     tied: bool = True
     softcap: Cap | None = None

@@ -43,11 +43,16 @@ Size = Annotated[float | str, formula("fan_in", "fan_out", "layers")]
 
 
 class Init(StrictModel):
-    """One initialization: normal with this standard deviation, uniform within +-bound, orthogonal with this gain, or
-    constant.
+    """One initialization of a parameter. Exactly one field is set.
 
-    Exactly one field is set. Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and
-    `layers`, the number of blocks of the model, of both sides together in an encoder-decoder.
+    Numbers may be formulas over `fan_in` and `fan_out` (columns and rows of the matrix) and `layers`, the number of
+    blocks of the model, of both sides together in an encoder-decoder.
+
+    Attributes:
+        normal: the standard deviation of a normal distribution.
+        uniform: the bound of a uniform distribution within +-bound.
+        orthogonal: the gain of an orthogonal matrix.
+        constant: the value of all elements.
     """
 
     normal: Size | None = None

@@ -13,7 +13,11 @@ from specc.compiler.strict import Name
 
 
 class ConcatStage(Stage):
-    """Concatenates the features of its input and of the earlier stage `beside`, in that order."""
+    """Concatenates the features of its input and of the earlier stage `beside`, in that order.
+
+    Attributes:
+        beside: the name of the earlier stage.
+    """
 
     kind: Literal["concat"]
     beside: Name
@@ -27,7 +31,11 @@ class ConcatStage(Stage):
 
 
 class DropoutStage(Stage):
-    """In training, drops each feature with probability `p` (Srivastava et al., 2014)."""
+    """Drops features in training (Srivastava et al., 2014).
+
+    Attributes:
+        p: the probability that a feature is dropped.
+    """
 
     kind: Literal["dropout"]
     p: Annotated[float, Field(gt=0, lt=1)]

@@ -18,10 +18,15 @@ SPREAD = Init(uniform="2/sqrt(fan_out)")  # 1 / sqrt(hidden), as the rows are fo
 
 
 class LstmStage(Stage):
-    """One layer of long short-term memory (Hochreiter and Schmidhuber, 1997), with `hidden` features in each direction.
+    """One layer of long short-term memory (Hochreiter and Schmidhuber, 1997).
 
-    `biases` is the number of bias vectors in each direction: 1, or 2 as in most libraries. `gates` is the order of the
-    input, forget, cell and output gates in the matrices [4H, D] and [4H, H].
+    Attributes:
+        hidden: the features H in each direction.
+        directions: the directions in which tokens are read. The features of both are concatenated.
+        biases: the bias vectors in each direction: 1, or 2 as in most libraries.
+        gates: the order of the input, forget, cell and output gates in the matrices [4H, D] and [4H, H].
+        dropout: the probability that a feature of the output is dropped in training.
+        init: the initialization of the matrices; the model's if unset.
     """
 
     recurrent: ClassVar[bool] = True

@@ -26,7 +26,12 @@ Expression = Annotated[str, Field(min_length=1, max_length=500), AfterValidator(
 
 
 class NamedActivation(StrictModel):
-    """An activation with an explicit name for its kernels, for activations that would otherwise have the same name."""
+    """An activation with an explicit name for its kernels, for activations that would otherwise have the same name.
+
+    Attributes:
+        expr: the expression, in `x` and `gate`.
+        name: the name in the files and symbols of its kernels.
+    """
 
     expr: Expression
     name: Name
@@ -35,7 +40,10 @@ class NamedActivation(StrictModel):
 class Mlp(Layer):
     """down(act(up(x))), or down(act(up(x), gate(x))) if the activation reads `gate` (Shazeer, 2020).
 
-    The number of inner features is `hidden`, or `ratio` times the model's features.
+    Attributes:
+        ratio: the inner features as a multiple of the model's. Exactly one of `ratio` and `hidden` is set.
+        hidden: the inner features.
+        act: the activation: an expression in `x` and `gate`, or one with a name.
     """
 
     kind: Literal["mlp"]

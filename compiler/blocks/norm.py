@@ -10,7 +10,12 @@ from specc.compiler.strict import PositiveFloat
 
 
 class Rms(Norm):
-    """RMSNorm, with a learned weight if `affine`."""
+    """RMSNorm.
+
+    Attributes:
+        eps: the epsilon added to the mean square.
+        affine: whether a learned weight multiplies the result.
+    """
 
     kind: Literal["rms"]
     eps: PositiveFloat = 1e-6
@@ -24,7 +29,11 @@ class Rms(Norm):
 
 
 class Layer(Norm):
-    """LayerNorm with a learned weight and bias."""
+    """LayerNorm with a learned weight and bias.
+
+    Attributes:
+        eps: the epsilon added to the variance.
+    """
 
     kind: Literal["layer"]
     eps: PositiveFloat = 1e-5

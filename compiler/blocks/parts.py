@@ -31,7 +31,11 @@ LayerFormula = Annotated[float | str, formula("layer", "layers")]
 
 
 class Norm(StrictModel):
-    """Normalizes [..., D]. `scale` multiplies the result and may depend on the layer, counted from 0."""
+    """Normalizes [..., D].
+
+    Attributes:
+        scale: a factor of the result, which may depend on the layer, counted from 0.
+    """
 
     scale: LayerFormula | None = None
 
@@ -135,7 +139,11 @@ class Embed(StrictModel):
 
 
 class Part(StrictModel):
-    """One computation on a value [B, T, D]."""
+    """One computation on a value [B, T, D].
+
+    Attributes:
+        name: the name of the part in paths of nodes and parameters; its kind if unset.
+    """
 
     # The part reads only tokens or the encoder, and no earlier value.
     starts: ClassVar[bool] = False
@@ -239,8 +247,9 @@ class Stage(Part):
 class Layer(Part):
     """One residual branch of a block: x + residual * f(norm(x)).
 
-    `residual` is a factor, a formula, or `learned`: one learned factor per feature, from 1. In training each element of
-    the branch is dropped with probability `dropout`.
+    Attributes:
+        residual: a factor, a formula, or `learned`: one learned factor per feature, from 1. If unset, it is 1.
+        dropout: the probability that an element of the branch is dropped in training.
     """
 
     residual: Literal["learned"] | LayerFormula | None = None

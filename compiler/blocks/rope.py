@@ -12,12 +12,16 @@ from specc.compiler.strict import Positive, StrictModel, later
 
 
 class RopeSpec(StrictModel):
-    """Rotary positions over the first `dims` channels of each head; over all channels if unset.
+    """Rotary positions.
 
-    With `trained`, a number of tokens, a longer context uses a larger base: base * (context / trained) ** (dims / (dims
-    - 2)). The slowest pair then turns as far over the whole context as it turns over `trained` tokens with `base`
-    (NTK-aware scaling). The context is always that of the model, not the length of a program's input, so cached keys
-    stay valid as a text grows.
+    With `trained`, a longer context uses a larger base: base * (context / trained) ** (dims / (dims - 2)). The slowest
+    pair then turns as far over the whole context as it turns over `trained` tokens with `base` (NTK-aware scaling). The
+    context is always that of the model, not the length of a program's input, so cached keys stay valid as a text grows.
+
+    Attributes:
+        dims: how many of the first channels of each head are rotated; all if unset.
+        base: the base of the wavelengths.
+        trained: the number of tokens that `base` was trained on.
     """
 
     dims: Annotated[int, Field(gt=0, le=4096)] | None = None

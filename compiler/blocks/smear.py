@@ -17,7 +17,10 @@ from specc.compiler.strict import Positive
 class Smear(Embed):
     """(1 - g) x + g p, for the previous token's value p and the sigmoid g of a learned number per feature, from 0.
 
-    p is 0 at the first token. With `bos`, the id that starts a document, p is also 0 at each token with that id.
+    p is 0 at the first token.
+
+    Attributes:
+        bos: the id that starts a document. p is also 0 at each token with that id.
     """
 
     kind: Literal["smear"]
@@ -35,8 +38,14 @@ class Smear(Embed):
 
 
 class SmearByToken(Embed):
-    """x + scale * sigmoid(w . x[:features]) p, for the previous token's value p (after modded-nanogpt). `scale` is one
-    learned number. Both `scale` and w start at 0. p is 0 at the same tokens as in `smear`."""
+    """x + scale * sigmoid(w . x[:features]) p, for the previous token's value p (after modded-nanogpt).
+
+    `scale` is one learned number. Both `scale` and w start at 0. p is 0 at the first token.
+
+    Attributes:
+        features: the features that w reads.
+        bos: the id that starts a document. p is also 0 at each token with that id.
+    """
 
     kind: Literal["smear_by_token"]
     features: Positive = 12

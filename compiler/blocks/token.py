@@ -14,7 +14,12 @@ from specc.compiler.strict import Positive, PositiveFloat, Problem
 
 
 class Token(Embed):
-    """Looks up a learned row of features for each id in a table [V, D]. `dim` sets D if it differs from the model's."""
+    """Looks up a learned row of features for each id in a table [V, dim].
+
+    Attributes:
+        dim: the features of the table; the model's if unset.
+        init: the initialization of the table; the model's if unset.
+    """
 
     kind: Literal["token"]
     dim: Positive | None = None
@@ -40,7 +45,11 @@ class Project(Embed):
 
 
 class EmbedNorm(Embed):
-    """RMSNorm, without a weight, of the features so far."""
+    """RMSNorm, without a weight, of the features so far.
+
+    Attributes:
+        eps: the epsilon added to the mean square.
+    """
 
     kind: Literal["norm"]
     eps: PositiveFloat = 1e-6

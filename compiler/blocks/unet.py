@@ -15,8 +15,9 @@ class Unet(Skips):
     """U-Net skip connections (after Ronneberger et al., 2015): with h = L // 2 of L blocks, block h + i reads the
     output of block h - 1 - i, times a learned number per feature, from 1. If L is odd, the last block has no skip.
 
-    The scaled output is added to the stream x. If `gated`, the result is g x + (1 - g) skip instead, for the sigmoid g
-    of a learned number per feature, from 0.
+    Attributes:
+        gated: if false, the scaled output is added to the stream x. If true, the result is g x + (1 - g) skip, for the
+            sigmoid g of a learned number per feature, from 0.
     """
 
     kind: Literal["unet"]

@@ -13,10 +13,15 @@ from specc.compiler.strict import Positive, StrictModel
 
 
 class ValueEmbedding(StrictModel):
-    """scale * P E[id] for a table E [V, dim], a matrix P, and a learned number from `scale`, all shared by `layers`.
+    """scale * P E[id] for a table E [V, dim], a matrix P, and a learned number.
 
-    `layers` are counted from 0; unset means all. Each layer adds the result to its values, times a learned number from
-    1.
+    The layers share all of them. Each layer adds the result to its values, times a learned number from 1.
+
+    Attributes:
+        dim: the columns of E.
+        layers: the layers that have it, counted from 0; all if unset.
+        scale: the initial value of the learned number.
+        init: the initialization of E.
     """
 
     dim: Positive

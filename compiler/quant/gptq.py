@@ -25,18 +25,20 @@ class Gptq(PerRow):
     """Error-compensating rounding (Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative
     Pre-trained Transformers", arXiv 2210.17323).
 
-    `damping` is the fraction of the Hessian's mean diagonal that is added to its diagonal. `order` is the order in
-    which columns are rounded: by descending diagonal or in natural order. `block` is the number of columns that are
-    rounded before the error is propagated to the rest. It affects the time, and the codes only through float64
-    rounding.
+    Each row is solved once per clip, and is also rounded to nearest. For each row, the codes with the smallest
+    Hessian-weighted error dw H dw^T are selected. Because rows do not interact, the selection is exact, and no row or
+    matrix has a larger error than with rounding to nearest.
 
-    Each row is solved once per quantile of |row| in `clip_quantiles`, and is also rounded to nearest. For each row, the
-    codes with the smallest Hessian-weighted error dw H dw^T are selected. Because rows do not interact, the selection
-    is exact, and no row or matrix has a larger error than with rounding to nearest.
-
-    `clip_stds` replaces the quantiles by multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf
-    PR 1394). These steps are coarser than the error alone would select, but the smaller codes compress to fewer bytes.
-    Each row is then also rounded to nearest with each of these clips, instead of with its maximum.
+    Attributes:
+        damping: the fraction of the Hessian's mean diagonal that is added to its diagonal.
+        order: the order in which columns are rounded: by descending diagonal or in natural order.
+        block: the columns that are rounded before the error is propagated to the rest. It affects the time, and the
+            codes only through float64 rounding.
+        clip_quantiles: the clips, as quantiles of |row|.
+        clip_stds: the clips as multiples of the row's standard deviation about 0 ("SDClip" of parameter-golf PR 1394),
+            instead of quantiles. These steps are coarser than the error alone would select, but the smaller codes
+            compress to fewer bytes. Each row is then also rounded to nearest with each of these clips, instead of with
+            its maximum.
     """
 
     scheme: Literal["gptq"] = "gptq"

@@ -31,17 +31,19 @@ class Int8(PerRow):
     """Products computed on int8 codes.
 
     A weight [N, K] is stored as codes in [-127, 127] with one scale s_w per row. Its input is quantized with one scale
-    s_in, the largest magnitude in calibration divided by 127. The bias of the product is int32,
-    round(b / (s_in * s_w)), and is added to the int32 sums exactly. All codes are symmetric: there is no zero point.
+    s_in, the largest magnitude in calibration divided by 127. The bias of the product is int32, round(b / (s_in *
+    s_w)), and is added to the int32 sums exactly. All codes are symmetric: there is no zero point.
 
-    `weights: per_tensor` uses one scale for all rows of a matrix. `activations: per_channel` uses a scale s_in r_k,
-    r_k <= 1, for each feature k of the input, and rounds the weights W_nk r_k. The sums are the same, and features that
-    are small compared to the others have more precision (SmoothQuant, Xiao et al. 2022; here the exponent minimizes the
-    expected error, see `input_scale`).
-
-    `activation_bits: 16` quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does: the input is two
-    codes, s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. For the hidden weights of an LSTM the
-    input is h, which is rounded at every step.
+    Attributes:
+        weights: `per_tensor` uses one scale for all rows of a matrix.
+        activations: `per_channel` uses a scale s_in r_k, r_k <= 1, for each feature k of the input, and rounds the
+            weights W_nk r_k. The sums are the same, and features that are small compared to the others have more
+            precision (SmoothQuant, Xiao et al. 2022; here the exponent minimizes the expected error, see
+            `input_scale`).
+        activation_bits: 16 quantizes the input to 16 bits, as the 16x8 mode of TensorFlow Lite does: the input is two
+            codes, s_in (q1 + q2 / 254), each multiplied in int8 with the same weight. For the hidden weights of an LSTM
+            the input is h, which is rounded at every step.
+        correction_rank: 0, because a correction would add a float product.
     """
 
     integer: ClassVar[bool] = True

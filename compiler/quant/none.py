@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 class Unquantized(Scheme):
-    """The parameter in `dtype`, rounded to nearest even. Any shape, including scalars."""
+    """The parameter as floats, rounded to nearest even. Any shape, including scalars.
+
+    Attributes:
+        dtype: the dtype of the floats.
+    """
 
     scheme: Literal["none"] = "none"
     dtype: Literal["f16", "bf16", "f32"]

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class Round(PerRow):
-    """Symmetric rounding to `bits` with one scale per row, for example for embeddings.
+    """Symmetric rounding to nearest with one scale per row, for example for embeddings.
 
-    `clip` is the quantile of |row| that maps to the largest code; larger values are clipped. 1 is the maximum.
+    Attributes:
+        clip: the quantile of |row| that maps to the largest code; larger values are clipped. 1 is the maximum.
     """
 
     scheme: Literal["round"] = "round"

@@ -27,12 +27,14 @@ LARGEST_SCALE = 65504.0  # largest finite float16
 
 
 class PerRow(Scheme):
-    """Integer codes and row scales. Each scheme restricts the range of `bits`.
+    """Integer codes and row scales.
 
-    `clip_floor` is the least |w| that maps to the largest code. Rows with smaller values share one step and therefore
-    compress better. Parameter-golf's records use 1.0 (their scale is at least 1/31 at int6). With 0, every row has its
-    own step. `correction_rank` is the rank of a low-rank correction of the rounding error, in 2 and 4 bits
-    (low_rank.py).
+    Attributes:
+        bits: the bits of a code.
+        clip_floor: the least |w| that maps to the largest code. Rows with smaller values share one step and therefore
+            compress better. Parameter-golf's records use 1.0 (their scale is at least 1/31 at int6). With 0, every row
+            has its own step.
+        correction_rank: the rank of a low-rank correction of the rounding error, in 2 and 4 bits.
     """
 
     scheme: str

@@ -3,52 +3,60 @@
 It is saved in `specs/schema.json`, which each spec references in its first line.
 """
 
+import inspect
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode, JsonSchemaValue
+from pydantic_core.core_schema import ModelSchema
 
 from specc.compiler.spec.spec import Spec
 from specc.compiler.strict import StrictModel
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_TAGS = ("kind", "scheme", "metric")
 
 
 class _ForEditors(GenerateJsonSchema):
-    """Generates the schema without titles that only repeat a key.
+    """Generates the schema with the descriptions of all fields, and without titles that only repeat a key.
 
     Each member of a union requires its tag, unless the member is the default of a section that does not state a tag.
     """
 
     def generate(self, schema: Any, mode: JsonSchemaMode = "validation") -> dict[str, Any]:
-        found = super().generate(schema, mode)
-        untagged = {model.__name__ for model in _all(StrictModel) if model.untagged}
-        for key, member in _tags(found):
-            name = member.rpartition("/")[2]
-            model = found["$defs"][name]
-            if name not in untagged:
-                model["required"] = sorted({*model.get("required", ()), key})
-        return {"$schema": DIALECT, **_cleared(found)}
+        return {"$schema": DIALECT, **_cleared(super().generate(schema, mode))}
+
+    def model_schema(self, schema: ModelSchema) -> JsonSchemaValue:
+        model = schema["cls"]
+        generated = super().model_schema(schema)
+        generated["description"] = description_of(model)
+        texts = field_descriptions(model)
+        for key, field in generated.get("properties", {}).items():
+            if key in _TAGS:
+                field["description"] = f"The {key} of this section."
+                if not model.untagged:
+                    generated["required"] = sorted({*generated.get("required", ()), key})
+            elif key in texts:
+                field["description"] = texts[key]
+        return generated
 
 
-def _all(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
-    for one in model.__subclasses__():
-        yield one
-        yield from _all(one)
+def description_of(model: type[StrictModel]) -> str:
+    """Returns the docstring of a model without its section `Attributes:`."""
+    return inspect.cleandoc(model.__doc__ or "").partition("Attributes:\n")[0].rstrip()
 
 
-def _tags(schema: Any) -> Iterator[tuple[str, str]]:
-    """Yields the tag's key and the reference of each member, for every union."""
-    if isinstance(schema, list):
-        for item in schema:
-            yield from _tags(item)
-    elif isinstance(schema, dict):
-        union = schema.get("discriminator")
-        if isinstance(union, dict) and "mapping" in union:
-            yield from ((union["propertyName"], member) for member in union["mapping"].values())
-        for value in schema.values():
-            yield from _tags(value)
+def field_descriptions(model: type[StrictModel]) -> Mapping[str, str]:
+    """Returns the description of each field, from the `Attributes:` sections of a model and of its bases."""
+    texts: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        section = inspect.cleandoc(vars(base).get("__doc__") or "").partition("Attributes:\n")[2]
+        for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE):
+            sentence = " ".join(text.split())
+            texts[name] = sentence[0].upper() + sentence[1:]
+    return texts
 
 
 def schema_text() -> str:

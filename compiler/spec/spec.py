@@ -14,8 +14,9 @@ from specc.compiler.strict import Name, NodeName, One, Pattern, Positive, Positi
 from specc.compiler.targets import TARGETS
 
 SCHEMES = models(quant, Scheme, "scheme")
+_Match = Annotated[Pattern, Field(description="The pattern of the names of the parameters.")]
 RULES = tuple(
-    create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(Pattern, ...))
+    create_model(f"{scheme.__name__}Rule", __base__=scheme, __doc__=scheme.__doc__, match=(_Match, ...))
     for scheme in SCHEMES
 )
 ARCHITECTURES = models(architectures, Architecture, "kind")
@@ -43,10 +44,13 @@ FusePoint = Annotated[
 
 
 class Promote(StrictModel):
-    """More bits for the `count` tensors of largest sensitivity among those that `match` covers.
+    """More bits for the tensors of largest sensitivity.
 
-    `by` is the measure of sensitivity. If `count` is unset, `quant.budget_bytes` must be set, and as many tensors are
-    promoted as fit the budget.
+    Attributes:
+        bits: the bits of the promoted tensors.
+        by: the measure of sensitivity.
+        count: how many tensors are promoted. If unset, as many as fit `quant.budget_bytes`, which must then be set.
+        match: the pattern of the names of the tensors to choose from.
     """
 
     bits: Annotated[int, Field(ge=4, le=8)]
@@ -56,14 +60,17 @@ class Promote(StrictModel):
 
 
 class Allocate(StrictModel):
-    """A joint choice of bits for all tensors that `match` covers.
+    """A joint choice of bits for several tensors.
 
     The choice adds the least to the loss within `quant.budget_bytes`. Increases of the loss are estimated from Hessians
-    and gradients. Sizes are measured on quantized, compressed data. `bits` may include fewer bits than a tensor's rule
-    has, which stores models that would otherwise exceed the budget.
+    and gradients. Sizes are measured on quantized, compressed data.
 
-    With `clip_stds`, each number of bits is tried at each of these clips if the tensor's scheme supports clips. A clip
-    is in standard deviations of a row. A wider clip has coarser steps, which compress to fewer bytes.
+    Attributes:
+        bits: the bits to choose from. They may be fewer than a tensor's rule has, which stores models that would
+            otherwise exceed the budget.
+        clip_stds: clips to try with each number of bits, in standard deviations of a row, if the tensor's scheme
+            supports clips. A wider clip has coarser steps, which compress to fewer bytes.
+        match: the pattern of the names of the tensors.
     """
 
     bits: Annotated[tuple[Annotated[int, Field(ge=2, le=8)], ...], Field(min_length=1, max_length=7)] = (4, 5, 6, 7, 8)
@@ -80,8 +87,13 @@ class Allocate(StrictModel):
 class Correct(StrictModel):
     """A low-rank correction in 2 and 4 bits (LQER) for the tensors with the largest quantization error.
 
-    It applies to `count` of the tensors that `match` covers. Errors are measured at the bits that `allocate` or
-    `promote` chooses. After the correction, the bits of all tensors are chosen again.
+    Errors are measured at the bits that `allocate` or `promote` chooses. After the correction, the bits of all tensors
+    are chosen again.
+
+    Attributes:
+        rank: the rank of the correction.
+        count: how many tensors are corrected.
+        match: the pattern of the names of the tensors to choose from.
     """
 
     rank: Annotated[int, Field(ge=1, le=256)] = 4
@@ -90,11 +102,16 @@ class Correct(StrictModel):
 
 
 class Calibrate(StrictModel):
-    """The text whose activations define the Hessians: `sequences` windows, read in batches of `batch`.
+    """The text whose activations define the Hessians.
 
-    With `source: train`, windows come from the training split and are as long as the context. With `source: self`, the
-    model generates windows of `length` tokens (default: the context), sampled at `temperature`. `begin` is the first
-    token: the mark between documents (`bos`), or a token drawn uniformly from the vocabulary (`uniform`).
+    Attributes:
+        sequences: the number of windows.
+        batch: the windows of one forward pass.
+        source: `train`: windows of the training split, as long as the context. `self`: text that the model generates.
+        length: tokens of a generated window; the context if unset.
+        temperature: the sampling temperature of generated text.
+        begin: the first token of a generated window: the mark between documents (`bos`), or a token drawn uniformly
+            from the vocabulary (`uniform`).
     """
 
     sequences: Positive = 64
@@ -122,7 +139,17 @@ class Calibrate(StrictModel):
 
 
 class QuantSpec(StrictModel):
-    """The storage scheme of each parameter: that of the rule that matches the parameter, else `default`."""
+    """The storage scheme of each parameter.
+
+    Attributes:
+        default: the scheme of parameters that no rule matches.
+        promote: more bits for the most sensitive tensors.
+        allocate: a joint choice of bits within the byte budget.
+        correct: a low-rank correction of the tensors with the largest error.
+        rules: the schemes of parameters by name. At most one rule may match a parameter.
+        calibrate: the text that calibrates the quantization.
+        budget_bytes: the largest size of the artifact, in bytes.
+    """
 
     default: AnyScheme
     promote: Promote | None = None
@@ -150,7 +177,19 @@ class QuantSpec(StrictModel):
 
 
 class Spec(StrictModel):
-    """One model: its architecture, targets, fusions, quantization, training and evaluation."""
+    """One model: its architecture, targets, fusions, quantization, training and evaluation.
+
+    Attributes:
+        spec_version: the version of this format.
+        name: the name of the model, of its folder in generated/ and of its runs.
+        targets: the machines to generate code for.
+        model: the architecture.
+        fuse: the fusion points: a pattern of parts, and the nodes of each part that are computed together with its
+            product.
+        quant: how the parameters are stored. If unset, the model is not quantized.
+        train: the training run.
+        eval: how `specc eval` scores the model.
+    """
 
     spec_version: One
     name: Name

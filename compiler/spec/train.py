@@ -38,8 +38,15 @@ else:
 class ScheduleSpec(StrictModel):
     """The multiplier of the learning rate over a run.
 
-    It rises from 0 to 1 over `warmup_steps`, stays 1, then falls to `floor` over the last `warmdown_steps`. Either span
-    may instead be a fraction of the run, which is measured in steps or in seconds, as the run itself is.
+    It rises from 0 to 1 (warm-up), stays 1, then falls to `floor` (warm-down). Each span is set in steps or as a
+    fraction of the run, which is measured in steps or in seconds, as the run itself is.
+
+    Attributes:
+        warmup_steps: the steps of the warm-up.
+        warmdown_steps: the last steps of the run, over which the multiplier falls.
+        warmup_fraction: the warm-up as a fraction of the run.
+        warmdown_fraction: the warm-down as a fraction of the run.
+        floor: the multiplier at the end of the run.
     """
 
     warmup_steps: NonNegative = 0
@@ -79,7 +86,11 @@ class ScheduleSpec(StrictModel):
 
 
 class EmaSpec(StrictModel):
-    """An exponential moving average of the weights. It replaces the weights when the run ends."""
+    """An exponential moving average of the weights. It replaces the weights when the run ends.
+
+    Attributes:
+        decay: the weight of the average so far; each step's weights have 1 - `decay`.
+    """
 
     kind: Literal["ema"]
     decay: Annotated[float, Field(gt=0, lt=1)]
@@ -88,8 +99,11 @@ class EmaSpec(StrictModel):
 class SwaSpec(StrictModel):
     """Stochastic weight averaging (Izmailov et al. 2018).
 
-    The mean of the weights after every `every` steps, once the warm-down has lowered the multiplier below `below`. It
-    replaces the weights when the run ends.
+    The mean of weights sampled during the warm-down. It replaces the weights when the run ends.
+
+    Attributes:
+        every: the steps between two samples.
+        below: the multiplier of the learning rate below which sampling begins.
     """
 
     kind: Literal["swa"]
@@ -101,14 +115,16 @@ AverageSpec = Annotated[EmaSpec | SwaSpec, Field(discriminator="kind")]
 
 
 class QatSpec(StrictModel):
-    """Quantization-aware training, from the step at which the warm-down has lowered the multiplier below `below`.
+    """Quantization-aware training in the last part of a run.
 
-    The model then computes with weights that are fake-quantized by the rules of `quant`, before any promotion,
-    allocation or correction. Gradients use the straight-through estimator.
+    The model computes with weights that are fake-quantized by the rules of `quant`, before any promotion, allocation or
+    correction. Gradients use the straight-through estimator. If `quant` has int8 products, the scales of their inputs
+    are measured at the first such step and saved for the artifact.
 
-    If `quant` has int8 products, the scales of their inputs are measured at that step and saved for the artifact. With
-    `inputs`, the inputs are fake-quantized too, as in the deployed model. Steps are then slower, because recurrences
-    run step by step.
+    Attributes:
+        below: the multiplier of the learning rate below which it begins.
+        inputs: whether inputs of int8 products are fake-quantized too, as in the deployed model. Steps are then slower,
+            because recurrences run step by step.
     """
 
     below: Annotated[float, Field(gt=0, le=1)] = 0.15
@@ -118,8 +134,10 @@ class QatSpec(StrictModel):
 class ForcingSpec(StrictModel):
     """Teacher forcing: the probability with which a decoder position receives the target token, else its own output.
 
-    `points` are [time, probability] pairs. Times are steps or epochs, counted from 0. Between two points, the value is
-    constant (`hold`) or interpolated (`linear`). After the last point it stays constant.
+    Attributes:
+        points: [time, probability] pairs. The first time is 0. After the last point the probability is constant.
+        by: the unit of the times, counted from 0.
+        between: the probability between two points: that of the first (`hold`), or interpolated (`linear`).
     """
 
     points: Annotated[tuple[tuple[NonNegative, Unit], ...], Field(min_length=1)]
@@ -134,16 +152,32 @@ Lengths = Annotated[tuple[tuple[Unit, Positive], ...], Field(min_length=1, max_l
 class TrainSpec(StrictModel):
     """One training run. Exactly one of `steps` and `budget_seconds` is set; it also drives the schedule.
 
-    The size of a step is in tokens (`tokens_per_step`) or in rows (`batch`). A row is a window of text or a pair of
-    lines. A backward pass reads `micro_batch` rows on each process. The default is 8 if the step is in tokens, else all
-    rows of the step.
+    The size of a step is set either in tokens or in rows. A row is a window of text or a pair of lines.
 
-    `lengths` are [share of the run, tokens] pairs. From that share on, by steps or by seconds, each window is cut into
-    rows of that many tokens, which do not attend to each other. The tokens of a step and their order do not change.
-    Evaluation always uses the whole context.
-
-    With `tf32`, the f32 products of a training step on a GPU read their factors as TF32, with 10 bits of mantissa.
-    Strict f32 does not use tensor cores. Evaluation stays in strict f32.
+    Attributes:
+        data: the training data.
+        micro_batch: the rows of a backward pass on each process. If unset, 8 if the step is in tokens, else all rows of
+            the step.
+        tokens_per_step: the size of a step in tokens, over all processes.
+        batch: the size of a step in rows, over all processes.
+        steps: the steps of the run.
+        budget_seconds: the training time of the run in seconds.
+        seed: the seed of initialization, data order and dropout.
+        teacher_forcing: teacher forcing, for models of pairs of lines. A list is short for its `points`. If unset, its
+            probability is 1.
+        optimizers: the optimizers, in order. The first that matches a parameter updates it.
+        schedule: the schedule of the learning rate.
+        clip_norm: the largest norm of the gradient over all parameters. If unset, gradients are not clipped.
+        tf32: whether f32 products of a training step on a GPU round their factors to TF32, with 10 bits of mantissa.
+            Strict f32 does not use tensor cores. Evaluation stays in strict f32.
+        average: an average of the weights, which replaces them when the run ends.
+        qat: quantization-aware training.
+        lengths: [share of the run, tokens] pairs. From that share on, by steps or by seconds, each window is cut into
+            rows of that many tokens, which do not attend to each other. The tokens of a step and their order do not
+            change. Evaluation always uses the whole context.
+        validate_every: the steps between two validations; 0 for one at the end only.
+        validate_tokens: the tokens of the validation split that a validation reads; all of them if unset.
+        checkpoint_every: the steps between two checkpoints; 0 for one at the end only.
     """
 
     data: AnyData = TextData()
@@ -293,8 +327,11 @@ class TrainSpec(StrictModel):
 class BitsSpec(StrictModel):
     """`specc eval` in bits per byte.
 
-    Windows have `window` tokens (default: the context) and advance by `stride` tokens (default: the window). `adapt`
-    has the settings of `specc eval --adapt KIND`, which does not affect the score.
+    Attributes:
+        window: the tokens of a window; the context if unset.
+        stride: the tokens from one window to the next; the window if unset.
+        batch: the windows of one forward pass.
+        adapt: the settings of `specc eval --adapt KIND`. They do not affect the score.
     """
 
     untagged: ClassVar[bool] = True
@@ -337,8 +374,11 @@ class BitsSpec(StrictModel):
 class ExactMatchSpec(StrictModel):
     """`specc eval` by exact match: the share of lines whose decoded text equals the target, character for character.
 
-    `batch` lines are decoded at once. Of generated data, `lines` lines of each split are scored. `beam` is the number
-    of beams of a beam search.
+    Attributes:
+        decode: the decoding method.
+        beam: the number of beams of a beam search.
+        batch: the lines that are decoded at once.
+        lines: the lines of each split that are scored, if the data is generated.
     """
 
     metric: Literal["exact_match"]

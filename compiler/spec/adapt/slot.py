@@ -11,7 +11,14 @@ from specc.compiler.strict import NonNegativeFloat, Positive, PositiveFloat, Pro
 
 
 class _Fit(Adaptation):
-    """A vector that is initialized to 0 and fitted by `steps` steps of AdamW on the mean loss of some tokens."""
+    """A vector that is initialized to 0 and fitted by `steps` steps of AdamW on the mean loss of some tokens.
+
+    Attributes:
+        lr: the learning rate.
+        steps: the steps of AdamW per vector.
+        weight_decay: the decoupled weight decay.
+        eps: the epsilon of AdamW.
+    """
 
     lr: PositiveFloat = 0.003
     steps: Positive = 5
@@ -22,8 +29,11 @@ class _Fit(Adaptation):
 class Slot(_Fit):
     """SLOT as published (Hu et al. 2025, arXiv 2505.12392; openai/parameter-golf pull request 1105).
 
-    One vector per `windows` consecutive windows, fitted on all of their tokens except the last of each window. These
-    are nearly all of the tokens that it then scores, so the method is not causal.
+    A vector is fitted on all tokens of its windows except the last of each. These are nearly all of the tokens that it
+    then scores, so the method is not causal.
+
+    Attributes:
+        windows: the consecutive windows that share one vector.
     """
 
     causal: ClassVar[bool] = False

@@ -11,7 +11,14 @@ from specc.compiler.strict import NonNegativeFloat, Pattern, Positive, PositiveF
 
 
 class SgdSettings(StrictModel):
-    """Gradient descent with momentum, as in torch.optim.SGD."""
+    """Gradient descent with momentum, as in torch.optim.SGD.
+
+    Attributes:
+        lr: the learning rate.
+        momentum: the momentum.
+        nesterov: whether the momentum is Nesterov's.
+        weight_decay: the L2 penalty.
+    """
 
     kind: Literal["sgd"]
     lr: PositiveFloat = 0.005
@@ -27,7 +34,14 @@ class SgdSettings(StrictModel):
 
 
 class AdamWSettings(StrictModel):
-    """AdamW (Loshchilov and Hutter, 2019), as in torch.optim.AdamW."""
+    """AdamW (Loshchilov and Hutter, 2019), as in torch.optim.AdamW.
+
+    Attributes:
+        lr: the learning rate.
+        betas: the decays of the first and second moments.
+        eps: the epsilon of the denominator.
+        weight_decay: the decoupled weight decay.
+    """
 
     kind: Literal["adamw"]
     lr: PositiveFloat = 1e-4
@@ -40,6 +54,10 @@ class LoraSettings(StrictModel):
     """Low-rank adaptation (Hu et al. 2021): W + scale / rank * B A replaces each matrix W.
 
     Only A [rank, in] and B [out, rank] are trained. A is initialized uniformly in +-1/sqrt(in), B to 0.
+
+    Attributes:
+        rank: the rank of the correction.
+        scale: the factor of the correction, before the division by `rank`.
     """
 
     rank: Annotated[int, Field(ge=1, le=4096)] = 96
@@ -49,14 +67,20 @@ class LoraSettings(StrictModel):
 class TestTimeTraining(Adaptation):
     """Score-first test-time training (openai/parameter-golf pull requests 549, 1413, 1493).
 
-    The windows of a chunk are scored. Then the weights that `match` covers are trained on the chunk's tokens for
-    `epochs` epochs, in steps of `batch` rows. Each epoch reads each token once. The next chunk is scored with the
-    updated weights. The model is not trained on the last chunk.
+    The windows of a chunk are scored. Then weights are trained on the chunk's tokens, and the next chunk is scored with
+    the updated weights. Each epoch reads each token once. The model is not trained on the last chunk.
 
-    A chunk is `chunk` tokens, in whole windows. The learning rate falls to 0 over the chunks (`cosine`) or is constant.
-    `cosine` requires the length of the text before it is read. Gradients are clipped to `clip_norm`, over all trained
-    weights. The default optimizer is gradient descent. With `lora`, each matrix that `match` covers is replaced by its
-    low-rank adaptation, other parameters are not trained, and the default optimizer is AdamW.
+    Attributes:
+        match: the pattern of the names of the weights to train.
+        chunk: the tokens of a chunk, rounded to whole windows.
+        epochs: the epochs over each chunk.
+        batch: the rows of a training step.
+        optimizer: the optimizer. If unset, gradient descent, or AdamW with `lora`.
+        schedule: the learning rate over the chunks: falling to 0 (`cosine`) or constant. `cosine` requires the length
+            of the text before it is read.
+        clip_norm: the largest norm of the gradient over all trained weights.
+        lora: if set, each matrix that `match` covers is replaced by its low-rank adaptation, and other parameters are
+            not trained.
     """
 
     causal: ClassVar[bool] = True

@@ -14,10 +14,13 @@ TOKENS = 30  # tokens of the longest side and a stop token
 
 
 class PolynomialData(DataKind):
-    """Products such as `(7-3*z)*(-5*z-9)` and their expansions, drawn with `seed`.
+    """Products such as `(7-3*z)*(-5*z-9)` and their expansions.
 
-    Training uses a fixed set of `lines` lines, in a new order each epoch. With `fresh`, no line is repeated: the set is
-    only the start of the samples, and lines of the held-out splits are skipped.
+    Attributes:
+        lines: the number of training lines, which are read in a new order each epoch.
+        seed: the seed that the lines are drawn with.
+        fresh: if true, no training line is repeated: `lines` are only the start of the samples, and lines of the
+            held-out splits are skipped.
     """
 
     gives: ClassVar[Form] = "lines"

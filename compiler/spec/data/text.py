@@ -11,9 +11,11 @@ BYTE_IDS = 257  # of the tokenizer `bytes`: 256 byte values and the mark between
 
 
 class TextData(DataKind):
-    """Text, its tokenizer and the order of its windows.
+    """Text as a stream of tokens.
 
-    `tokenizer` is `bytes`, a SentencePiece file `*.model`, or a tiktoken rank file.
+    Attributes:
+        tokenizer: `bytes`, a SentencePiece file `*.model`, or a tiktoken rank file.
+        order: the order of training windows: as in the text, or by a stride that is coprime to their number.
     """
 
     gives: ClassVar[Form] = "text"

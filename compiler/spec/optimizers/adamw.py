@@ -8,7 +8,13 @@ from specc.compiler.strict import NonNegativeFloat, PositiveFloat
 
 
 class AdamWSpec(OptimizerSpec):
-    """AdamW (Loshchilov and Hutter, 2019) for the parameters that `match` covers."""
+    """AdamW (Loshchilov and Hutter, 2019).
+
+    Attributes:
+        betas: the decays of the first and second moments.
+        eps: the epsilon of the denominator.
+        weight_decay: the decoupled weight decay, constant or changing.
+    """
 
     kind: Literal["adamw"]
     betas: tuple[Decay, Decay] = (0.9, 0.95)

@@ -14,15 +14,19 @@ LEAST_STEPS: Mapping[str, int] = {"turbo": 2}
 
 
 class MuonSpec(OptimizerSpec):
-    """Muon (Jordan, 2024): momentum, whose matrix is orthogonalized by `steps` iterations.
+    """Muon (Jordan, 2024): momentum, whose matrix is orthogonalized by an iteration. For matrices only.
 
-    `method` is the iteration. `newton_schulz` is Newton-Schulz with one quintic polynomial. `polar_express` has a
-    separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, which scales the rows
-    instead of the first iteration (arXiv 2512.04632); `steps: 5` is the published scaling and four iterations.
-
-    `equalize_rows` scales all rows to one length before the iterations (MuonEq-R). `second_moment` is the decay of
-    NorMuon's second moment of each row, applied after the iterations (Li et al. 2025, arXiv 2510.05491); None disables
-    it.
+    Attributes:
+        momentum: the momentum, constant or changing.
+        nesterov: whether the momentum is Nesterov's.
+        method: the iteration. `newton_schulz` is Newton-Schulz with one quintic polynomial. `polar_express` has a
+            separate quintic per iteration (Amsel et al. 2025, arXiv 2505.16932). `turbo` is Turbo-Muon, which scales
+            the rows instead of the first iteration (arXiv 2512.04632).
+        steps: the number of iterations. With `turbo`, the scaling counts as the first.
+        equalize_rows: whether all rows are scaled to one length before the iterations (MuonEq-R).
+        second_moment: the decay of NorMuon's second moment of each row, applied after the iterations (Li et al. 2025,
+            arXiv 2510.05491). If unset, there is none.
+        weight_decay: the decoupled weight decay, constant or changing.
     """
 
     kind: Literal["muon"]

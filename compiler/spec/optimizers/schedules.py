@@ -8,7 +8,13 @@ from specc.compiler.strict import NonNegativeFloat, Positive, StrictModel, Unit
 
 
 class Ramp(StrictModel):
-    """A value that changes linearly from `start` to `end` over `steps` steps and is constant afterwards."""
+    """A value that changes linearly from `start` to `end` over `steps` steps and is constant afterwards.
+
+    Attributes:
+        start: the value at the first step.
+        end: the value from step `steps` on.
+        steps: the steps of the change.
+    """
 
     start: Unit
     end: Unit
@@ -16,7 +22,13 @@ class Ramp(StrictModel):
 
 
 class Taper(StrictModel):
-    """A value that is `start` until the share `after` of the run, then changes linearly to `end` until the run ends."""
+    """A value that is `start` until the share `after` of the run, then changes linearly to `end` until the run ends.
+
+    Attributes:
+        start: the value until the share `after`.
+        end: the value at the end of the run.
+        after: the share of the run at which the change begins.
+    """
 
     start: NonNegativeFloat
     end: NonNegativeFloat

@@ -27,10 +27,11 @@ def test_it_is_valid_and_its_own_dialect() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
-def test_every_object_is_closed_and_described() -> None:
-    for name, model in SCHEMA["$defs"].items():
+def test_every_object_is_closed_and_described_with_its_fields() -> None:
+    for name, model in {"Spec": SCHEMA, **SCHEMA["$defs"]}.items():
         assert model["additionalProperties"] is False, name
-        assert model["description"], name
+        assert model["description"] and "Attributes:" not in model["description"], name
+        assert [key for key, field in model["properties"].items() if not field.get("description")] == [], name
 
 
 def listed(data: Any) -> Any:
