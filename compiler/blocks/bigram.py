@@ -26,7 +26,7 @@ class Bigram(Embed):
         buckets: the rows of E.
         dim: the columns of E.
         scale: the initial value of the learned number.
-        init: the initialization of P.
+        init: the initialization of E.
         bos: the id that starts a document. A token with that id also counts as a first token.
     """
 

@@ -26,7 +26,7 @@ class LstmStage(Stage):
         biases: the bias vectors in each direction: 1, or 2 as in most libraries.
         gates: the order of the input, forget, cell and output gates in the matrices [4H, D] and [4H, H].
         dropout: the probability that a feature of the output is dropped in training.
-        init: the initialization of the matrices; the model's if unset.
+        init: the initialization of the matrices; uniform within 1 / sqrt(`hidden`) if unset.
     """
 
     recurrent: ClassVar[bool] = True

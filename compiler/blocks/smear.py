@@ -43,7 +43,7 @@ class SmearByToken(Embed):
     `scale` is one learned number. Both `scale` and w start at 0. p is 0 at the first token.
 
     Attributes:
-        features: the features that w reads.
+        features: how many of the first features w reads.
         bos: the id that starts a document. p is also 0 at each token with that id.
     """
 

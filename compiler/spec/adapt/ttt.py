@@ -72,7 +72,7 @@ class TestTimeTraining(Adaptation):
 
     Attributes:
         match: the pattern of the names of the weights to train.
-        chunk: the tokens of a chunk, rounded to whole windows.
+        chunk: the tokens of a chunk, which is whole windows.
         epochs: the epochs over each chunk.
         batch: the rows of a training step.
         optimizer: the optimizer. If unset, gradient descent, or AdamW with `lora`.
