@@ -1,6 +1,5 @@
 """Errors of the runtime. Each has a message, a hint and an exit code."""
 
-import errno
 from pathlib import Path
 
 from specc.compiler.errors import FULL
@@ -24,21 +23,13 @@ class RuntimeFailure(Exception):
 
 
 class EnvironmentFailure(RuntimeFailure):
-    """The machine lacks a requirement: a GPU, a compiler, a package, or disk space."""
+    """The machine lacks a requirement: a GPU, a compiler, a package, disk space, or write access to a file."""
 
     exit_code = 3
 
 
 class RunFailure(RuntimeFailure):
     """Training, quantization, evaluation or export could not finish."""
-
-    exit_code = 4
-
-
-def cannot_write(path: Path, error: OSError, hint: str = "free some space or name another path") -> RuntimeFailure:
-    """Returns the error for a failed write to `path`: EnvironmentFailure if the disk is full, else RunFailure."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return (EnvironmentFailure if full else RunFailure)(f"cannot write {path}: {error.strerror or error}", hint)
 
 
 class QuantizeError(RunFailure):
@@ -51,10 +42,7 @@ class IntegrityError(RuntimeFailure):
     exit_code = 5
 
 
-def write_failure(path: Path, error: OSError, elsewhere: str) -> EnvironmentFailure:
-    """Returns the error for a failed write to `path`.
-
-    `elsewhere` is the hint that explains how to choose another location, such as `name another --out`.
-    """
-    message = f"{path}: cannot be written: {error.strerror or error}"
-    return EnvironmentFailure(message, f"free some space, or {elsewhere}" if error.errno in FULL else elsewhere)
+def cannot_write(path: Path, error: OSError, hint: str = "name another path") -> EnvironmentFailure:
+    """Returns the error for a failed write to `path`. If the disk is full, `hint` is preceded by "free some space"."""
+    hint = f"free some space, or {hint}" if error.errno in FULL else hint
+    return EnvironmentFailure(f"cannot write {path}: {error.strerror or error}", hint)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-from specc.runtime.errors import RunFailure
+from specc.runtime.errors import cannot_write
 
 Say = Callable[[str], None]
 Value = str | int | float | bool | None
@@ -53,8 +53,8 @@ class Progress(Protocol):
 class RunLog:
     """A log file with one JSON object per line, written without buffering.
 
-    The `event` of an object is start, step, validation, checkpoint, end, stopped or failure. Methods raise RunFailure
-    if the file cannot be written.
+    The `event` of an object is start, step, validation, checkpoint, end, stopped or failure. Methods raise
+    EnvironmentFailure if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +63,7 @@ class RunLog:
             self._file = path.open("ab", buffering=0)
             torn = path.stat().st_size > 0 and _last_byte(path) != b"\n"
         except OSError as error:
-            raise self._failure(error) from error
+            raise cannot_write(self._path, error) from error
         if torn:  # the incomplete last line of an interrupted run
             self._append(b"\n")
 
@@ -75,10 +75,7 @@ class RunLog:
             while line:
                 line = line[self._file.write(line) :]
         except OSError as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: OSError) -> RunFailure:
-        return RunFailure(f"cannot write {self._path}: {error.strerror or error}", "free some space")
+            raise cannot_write(self._path, error) from error
 
     def step(self, step: Step) -> None:
         self.write("step", **{name: value for name, value in asdict(step).items() if value is not None})

@@ -132,10 +132,9 @@ def write_artifact(
         The size of the file in bytes, by section.
 
     Raises:
-        RunFailure: `contents.tensors` differs from `contents.layout`, the contents exceed a limit of the format, or the
-            file cannot be written.
+        RunFailure: `contents.tensors` differs from `contents.layout`, or the contents exceed a limit of the format.
         IntegrityError: the data read back differs from `contents`.
-        EnvironmentFailure: `codec` is brotli, which is not installed.
+        EnvironmentFailure: the file cannot be written, or `codec` is brotli, which is not installed.
     """
     header, bodies = _assemble(contents, quality, codec)
     layout, tensors = contents.layout, contents.tensors

@@ -7,6 +7,7 @@ between the steps of a decoder.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,10 +24,12 @@ from specc.runtime.bench.plain import executed
 from specc.runtime.bench.timing import Call, Measured, alternate
 from specc.runtime.bench.variants import as_trained
 from specc.runtime.errors import RunFailure
+from specc.runtime.model.cuda_graph import captured
 from specc.runtime.verify.random_inputs import int8_operands
 
 ROWS = (1, 16, 32, 128, 768, 4096, 23040)  # M: one line, steps of decoders, whole batches of 768 lines of 30 tokens
 CALLS = 20  # in one graph
+IN_CACHE = 1 << 62  # bytes: so many that the clocks leave the operands in the cache
 OURS, THEIRS = "generated", "int_mm"
 
 
@@ -136,25 +139,14 @@ def _bound(call: Callable[..., Any], *given: Tensor) -> Call:
 
 
 def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Measured]:
+    """Times the calls. On a GPU, as replays of a graph of `CALLS` calls."""
     if device.type != "cuda":
-        return alternate(calls, device, FULL)
-    graphs = {name: _captured(call) for name, call in calls.items()}
-    found = alternate({name: graph.replay for name, graph in graphs.items()}, device, FULL)
-    return {name: Measured(one.ms / CALLS, one.spread) for name, one in found.items()}
+        return alternate(calls, device, IN_CACHE)
+    graphs = {name: captured(partial(_repeat, call))[0] for name, call in calls.items()}
+    times = alternate({name: graph.replay for name, graph in graphs.items()}, device, IN_CACHE)
+    return {name: Measured(time.ms / CALLS, time.spread) for name, time in times.items()}
 
 
-FULL = 1 << 62  # bytes: so large that the clocks leave the operands in the cache
-
-
-def _captured(call: Call) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph
+def _repeat(call: Call) -> None:
+    for _ in range(CALLS):
+        call()

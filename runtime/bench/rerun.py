@@ -1,7 +1,6 @@
 """Decoding without a cache: for each token the decoder runs again over all previous tokens. This is the baseline for
 the cached state of a model of pairs."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler.build import uncached_files
-from specc.runtime.decode.step_graphs import SMALLEST, WARM_UP, repeated
+from specc.runtime.decode.step_graphs import SMALLEST, repeated
+from specc.runtime.model.cuda_graph import captured
 from specc.runtime.model.load import Loaded, import_model
 from specc.runtime.model.protocols import State
 
@@ -34,12 +34,12 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
 class Rerun:
     """The decoding steps of a `rerun_model` module.
 
-    With `captured`, on a GPU, a CUDA graph is replayed for each number of rows and of tokens. The numbers of rows are
+    With `graphs`, on a GPU, a CUDA graph is replayed for each number of rows and of tokens. The numbers of rows are
     powers of two and that of the whole batch, as in a decoder with a cache.
     """
 
-    def __init__(self, model: Any, window: int, captured: bool) -> None:
-        self._model, self._window, self._captured = model, window, captured
+    def __init__(self, model: Any, window: int, graphs: bool) -> None:
+        self._model, self._window, self._graphed = model, window, graphs
         self._held: dict[tuple[torch.Size, ...], State] = {}
         self._graphs: dict[tuple[torch.Size, ...], dict[int, tuple[torch.cuda.CUDAGraph, Tensor]]] = {}
         self._pool: Any = None
@@ -50,7 +50,7 @@ class Rerun:
 
     def begin(self, state: State, beam: int = 1) -> State:
         state = repeated(state, beam)
-        if not self._captured:
+        if not self._graphed:
             return state
         key = _shapes(state)
         if key not in self._held:
@@ -63,18 +63,20 @@ class Rerun:
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
         state[TOKENS][0][:, start] = ids[:, 0]
-        if not self._captured:
+        if not self._graphed:
             return self._logits(start, state)
         graphs = self._graphs[_shapes(state)]
         if start not in graphs:
-            graphs[start] = self._capture(lambda: self._logits(start, state), ids.device)
+            # the graphs run one at a time, so they share one memory pool
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graphs[start] = captured(lambda: self._logits(start, state), self._pool)
         graph, logits = graphs[start]
         graph.replay()
         return logits
 
     def rows(self, going: int, now: int) -> int:
         """Returns the number of rows to continue with, by the same rule as decoders with a cache."""
-        if self._captured:
+        if self._graphed:
             return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
         return going if going <= 0.75 * now else now
 
@@ -82,20 +84,6 @@ class Rerun:
         """Returns the logits, f32 [B, V], after the first `start` + 1 tokens of the state."""
         logits: Tensor = self._model.logits(state[TOKENS][0][:, : start + 1], *state["encoder"])
         return logits[:, -1]
-
-    def _capture(self, work: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                work()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        # graphs run one at a time and can share one memory pool
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = work()
-        return graph, logits
 
 
 def _shapes(state: State) -> tuple[torch.Size, ...]:

@@ -1,14 +1,13 @@
 """Runs the decoding steps of a model of lines, either directly or, on a GPU, with one CUDA graph per step."""
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from specc.runtime.model.cuda_graph import captured
 from specc.runtime.model.protocols import GeneratedLines, State
 
-WARM_UP = 2  # uncaptured steps before the capture: they allocate library workspaces
 SMALLEST = 64  # rows: a step with fewer rows takes as long
 
 
@@ -95,32 +94,12 @@ class Graphed:
         return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
 
 
-Result = TypeVar("Result")
-
-
-def captured(work: Callable[[], Result], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
-    """Captures `work`, which must read from fixed addresses, as a CUDA graph.
-
-    Returns the graph and the result of `work`. Each replay overwrites the tensors of the result.
-    """
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            work()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        result = work()
-    return graph, result
-
-
 class _Encoder:
     """A CUDA graph of `encode` for sources of one shape."""
 
     def __init__(self, model: GeneratedLines, source: Tensor, pool: Any) -> None:
         self._source = source.clone()
-        self._graph, self._state = captured(lambda: model.encode(self._source), source.device, pool)
+        self._graph, self._state = captured(lambda: model.encode(self._source), pool)
 
     def replay(self, source: Tensor) -> State:
         self._source.copy_(source)
@@ -136,7 +115,7 @@ class _Graph:
         first = next(iter(self.state.values()))[0]
         self._ids = torch.zeros(len(first), 1, dtype=torch.int64, device=first.device)
         self._start = torch.zeros((), dtype=torch.int64, device=first.device)
-        self._graph, self._logits = captured(lambda: model.extend(self._ids, self._start, self.state), first.device)
+        self._graph, self._logits = captured(lambda: model.extend(self._ids, self._start, self.state))
 
     def filled(self, state: State) -> State:
         """Copies the values of `state` into the graph's state, and returns the latter."""

@@ -39,7 +39,8 @@ def export(path: Path, format: Format, out: Path | None = None, *, force: bool =
     Raises:
         ExportError (exit code 2): `out` exists and `force` is False, `out` is a folder, or its folder does not exist.
         RunDirectoryError (2): `path` is not a run.
-        RunFailure (4): the run is not quantized or has no checkpoint, or the file cannot be written.
+        EnvironmentFailure (3): the file cannot be written.
+        RunFailure (4): the run is not quantized or has no checkpoint.
         IntegrityError (5): the source is damaged, or the data read back differ.
     """
     run = Run.open(path)

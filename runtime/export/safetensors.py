@@ -19,8 +19,8 @@ def export_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapp
     Tensors that share memory are each written in full. The file is read back and compared bit for bit, including the
     metadata, before it is renamed to `path`.
 
-    Raises RunFailure if a tensor cannot be stored or the file cannot be written, and IntegrityError if the data read
-    back differ. `path` is unchanged after an error.
+    Raises RunFailure if a tensor cannot be stored, EnvironmentFailure if the file cannot be written, and IntegrityError
+    if the data read back differ. `path` is unchanged after an error.
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided:

@@ -1,45 +1,71 @@
-"""CUDA graphs of functions such as a micro-batch or an optimizer update, which a GPU replays without the host."""
+"""CUDA graphs of functions such as a micro-batch or a decoding step, which a GPU replays without the host."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 WARM_UP = 2  # uncaptured calls before the capture: they compile kernels and allocate library workspaces
+Result = TypeVar("Result")
+
+
+def captured(
+    work: Callable[[], Result], pool: Any = None, warm_up: int = WARM_UP
+) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Captures `work`, which must read from fixed addresses, as a CUDA graph on the current device.
+
+    Args:
+        work: the function to capture.
+        pool: the memory pool that the graph allocates from; a pool of its own if None. Several graphs may share a pool
+            if only one of them runs at a time and tensors allocated in it are not read after another graph runs.
+        warm_up: the number of uncaptured calls before the capture, on a side stream.
+
+    Returns:
+        The graph, and the result of `work`. Each replay overwrites the tensors of the result.
+
+    Raises:
+        The errors of `work` and of CUDA, including errors of the capture.
+    """
+    if warm_up:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warm_up):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = work()
+    return graph, result
 
 
 class Captured:
     """Runs `work(*tensors)` on a GPU: directly for the first two calls, and as a replayed CUDA graph from the third.
 
-    All calls must have the same tensor shapes. `work` must write to the same addresses, and execute the same Python
-    operations, in every call. The graph allocates from its own memory pool, or from `pool`. Several graphs may share a
-    pool if only one of them runs at a time and tensors allocated in it are not read after another graph runs.
-
-    Raises the errors of `work` and of CUDA, including errors of the capture. It never falls back to running without a
-    graph.
+    Unlike `captured`, it calls `work` once per call, so `work` may have effects such as an optimizer update. All calls
+    must have the same tensor shapes. `work` must write to the same addresses, and execute the same Python operations,
+    in every call. `pool` and the errors are those of `captured`. It never falls back to running without a graph.
     """
 
     def __init__(self, work: Callable[..., None], pool: Any = None) -> None:
         self._work, self._pool = work, pool
-        self._passes = 0
+        self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def __call__(self, *given: Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         """Runs the work once. Raises ValueError if the shapes differ from those of the captured call."""
-        if self._passes < WARM_UP:
-            self._passes += 1
-            self._work(*given)
+        if self._calls < WARM_UP:
+            self._calls += 1
+            self._work(*tensors)
             return
         if self._graph is None:
-            self._held = tuple(tensor.clone() for tensor in given)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                self._work(*self._held)
-            self._graph = graph
-        shapes = [[list(tensor.shape) for tensor in some] for some in (self._held, given)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"captured for {shapes[0]} tokens, not {shapes[1]}")
-        for held, tensor in zip(self._held, given, strict=True):
-            held.copy_(tensor, non_blocking=True)
+            self._inputs = tuple(tensor.clone() for tensor in tensors)
+            self._graph, _ = captured(partial(self._work, *self._inputs), self._pool, warm_up=0)
+        expected, shapes = ([list(tensor.shape) for tensor in group] for group in (self._inputs, tensors))
+        if shapes != expected:
+            raise ValueError(f"the CUDA graph was captured for inputs of the shapes {expected}, not {shapes}")
+        for buffer, tensor in zip(self._inputs, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
         self._graph.replay()

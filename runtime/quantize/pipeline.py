@@ -339,7 +339,7 @@ def _write(
         committed.replace(run.quantized, run.staged)
         _clear(staging)
     except OSError as error:
-        raise cannot_write(run.quantized, error, "free some space, then quantize again") from error
+        raise cannot_write(run.quantized, error, "make it writable; then quantize again") from error
     return result
 
 

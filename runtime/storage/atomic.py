@@ -22,8 +22,7 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
         check: called with the finished temporary file before the rename; raises to reject it.
 
     Raises:
-        EnvironmentFailure: if the disk is full.
-        RunFailure: if the operating system refuses for another reason.
+        EnvironmentFailure: if the file cannot be written.
     """
     try:
         _sweep(path)

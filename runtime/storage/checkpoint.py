@@ -20,7 +20,7 @@ from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
 from specc.compiler.strict import StrictModel, Unit
-from specc.runtime.errors import IntegrityError, RunFailure
+from specc.runtime.errors import IntegrityError, cannot_write
 from specc.runtime.storage import committed
 from specc.runtime.storage.committed import Committed, in_words
 
@@ -88,8 +88,8 @@ class State(StrictModel):
 def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     """Commits `snapshot` as `folder/step_NNNNNNNN` and then removes all but the `keep` newest checkpoints.
 
-    A sound checkpoint of that step is left unchanged; a damaged checkpoint is replaced. Raises RunFailure if the
-    operating system refuses (e.g. the disk is full), ValueError if `keep` is below 2.
+    A sound checkpoint of that step is left unchanged; a damaged checkpoint is replaced. Raises
+    EnvironmentFailure if the checkpoint cannot be written, ValueError if `keep` is below 2.
     """
     if keep < 2:
         raise ValueError("the newest checkpoint may get damaged: keep at least 2")
@@ -103,10 +103,8 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
         for old in _outdated(folder, keep):
             committed.discard(old)
     except OSError as error:
-        reason = error.strerror or str(error)
         again = f"specc train --run {shlex.quote(str(folder.parent))} --resume auto"
-        hint = f"older checkpoints are whole: free some space, then: {again}"
-        raise RunFailure(f"cannot write the checkpoint {path}: {reason}", hint) from error
+        raise cannot_write(path, error, f"make it writable, then: {again}") from error
     return path
 
 

@@ -33,7 +33,7 @@ from specc.compiler.spec import check
 from specc.compiler.spec.spec import Spec
 from specc.compiler.spec.train import GENERATED
 from specc.compiler.strict import StrictModel
-from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
+from specc.runtime.errors import IntegrityError, RuntimeFailure, cannot_write
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import COMMIT
 from specc.runtime.storage.data_digests import DataDigests
@@ -117,7 +117,7 @@ class Run:
 
     def create(self, files: Sequence[Path] = ()) -> "Run":
         """Creates the directory, with copies of `files`, and returns the run. Raises RunDirectoryError if the directory
-        is not empty, RunFailure if it cannot be written."""
+        is not empty, EnvironmentFailure if it cannot be written."""
         require_free(self.directory)
         try:
             for folder in (*([self.files] if files else []), self.generated, self.checkpoints, self.quantized):
@@ -125,7 +125,7 @@ class Run:
             for file in files:
                 shutil.copyfile(file, self.files / file.name)
         except OSError as error:
-            raise RunFailure(f"cannot make {self.directory}: {error.strerror}") from error
+            raise cannot_write(self.directory, error) from error
         if self.lock.targets:
             _write_text(self.directory / LOCK, self.lock.text())
         self.record()
@@ -151,7 +151,7 @@ class Run:
         return cls(directory, spec, record.target, record.data, record.overrides, lock, record.data_digests)
 
     def record(self) -> None:
-        """Writes run.json. Raises RunFailure if it cannot be written."""
+        """Writes run.json. Raises EnvironmentFailure if it cannot be written."""
         record = _Record(
             format=1, target=self.target, data=self.data, overrides=self.overrides, data_digests=self.data_digests
         )
@@ -231,7 +231,8 @@ def locked(directory: Path) -> Iterator[None]:
     """A context manager that creates the directory and locks it against other processes until the end of the block or
     of this process.
 
-    Raises RunDirectoryError if another process has the lock, RunFailure if the directory cannot be created.
+    Raises RunDirectoryError if another process has the lock, EnvironmentFailure if the directory cannot be
+    created.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -241,7 +242,7 @@ def locked(directory: Path) -> Iterator[None]:
         message = f"{directory} is in use by another process"
         raise RunDirectoryError(message, "wait until it ends, or train in another directory") from None
     except OSError as error:
-        raise RunFailure(f"cannot make {directory}: {error.strerror}") from error
+        raise cannot_write(directory, error) from error
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from specc.runtime.data.shards.record import (
 from specc.runtime.data.shards.shard_file import TokenShard, split_of, sync_folder
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.open import open_tokenizer
-from specc.runtime.errors import EnvironmentFailure, write_failure
+from specc.runtime.errors import EnvironmentFailure, cannot_write
 
 Say = Callable[[str], None]
 
@@ -144,7 +144,7 @@ def fetch(
         record = _record(f"{name}: {where} at {commit}", chosen, out)
         write_record(out, record)
     except OSError as error:
-        raise write_failure(out, error, "name another --out") from error
+        raise cannot_write(out, error, "name another --out") from error
     shutil.rmtree(out / _DOWNLOADS, ignore_errors=True)
     return record
 

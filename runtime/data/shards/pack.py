@@ -20,7 +20,7 @@ from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.open import open_tokenizer, tokenizer_files
 from specc.runtime.data.tokenizers.tokenizer import require_16_bits, require_bos
-from specc.runtime.errors import write_failure
+from specc.runtime.errors import cannot_write
 
 Progress = Callable[[Split, int], None]
 SPLITS: tuple[Split, ...] = ("val", "train")  # val first: it is small, so an empty val split is reported early
@@ -152,7 +152,7 @@ def _staged(out: Path) -> Iterator[Path]:
         staging.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise write_failure(out, error, "name another --out") from error
+        raise cannot_write(out, error, "name another --out") from error
     try:
         _lock(descriptor, staging, out)
         try:
@@ -166,7 +166,7 @@ def _staged(out: Path) -> Iterator[Path]:
             sync_folder(out.parent)
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
-            raise write_failure(out, error, "name another --out") from error
+            raise cannot_write(out, error, "name another --out") from error
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise

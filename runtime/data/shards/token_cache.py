@@ -20,7 +20,7 @@ from specc.runtime.data.shards.shard_file import TokenShard, sync_folder
 from specc.runtime.data.shards.tokenize import SHARD_TOKENS, write_shards
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
-from specc.runtime.errors import write_failure
+from specc.runtime.errors import cannot_write
 
 FORMAT = 2  # version of the cache; version 1 wrongly cut files with a long first document into blocks
 _RECORD = "stream.json"
@@ -77,7 +77,7 @@ def open_cached(
                 if not (folder / _RECORD).exists():
                     _build(corpus, tokenizer, folder, key, progress)
     except OSError as error:
-        raise write_failure(folder, error, "set XDG_CACHE_HOME to a folder on another disk") from error
+        raise cannot_write(folder, error, "set XDG_CACHE_HOME to a folder on another disk") from error
     return _opened(folder, tokenizer)
 
 

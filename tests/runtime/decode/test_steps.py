@@ -42,7 +42,7 @@ def flat(value: Any) -> list[torch.Tensor]:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     found: list[Replayed] = []
 
-    def captured(work: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[Replayed, Any]:
+    def captured(work: Callable[[], Any], pool: Any = None) -> tuple[Replayed, Any]:
         made = work()
         found.append(Replayed(work, made))
         return found[-1], made

@@ -220,7 +220,7 @@ def test_a_failed_write_leaves_the_old_one(made: Quantized, tmp_path: Path) -> N
             patch.setattr(f"specc.runtime.quantize.{name}", full)
             with pytest.raises(EnvironmentFailure, match="No space left on device") as caught:
                 quantize(run.directory, options, lambda _: None)
-            assert caught.value.hint == "free some space, then quantize again"
+            assert caught.value.hint == "free some space, or make it writable; then quantize again"
         assert {path.name: path.read_bytes() for path in run.quantized.iterdir()} == before
     assert quantize(run.directory, options, lambda _: None).step == 4
     assert (run.quantized / "model.specc").read_bytes() != before["model.specc"]
@@ -235,7 +235,7 @@ def test_where_nothing_can_be_written_nothing_is_worked_out(made: Quantized, tmp
         quantize(run.directory, options, said.append)
     shutil.rmtree(run.staged.parent)
     run.staged.parent.write_text("in the way")
-    with pytest.raises(RunFailure, match="cannot make"):
+    with pytest.raises(EnvironmentFailure, match="cannot write"):
         quantize(run.directory, options, said.append)
     assert said == []
 

@@ -21,7 +21,7 @@ from toy import Hook, Toy, Watch, stream, train_spec, trainer
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.data.errors import DataIntegrityError
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
-from specc.runtime.errors import RunFailure
+from specc.runtime.errors import EnvironmentFailure, RunFailure
 from specc.runtime.log import Lines, Reporter, RunLog, Step
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.storage import checkpoint
@@ -255,7 +255,7 @@ def test_a_full_disk_is_a_failure_that_can_be_resumed(tmp_path: Path, monkeypatc
         if step.step == 9:
             monkeypatch.setattr(os, "fsync", full)
 
-    with pytest.raises(RunFailure, match="step_00000010: No space left on device"):
+    with pytest.raises(EnvironmentFailure, match="step_00000010: No space left on device"):
         go(tmp_path, "run", train, hook)
     monkeypatch.setattr(os, "fsync", real)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000005"]
