@@ -8,37 +8,34 @@ samples for any number of ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from specc.runtime.data.background import BackgroundReader
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.lines.pairs import Ints, Pairs, lengths, placed
 from specc.runtime.data.lines.task import LineStream
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 _STATE_VERSION = 1
 
 
-class SampleBatch(Protocol):
-    """The samples of a step, in order, on all ranks."""
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """The samples of a step, in order, on all ranks.
 
-    @property
-    def lengths(self) -> tuple[Ints, Ints]:
-        """Number of tokens of each source and of each target, without pads, i64 [N] each."""
-        ...
+    Attributes:
+        lengths: number of tokens of each source and of each target, without pads, i64 [N] each.
+        rows: returns the sources and targets of the given rows, i64 [n, width], on the given device.
+    """
 
-    def rows(self, rows: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the sources and targets of the given rows, i64 [n, width] on `device`."""
-        ...
+    lengths: tuple[Ints, Ints]
+    rows: Callable[[slice, torch.device], tuple[Tensor, Tensor]]
 
 
 class Samples(Protocol):
@@ -60,46 +57,33 @@ class FixedSet:
     """
 
     def __init__(self, pairs: Pairs, seed: int, device: torch.device) -> None:
-        import torch
-
         if not len(pairs):
-            raise DataError("there is no line to train on")
+            raise DataError("there are no lines to train on")
         self.digest = hashlib.sha256(f"{seed} {pairs.digest}".encode()).hexdigest()
-        self.lengths = lengths(pairs.source), lengths(pairs.target)
-        self.source, self.target = (torch.from_numpy(side).to(device) for side in (pairs.source, pairs.target))
-        self._seed = seed
+        self._lengths = lengths(pairs.source), lengths(pairs.target)
+        self._source, self._target = (torch.from_numpy(side).to(device) for side in (pairs.source, pairs.target))
+        self._seed, self._size = seed, len(pairs)
         self._order: tuple[int, Ints] = (-1, np.zeros(0, np.int64))
 
-    def take(self, position: int, count: int) -> tuple[_SetBatch, int]:
-        size, parts, end = len(self.lengths[0]), [], position + count
+    def take(self, position: int, count: int) -> tuple[SampleBatch, int]:
+        parts, end = [], position + count
         while position < end:
-            epoch, first = divmod(position, size)
-            part = self._epoch(epoch)[first : first + end - position]
-            parts.append(part)
-            position += len(part)
-        return _SetBatch(self, np.concatenate(parts)), end
+            epoch, first = divmod(position, self._size)
+            parts.append(self._epoch(epoch)[first : first + end - position])
+            position += len(parts[-1])
+        order = np.concatenate(parts)
+
+        def rows(rows: slice, device: torch.device) -> tuple[Tensor, Tensor]:
+            index = placed(order[rows], device)
+            return self._source[index].long(), self._target[index].long()
+
+        return SampleBatch((self._lengths[0][order], self._lengths[1][order]), rows), end
 
     def _epoch(self, epoch: int) -> Ints:
         if self._order[0] != epoch:
-            size = len(self.lengths[0])
-            words = hashlib.shake_256(f"specc pairs {self._seed} {epoch}".encode()).digest(8 * size)
+            words = hashlib.shake_256(f"specc pairs {self._seed} {epoch}".encode()).digest(8 * self._size)
             self._order = epoch, np.argsort(np.frombuffer(words, "<u8"), kind="stable")
         return self._order[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _SetBatch:
-    samples: FixedSet
-    order: Ints
-
-    @property
-    def lengths(self) -> tuple[Ints, Ints]:
-        source, target = self.samples.lengths
-        return source[self.order], target[self.order]
-
-    def rows(self, rows: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-        index = placed(self.order[rows], device)
-        return self.samples.source[index].long(), self.samples.target[index].long()
 
 
 class FreshSamples:
@@ -109,25 +93,17 @@ class FreshSamples:
         self._stream, self._tokenizer, self._width = stream, tokenizer, width
         self.digest = hashlib.sha256(f"fresh {stream.identity} {tokenizer.chars}".encode()).hexdigest()
 
-    def take(self, position: int, count: int) -> tuple[_DrawnBatch, int]:
+    def take(self, position: int, count: int) -> tuple[SampleBatch, int]:
         lines, position = self._stream.take(position, count)
-        return _DrawnBatch(Pairs.of(lines, self._tokenizer, self._width)), position
+        pairs = Pairs.of(lines, self._tokenizer, self._width)
+
+        def rows(rows: slice, device: torch.device) -> tuple[Tensor, Tensor]:
+            return placed(pairs.source[rows], device).long(), placed(pairs.target[rows], device).long()
+
+        return SampleBatch((lengths(pairs.source), lengths(pairs.target)), rows), position
 
 
-@dataclass(frozen=True, slots=True)
-class _DrawnBatch:
-    pairs: Pairs
-
-    @property
-    def lengths(self) -> tuple[Ints, Ints]:
-        return lengths(self.pairs.source), lengths(self.pairs.target)
-
-    def rows(self, rows: slice, device: torch.device) -> tuple[Tensor, Tensor]:
-        picked = self.pairs[rows]
-        return placed(picked.source, device).long(), placed(picked.target, device).long()
-
-
-class PairLoader:
+class PairLoader(BackgroundReader[tuple[SampleBatch, int]]):
     """An endless loader of batches, whose background thread prepares the next step.
 
     It is not thread-safe. Close it, or use it as a context manager. Raises ValueError if a number is out of range.
@@ -145,12 +121,14 @@ class PairLoader:
     ) -> None:
         if batch < 1 or passes < 1 or not 0 <= rank < world:
             raise ValueError(f"{batch=} and {passes=} must be positive, and 0 <= {rank=} < {world=}")
+        super().__init__(1)
         self._samples, self._batch, self._passes = samples, batch, passes
         self._rank, self._world, self._device = rank, world, device
         self._position = self.samples = self.tokens = 0
         self._taken = passes  # passes of the current step that were returned
-        self._pool: ThreadPoolExecutor | None = None
-        self._prefetched: Future[tuple[SampleBatch, int]] | None = None
+
+    def items(self) -> Iterator[tuple[SampleBatch, int]]:
+        return _steps(self._samples, self._position, self.rows)
 
     @property
     def rows(self) -> int:
@@ -179,13 +157,8 @@ class PairLoader:
         return slice(start + self._rank, start + self._batch * self._world, self._world)
 
     def _begin(self) -> None:
-        """Starts the next step, and starts to prepare the step after it in the background thread."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "specc-pairs")
-        prefetched = self._prefetched or self._pool.submit(self._samples.take, self._position, self.rows)
-        self._prefetched = None
-        self._step, self._position = prefetched.result()
-        self._prefetched = self._pool.submit(self._samples.take, self._position, self.rows)
+        """Starts the next step."""
+        self._step, self._position = self.take()
         sources, self._counts = self._step.lengths
         self._taken = 0
         self.samples += self.rows
@@ -217,16 +190,9 @@ class PairLoader:
     def _identity(self) -> dict[str, int]:
         return {"version": _STATE_VERSION, "pairs": int(self._samples.digest[:12], 16)}  # 48 bits: exact in any JSON
 
-    def close(self) -> None:
-        """Stops the background thread. The position is unchanged, and `next` starts the thread again."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = self._prefetched = None
 
-    def __enter__(self) -> PairLoader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def _steps(samples: Samples, position: int, rows: int) -> Iterator[tuple[SampleBatch, int]]:
+    """Yields the samples of each step from a position on, with the position after them."""
+    while True:
+        step, position = samples.take(position, rows)
+        yield step, position

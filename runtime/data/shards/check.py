@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,8 @@ import numpy.typing as npt
 
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.duplicates import DIGEST_BYTES, Hashes, shared
-from specc.runtime.data.shards.record import RECORD, ShardEntry, ShardRecord, read_record
-from specc.runtime.data.shards.shard_file import TokenShard, find_shards, header_of, shard_offset, split_of
+from specc.runtime.data.shards.record import RECORD, ShardRecord, read_record
+from specc.runtime.data.shards.shard_file import TokenShard, header_of, shard_offset, split_of
 from specc.runtime.data.split import Split
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 
@@ -21,6 +23,7 @@ PIECE = 4 * 1024 * 1024  # tokens that are read at once
 SPLITS: tuple[Split, ...] = ("val", "train")
 
 Progress = Callable[[int, int], None]
+Tokens = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +46,25 @@ class SplitFacts:
         shards: number of shards.
         tokens: number of tokens.
         highest: the highest token id; -1 if there are no tokens.
-        marks: number of BOS tokens; None if the id of BOS is unknown.
+        bos: number of BOS tokens; None if the id of BOS is unknown.
         longest: length of the longest document in tokens, without BOS.
-        lengths: histogram of document lengths in tokens, without BOS, i64 [65]. Bin k counts lengths 2**(k-1) ..
-            2**k - 1. None if documents are not separated by BOS.
+        lengths: number of documents by the bit length of their length in tokens, without BOS: key k counts lengths
+            2**(k-1) .. 2**k - 1. Empty if documents are not separated by BOS.
         repeated: number of documents that equal an earlier document of the split; an estimate for very many documents.
     """
 
     shards: int = 0
     tokens: int = 0
     highest: int = -1
-    marks: int | None = None
+    bos: int | None = None
     longest: int = 0
-    lengths: npt.NDArray[np.int64] | None = None
+    lengths: Counter[int] = field(default_factory=Counter)
     repeated: int = 0
 
     def histogram(self) -> list[tuple[int, int, int]]:
         """Returns the bins as (shortest, longest, documents), without empty bins at both ends."""
-        if self.lengths is None or not self.lengths.any():
-            return []
-        filled = np.flatnonzero(self.lengths)
-        return [
-            (1 << k >> 1, max((1 << k) - 1, 0), int(self.lengths[k]))
-            for k in range(int(filled[0]), int(filled[-1]) + 1)
-        ]
+        bins = range(min(self.lengths, default=0), max(self.lengths, default=-1) + 1)
+        return [(1 << k >> 1, (1 << k) - 1, self.lengths[k]) for k in bins]
 
 
 @dataclass(slots=True)
@@ -85,46 +83,30 @@ class Checked:
 
     def report(self) -> Iterator[str]:
         """Yields human-readable lines."""
-        for split in ("train", "val"):
-            if (content := self.splits.get(split)) is None:
-                continue
+        for split in reversed(SPLITS):
+            content = self.splits[split]
             of = "" if self.vocab is None else f" of {self.vocab:,}"
             yield f"{split:<6} {content.shards:,} shards, {content.tokens:,} tokens, highest {content.highest}{of}"
-            if content.marks is not None and content.tokens:
-                share = 100 * content.marks / content.tokens
-                yield f"{'':<6} BOS ({self.bos}) {content.marks:,} times, {share:.3f} % of the tokens"
-            rows = content.histogram()
-            if rows:
-                count = sum(row[2] for row in rows)
+            if content.bos is not None and content.tokens:
+                share = 100 * content.bos / content.tokens
+                yield f"{'':<6} BOS ({self.bos}) {content.bos:,} times, {share:.3f} % of the tokens"
+            if content.lengths:
+                count, most = content.lengths.total(), max(content.lengths.values())
                 yield f"{'':<6} {count:,} documents, the longest of {content.longest:,} tokens"
-                most = max(row[2] for row in rows)
-                for low, high, documents in rows:
+                for low, high, documents in content.histogram():
                     yield f"{'':<6} {low:>9,} .. {high:<10,} {documents:>12,} {'#' * -(-40 * documents // most)}"
         yield from (f"WRONG  {finding}" for finding in self.findings)
-        known = self.vocab is not None
-        yield f"{self.folder}: " + (
-            f"{len(self.findings)} found wrong"
-            if self.findings
-            else "sound"
-            if known
-            else "sound, as far as it goes without --tokenizer"
-        )
+        if self.findings:
+            yield f"{self.folder}: {len(self.findings)} problem{'s' * (len(self.findings) > 1)}"
+        elif self.vocab is not None:
+            yield f"{self.folder}: no problems"
+        else:
+            yield f"{self.folder}: no problems; token ids and BOS are not checked without --tokenizer"
 
     def facts(self) -> dict[str, object]:
         """Returns the result as fields for JSON output."""
-        splits = {
-            split: {
-                "shards": content.shards,
-                "tokens": content.tokens,
-                "highest": content.highest,
-                "bos": content.marks,
-                "longest": content.longest,
-                "lengths": [list(row) for row in content.histogram()],
-                "repeated": content.repeated,
-            }
-            for split, content in self.splits.items()
-        }
-        findings = [{"where": f.where, "what": f.what, "damage": f.damage} for f in self.findings]
+        splits = {split: {**asdict(content), "lengths": content.histogram()} for split, content in self.splits.items()}
+        findings = [asdict(finding) for finding in self.findings]
         return {
             "folder": str(self.folder),
             "vocab": self.vocab,
@@ -154,7 +136,7 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
         DataError: the folder does not exist or has no shards, or the record belongs to another tokenizer.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder", "name a folder of token shards")
+        raise DataError(f"{folder} is not a folder", "name a folder of token shards")
     record, findings = None, []
     try:
         record = read_record(folder)
@@ -163,11 +145,11 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
         findings.append(Finding(str(folder / RECORD), what, True))
     if record is not None and tokenizer is not None:
         record.require(tokenizer, folder)
-    vocab = record.vocab if record else tokenizer.vocab if tokenizer else None
-    bos = record.bos if record else tokenizer.bos if tokenizer else None
-    checked = Checked(folder, vocab, bos, findings=findings)
     if not any(folder.glob("*.bin")) and not findings:
-        raise DataError(f"{folder}: no token shards in this folder", "their names end in .bin")
+        raise DataError(f"{folder} has no token shards", "token shards are files whose names end in .bin")
+    known = record or tokenizer
+    vocab, bos = (known.vocab, known.bos) if known is not None else (None, None)
+    checked = Checked(folder, vocab, bos, findings=findings)
     _Check(checked, record, progress).run()
     return checked
 
@@ -175,84 +157,69 @@ def check(folder: Path, tokenizer: Tokenizer | None = None, progress: Progress |
 class _Check:
     def __init__(self, checked: Checked, record: ShardRecord | None, progress: Progress | None) -> None:
         self._checked, self._record, self._progress = checked, record, progress
-        self._marked = checked.bos is not None and (record is None or record.marks == "document")
         self._hashes: dict[str, str] = {}  # digest of a shard's tokens -> name of the first such shard
-        self._documents = {split: Hashes() for split in SPLITS}
-        self._done = 0
+        self._done = self._total = 0
 
     def run(self) -> None:
-        paths = {split: self._paths(split) for split in SPLITS}
+        paths: dict[Split | None, list[Path]] = {split: [] for split in (*SPLITS, None)}
         for path in sorted(self._checked.folder.glob("*.bin")):
-            if split_of(path.name) is None:
-                self._wrong(path, "nothing reads it: its name says neither train nor val")
-        total = sum(path.stat().st_size // 2 for some in paths.values() for path in some if path.is_file())
+            paths[split_of(path.name)].append(path)
+        for path in paths[None]:
+            self._report(path, "is not read: its name contains neither train nor val")
+        self._total = sum(path.stat().st_size // 2 for split in SPLITS for path in paths[split] if path.is_file())
+        hashes = {split: self._split(split, paths[split]) for split in SPLITS}
         for split in SPLITS:
-            self._split(split, paths[split], total)
-        for split, hashes in self._documents.items():
-            if repeated := hashes.repeated():
-                about = "about " * bool(hashes.level)
-                self._wrong(split, f"{about}{repeated:,} of its documents are equal to an earlier one of them")
+            if repeated := hashes[split].repeated():
+                about = "about " * bool(hashes[split].level)
+                self._report(split, f"{about}{repeated:,} of its documents equal an earlier document of the split")
                 self._checked.splits[split].repeated = repeated
-        both, exact = shared(self._documents["train"], self._documents["val"])
+        both, exact = shared(hashes["train"], hashes["val"])
         if both:
-            self._wrong("train", f"{'' if exact else 'about '}{both:,} of its documents are in val too")
+            self._report("train", f"{'' if exact else 'about '}{both:,} of its documents are also in val")
 
-    def _wrong(self, where: str | Path, what: str, damage: bool = False) -> None:
+    def _report(self, where: str | Path, what: str, damage: bool = False) -> None:
         self._checked.findings.append(Finding(str(where), what, damage))
 
-    def _paths(self, split: Split) -> list[Path]:
-        folder, listed = self._checked.folder, self._record.entries(split) if self._record else {}
-        try:
-            paths = find_shards(folder, split) or []
-        except DataError:  # there are shards, but none of this split
-            paths = []
-        if self._record:
-            for name in sorted(listed.keys() - {path.name for path in paths}):
-                self._wrong(folder / name, f"missing; {RECORD} lists it", True)
-            for path in paths:
-                if path.name not in listed:
-                    self._wrong(path, f"not in {RECORD}", True)
+    def _split(self, split: Split, paths: list[Path]) -> Hashes:
+        """Checks a split and returns the hashes of its documents, if BOS separates them."""
+        folder, record, bos = self._checked.folder, self._record, self._checked.bos
+        first, hashes = len(self._checked.findings), Hashes()
+        listed = record.entries(split) if record else {}
+        for name in sorted(listed.keys() - {path.name for path in paths}):
+            self._report(folder / name, f"missing; {RECORD} lists it", True)
+        for path in paths if record else ():
+            if path.name not in listed:
+                self._report(path, f"not in {RECORD}", True)
         if not paths and not listed:
-            self._wrong(folder, f"no shards of the {split} split, which training needs")
-        return paths
+            self._report(folder, f"no shards of the {split} split, which training needs")
+        facts = self._checked.splits[split] = SplitFacts(bos=None if bos is None else 0)
+        pieces = self._pieces(split, paths, facts)
+        if bos is None or (record is not None and record.marks == "none"):
+            for _ in pieces:
+                pass
+        else:
+            for documents in _documents(pieces, bos):
+                hashes.add([digest for length, digest in documents if length])
+                facts.lengths.update(length.bit_length() for length, _ in documents)
+                facts.longest = max(facts.longest, *(length for length, _ in documents), 0)
+            stated = record.splits[split].documents if record and split in record.splits else None
+            count, findings = facts.lengths.total(), self._checked.findings[first:]
+            if stated not in (None, count) and not any(finding.damage for finding in findings):
+                self._report(split, f"{count:,} documents; {RECORD} states {stated:,}", True)
+        if facts.shards and not facts.tokens:
+            self._report(split, "no tokens in its shards")
+        return hashes
 
-    def _split(self, split: Split, paths: list[Path], total: int) -> None:
-        facts = SplitFacts(marks=None if self._checked.bos is None else 0)
-        self._checked.splits[split] = facts
-        documents = _Documents(self._checked.bos) if self._marked and self._checked.bos is not None else None
-        listed = self._record.entries(split) if self._record else {}
+    def _pieces(self, split: Split, paths: list[Path], facts: SplitFacts) -> Iterator[Tokens]:
+        """Yields the tokens of the valid shards in pieces, and checks the shards."""
         for path in paths:
             try:
-                shard = TokenShard(path)
+                with closing(TokenShard(path)) as shard:
+                    yield from self._shard(split, shard, facts)
             except DataError as error:
-                self._wrong(path, error.message.removeprefix(f"{path}: "), True)
-                continue
-            try:
-                self._shard(split, facts, shard, listed.get(path.name), documents, total)
-            except DataIntegrityError as error:
-                self._wrong(path, error.message.removeprefix(f"{path}: "), True)
-            finally:
-                shard.close()
-        if facts.shards and not facts.tokens:
-            self._wrong(split, "no tokens in its shards")
-        if documents is not None:
-            self._documents[split].add(documents.end())
-            facts.lengths, facts.longest = documents.lengths, documents.longest
-            entry = self._record.splits.get(split) if self._record else None
-            count = int(documents.lengths.sum())
-            damaged = any(finding.damage for finding in self._checked.findings)
-            if not damaged and entry is not None and entry.documents not in (None, count):
-                self._wrong(split, f"{count:,} documents; {RECORD} says {entry.documents:,}", True)
+                self._report(path, error.message.removeprefix(f"{path}: "), True)
 
-    def _shard(
-        self,
-        split: Split,
-        facts: SplitFacts,
-        shard: TokenShard,
-        entry: ShardEntry | None,
-        documents: _Documents | None,
-        total: int,
-    ) -> None:
+    def _shard(self, split: Split, shard: TokenShard, facts: SplitFacts) -> Iterator[Tokens]:
         vocab, bos, beyond = self._checked.vocab, self._checked.bos, 0
         file, content = hashlib.sha256(header_of(shard.tokens)), hashlib.sha256()
         for start in range(0, shard.tokens, PIECE):
@@ -263,68 +230,45 @@ class _Check:
             if vocab is not None and facts.highest >= vocab and (bad := tokens >= vocab).any():
                 if not beyond:
                     first = int(np.argmax(bad))
-                    byte = shard_offset(start + first)
-                    what = f"token {int(tokens[first])} at byte {byte:,}; the tokenizer has {vocab:,} ids"
-                    self._wrong(shard.path, what, True)
+                    place = f"token {int(tokens[first])} at byte {shard_offset(start + first):,}"
+                    self._report(shard.path, f"{place}; the tokenizer has {vocab:,} ids", True)
                 beyond += int(bad.sum())
-            if bos is not None:
-                facts.marks = (facts.marks or 0) + int((tokens == bos).sum())
-                if split == "val" and facts.tokens == 0 and start == 0 and tokens[0] != bos:
-                    self._wrong(shard.path, f"begins with token {int(tokens[0])}, not BOS ({bos}): cannot be scored")
-            if documents is not None:
-                self._documents[split].add(documents.add(tokens))
+            if facts.bos is not None:
+                facts.bos += int((tokens == bos).sum())
+                if split == "val" and facts.tokens == start == 0 and tokens[0] != bos:
+                    self._report(shard.path, f"begins with token {int(tokens[0])}, not BOS ({bos}): cannot be scored")
+            yield tokens
             self._done += len(tokens)
             if self._progress is not None:
-                self._progress(self._done, total)
+                self._progress(self._done, self._total)
         if beyond > 1:
-            self._wrong(shard.path, f"{beyond:,} such tokens in all", True)
+            self._report(shard.path, f"{beyond:,} tokens outside of the vocabulary", True)
         facts.shards += 1
         facts.tokens += shard.tokens
+        entry = self._record.entries(split).get(shard.path.name) if self._record else None
         if entry is not None and (entry.tokens, entry.sha256) != (shard.tokens, file.hexdigest()):
-            self._wrong(shard.path, f"not the file that {RECORD} describes: its SHA-256 differs", True)
-        first_of = self._hashes.setdefault(content.hexdigest(), shard.path.name)
-        if first_of != shard.path.name:
-            self._wrong(shard.path, f"holds the same tokens as {first_of}")
+            self._report(shard.path, f"not the file that {RECORD} describes: its SHA-256 differs", True)
+        same = self._hashes.setdefault(content.hexdigest(), shard.path.name)
+        if same != shard.path.name:
+            self._report(shard.path, f"has the same tokens as {same}")
 
 
-class _Documents:
-    """Divides a stream of tokens into documents at BOS, and computes their lengths and digests.
+def _documents(pieces: Iterable[Tokens], bos: int) -> Iterator[list[tuple[int, bytes]]]:
+    """Yields the documents that end in each piece, then the last document, as (length, digest).
 
-    Tokens before the first BOS count as a document. Empty documents have no digest.
+    Tokens before the first BOS count as a document.
     """
-
-    def __init__(self, bos: int) -> None:
-        self._bos = bos
-        self._begun = False
-        self._length = 0
-        self._hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
-        self.lengths = np.zeros(65, np.int64)
-        self.longest = 0
-
-    def add(self, tokens: npt.NDArray[np.uint16]) -> list[bytes]:
-        """Adds tokens and returns the digests of the documents that end in them."""
-        digests: list[bytes] = []
-        start = 0
-        for mark in np.flatnonzero(tokens == self._bos).tolist():
-            self._feed(tokens[start:mark])
-            digests += self.end()
-            self._begun = True
-            start = mark + 1
-        self._feed(tokens[start:])
-        return digests
-
-    def _feed(self, part: npt.NDArray[np.uint16]) -> None:
-        if part.size:
-            self._hasher.update(part.astype("<u2").data)
-            self._length += part.size
-            self._begun = True
-
-    def end(self) -> list[bytes]:
-        """Ends the current document, if any, and returns its digest in a list, which is empty without a digest."""
-        if not self._begun:
-            return []
-        length, digest = self._length, self._hasher.digest()
-        self.lengths[length.bit_length()] += 1
-        self.longest = max(self.longest, length)
-        self._begun, self._length, self._hasher = False, 0, hashlib.blake2b(digest_size=DIGEST_BYTES)
-        return [digest] if length else []
+    hasher, length, begun = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, False
+    for tokens in pieces:
+        ended = []
+        for index, part in enumerate(np.split(tokens.astype("<u2"), np.flatnonzero(tokens == bos))):
+            if index:  # begins with BOS
+                if begun:
+                    ended.append((length, hasher.digest()))
+                hasher, length, begun = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, True
+                part = part[1:]
+            hasher.update(part.data)
+            length, begun = length + part.size, begun or part.size > 0
+        yield ended
+    if begun:
+        yield [(length, hasher.digest())]

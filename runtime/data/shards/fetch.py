@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,21 @@ class _Remote:
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
+    @classmethod
+    def of(cls, entry: Any) -> _Remote:
+        sha256 = str(entry.lfs.sha256) if entry.lfs is not None else None
+        return cls(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
+
     def fault(self, path: Path) -> str | None:
         """Returns how the file at `path` differs from this file; None if it is identical."""
         size = path.stat().st_size
         if size != self.size:
             return f"{size:,} bytes, not {self.size:,}"
         if self.sha256 is not None:
-            return None if sha256_of(path) == self.sha256 else "its SHA-256 is not the one that the hub states"
+            return None if sha256_of(path) == self.sha256 else "its SHA-256 differs from that on the hub"
         data = path.read_bytes()
         digest = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-        return None if digest == self.blob else "its git id is not the one that the hub states"
+        return None if digest == self.blob else "its git id differs from that on the hub"
 
 
 def fetch(
@@ -114,33 +119,32 @@ def fetch(
     hub, wanted = _hub(), SETS[name]
     where = repository or wanted.repository
     if out.exists() and not out.is_dir():
-        raise DataError(f"{out}: is no folder", "name another --out")
-    before = _ours(out, name)
-    with _asking(where):
+        raise DataError(f"{out} is not a folder", "name another --out")
+    before = _previous(out, name)
+    with _requests(where):
         api = hub.HfApi()
         commit = str(api.dataset_info(where, revision=revision).sha)
         listed = [*api.list_repo_tree(where, wanted.folder, repo_type="dataset", revision=commit)]
         listed += api.get_paths_info(where, [wanted.tokenizer], repo_type="dataset", revision=commit)
-    remote = {file.path: file for file in map(_remote, listed) if file is not None}
+    remote = {entry.path: _Remote.of(entry) for entry in listed if hasattr(entry, "blob_id")}  # others are folders
     chosen = _chosen(remote, wanted, shards, f"{where} at {commit[:12]}", out)
-    total = sum(file.size for file in chosen)
-    say(f"{where} at {commit[:12]}: {len(chosen)} files, {total:,} bytes")
+    say(f"{where} at {commit[:12]}: {len(chosen)} files, {sum(file.size for file in chosen):,} bytes")
     try:
-        lacking = [file for file in chosen if not _is_there(file, out, say)]
-        there = {file.name for file in chosen} - {file.name for file in lacking}
-        whole = before is not None and there >= {chosen[0].name, *before.entries("train"), *before.entries("val")}
+        missing = [file for file in chosen if not _is_present(file, out, say)]
+        listed_before = {*before.entries("train"), *before.entries("val"), chosen[0].name} if before else set()
+        complete = before is not None and listed_before.isdisjoint(file.name for file in missing)
         (out / _DOWNLOADS).mkdir(parents=True, exist_ok=True)
         (out / _SET).write_text(name, encoding="utf-8")
-        if not whole:
+        if not complete:
             begin_record(out)
-        came: list[Path] = []
-        for file in lacking:
-            came.append(_brought(hub, where, commit, file, out, say))
-            if not whole:
-                _give_names(came, out)
-        if came:
+        downloads = []
+        for file in missing:
+            downloads.append(_download(hub, where, commit, file, out, say))
+            if not complete:
+                _move(downloads, out)
+        if downloads:
             begin_record(out)  # the previous record does not list the new shards
-            _give_names(came, out)
+            _move(downloads, out)
         record = _record(f"{name}: {where} at {commit}", chosen, out)
         write_record(out, record)
     except OSError as error:
@@ -162,7 +166,7 @@ def _hub() -> Any:
 
 
 @contextmanager
-def _asking(repository: str) -> Iterator[None]:
+def _requests(repository: str) -> Iterator[None]:
     """Converts all exceptions to EnvironmentFailure, because the hub's client passes on any error of its transport."""
     try:
         yield
@@ -170,35 +174,28 @@ def _asking(repository: str) -> Iterator[None]:
         first = next(iter(str(error).strip().splitlines()), "")
         raise EnvironmentFailure(
             f"cannot fetch from the hub ({repository}): {type(error).__name__}: {first}",
-            "check the network, the repository and your access to it; what is complete is kept, so run it again",
+            "check the network, the repository and your access to it, then run it again: completed files are kept",
         ) from error
 
 
-def _ours(out: Path, name: str) -> ShardRecord | None:
+def _previous(out: Path, name: str) -> ShardRecord | None:
     """Returns the record of a complete download of the set, or None if it was interrupted or `out` is new or empty.
 
     Raises DataError if the folder contains other data.
     """
-    record, begun = None, False
+    record, same = None, False
     with suppress(FileNotFoundError):
-        begun = (out / _SET).read_text(encoding="utf-8") == name
+        same = (out / _SET).read_text(encoding="utf-8") == name
     try:
         record = read_record(out)
     except DataIntegrityError as error:
         if (out / RECORD).stat().st_size:
-            raise DataError(f"{out}: what it holds is not known: {error.message}", "name another --out") from None
+            raise DataError(f"the content of {out} is unknown: {error.message}", "name another --out") from None
     else:
-        begun = record.source.startswith(f"{name}: ") if record is not None else begun or not any(out.glob("*"))
-    if not begun:
-        raise DataError(f"{out}: holds other data", "name another --out")
+        same = record.source.startswith(f"{name}: ") if record is not None else same or not any(out.glob("*"))
+    if not same:
+        raise DataError(f"{out} contains other data", "name another --out")
     return record
-
-
-def _remote(entry: Any) -> _Remote | None:
-    if not hasattr(entry, "blob_id"):  # a folder
-        return None
-    sha256 = str(entry.lfs.sha256) if entry.lfs is not None else None
-    return _Remote(str(entry.path), int(entry.size), sha256, str(entry.blob_id))
 
 
 def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: str, out: Path) -> list[_Remote]:
@@ -207,75 +204,61 @@ def _chosen(remote: Mapping[str, _Remote], wanted: HubSet, shards: int, where: s
     Raises DataError if the repository lacks the tokenizer, val shards, or enough train shards.
     """
     files = [file for _, file in sorted(remote.items()) if file.name.endswith(".bin")]
-    val = [file for file in files if split_of(file.name) == "val"]
-    train = [file for file in files if split_of(file.name) == "train"]
+    train, val = ([file for file in files if split_of(file.name) == split] for split in ("train", "val"))
     if wanted.tokenizer not in remote or not val:
-        lacking = wanted.tokenizer if wanted.tokenizer not in remote else f"{wanted.folder}/*_val_*.bin"
-        raise DataError(f"{where}: has no {lacking}", "name the --repo and --revision that has it")
+        missing = wanted.tokenizer if wanted.tokenizer not in remote else f"{wanted.folder}/*_val_*.bin"
+        raise DataError(f"{where} has no {missing}", "name another --repo or --revision")
     if len(train) < shards:
-        raise DataError(f"{where}: has {len(train):,} train shards, not {shards:,}", f"--shards {len(train)}")
-    there = [index + 1 for index, file in enumerate(train) if (out / file.name).exists()]
-    return [remote[wanted.tokenizer], *val, *train[: max([shards, *there])]]
+        raise DataError(f"{where} has {len(train):,} train shards, not {shards:,}", f"--shards {len(train)}")
+    present = [index for index, file in enumerate(train, 1) if (out / file.name).exists()]
+    return [remote[wanted.tokenizer], *val, *train[: max([shards, *present])]]
 
 
-def _is_there(file: _Remote, out: Path, say: Say) -> bool:
+def _is_present(file: _Remote, out: Path, say: Say) -> bool:
     if not (out / file.name).is_file():
         return False
-    sound = file.fault(out / file.name) is None
-    say(f"{file.name}: is there" + ("" if sound else ", but not the one of the hub; fetched again"))
-    return sound
+    fault = file.fault(out / file.name)
+    say(f"{file.name}: present" if fault is None else f"{file.name}: differs from the file on the hub; fetched again")
+    return fault is None
 
 
-def _brought(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say: Say) -> Path:
+def _download(hub: Any, repository: str, commit: str, file: _Remote, out: Path, say: Say) -> Path:
     """Downloads a file and returns its temporary path.
 
     Raises DataIntegrityError if the file does not match the size or digest that the hub states.
     """
-    with _asking(repository):
-        came = hub.hf_hub_download(
-            repository, file.path, repo_type="dataset", revision=commit, local_dir=out / _DOWNLOADS
+    with _requests(repository):
+        path = Path(
+            hub.hf_hub_download(repository, file.path, repo_type="dataset", revision=commit, local_dir=out / _DOWNLOADS)
         )
-    path = Path(came)
     fault = file.fault(path)
     if fault is not None:
         path.unlink()
-        raise DataIntegrityError(f"{file.name}: what came from the hub is damaged: {fault}", "run it again")
+        raise DataIntegrityError(f"{file.name}: the download is damaged: {fault}", "run it again")
     with open(path, "rb") as handle:
         os.fsync(handle.fileno())
     say(f"{file.name}: {file.size:,} bytes")
     return path
 
 
-def _give_names(came: list[Path], out: Path) -> None:
-    while came:
-        path = came.pop()
+def _move(downloads: list[Path], out: Path) -> None:
+    """Renames the downloads to their final names, and empties the list."""
+    while downloads:
+        path = downloads.pop()
         os.replace(path, out / path.name)
     sync_folder(out)
 
 
 def _record(source: str, chosen: list[_Remote], out: Path) -> ShardRecord:
-    tokenizer = open_tokenizer(str(out / chosen[0].name))
-    if tokenizer.bos is None:
-        raise DataError(f"{tokenizer.name}: has neither BOS nor EOS", "fetch another set")
     entries: dict[Split, list[ShardEntry]] = {"train": [], "val": []}
     for file in chosen[1:]:
-        shard = TokenShard(out / file.name)
-        shard.close()
-        split = split_of(file.name)
-        assert split is not None
-        entries[split].append(
-            ShardEntry(name=file.name, tokens=shard.tokens, sha256=file.sha256 or sha256_of(out / file.name))
-        )
+        with closing(TokenShard(out / file.name)) as shard:
+            split = split_of(file.name)
+            assert split is not None
+            digest = file.sha256 or sha256_of(shard.path)
+            entries[split].append(ShardEntry(name=file.name, tokens=shard.tokens, sha256=digest))
     splits = {
-        split: SplitEntry(documents=None, document_bytes=None, shards=tuple(some)) for split, some in entries.items()
+        split: SplitEntry(documents=None, document_bytes=None, shards=tuple(shards))
+        for split, shards in entries.items()
     }
-    return ShardRecord(
-        format=1,
-        source=source,
-        tokenizer=tokenizer.name,
-        tokenizer_digest=tokenizer.digest(),
-        vocab=tokenizer.vocab,
-        bos=tokenizer.bos,
-        marks="document",
-        splits=splits,
-    )
+    return ShardRecord.of(source, open_tokenizer(str(out / chosen[0].name)), "document", splits)

@@ -76,7 +76,6 @@ def pack(
     tokenizer = open_tokenizer(options.tokenizer, options.search)
     require_16_bits(tokenizer)
     require_bos(tokenizer)
-    assert tokenizer.bos is not None
     corpora = split_corpus(options.sources, options.validation, options.share, options.bounds)
     for corpus in corpora.values():
         corpus.require_files()
@@ -105,16 +104,7 @@ def pack(
             )
         if [corpus.listing() for corpus in corpora.values()] != listings:
             raise DataError(f"{name}: changed while it was being packed", "run again when it is complete")
-        record = ShardRecord(
-            format=1,
-            source=name,
-            tokenizer=tokenizer.name,
-            tokenizer_digest=tokenizer.digest(),
-            vocab=tokenizer.vocab,
-            bos=tokenizer.bos,
-            marks=options.marks,
-            splits=splits,
-        )
+        record = ShardRecord.of(name, tokenizer, options.marks, splits)
         write_record(folder, record)
     return record
 

@@ -16,7 +16,7 @@ from specc.compiler.strict import StrictModel
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.shard_file import sync_folder
 from specc.runtime.data.split import Split
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer
+from specc.runtime.data.tokenizers.tokenizer import Tokenizer, require_bos
 from specc.runtime.storage.committed import in_words
 
 RECORD = "shards.json"
@@ -61,6 +61,20 @@ class ShardRecord(StrictModel):
     bos: Count
     marks: Marks
     splits: dict[Split, SplitEntry]
+
+    @classmethod
+    def of(cls, source: str, tokenizer: Tokenizer, marks: Marks, splits: dict[Split, SplitEntry]) -> ShardRecord:
+        """Returns the record of shards that `tokenizer` wrote. Raises DataError if the tokenizer has no BOS."""
+        return cls(
+            format=1,
+            source=source,
+            tokenizer=tokenizer.name,
+            tokenizer_digest=tokenizer.digest(),
+            vocab=tokenizer.vocab,
+            bos=require_bos(tokenizer),
+            marks=marks,
+            splits=splits,
+        )
 
     def entries(self, split: Split) -> Mapping[str, ShardEntry]:
         """Returns the shards of a split by name; empty if the split does not exist."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import stat
 import weakref
 from glob import glob, has_magic
@@ -33,17 +32,16 @@ _SPLIT_IN_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])"
 
 
 class ShardWriter:
-    """Writes a shard atomically, as a temporary file next to `path` that is synced and then renamed.
+    """Writes a shard. Use it as a context manager: a normal exit writes the header and syncs the file.
 
-    Use it as a context manager: a normal exit commits, and an exception removes the temporary file.
+    The header is invalid until then. Callers write into a temporary folder, so a shard need not appear atomically.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.tokens = 0
-        self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-        self._file = open(self._temporary, "xb")  # noqa: SIM115 (closed by commit or abort)
-        self._file.write(bytes(HEADER_BYTES))  # no valid header until `commit`
+        self._file = open(self.path, "wb")  # noqa: SIM115 (closed on exit)
+        self._file.write(bytes(HEADER_BYTES))
 
     def write(self, tokens: npt.NDArray[np.integer[Any]]) -> None:
         """Appends tokens of any integer dtype.
@@ -51,26 +49,11 @@ class ShardWriter:
         Raises ValueError if a token is not in 0..65535, or if the shard would exceed MAX_TOKENS tokens.
         """
         if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) > 0xFFFF):
-            raise ValueError("a shard holds tokens 0..65535")
+            raise ValueError("tokens of a shard must be in 0..65535")
         if self.tokens + tokens.size > MAX_TOKENS:
-            raise ValueError(f"a shard holds at most {MAX_TOKENS:,} tokens")
+            raise ValueError(f"a shard has at most {MAX_TOKENS:,} tokens")
         self._file.write(np.ascontiguousarray(tokens, "<u2").data)
         self.tokens += int(tokens.size)
-
-    def commit(self) -> None:
-        """Writes the header, syncs the file, and renames it to `path`."""
-        self._file.seek(0)
-        self._file.write(header_of(self.tokens))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        os.replace(self._temporary, self.path)
-        sync_folder(self.path.parent)
-
-    def abort(self) -> None:
-        """Removes the temporary file."""
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -78,14 +61,12 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.commit()
-        except BaseException:
-            self.abort()
-            raise
+        with self._file:
+            if kind is None:
+                self._file.seek(0)
+                self._file.write(header_of(self.tokens))
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
 class TokenShard:

@@ -10,10 +10,12 @@ import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
+from pydantic import ValidationError
 
+from specc.compiler.generated_folder import replace_file
+from specc.compiler.strict import StrictModel
 from specc.runtime.data.documents.corpus import Corpus, find_corpus
 from specc.runtime.data.errors import DataError, DataIntegrityError
 from specc.runtime.data.shards.shard_file import TokenShard, sync_folder
@@ -26,20 +28,31 @@ FORMAT = 2  # version of the cache; version 1 wrongly cut files with a long firs
 _RECORD = "stream.json"
 
 
-class Cached(NamedTuple):
-    """A cache entry.
+class CacheRecord(StrictModel):
+    """The record of a cache entry.
 
     Attributes:
-        shards: the shards, in order.
+        format: version of the cache.
+        source, split: the text.
+        tokenizer, tokenizer_digest, vocab: name, digest and number of ids of the tokenizer.
         documents: number of documents.
         document_bytes: bytes of the documents in the source.
-        digest: SHA-256 (hex) of all tokens.
+        tokens: number of tokens.
+        shards: number of tokens of each shard, in order.
+        sha256: SHA-256 (hex) of all tokens.
     """
 
-    shards: tuple[TokenShard, ...]
+    format: int
+    source: str
+    split: Split
+    tokenizer: str
+    tokenizer_digest: str
+    vocab: int
     documents: int
     document_bytes: int
-    digest: str
+    tokens: int
+    shards: tuple[int, ...]
+    sha256: str
 
 
 def open_cached(
@@ -48,7 +61,7 @@ def open_cached(
     tokenizer: Tokenizer,
     cache: Path,
     progress: Callable[[int], None] | None = None,
-) -> Cached:
+) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
     """Opens the cache entry of a split of text, and builds it first if it does not exist.
 
     Args:
@@ -59,7 +72,7 @@ def open_cached(
         progress: called with the number of document bytes tokenized so far.
 
     Returns:
-        The entry.
+        The record of the entry, and its shards.
 
     Raises:
         DataError: the tokenizer has no BOS, or the source cannot be used.
@@ -97,13 +110,23 @@ def _build(
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
     try:
-        record = _tokenize(corpus, tokenizer, temporary, progress)
+        written = write_shards(corpus, tokenizer, temporary, "{:06d}.bin", SHARD_TOKENS, progress=progress)
         if _key(corpus, tokenizer) != key:
-            raise DataError(f"{corpus.source}: changed while it was being tokenized", "run again when it is complete")
-        with open(temporary / _RECORD, "w", encoding="utf-8") as file:
-            json.dump(record, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+            raise DataError(f"{corpus.source} changed while it was tokenized", "run again when it is complete")
+        record = CacheRecord(
+            format=FORMAT,
+            source=corpus.source,
+            split=corpus.split,
+            tokenizer=tokenizer.name,
+            tokenizer_digest=tokenizer.digest(),
+            vocab=tokenizer.vocab,
+            documents=written.documents,
+            document_bytes=written.document_bytes,
+            tokens=sum(written.shards.values()),
+            shards=tuple(written.shards.values()),
+            sha256=written.sha256,
+        )
+        replace_file(temporary / _RECORD, record.model_dump_json(indent=1))
         sync_folder(temporary)
         os.rename(temporary, folder)
         sync_folder(folder.parent)
@@ -123,41 +146,15 @@ def _remove_strays(folder: Path) -> None:
                 shutil.rmtree(stray, ignore_errors=True)
 
 
-def _tokenize(
-    corpus: Corpus, tokenizer: Tokenizer, folder: Path, progress: Callable[[int], None] | None
-) -> dict[str, Any]:
-    written = write_shards(corpus, tokenizer, folder, "{:06d}.bin", SHARD_TOKENS, progress=progress)
-    return {
-        "format": FORMAT,
-        "source": corpus.source,
-        "split": corpus.split,
-        "tokenizer": tokenizer.name,
-        "tokenizer_digest": tokenizer.digest(),
-        "vocab": tokenizer.vocab,
-        "documents": written.documents,
-        "document_bytes": written.document_bytes,
-        "tokens": sum(written.shards.values()),
-        "shards": list(written.shards.values()),
-        "sha256": written.sha256,
-    }
-
-
-def _opened(folder: Path, tokenizer: Tokenizer) -> Cached:
-    hint = f"delete {folder}; it is made again from the source"
+def _opened(folder: Path, tokenizer: Tokenizer) -> tuple[CacheRecord, tuple[TokenShard, ...]]:
+    hint = f"delete {folder}; it is created again from the source"
     try:
-        record = json.loads((folder / _RECORD).read_bytes())
-        counts, documents, size = (
-            list(record["shards"]),
-            int(record["documents"]),
-            int(record["document_bytes"]),
-        )
-        digest = str(record["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise DataIntegrityError(f"{folder / _RECORD}: unreadable", hint) from None
-    try:
-        shards = tuple(TokenShard(folder / f"{index:06d}.bin") for index in range(len(counts)))
+        record = CacheRecord.model_validate_json((folder / _RECORD).read_bytes())
+        shards = tuple(TokenShard(folder / f"{index:06d}.bin") for index in range(len(record.shards)))
+    except (OSError, ValidationError):
+        raise DataIntegrityError(f"{folder / _RECORD} cannot be read", hint) from None
     except DataError as error:
         raise DataIntegrityError(error.message, hint) from None
-    if [shard.tokens for shard in shards] != counts or record.get("tokenizer_digest") != tokenizer.digest():
+    if tuple(shard.tokens for shard in shards) != record.shards or record.tokenizer_digest != tokenizer.digest():
         raise DataIntegrityError(f"{folder}: the shards are not those that {_RECORD} describes", hint)
-    return Cached(shards, documents, size, digest)
+    return record, shards

@@ -94,13 +94,14 @@ def require_16_bits(tokenizer: Tokenizer) -> None:
         )
 
 
-def require_bos(tokenizer: Tokenizer) -> None:
-    """Raises DataError if the tokenizer has no id to write before documents."""
+def require_bos(tokenizer: Tokenizer) -> int:
+    """Returns the id of BOS. Raises DataError if the tokenizer has no id to write before documents."""
     if tokenizer.bos is None:
         raise DataError(
-            f"{tokenizer.name}: has neither BOS nor EOS, so documents cannot be separated",
+            f"{tokenizer.name} has neither BOS nor EOS, so documents cannot be separated",
             "train the SentencePiece model with a bos_id",
         )
+    return tokenizer.bos
 
 
 def checked_ids(ids: Sequence[int] | TokenArray, tokenizer: Tokenizer) -> npt.NDArray[np.int64]:

@@ -12,27 +12,19 @@ graph capture. For a GPU, the caller's thread starts the copy of each batch one 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
-import queue
-import threading
-import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
+from specc.runtime.data.background import BackgroundReader
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.windows.stream import TokenStream
-
-if TYPE_CHECKING:  # token shards are packed and checked without torch
-    import torch
-
-    from specc.runtime.data.windows.transfer import Batch, Transfer
+from specc.runtime.data.windows.transfer import Batch, Transfer, Windows
 
 Order = Literal["sequential", "coprime_stride"]
 ORDERS: tuple[Order, ...] = ("sequential", "coprime_stride")
@@ -119,7 +111,7 @@ def _comes_back(stride: int, blocks: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Computes the windows that a rank reads at each step."""
+    """Determines the windows that a rank reads at each step."""
 
     tokens: int
     length: int
@@ -130,41 +122,28 @@ class _Plan:
     world: int
     version: int = _STATE_VERSION
 
-    def step(self, epoch: int, position: int) -> tuple[list[int], int, int]:
-        """Returns the offsets of this rank's windows for the step at (epoch, position).
+    def steps(self, stream: TokenStream, epoch: int, position: int) -> Iterator[tuple[Windows, int, int]]:
+        """Yields this rank's windows of each step from (epoch, position) on, u16 [batch, length + 1].
 
-        Also returns the epoch and position of the next step.
+        The epoch and the position of the following step are yielded with them.
         """
         order = self._order(epoch)
-        offsets: list[int] = []
-        for k in range(self.batch * self.world):
-            while position >= order.blocks:
-                epoch, position = epoch + 1, 0
-                order = self._order(epoch)
-            if k % self.world == self.rank:
-                offsets.append(order.offset(position))
-            position += 1
-        return offsets, epoch, position
+        while True:
+            rows = []
+            for k in range(self.batch * self.world):
+                while position >= order.blocks:
+                    epoch, position = epoch + 1, 0
+                    order = self._order(epoch)
+                if k % self.world == self.rank:
+                    rows.append(stream.read(order.offset(position), self.length + 1))
+                position += 1
+            yield np.stack(rows), epoch, position
 
     def _order(self, epoch: int) -> EpochOrder:
         return epoch_order(self.tokens, self.length, self.order, self.seed, epoch, self.version)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    windows: npt.NDArray[np.uint16]  # [batch, length + 1]
-    epoch: int  # epoch and position of the next step
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    batch: Batch
-    epoch: int
-    position: int
-
-
-class Loader:
+class Loader(BackgroundReader[tuple[Windows, int, int]]):
     """An endless loader of batches. It is not thread-safe. Close it, or use it as a context manager.
 
     Args:
@@ -203,15 +182,16 @@ class Loader:
                 f"the stream has {stream.tokens:,} tokens; windows of length {length:,} need {length + 1:,}",
                 "give more data, or a shorter length",
             )
+        super().__init__(prefetch)
         self._stream = stream
         self._plan = _Plan(stream.tokens, length, batch, order, seed, rank, world)
-        self._prefetch = prefetch
-        self._device = device
         self._epoch = 0
         self._position = 0
-        self._worker: _Worker | None = None
-        self._transfer: Transfer | None = None
-        self._coming: _Sent | BaseException | None = None
+        self._transfer = Transfer(torch.device(device))
+        self._sent: tuple[Batch, int, int] | None = None  # the next batch, whose copy to a GPU has started
+
+    def items(self) -> Iterator[tuple[Windows, int, int]]:
+        return self._plan.steps(self._stream, self._epoch, self._position)
 
     def next(self) -> Batch:
         """Returns the next batch: inputs and targets, i64 [batch, length] on `device`.
@@ -222,23 +202,16 @@ class Loader:
         Raises:
             DataError, OSError: the background thread failed. A later call tries the same batch again.
         """
-        if self._worker is None or self._transfer is None:
-            from specc.runtime.data.windows.transfer import transfer_to
-
-            self._transfer = transfer_to(self._device)
-            self._worker = _Worker(self._stream, self._plan, self._epoch, self._position, self._prefetch)
-            weakref.finalize(self, self._worker.stop.set)
-        item = self._coming or _sent(self._worker.ready.get(), self._transfer)
-        self._coming = None
-        if isinstance(item, BaseException):
-            self.close()
-            raise item
-        self._epoch, self._position = item.epoch, item.position
-        batch = self._transfer.arrived(item.batch)  # first, so that it does not wait for the next copy too
-        if self._transfer.ahead:
-            with contextlib.suppress(queue.Empty):
-                self._coming = _sent(self._worker.ready.get_nowait(), self._transfer)
+        batch, self._epoch, self._position = self._sent or self._send()
+        self._sent = None
+        batch = self._transfer.arrived(batch)  # first, so that it does not wait for the next copy too
+        if self._transfer.ahead and self.ready:
+            self._sent = self._send()
         return batch
+
+    def _send(self) -> tuple[Batch, int, int]:
+        windows, epoch, position = self.take()
+        return self._transfer.send(windows), epoch, position
 
     def state(self) -> dict[str, int]:
         """Returns the caller's position, regardless of prefetched batches, for any `batch`, `rank` and `world`."""
@@ -277,67 +250,5 @@ class Loader:
         }
 
     def close(self) -> None:
-        """Stops the background thread. The position is unchanged, and `next` starts the thread again."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = self._coming = None
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _sent(item: _Ready | BaseException, transfer: Transfer) -> _Sent | BaseException:
-    if isinstance(item, BaseException):
-        return item
-    return _Sent(transfer.send(item.windows), item.epoch, item.position)
-
-
-class _Worker:
-    """The background thread. It does not reference the Loader, so an unclosed Loader can be garbage-collected."""
-
-    def __init__(self, stream: TokenStream, plan: _Plan, epoch: int, position: int, prefetch: int) -> None:
-        self.ready: queue.Queue[_Ready | BaseException] = queue.Queue(prefetch)
-        self.stop = threading.Event()
-        arguments = (stream, plan, epoch, position, self.ready, self.stop)
-        self._thread = threading.Thread(target=_fill, args=arguments, name="specc-loader", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self.stop.set()
-        with contextlib.suppress(queue.Empty):
-            while True:  # the thread may be waiting for space in the queue
-                self.ready.get_nowait()
-        self._thread.join()
-
-
-def _fill(
-    stream: TokenStream,
-    plan: _Plan,
-    epoch: int,
-    position: int,
-    ready: queue.Queue[_Ready | BaseException],
-    stop: threading.Event,
-) -> None:
-    while not stop.is_set():
-        item: _Ready | BaseException
-        try:
-            offsets, epoch, position = plan.step(epoch, position)
-            windows = np.empty((plan.batch, plan.length + 1), np.uint16)
-            for row, offset in enumerate(offsets):
-                windows[row] = stream.read(offset, plan.length + 1)
-            item = _Ready(windows, epoch, position)
-        except BaseException as error:
-            item = error
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.05)
-                break
-            except queue.Full:
-                continue
-        if isinstance(item, BaseException):
-            return
+        super().close()
+        self._sent = None

@@ -136,11 +136,9 @@ def open_stream(
         if split == "val":
             stream.require_scorable(tokenizer)
         return stream
-    cached = open_cached(source, split, tokenizer, cache, progress)
-    starts, digest = _starts(cached.shards), tokenizer.digest()
-    return TokenStream(
-        cached.shards, starts, tokenizer.vocab, cached.documents, cached.document_bytes, digest, cached.digest
-    )
+    record, shards = open_cached(source, split, tokenizer, cache, progress)
+    vocab, digest = tokenizer.vocab, tokenizer.digest()
+    return TokenStream(shards, _starts(shards), vocab, record.documents, record.document_bytes, digest, record.sha256)
 
 
 def _open_shards(paths: list[Path], split: Split, tokenizer: Tokenizer, whole: bool) -> TokenStream:

@@ -76,7 +76,7 @@ def test_a_sound_folder(packed: Path, capsys: pytest.CaptureFixture[str]) -> Non
         for low, high, documents in found["lengths"]:
             assert documents == sum(low <= length <= high for length in lengths)
     assert run(["data", "check", str(packed)]) == 0
-    assert capsys.readouterr().out.endswith("out: sound\n")
+    assert capsys.readouterr().out.endswith("out: no problems\n")
 
 
 def cut(folder: Path) -> None:
@@ -88,16 +88,18 @@ def grown(folder: Path) -> None:
         file.write(b"\0\0")
 
 
+def flip(path: Path, byte: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1
+    path.write_bytes(data)
+
+
 def magic(folder: Path) -> None:
-    data = bytearray((folder / "train_000001.bin").read_bytes())
-    data[0] ^= 1
-    (folder / "train_000001.bin").write_bytes(data)
+    flip(folder / "train_000001.bin", 0)
 
 
 def flipped(folder: Path) -> None:
-    data = bytearray((folder / "train_000001.bin").read_bytes())
-    data[-2] ^= 1
-    (folder / "train_000001.bin").write_bytes(data)
+    flip(folder / "train_000001.bin", -2)
 
 
 def beyond(folder: Path) -> None:
@@ -147,11 +149,11 @@ def garbled(folder: Path) -> None:
         (magic, 5, "train_000001.bin: not a token shard (magic 20240521"),
         (flipped, 5, "train_000001.bin: not the file that shards.json describes: its SHA-256 differs"),
         (beyond, 5, "train_000001.bin: token 300 at byte 5,024; the tokenizer has 257 ids"),
-        (beyond, 5, "train_000001.bin: 2 such tokens in all"),
+        (beyond, 5, "train_000001.bin: 2 tokens outside of the vocabulary"),
         (missing, 5, "train_000001.bin: missing; shards.json lists it"),
         (added, 5, "train_000009.bin: not in shards.json"),
-        (added, 5, "train_000009.bin: holds the same tokens as train_000001.bin"),
-        (unread, 1, "other.bin: nothing reads it: its name says neither train nor val"),
+        (added, 5, "train_000009.bin: has the same tokens as train_000001.bin"),
+        (unread, 1, "other.bin: is not read: its name contains neither train nor val"),
         (swapped, 5, "train_000000.bin: not the file that shards.json describes"),
         (dangling, 5, "train_000001.bin: No such file or directory"),
         (emptied, 5, "was never completed (shards.json is empty)"),
@@ -164,8 +166,19 @@ def test_what_is_wrong_is_named(
     harm(copy)
     assert run(["data", "check", str(copy)]) == code
     shown = capsys.readouterr().out
-    assert words in shown and "found wrong" in shown
+    assert words in shown and "problem" in shown
     assert all(line.count(str(copy)) <= 1 for line in shown.splitlines() if line.startswith("WRONG"))
+
+
+def test_damage_in_val_does_not_hide_a_wrong_count_of_train(copy: Path) -> None:
+    flip(copy / "val_000000.bin", -2)
+    record = json.loads((copy / "shards.json").read_text())
+    record["splits"]["train"]["documents"] += 1
+    (copy / "shards.json").write_text(json.dumps(record))
+    assert [str(finding) for finding in check(copy).findings] == [
+        f"{copy}/val_000000.bin: not the file that shards.json describes: its SHA-256 differs",
+        "train: 25 documents; shards.json states 26",
+    ]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -187,7 +200,7 @@ def test_no_flipped_bit_of_a_shard_goes_unseen(packed: Path, data: st.DataObject
 def test_shards_of_others_with_and_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = shards(tmp_path / "a", train=[[256, 1, 2, 3], [4, 5, 256, 6]], val=[[256, 7, 8]])
     assert run(["data", "check", str(folder)]) == 0
-    assert "sound, as far as it goes without --tokenizer" in capsys.readouterr().out
+    assert "no problems; token ids and BOS are not checked without --tokenizer" in capsys.readouterr().out
     found = check(folder, ByteTokenizer())
     assert found.findings == [] and found.splits["train"].histogram() == [(1, 1, 1), (2, 3, 0), (4, 7, 1)]
     again = shards(tmp_path / "b", train=[[1, 999]], val=[[7, 256, 8]])
@@ -205,11 +218,11 @@ def test_documents_that_are_in_both_splits_are_counted(tmp_path: Path, monkeypat
         monkeypatch.setattr(module, "PIECE", piece)
         found = check(folder, ByteTokenizer())
         assert [str(finding) for finding in found.findings] == [
-            "train: 1 of its documents are equal to an earlier one of them",
-            "train: 4 of its documents are in val too",
+            "train: 1 of its documents equal an earlier document of the split",
+            "train: 4 of its documents are also in val",
         ]
         assert found.splits["train"].repeated == 1 and found.facts()["splits"]["val"]["repeated"] == 0  # type: ignore[index]
-        assert found.exit_code == 1 and found.splits["train"].marks == 7
+        assert found.exit_code == 1 and found.splits["train"].bos == 7
         assert found.splits["val"].histogram() == [(0, 0, 1), (1, 1, 1), (2, 3, 3)]
 
 

@@ -148,7 +148,7 @@ def test_what_comes_damaged_is_not_kept(
     hub.in_git = {TOKENIZER, f"{FOLDER}/{name}"} if in_git else set()
     assert fetch(out) == 5
     shown = capsys.readouterr().err
-    assert f"{name}: what came from the hub is damaged" in shown and ("git id" if in_git else "SHA-256") in shown
+    assert f"{name}: the download is damaged" in shown and ("git id" if in_git else "SHA-256") in shown
     assert not (out / name).exists() and check(out).exit_code == 5
     hub.spoil = None
     assert fetch(out) == 0 and check(out).findings == []
@@ -207,7 +207,7 @@ def test_a_folder_of_something_else_is_left_alone(
     monkeypatch.setitem(SETS, "fineweb-other", SETS["fineweb-sp1024"])  # type: ignore[index]
     assert run(["data", "fetch", "fineweb-other", "--out", str(folders[-1]), "--shards", "1"]) == 3
     hub.die_at = None
-    for folder, words in zip(folders, ("is not known", "holds other data", "holds other data"), strict=True):
+    for folder, words in zip(folders, ("is unknown", "contains other data", "contains other data"), strict=True):
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         capsys.readouterr()
         assert fetch(folder) == 2 and words in capsys.readouterr().err

@@ -46,7 +46,7 @@ def stream(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
 
 
 def loader_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "specc-loader"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("specc-loader")]
 
 
 def take(loader: Loader, steps: int) -> list[list[int]]:
@@ -286,10 +286,10 @@ def test_prefetch_is_bounded(stream: TokenStream) -> None:
     with Loader(Spy(), 1, 10, "sequential", seed=0, prefetch=3) as loader:  # type: ignore[arg-type]
         loader.next()
         deadline = time.monotonic() + 10
-        while len(reads) < 5 and time.monotonic() < deadline:
+        while len(reads) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.1)
-        assert reads == [0, 10, 20, 30, 40]  # one taken, three ready, one waiting for room
+        assert reads == [0, 10, 20, 30]  # one taken, three ready
 
 
 def test_batches_are_the_callers_own(stream: TokenStream) -> None:

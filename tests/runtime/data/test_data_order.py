@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.windows.loader import EpochOrder, Loader, epoch_order
-from specc.runtime.data.windows.transfer import Batch, HostTransfer
+from specc.runtime.data.windows.transfer import Batch, Transfer
 
 WORLDS = (1, 2, 4, 8)
 
@@ -164,12 +164,12 @@ def test_a_run_of_the_first_order_goes_on_in_it() -> None:
             other.restore({**again, "version": 3})
 
 
-class Ahead(HostTransfer):
+class Ahead(Transfer):
     """Sends ahead as to a GPU, and knows what was used before it arrived."""
 
-    ahead = True
-
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.ahead = True
         self.sent: list[int] = []
         self.came: list[int] = []
 
@@ -191,10 +191,10 @@ class Failing(Counting):
 
 def test_what_is_sent_ahead_changes_neither_order_nor_state_nor_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     sender = Ahead()
-    monkeypatch.setattr("specc.runtime.data.windows.transfer.HostTransfer", lambda: sender)
+    monkeypatch.setattr("specc.runtime.data.windows.loader.Transfer", lambda device: sender)
     one = Loader(Failing(1000), 2, 10, "sequential", seed=0, prefetch=1)  # type: ignore[arg-type]
     assert starts(one, 1) == [[0, 10]] and one.state()["position"] == 2
-    while one._worker is not None and one._worker.ready.empty():  # the third batch: what is sent ahead needs the thread
+    while not one.ready:  # the third batch: what is sent ahead needs the thread
         pass
     assert starts(one, 2) == [[20, 30], [40, 50]] and one.state()["position"] == 6
     assert sender.came == [0, 20, 40] and set(sender.came) <= set(sender.sent)

@@ -118,7 +118,7 @@ def test_a_source_that_changes_under_the_tokenizer_is_refused(source: Path, tmp_
             os.utime(source / "train.jsonl", ns=(1, 1))
             return super().encode(text)
 
-    with pytest.raises(DataError, match="changed while it was being tokenized"):
+    with pytest.raises(DataError, match="changed while it was tokenized"):
         open_stream(source, "train", Meddling(), tmp_path / "cache")
     assert entries(tmp_path / "cache") == []
 
@@ -171,7 +171,7 @@ def test_a_damaged_entry_says_what_to_delete(source: Path, tmp_path: Path, what:
         (entry / "stream.json").write_text(json.dumps(record | {"tokenizer_digest": "other"}))
     with pytest.raises(DataIntegrityError) as caught:
         open_stream(source, "train", ByteTokenizer(), tmp_path / "cache")
-    assert caught.value.hint == f"delete {entry}; it is made again from the source"
+    assert caught.value.hint == f"delete {entry}; it is created again from the source"
     for path in entry.iterdir():
         path.unlink()
     entry.rmdir()
@@ -268,7 +268,7 @@ def child(source: Path, cache: Path, what: str, count: int, pause: float = 0.0) 
 
 @pytest.mark.parametrize(
     ("what", "count"),
-    [("encode", 1), ("encode", 5), ("replace", 1), ("rename", 1), *(("fsync", call) for call in range(1, 6))],
+    [("encode", 1), ("encode", 5), ("replace", 1), ("rename", 1), *(("fsync", call) for call in range(1, 5))],
 )
 def test_a_killed_build_leaves_nothing_half_valid(source: Path, tmp_path: Path, what: str, count: int) -> None:
     cache = tmp_path / "cache"
@@ -279,7 +279,7 @@ def test_a_killed_build_leaves_nothing_half_valid(source: Path, tmp_path: Path, 
     found = open_stream(source, "train", tokenizer, cache)
     np.testing.assert_array_equal(found.read(0, found.tokens), expected_tokens(source))
     # only the last sync, of the folder that holds the entry, comes after the entry is complete
-    assert tokenizer.encoded == (0 if (what, count) == ("fsync", 5) else 200)
+    assert tokenizer.encoded == (0 if (what, count) == ("fsync", 4) else 200)
     assert len(entries(cache)) == 1
 
 
