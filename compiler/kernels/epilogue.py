@@ -3,6 +3,7 @@
 import keyword
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
 from specc.compiler.ir.graph import BYTES, TensorType
@@ -61,6 +62,7 @@ class Result:
 class Epilogue:
     """All inputs and outputs of a kernel: `x` [rows, K], one weight per accumulator, operands and results.
 
+    `n` and `k` are the extents of a weight; `layout` is `nk` for weights [N, K] and `kn` for weights [K, N].
     `results` are in the order of the node's outputs. `steps` are in the order of computation: the first result is last,
     since its expression may read the other results.
     """
@@ -70,6 +72,9 @@ class Epilogue:
     accumulators: tuple[str, ...]
     operands: tuple[Value, ...]
     results: tuple[Result, ...]
+    n: int
+    k: int
+    layout: Literal["nk", "kn"]
 
     @property
     def steps(self) -> tuple[Result, ...]:
@@ -83,13 +88,16 @@ class Epilogue:
     def outputs(self) -> tuple[Value, ...]:
         return tuple(result.value for result in self.results)
 
-    def formulas(self, layout: str) -> tuple[str, ...]:
-        """Returns the formulas, one line per accumulator and result, e.g. `p = x w^T`. `layout` is that of the weights,
-        `nk` for [N, K] or `kn` for [K, N]."""
-        product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout]
+    @property
+    def formulas(self) -> tuple[str, ...]:
+        """The formulas, one line per accumulator and result, e.g. `p = x w^T`."""
         products = zip(self.accumulators, self.weights, strict=True)
-        lines = [f"{p} = {product.format(x=self.x.name, w=w.name)}" for p, w in products]
+        lines = [f"{p} = {self.product(w)}" for p, w in products]
         return (*lines, *(f"{step.value.name} = {step.expr}" for step in self.steps))
+
+    def product(self, weight: Value) -> str:
+        """Returns the formula of the product with a weight."""
+        return f"{self.x.name} {weight.name}{'^T' if self.layout == 'nk' else ''}"
 
 
 def epilogue_of(site: Site) -> Epilogue:
@@ -129,6 +137,8 @@ def epilogue_of(site: Site) -> Epilogue:
         accumulators,
         tuple(Value(named[variable], type) for variable, type in operands),
         results,
+        *op.extent(site.inputs[1]),
+        op.layout,
     )
 
 

@@ -79,29 +79,29 @@ class Rendered:
 class Kernel:
     """One implementation of some ops. The catalogue discovers one module-level instance of each subclass.
 
-    A kernel is considered only for nodes whose op is an instance of `computes`. A kernel with settings to measure has a
-    field `tile` whose type is the dataclass `TILE`. If `deterministic` is false, repeated calls may return different
-    bits. If `portable` is true, the rendered files also run on other targets.
+    A kernel is considered only for nodes whose op is an instance of `computes`. `needs` are features of targets. A
+    kernel with settings to measure has a field `tile` whose type is the dataclass `TILE`. If `deterministic` is false,
+    repeated calls may return different bits. If `portable` is true, the rendered files also run on other targets.
     """
 
     name: str
     language: Language
-    needs: frozenset[str]
+    needs: frozenset[str] = frozenset()
+    computes: type[Op] = Product
     deterministic: bool = True
-    generation: ClassVar[int] = 1
     portable: ClassVar[bool] = True
-    computes: ClassVar[type[Op]] = Product
+    RANK: ClassVar[int] = 0
     TILE: ClassVar[type | None] = None
 
     def rejects(self, site: Site) -> str | None:
         """Returns why this kernel, with its tile, cannot compute the node, as text with concrete numbers, or None if it
         can. The caller has already checked `needs`, the language and the target's features."""
-        raise TypeError(f"{type(self).__name__} does not say what it takes")
+        raise NotImplementedError
 
     def rank(self, site: Site) -> int:
-        """Returns the rank at this site. The accepting kernel with the lowest rank is chosen. By convention, 0 is for a
-        kernel written for exactly this case."""
-        raise TypeError(f"{type(self).__name__} does not say how well it suits")
+        """Returns the rank at this site, by default `RANK`. The accepting kernel with the lowest rank is chosen. By
+        convention, 0 is for a kernel written for exactly this case."""
+        return self.RANK
 
     @property
     def made_of(self) -> str:
@@ -128,7 +128,12 @@ class Kernel:
 
     def render(self, site: Site) -> Rendered:
         """Returns the files to write. Called only if `rejects` returned None."""
-        raise TypeError(f"{type(self).__name__} does not say what to write")
+        raise NotImplementedError
+
+
+def unless_cpu(site: Site, reason: str) -> str | None:
+    """Returns why a kernel in plain Torch is not for targets with a GPU, or None on the CPU."""
+    return f"on {site.target.name} Torch {reason}" if "gpu" in site.target.features else None
 
 
 def missing(kernel: Kernel, target: Target) -> str | None:
@@ -141,10 +146,9 @@ def missing(kernel: Kernel, target: Target) -> str | None:
 
 def symbol(site: Site) -> tuple[str, str]:
     """Returns function name and file name, e.g. `linear_leaky_relu2` and `linear_leaky_relu2__n1792_k512`."""
-    epilogue = site.epilogue
     word, size = site.node.op.symbol(site.inputs)
     words = [word]
-    if epilogue is not None:
+    if (epilogue := site.epilogue) is not None:
         words += [epilogue.title] if epilogue.title else [name_of(reread(output)) for output in epilogue.outputs]
-    function = "_".join(word for word in words if word)
+    function = "_".join(filter(None, words))
     return function, f"{function}__{size}"

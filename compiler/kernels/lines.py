@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 WIDTH = 110
-
-
 _GLUE = "\0"
 
 
@@ -26,14 +24,8 @@ def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> s
     Returns:
         The lines, joined by newlines.
     """
-    lines = wrap(
-        text,
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent + rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    indents = {"initial_indent": indent, "subsequent_indent": indent + rest}
+    lines = wrap(text, width, break_long_words=False, break_on_hyphens=False, **indents)
     return "\n".join(lines).replace(_GLUE, " ")
 
 
@@ -65,3 +57,13 @@ def assigned(name: str, value: str, indent: int = 0) -> str:
     if len(line) <= WIDTH:
         return line
     return f"{pad}{name} = (\n{flowed(value, pad + '    ')}\n{pad})"
+
+
+def nested(name: str, value: str, indent: int = 4) -> str:
+    """Returns the lines of `assigned` for a template to indent: the first line lacks the indent of the others."""
+    return assigned(name, value, indent).lstrip()
+
+
+def returned(value: str) -> str:
+    """Returns the statement `return value` for a template to indent by 4, as `nested` does."""
+    return f"return {value}" if len(value) + 11 <= WIDTH else f"return (\n{flowed(value, ' ' * 8)}\n    )"

@@ -1,6 +1,5 @@
 """The tile of a product that each program computes, chosen by a rule from the shape and the target's resources."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from specc.compiler.ir.graph import BYTES
@@ -93,7 +92,7 @@ class Tile:
         return f"{shape}, {self.resident} a multiprocessor" if self.resident > 1 else shape
 
 
-def tile_of(target: Target, epilogue: Epilogue, n: int, k: int) -> Tile:
+def tile_of(target: Target, epilogue: Epilogue) -> Tile:
     """Returns the widest tile that pads N by at most an eighth and leaves room for three stages.
 
     A stage holds a block of x and a block of each weight. With TMA, the loads of the next tile run during the epilogue,
@@ -103,22 +102,20 @@ def tile_of(target: Target, epilogue: Epilogue, n: int, k: int) -> Tile:
     Args:
         target: The target, whose features and shared memory bound the tile.
         epilogue: The product and its epilogue.
-        n: Output columns of each weight.
-        k: Elements of the reduction dim.
 
     Returns:
         The tile, with two to four stages.
     """
     count = len(epilogue.accumulators)
     size = BYTES[epilogue.x.type.dtype]
-    beside = _staged if "tma" in target.features else _nothing
-    depths = [depth for depth in DEPTHS if depth <= k] or [SHALLOWEST]
+    tma = "tma" in target.features
+    depths = [depth for depth in DEPTHS if depth <= epilogue.k] or [SHALLOWEST]
     most = max(WIDTHS) if "wgmma" in target.features else WIDEST_IN_REGISTERS
     widths = [width // count for width in WIDTHS if NARROWEST * count <= width <= most]
-    for wide in [width for width in widths if _padded(n, width) * 8 <= n * 9] or [NARROWEST]:
+    for wide in [width for width in widths if whole_tiles(epilogue.n, width) * 8 <= 9] or [NARROWEST]:
         for deep in depths:
             stage = (ROWS + wide * count) * deep * size
-            stages = (target.shared_memory - BARRIERS - beside(epilogue, wide)) // stage
+            stages = (target.shared_memory - BARRIERS - tma * _staged(epilogue, wide)) // stage
             if stages >= FEWEST_STAGES:
                 return Tile(ROWS, wide, deep, _warps(wide * count), min(stages, MOST_STAGES))
     return Tile(ROWS, NARROWEST, depths[-1], _warps(NARROWEST * count), FEWEST_STAGES - 1)
@@ -137,15 +134,14 @@ BY_POINTER = (
 )  # fmt: skip
 
 
-def candidates(target: Target, epilogue: Epilogue, k: int) -> tuple[Tile, ...]:
+def candidates(target: Target, epilogue: Epilogue) -> tuple[Tile, ...]:
     """Returns the tiles worth measuring that fit the target's shared memory."""
     tma = "tma" in target.features
-    beside = _staged if tma else _nothing
     tiles = []
     for m, columns, deep, warps, stages, resident in WITH_TMA if tma else BY_POINTER:
         tile = Tile(m, columns // len(epilogue.accumulators), deep, warps, stages, resident)
-        needed = loaded_bytes(epilogue, tile) + beside(epilogue, tile.n) * m // ROWS + BARRIERS
-        if tile.n >= NARROWEST and deep <= k and needed * resident <= target.shared_memory:
+        needed = loaded_bytes(epilogue, tile) + tma * _staged(epilogue, tile.n) * m // ROWS + BARRIERS
+        if tile.n >= NARROWEST and deep <= epilogue.k and needed * resident <= target.shared_memory:
             tiles.append(tile)
     return tuple(tiles)
 
@@ -157,25 +153,14 @@ def loaded_bytes(epilogue: Epilogue, tile: Tile) -> int:
 
 def whole_tiles(extent: int, side: int) -> float:
     """Returns the extent covered by whole tiles of `side`, as a multiple of `extent`."""
-    return _padded(extent, side) / extent
-
-
-def _nothing(epilogue: Epilogue, width: int) -> int:
-    return 0
-
-
-def _padded(n: int, width: int) -> int:
-    return -(-n // width) * width
+    return -(-extent // side) * side / extent
 
 
 def _staged(epilogue: Epilogue, width: int) -> int:
     half = ROWS * width // 2
-    written = _widest({value.type.dtype for value in epilogue.outputs})
-    return half * (written + _widest({value.type.dtype for value in epilogue.operands if not value.column}))
-
-
-def _widest(dtypes: Collection[str]) -> int:
-    return max((BYTES[dtype] for dtype in dtypes), default=0)
+    written = max(BYTES[value.type.dtype] for value in epilogue.outputs)
+    read = max((BYTES[value.type.dtype] for value in epilogue.operands if not value.column), default=0)
+    return half * (written + read)
 
 
 def _warps(columns: int) -> int:

@@ -1,12 +1,10 @@
 """Causal attention and its gradient by library kernels: cuDNN, Torch's flash attention, and flash-attn-4."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from specc.compiler.ir.graph import Op, TensorType
-from specc.compiler.kernels.custom_op import DTYPES
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
-from specc.compiler.kernels.lines import flowed, listed, unbroken
+from specc.compiler.ir.graph import TensorType
+from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function, number_of, python_file
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
 from specc.compiler.ops.attention_seen import SeenAttentionGrad, SeenOp
 
@@ -27,10 +25,9 @@ class Library:
 
     Attributes:
         name: The library's usual name.
-        call: The part of the templates' names that identifies the library.
+        call: The name of its calls in templates/torch/attention_calls.jinja.
         widest: The maximum number of channels per head.
         step: The number of channels per head must be a multiple of this.
-        imports: The template of extra import lines, or "".
         home: Target features for which the library is preferred, as Torch's own dispatch does.
         extra: Whether the library is a package that Torch does not include.
     """
@@ -39,7 +36,6 @@ class Library:
     call: str
     widest: int
     step: int = 8  # 16 bytes of bf16, one vector load
-    imports: str = ""
     home: frozenset[str] = frozenset()
     extra: bool = False
 
@@ -50,7 +46,7 @@ FLASH = Library("Torch's flash attention", "flash", 256)
 # Torch's dispatch rejects these for training on sm86, sm89 and sm120, which have less shared memory per block.
 REFUSED, ROOM = range(193, 225), 131_072
 # With 8 channels, its dq is wrong on an H200 (4.0.0b36), without an error. With 64 and 128 it was observed to be right.
-FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, "torch/attention_flash_4_import.py.jinja", extra=True)
+FLASH_4 = Library("flash-attn-4", "flash_4", 128, 64, extra=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,33 +55,21 @@ class AttentionContext:
 
     Attributes:
         repeats: A sentence on whether repeated calls return the same bits.
-        imports: The template of extra import lines, or "".
-        imported: The name that these lines import.
+        imported: The name that is imported from flash-attn-4, or "".
         wanted: Rows of the table of input checks.
-        body: The template of the library call.
+        call: The macro of the library call in attention_calls.jinja.
         ordered: Whether sums must have a fixed order.
     """
 
-    TEMPLATE: ClassVar[str] = "torch/attention.py.jinja"
-    header: str
-    summary: str
-    formulas: tuple[str, ...]
+    op: GeneratedFunction
     repeats: str
-    imports: str
     imported: str
-    namespace: str
-    node: str
-    function: str
-    symbol: str
     heads: int
     kv_heads: int
     channels: int
-    signature: str
-    promise: str
     wanted: tuple[str, ...]
-    body: str
+    call: str
     ordered: bool
-    fake_signature: str
     fake: str
 
 
@@ -96,15 +80,13 @@ class AttentionKernel(Kernel):
     by: Library = CUDNN
 
     def rejects(self, site: Site) -> str | None:
-        q = heads_of(site)[1]["q"]
-        channels = q.width
-        assert isinstance(channels, int)
+        q = inputs_of(site)["q"]
+        channels = number_of(q.width)
         if q.dtype not in ("bf16", "f16"):
             return f"computes in bf16 or f16, not in {q.dtype}"
         if channels % self.by.step or channels > self.by.widest:
-            return (
-                f"takes heads of a multiple of {self.by.step} channels, at most {self.by.widest}; these have {channels}"
-            )
+            bounds = f"a multiple of {self.by.step} channels, at most {self.by.widest}"
+            return f"takes heads of {bounds}; these have {channels}"
         return None
 
     def rank(self, site: Site) -> int:
@@ -121,27 +103,31 @@ class AttentionKernel(Kernel):
         return self.by.name if self.by.extra else ""
 
     def render(self, site: Site) -> Rendered:
-        function, module = symbol(site)
-        context = _context(site, self)
-        return Rendered(function, module, {f"{module}.py": (context.TEMPLATE, context)}, "")
+        inputs, backward = inputs_of(site), is_gradient(site)
+        q, k = inputs["q"], inputs["k"]
+        direction = "backward" if backward else "forward"
+        op = attention_function(site, f"{site.node.op.words} by {self.by.name}")
+        context = AttentionContext(
+            op=op,
+            repeats=REPEATS[self.deterministic],
+            imported="" if not self.by.extra else "_flash_attn_bwd" if backward else "_flash_attn_fwd",
+            heads=number_of(q.shape[-2]),
+            kv_heads=number_of(k.shape[-2]),
+            channels=number_of(q.width),
+            wanted=tuple(input_check(name, type.dtype) for name, type in inputs.items()),
+            call=f"{self.by.call}_{direction}",
+            ordered=self.deterministic,
+            fake=FAKES[backward],
+        )
+        return python_file(op, "torch/attention.py.jinja", context)
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionForward(AttentionKernel):
-    computes: ClassVar[type[Op]] = CausalAttention
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionBackward(AttentionKernel):
-    computes: ClassVar[type[Op]] = CausalAttentionGrad
-
-
-@dataclass(frozen=True, slots=True)
-class FlashBackward(AttentionBackward):
+class FlashBackward(AttentionKernel):
     """The gradient by Torch's flash attention, which lacks some head sizes on GPUs with little shared memory."""
 
     def rejects(self, site: Site) -> str | None:
-        channels = number_of(heads_of(site)[1]["q"].width)
+        channels = number_of(inputs_of(site)["q"].width)
         if channels in REFUSED and site.target.shared_memory < ROOM:
             heads = f"heads of {REFUSED.start} to {REFUSED.stop - 1} channels; these have {channels}"
             return f"has no gradient on {site.target.title} of {heads}"
@@ -149,7 +135,7 @@ class FlashBackward(AttentionBackward):
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedBackward(AttentionBackward):
+class OrderedBackward(AttentionKernel):
     """The gradient by flash-attn-4 with sums in a fixed order, which it supports only on data-centre GPUs."""
 
     def rejects(self, site: Site) -> str | None:
@@ -159,45 +145,37 @@ class OrderedBackward(AttentionBackward):
 
 
 _GPU, _HOPPER = frozenset({"gpu", "mma"}), frozenset({"tma"})
-CUDNN_FORWARD = AttentionForward("cudnn_attention", "torch", _GPU, by=CUDNN)
-CUDNN_BACKWARD = AttentionBackward("cudnn_attention_grad", "torch", _GPU, deterministic=False, by=CUDNN)
-FLASH_FORWARD = AttentionForward("flash_attention", "torch", _GPU, by=FLASH)
-FLASH_BACKWARD = FlashBackward("flash_attention_grad", "torch", _GPU, deterministic=False, by=FLASH)
-FLASH_4_FORWARD = AttentionForward("flash_attention_4", "torch", _HOPPER, by=FLASH_4)
-FLASH_4_BACKWARD = AttentionBackward("flash_attention_4_grad", "torch", _HOPPER, deterministic=False, by=FLASH_4)
-FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HOPPER, by=FLASH_4)
+_FORWARD, _GRAD = CausalAttention, CausalAttentionGrad
+CUDNN_FORWARD = AttentionKernel("cudnn_attention", "torch", _GPU, _FORWARD, by=CUDNN)
+CUDNN_BACKWARD = AttentionKernel("cudnn_attention_grad", "torch", _GPU, _GRAD, deterministic=False, by=CUDNN)
+FLASH_FORWARD = AttentionKernel("flash_attention", "torch", _GPU, _FORWARD, by=FLASH)
+FLASH_BACKWARD = FlashBackward("flash_attention_grad", "torch", _GPU, _GRAD, deterministic=False, by=FLASH)
+FLASH_4_FORWARD = AttentionKernel("flash_attention_4", "torch", _HOPPER, _FORWARD, by=FLASH_4)
+FLASH_4_BACKWARD = AttentionKernel("flash_attention_4_grad", "torch", _HOPPER, _GRAD, deterministic=False, by=FLASH_4)
+FLASH_4_ORDERED = OrderedBackward("flash_attention_4_grad_ordered", "torch", _HOPPER, _GRAD, by=FLASH_4)
 
 
-def heads_of(site: Site) -> tuple[bool, dict[str, TensorType], dict[str, TensorType]]:
-    """Returns whether a site is the gradient, and its inputs and outputs by their names in generated code."""
-    backward = isinstance(site.node.op, CausalAttentionGrad | SeenAttentionGrad)
-    names = (*(BACKWARD if backward else FORWARD), *(("seen",) if isinstance(site.node.op, SeenOp) else ()))
+def is_gradient(site: Site) -> bool:
+    """Returns whether the site is the gradient of attention."""
+    return isinstance(site.node.op, CausalAttentionGrad | SeenAttentionGrad)
+
+
+def inputs_of(site: Site) -> dict[str, TensorType]:
+    """Returns the inputs of the site by their names in generated code."""
+    names = (*(BACKWARD if is_gradient(site) else FORWARD), "seen")
+    return dict(zip(names, site.inputs, strict=False))
+
+
+def attention_function(site: Site, summary: str) -> GeneratedFunction:
+    """Describes the function of attention or its gradient. `summary` follows the site's label."""
+    inputs = inputs_of(site)
     outputs = dict(zip(site.node.op.output_labels, site.node.types, strict=True))
-    return backward, dict(zip(names, site.inputs, strict=True)), outputs
+    shapes = {name: f"[{', '.join(_dims(name, inputs['q'], inputs['k']))}]" for name in (*inputs, *outputs)}
+    return generated_function(site, inputs, outputs, shapes, f"{site.label}: {summary}.", _formulas(site))
 
 
-def header(site: Site) -> str:
-    """Returns label and types as comment lines that leave room for the plan key after the last one."""
-    _, inputs, outputs = heads_of(site)
-    given, results = (
-        ", ".join(unbroken(f"{name} {type}") for name, type in values.items()) for values in (inputs, outputs)
-    )
-    return flowed(f"{unbroken(f'{site.label}    ')}{given} -> {results}", "# ", "    ", 88)
-
-
-def promise(site: Site) -> str:
-    """Returns the first sentence of the function's docstring, with opening quotes."""
-    _, inputs, outputs = heads_of(site)
-    given, results = (
-        ", ".join(f"{name} [{', '.join(_dims(name, inputs['q'], inputs['k']))}] {type.dtype}" for name, type in values)
-        for values in (inputs.items(), outputs.items())
-    )
-    return flowed(f'"""{given} -> {results}.', "    ")
-
-
-def formulas(site: Site) -> tuple[str, ...]:
-    """Returns the formulas, one line per value, as lines of a docstring."""
-    backward, inputs, _ = heads_of(site)
+def _formulas(site: Site) -> list[str]:
+    backward, inputs = is_gradient(site), inputs_of(site)
     shared = number_of(inputs["q"].shape[-2]) // number_of(inputs["k"].shape[-2])
     root = f"{number_of(inputs['q'].width)} ** 0.5"
     keys = "that are seen" if isinstance(site.node.op, SeenOp) else "up to a query's own token"
@@ -209,17 +187,7 @@ def formulas(site: Site) -> tuple[str, ...]:
         lines += ["lse = log(sum(exp(s))), y = exp(s - lse) v"]
     lines += [f"{shared} heads of queries read one of keys and values"] if shared > 1 else []
     lines += ["A query that sees no key gives 0"] if isinstance(site.node.op, SeenOp) and not backward else []
-    return tuple(flowed(line, "    ", "    ") for line in lines)
-
-
-def annotation(site: Site) -> str:
-    """Returns the function's return annotation."""
-    return f"tuple[{', '.join('Tensor' for _ in site.node.types)}]"
-
-
-def number_of(dim: object) -> int:
-    assert isinstance(dim, int)
-    return dim
+    return lines
 
 
 def _dims(name: str, q: TensorType, k: TensorType) -> tuple[str, ...]:
@@ -234,38 +202,11 @@ def _dims(name: str, q: TensorType, k: TensorType) -> tuple[str, ...]:
     return "B", keys if shared else "T", str(kv_heads if shared else heads), str(channels)
 
 
-def _context(site: Site, kernel: AttentionKernel) -> AttentionContext:
-    function, module = symbol(site)
-    backward, inputs, _ = heads_of(site)
-    q, k = inputs["q"], inputs["k"]
-    arguments = [f"{name}: Tensor" for name in inputs]
-    direction = "backward" if backward else "forward"
-    return AttentionContext(
-        header=header(site),
-        summary=flowed(f'"""{site.label}: {site.node.op.words} by {kernel.by.name}.'),
-        formulas=formulas(site),
-        repeats=REPEATS[kernel.deterministic],
-        imports=kernel.by.imports,
-        imported="_flash_attn_bwd" if backward else "_flash_attn_fwd",
-        namespace=f"specc_{site.module}",
-        node=site.label,
-        function=function,
-        symbol=module,
-        heads=number_of(q.shape[-2]),
-        kv_heads=number_of(k.shape[-2]),
-        channels=number_of(q.width),
-        signature=listed(f"def {function}(", arguments, f") -> {annotation(site)}:"),
-        promise=promise(site),
-        wanted=tuple(_wanted(name, type) for name, type in inputs.items()),
-        body=f"torch/attention_{kernel.by.call}_{direction}.py.jinja",
-        ordered=kernel.deterministic,
-        fake_signature=listed("def _(", arguments, f") -> {annotation(site)}:"),
-        fake=FAKES[backward],
-    )
+def input_check(name: str, dtype: str, sees: bool = False) -> str:
+    """Returns a row of the table of input checks: an input with the shape and dtype that it must have.
 
-
-def _wanted(name: str, type: TensorType) -> str:
-    """Returns a row of the table of input checks: an input with the shape and dtype that it must have."""
-    heads = "G" if name in ("k", "v") else "H"
-    shape = "(b, H, t)" if name == "lse" else f"(b, t, {heads}, C)"
-    return f'("{name}", {name}, {shape}, {DTYPES[type.dtype]}),'
+    `sees` states whether keys may have another length than queries.
+    """
+    keys = "s" if sees else "t"
+    shapes = {"lse": "(b, H, t)", "seen": "(b, s)", "k": f"(b, {keys}, G, C)", "v": f"(b, {keys}, G, C)"}
+    return f'("{name}", {name}, {shapes.get(name, "(b, t, H, C)")}, {DTYPES[dtype]}),'

@@ -3,35 +3,27 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Op
-from specc.compiler.kernels.attention.attention import annotation, formulas, header, heads_of, promise
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
-from specc.compiler.kernels.lines import flowed, listed
+from specc.compiler.kernels.attention.attention import attention_function, is_gradient
+from specc.compiler.kernels.generated import GeneratedFunction, python_file
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
 from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad, SeenOp
-
-HIDDEN = "hidden = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)"
-ROWS = "hidden = hidden[:, None, None].expand(-1, q.shape[1], q.shape[2], -1)  # [B, H, T, S]"
 
 
 @dataclass(frozen=True, slots=True)
 class PlainContext:
-    """The context of templates/torch/attention_cpu_forward.py.jinja and attention_cpu_backward.py.jinja. `mask` are the
-    lines that compute the attention mask, and `masked` is the argument that passes it."""
+    """The context of templates/torch/attention_cpu.py.jinja. `sees` states whether it reads the mask `seen`."""
 
-    header: str
-    summary: str
-    formulas: tuple[str, ...]
-    signature: str
-    promise: str
-    mask: tuple[str, ...]
-    masked: str
+    op: GeneratedFunction
+    backward: bool
+    sees: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTorch(Kernel):
     """Accepts heads of any size, on the CPU only."""
 
+    RANK: ClassVar[int] = 9
     portable: ClassVar[bool] = False
 
     def rejects(self, site: Site) -> str | None:
@@ -39,48 +31,13 @@ class AttentionTorch(Kernel):
             return f"is Torch's kernel for the CPU, and not for {site.target.name}"
         return None
 
-    def rank(self, site: Site) -> int:
-        return 9
-
     def render(self, site: Site) -> Rendered:
-        function, module = symbol(site)
-        backward, inputs, _ = heads_of(site)
-        arguments = [f"{name}: Tensor" for name in inputs]
-        sees = isinstance(site.node.op, SeenOp)
-        context = PlainContext(
-            header(site),
-            flowed(f'"""{site.label}: {site.node.op.words} by Torch\'s kernel for the CPU.'),
-            formulas(site),
-            listed(f"def {function}(", arguments, f") -> {annotation(site)}:"),
-            promise(site),
-            (HIDDEN, ROWS) if sees else (),
-            "is_causal=False, attn_mask=hidden" if sees else "is_causal=True",
-        )
-        template = f"torch/attention_cpu_{'backward' if backward else 'forward'}.py.jinja"
-        return Rendered(function, module, {f"{module}.py": (template, context)}, "")
+        op = attention_function(site, f"{site.node.op.words} by Torch's kernel for the CPU")
+        context = PlainContext(op, is_gradient(site), isinstance(site.node.op, SeenOp))
+        return python_file(op, "torch/attention_cpu.py.jinja", context)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardTorch(AttentionTorch):
-    computes: ClassVar[type[Op]] = CausalAttention
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardTorch(AttentionTorch):
-    computes: ClassVar[type[Op]] = CausalAttentionGrad
-
-
-@dataclass(frozen=True, slots=True)
-class SeenForwardTorch(AttentionTorch):
-    computes: ClassVar[type[Op]] = SeenAttention
-
-
-@dataclass(frozen=True, slots=True)
-class SeenBackwardTorch(AttentionTorch):
-    computes: ClassVar[type[Op]] = SeenAttentionGrad
-
-
-ATTENTION_TORCH = ForwardTorch("attention_torch", "torch", frozenset())
-ATTENTION_GRAD_TORCH = BackwardTorch("attention_grad_torch", "torch", frozenset())
-SEEN_TORCH = SeenForwardTorch("seen_attention_torch", "torch", frozenset())
-SEEN_GRAD_TORCH = SeenBackwardTorch("seen_attention_grad_torch", "torch", frozenset())
+ATTENTION_TORCH = AttentionTorch("attention_torch", "torch", computes=CausalAttention)
+ATTENTION_GRAD_TORCH = AttentionTorch("attention_grad_torch", "torch", computes=CausalAttentionGrad)
+SEEN_TORCH = AttentionTorch("seen_attention_torch", "torch", computes=SeenAttention)
+SEEN_GRAD_TORCH = AttentionTorch("seen_attention_grad_torch", "torch", computes=SeenAttentionGrad)

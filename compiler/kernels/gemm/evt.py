@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 
 from specc.compiler.expr import Var, cuda_functions, cuda_text, variables
 from specc.compiler.ir.graph import TensorType
-from specc.compiler.kernels.custom_op import CustomOp, custom_op, header
 from specc.compiler.kernels.epilogue import Epilogue, Result, Value, epilogue_of, refusal
-from specc.compiler.kernels.gemm.split import GivenProduct, split
+from specc.compiler.kernels.gemm.product import Product, product_function, product_of
+from specc.compiler.kernels.gemm.split import split
+from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed
 from specc.compiler.kernels.tile import LARGEST_SIDE, between, power, whole_tiles
-from specc.compiler.ops.linear import Product
 
 ELEMENTS = {"bf16": "cutlass::bfloat16_t", "f16": "cutlass::half_t", "f32": "float"}
 ENVIRONMENT = ("void* workspace", "cudaStream_t stream")
@@ -138,11 +138,9 @@ class GemmContext:
         weight: The name of the weight.
     """
 
-    TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.cu.jinja"
-    op: CustomOp
+    op: GeneratedFunction
+    product: Product
     tile: GemmTile
-    header: str
-    formulas: tuple[str, ...]
     element: str
     weight_layout: str
     reads_tiles: bool
@@ -170,8 +168,8 @@ class LauncherContext:
         library: Lines that compute the products before it.
     """
 
-    TEMPLATE: ClassVar[str] = "cutlass/gemm_evt.py.jinja"
-    op: CustomOp
+    op: GeneratedFunction
+    product: Product
     tile: GemmTile
     pointer_count: int
     pointers: str
@@ -187,6 +185,8 @@ class GemmEvt(Kernel):
     single kernel 0.92 ms.
     """
 
+    # Without measurements it precedes Triton, whose epilogue runs while its tensor cores are idle.
+    RANK: ClassVar[int] = 0
     TILE: ClassVar[type | None] = GemmTile
     tile: GemmTile = PINGPONG
 
@@ -205,18 +205,14 @@ class GemmEvt(Kernel):
                 return f"reads tiles of the dtype that it multiplies, {dtype}; it is given {value}"
         return None
 
-    def rank(self, site: Site) -> int:
-        # Without measurements it precedes Triton, whose epilogue runs while its tensor cores are idle.
-        return 0
-
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         tiles = (replace(tile, swizzle=s, raster=r) for tile in CANDIDATES for s, r in WALKS)
         return tuple(replace(self, tile=tile) for tile in tiles)
 
     def padding(self, site: Site, rows: int) -> float:
-        assert isinstance(site.node.op, Product)
-        tiles = whole_tiles(rows, self.tile.m) * whole_tiles(site.node.op.extent(site.inputs[1])[0], self.tile.n)
-        count = site.node.op.arity - 1
+        epilogue = epilogue_of(site)
+        tiles = whole_tiles(rows, self.tile.m) * whole_tiles(epilogue.n, self.tile.n)
+        count = len(epilogue.weights)
         return (tiles + count - 1) / count  # the library's products are counted without padding
 
     def between(self, site: Site) -> tuple[TensorType, ...]:
@@ -224,45 +220,32 @@ class GemmEvt(Kernel):
         return tuple(type for product in products for type in [product.into.type] * (1 if product.kept else 2))
 
     def render(self, site: Site) -> Rendered:
-        whole, op = epilogue_of(site), site.node.op
-        assert isinstance(op, Product)
+        whole = epilogue_of(site)
         epilogue, products = split(whole)
-        outside = _described(custom_op(site, whole), site, epilogue, products, op.layout)
+        op, product = product_function(site, whole), product_of(whole)
+        if products:
+            outputs = f"an epilogue of {len(epilogue.outputs)} outputs"
+            words = f"{len(products) + 1} products of one input, the last and {outputs}"
+            formulas = [*(given.formula(epilogue) for given in products), *epilogue.formulas]
+            op = product_function(site, whole, words, formulas)
         compiled = replace(self.tile, swizzle=1, raster=0)  # one source for every swizzle and raster
-        source = _source(outside, epilogue, compiled, op.layout, header(site, whole, "// "))
         pointers = [f"{value.name}.data_ptr()" for value in (*epilogue.inputs, *epilogue.outputs)]
         count = len(pointers) + len(ENVIRONMENT)
-        library = tuple(product.code(epilogue, op.layout) for product in products)
-        launcher = LauncherContext(outside, self.tile, count, flowed(", ".join(pointers) + ",", " " * 8), library)
-        files: dict[str, tuple[str, object]] = {
-            f"{outside.symbol}.cu": (source.TEMPLATE, source),
-            f"{outside.symbol}.py": (launcher.TEMPLATE, launcher),
-        }
-        names = ", ".join(product.into.name for product in products)
-        words = f"{names} by the library; {self.tile}" if products else str(self.tile)
-        return Rendered(outside.function, outside.symbol, files, words)
+        library = tuple(given.code(epilogue) for given in products)
+        launcher = LauncherContext(op, product, self.tile, count, flowed(", ".join(pointers) + ",", " " * 8), library)
+        source = ("cutlass/gemm_evt.cu.jinja", _source(op, product, epilogue, compiled))
+        names = ", ".join(given.into.name for given in products)
+        tile = f"{names} by the library; {self.tile}" if products else str(self.tile)
+        return cuda_files(op, source, ("cutlass/gemm_evt.py.jinja", launcher), tile)
 
 
 GEMM_EVT = GemmEvt("gemm_evt", "cutlass", frozenset({"wgmma", "tma"}))
 
 
-def _described(
-    op: CustomOp, site: Site, epilogue: Epilogue, products: tuple[GivenProduct, ...], layout: str
-) -> CustomOp:
-    """Returns the op with a docstring that also lists the library's products."""
-    if not products:
-        return op
-    formulas = (*(product.formula(epilogue, layout) for product in products), *epilogue.formulas(layout))
-    words = f"{len(products) + 1} products of one input, the last and an epilogue of {len(epilogue.outputs)} outputs"
-    summary = flowed(f'"""{site.label}: {words} in one kernel.')
-    return replace(op, summary=summary, formulas=tuple(flowed(line, "    ", "    ") for line in formulas))
-
-
-def _source(op: CustomOp, epilogue: Epilogue, tile: GemmTile, layout: str, head: str) -> GemmContext:
+def _source(op: GeneratedFunction, product: Product, epilogue: Epilogue, tile: GemmTile) -> GemmContext:
     result = epilogue.results[0].value
-    given = [f"void const* {value.name}" for value in epilogue.inputs] + [
-        f"void* {value.name}" for value in epilogue.outputs
-    ]
+    given = [f"void const* {value.name}" for value in epilogue.inputs]
+    given += [f"void* {value.name}" for value in epilogue.outputs]
     names = [value.name for value in (*epilogue.inputs, *epilogue.outputs)]
     walk = ["int swizzle", "int raster"]
     nulls = ["m", "1", "0", *["nullptr"] * len(names)]
@@ -270,11 +253,10 @@ def _source(op: CustomOp, epilogue: Epilogue, tile: GemmTile, layout: str, head:
     tree, arguments = _tree(epilogue) if len(epilogue.results) == 1 else _graph(epilogue)
     return GemmContext(
         op=op,
+        product=product,
         tile=tile,
-        header=head,
-        formulas=tuple("\n".join(f"// {line}" for line in text.split("\n")) for text in op.formulas),
         element=ELEMENTS[epilogue.x.type.dtype],
-        weight_layout=LAYOUTS[layout],
+        weight_layout=LAYOUTS[epilogue.layout],
         reads_tiles=any(not value.column for value in epilogue.operands),
         reads_columns=any(value.column for value in epilogue.operands),
         writes_tiles=len(epilogue.results) > 1,

@@ -16,14 +16,13 @@ class GivenProduct:
     into: Value
     kept: bool
 
-    def formula(self, epilogue: Epilogue, layout: str) -> str:
+    def formula(self, epilogue: Epilogue) -> str:
         """Returns the formula, e.g. `p_x = x w_x^T, by the library, bf16`."""
-        product = {"nk": "{x} {w}^T", "kn": "{x} {w}"}[layout].format(x=epilogue.x.name, w=self.weight.name)
-        return f"{self.into.name} = {product}, by the library, {self.into.type.dtype}"
+        return f"{self.into.name} = {epilogue.product(self.weight)}, by the library, {self.into.type.dtype}"
 
-    def code(self, epilogue: Epilogue, layout: str) -> str:
+    def code(self, epilogue: Epilogue) -> str:
         """Returns a line of Python that computes the product. It reads the number of rows from `m`."""
-        weight = {"nk": f"{self.weight.name}.T", "kn": self.weight.name}[layout]
+        weight = self.weight.name + (".T" if epilogue.layout == "nk" else "")
         product = f"torch.mm({epilogue.x.name}.view(m, K), {weight}"
         return f"{product}, out={self.into.name}.view(m, N))" if self.kept else f"{self.into.name} = {product})"
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.expr import reread, torch_text
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
-from specc.compiler.kernels.lines import WIDTH, assigned, flowed, listed, unbroken
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless_cpu
+from specc.compiler.kernels.lines import flowed, listed, nested, returned, unbroken
 from specc.compiler.ops.linear import Product
 
 
@@ -19,9 +19,6 @@ class LibraryProduct(Kernel):
             return f"has an epilogue, {symbol(site)[0]}; the library's product has none"
         return None
 
-    def rank(self, site: Site) -> int:
-        return 0
-
     def render(self, site: Site) -> Rendered:
         return Rendered("", "", {}, "")
 
@@ -30,7 +27,6 @@ class LibraryProduct(Kernel):
 class EpilogueContext:
     """The context of templates/torch/product.py.jinja."""
 
-    TEMPLATE: ClassVar[str] = "torch/product.py.jinja"
     header: str
     signature: str
     lines: tuple[str, ...]
@@ -44,18 +40,13 @@ class EpilogueProduct(Kernel):
     """A product and its epilogue as a plain Torch function: a readable reference, and the implementation for the
     CPU."""
 
-    def rejects(self, site: Site) -> str | None:
-        if "gpu" in site.target.features:
-            return f"on {site.target.name} Torch would run the epilogue as kernels of its own, which is not fused"
-        if site.epilogue is None:
-            return "has no epilogue"
-        return None
+    RANK: ClassVar[int] = 9
 
-    def rank(self, site: Site) -> int:
-        return 9
+    def rejects(self, site: Site) -> str | None:
+        unfused = unless_cpu(site, "would run the epilogue as kernels of its own, which is not fused")
+        return unfused or ("has no epilogue" if site.epilogue is None else None)
 
     def render(self, site: Site) -> Rendered:
-        function, module = symbol(site)
         op, epilogue = site.node.op, site.epilogue
         assert epilogue is not None and isinstance(op, Product)
         rows = "x" if "x" not in epilogue.variables else "rows"
@@ -64,32 +55,23 @@ class EpilogueProduct(Kernel):
         labels = epilogue.output_labels or ("y",)
         texts = [torch_text(reread(text)) for text in epilogue.outputs]
         lines = [f"{v} = {op.product_text(rows, w)}" for v, w in products]
-        lines += [_body(label, text) for label, text in zip(labels[1:], texts[1:], strict=True)]
+        lines += [nested(label, text) for label, text in zip(labels[1:], texts[1:], strict=True)]
         returns = ", ".join((texts[0], *labels[1:]))
         names = (rows, *weights, *(v for v, _ in site.operands))
         annotation = "Tensor" if len(texts) == 1 else f"tuple[{', '.join('Tensor' for _ in texts)}]"
         types = f"{' x '.join(map(str, site.inputs))} -> {', '.join(map(str, site.node.types))}"
+        function, module = symbol(site)
         code = "\n".join((*lines, returns))
         context = EpilogueContext(
             flowed(f"{unbroken(site.label)}    {types}", "# ", "    ", 88),
             listed(f"def {function}(", [f"{name}: Tensor" for name in names], f") -> {annotation}:"),
             tuple(lines),
-            _returned(returns),
+            returned(returns),
             "torch." in code,
             "F." in code,
         )
-        return Rendered(function, module, {f"{module}.py": (EpilogueContext.TEMPLATE, context)}, "")
+        return Rendered(function, module, {f"{module}.py": ("torch/product.py.jinja", context)}, "")
 
 
-def _body(name: str, value: str) -> str:
-    """Returns an assignment for the template to indent. Its first line therefore lacks the indent of the other
-    lines."""
-    return assigned(name, value, 4).lstrip()
-
-
-def _returned(value: str) -> str:
-    return f"return {value}" if len(value) + 11 <= WIDTH else f"return (\n{flowed(value, ' ' * 8)}\n    )"
-
-
-LIBRARY_PRODUCT = LibraryProduct("torch", "torch", frozenset())
-EPILOGUE_PRODUCT = EpilogueProduct("torch_epilogue", "torch", frozenset())
+LIBRARY_PRODUCT = LibraryProduct("torch", "torch")
+EPILOGUE_PRODUCT = EpilogueProduct("torch_epilogue", "torch")

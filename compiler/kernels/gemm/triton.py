@@ -5,16 +5,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.expr import triton_text
-from specc.compiler.kernels.custom_op import CustomOp, custom_op
 from specc.compiler.kernels.epilogue import Epilogue, Value, epilogue_of, refusal
+from specc.compiler.kernels.gemm.product import Product, product_function, product_of
+from specc.compiler.kernels.generated import TRITON_DTYPES, GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.kernels.lines import assigned, listed
+from specc.compiler.kernels.lines import listed, nested
 from specc.compiler.kernels.tile import ACCUMULATORS, Tile, candidates, loaded_bytes, tile_of, whole_tiles
-from specc.compiler.ops.linear import Product
 
 LARGEST_WEIGHT = 2**31  # elements; pointer offsets into it have 32 bits
 GROUP = 8  # tiles of rows that run next to each other, so that they find their columns of the weights in L2
-DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,8 @@ class TmaContext:
     function bodies."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_tma.py.jinja"
-    op: CustomOp
+    op: GeneratedFunction
+    product: Product
     tile: Tile
     accumulators: tuple[str, ...]
     finish: str
@@ -40,7 +40,8 @@ class PointerContext:
     it."""
 
     TEMPLATE: ClassVar[str] = "triton/linear_pointer.py.jinja"
-    op: CustomOp
+    op: GeneratedFunction
+    product: Product
     tile: Tile
     group: int
     accumulators: tuple[str, ...]
@@ -59,6 +60,7 @@ class LinearTriton(Kernel):
     `tile` is a measured tile; if it is None, the rule of `tile_of` applies.
     """
 
+    RANK: ClassVar[int] = 1
     TILE: ClassVar[type | None] = Tile
     tile: Tile | None = None
 
@@ -67,49 +69,38 @@ class LinearTriton(Kernel):
             return reason
         if (count := site.node.op.arity - 1) > ACCUMULATORS:
             return f"keeps at most {ACCUMULATORS} accumulators in registers; this node has {count}"
-        n, k = _extent(site)
-        if n * k >= LARGEST_WEIGHT:
-            return f"offsets weights by 32 bits; {n} x {k} elements need more"
-        needed = loaded_bytes(epilogue_of(site), self.tile) if self.tile is not None else 0
+        epilogue = epilogue_of(site)
+        if epilogue.n * epilogue.k >= LARGEST_WEIGHT:
+            return f"offsets weights by 32 bits; {epilogue.n} x {epilogue.k} elements need more"
+        needed = loaded_bytes(epilogue, self.tile) if self.tile is not None else 0
         if needed > site.target.shared_memory:
             known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
             return f"has {known}; loads for {self.tile} take {needed:,}"
         return None
 
-    def rank(self, site: Site) -> int:
-        return 1
-
     def variants(self, site: Site) -> tuple[Kernel, ...]:
-        return tuple(replace(self, tile=tile) for tile in candidates(site.target, epilogue_of(site), _extent(site)[1]))
+        return tuple(replace(self, tile=tile) for tile in candidates(site.target, epilogue_of(site)))
 
     def padding(self, site: Site, rows: int) -> float:
-        n, k = _extent(site)
-        tile = self.tile or tile_of(site.target, epilogue_of(site), n, k)
-        return whole_tiles(rows, tile.m) * whole_tiles(n, tile.n)
+        epilogue = epilogue_of(site)
+        tile = self.tile or tile_of(site.target, epilogue)
+        return whole_tiles(rows, tile.m) * whole_tiles(epilogue.n, tile.n)
 
     def render(self, site: Site) -> Rendered:
-        epilogue, op = epilogue_of(site), site.node.op
-        assert isinstance(op, Product)
-        tile = self.tile or tile_of(site.target, epilogue, *_extent(site))
-        outside = custom_op(site, epilogue)
-        write = _tma if "tma" in site.target.features else _pointer
-        context = write(outside, epilogue, tile, op.layout)
-        files = {f"{outside.symbol}.py": (context.TEMPLATE, context)}
-        return Rendered(outside.function, outside.symbol, files, str(tile))
+        epilogue = epilogue_of(site)
+        tile = self.tile or tile_of(site.target, epilogue)
+        op = product_function(site, epilogue)
+        context = (_tma if "tma" in site.target.features else _pointer)(op, epilogue, tile)
+        return python_file(op, context.TEMPLATE, context, str(tile))
 
 
 LINEAR_TRITON = LinearTriton("linear_triton", "triton", frozenset({"mma"}))
 
 
-def _extent(site: Site) -> tuple[int, int]:
-    assert isinstance(site.node.op, Product)
-    return site.node.op.extent(site.inputs[1])
-
-
-def _tma(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> TmaContext:
+def _tma(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> TmaContext:
     tensors = [_handle(value) for value in (*epilogue.inputs, *epilogue.outputs)]
     columns = any(value.column for value in epilogue.operands)
-    ragged = op.n % tile.n > 0
+    ragged = epilogue.n % tile.n > 0
     handles = [_handle(value) for value in (*epilogue.operands, *epilogue.outputs)]
     width = ["N"] if columns and ragged else []
     lefts, rights = ([p.replace("p", side, 1) for p in epilogue.accumulators] for side in ("left", "right"))
@@ -117,6 +108,7 @@ def _tma(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> TmaContex
     sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "PROGRAMS"))
     return TmaContext(
         op=op,
+        product=product_of(epilogue),
         tile=tile,
         accumulators=epilogue.accumulators,
         finish=listed("def finish(", [*epilogue.accumulators, "m", "n", *handles, *map(_constexpr, width)], "):"),
@@ -129,7 +121,7 @@ def _tma(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> TmaContex
         dots=(
             f"{epilogue.x.name} = {epilogue.x.name}_desc.load([m, k])",
             *(
-                f"{p} = tl.dot({epilogue.x.name}, {w.name}_desc.load({_WEIGHT_AT[layout]}, {p})"
+                f"{p} = tl.dot({epilogue.x.name}, {w.name}_desc.load({_WEIGHT_AT[epilogue.layout]}, {p})"
                 for p, w in zip(epilogue.accumulators, epilogue.weights, strict=True)
             ),
         ),
@@ -137,16 +129,11 @@ def _tma(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> TmaContex
             *(f"{a}, {b} = halves({p})" for p, a, b in zip(epilogue.accumulators, lefts, rights, strict=True)),
             *(listed("finish(", [*given, *handles, *width], ")", 8).lstrip() for given in halves),
         ),
-        descriptors=tuple(_descriptor(value, epilogue, layout) for value in (*epilogue.inputs, *epilogue.outputs)),
+        descriptors=tuple(_descriptor(value, epilogue) for value in (*epilogue.inputs, *epilogue.outputs)),
     )
 
 
 _WEIGHT_AT = {"nk": "[n, k]).T", "kn": "[k, n])"}
-
-
-def _body(name: str, value: str, indent: int = 4) -> str:
-    """Returns an assignment for a template to indent. Its first line therefore lacks the indent of the other lines."""
-    return assigned(name, value, indent).lstrip()
 
 
 def _constexpr(name: str) -> str:
@@ -159,9 +146,9 @@ def _handle(value: Value) -> str:
 
 def _tma_read(value: Value, ragged: bool) -> str:
     if not value.column:
-        return _body(value.name, f"{value.name}_desc.load([m, n]).to(tl.float32)")
+        return nested(value.name, f"{value.name}_desc.load([m, n]).to(tl.float32)")
     load = _masked(f"{value.name}_ptr + columns", ["columns < N"] if ragged else [])
-    return _body(value.name, f"{load}.to(tl.float32)[None, :]")
+    return nested(value.name, f"{load}.to(tl.float32)[None, :]")
 
 
 def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
@@ -170,20 +157,20 @@ def _steps(epilogue: Epilogue, store: str) -> tuple[str, ...]:
         line
         for step in epilogue.steps
         for line in (
-            _body(step.value.name, triton_text(step.expr)),
-            store.format(name=step.value.name, dtype=DTYPES[step.value.type.dtype]),
+            nested(step.value.name, triton_text(step.expr)),
+            store.format(name=step.value.name, dtype=TRITON_DTYPES[step.value.type.dtype]),
         )
     )
 
 
-def _descriptor(value: Value, epilogue: Epilogue, layout: str) -> str:
+def _descriptor(value: Value, epilogue: Epilogue) -> str:
     """Returns the host's argument for a tensor: a pointer for a vector [N], else a TMA descriptor."""
     name = value.name
     if value.column:
         return f"{name},"
     if value is epilogue.x:
         shape, strides, block = "m, K", "K, 1", "BLOCK_M, BLOCK_K"
-    elif value in epilogue.weights and layout == "nk":
+    elif value in epilogue.weights and epilogue.layout == "nk":
         shape, strides, block = "N, K", "K, 1", "BLOCK_N, BLOCK_K"
     elif value in epilogue.weights:
         shape, strides, block = "K, N", "N, 1", "BLOCK_K, BLOCK_N"
@@ -192,17 +179,18 @@ def _descriptor(value: Value, epilogue: Epilogue, layout: str) -> str:
     return f"TensorDescriptor({name}, [{shape}], [{strides}], [{block}]),"
 
 
-def _pointer(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> PointerContext:
+def _pointer(op: GeneratedFunction, epilogue: Epilogue, tile: Tile) -> PointerContext:
     x = epilogue.x.name
     tensors = [value.name for value in (*epilogue.inputs, *epilogue.outputs)]
     sizes = map(_constexpr, ("N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
-    ragged_n, ragged_k = op.n % tile.n > 0, op.k % tile.k > 0
-    weight = {"nk": "columns * K + ks[:, None]", "kn": "ks[:, None] * N + columns"}[layout]
-    step = {"nk": "k", "kn": "k * N"}[layout]
+    ragged_n, ragged_k = epilogue.n % tile.n > 0, epilogue.k % tile.k > 0
+    weight = {"nk": "columns * K + ks[:, None]", "kn": "ks[:, None] * N + columns"}[epilogue.layout]
+    step = {"nk": "k", "kn": "k * N"}[epilogue.layout]
     deep = ["ks[:, None] < K - k"] if ragged_k else []
     across = ["columns < N"] if ragged_n else []
     return PointerContext(
         op=op,
+        product=product_of(epilogue),
         tile=tile,
         group=GROUP,
         accumulators=epilogue.accumulators,
@@ -212,12 +200,12 @@ def _pointer(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> Point
             *(f"{w.name}_tile = {w.name}_ptr + {weight}" for w in epilogue.weights),
         ),
         dots=(
-            _body(x, _masked(f"{x}_tile + k", ["rows < M", *(["ks[None, :] < K - k"] if ragged_k else [])]), 8),
+            nested(x, _masked(f"{x}_tile + k", ["rows < M", *(["ks[None, :] < K - k"] if ragged_k else [])]), 8),
             *(
                 line
                 for p, w in zip(epilogue.accumulators, epilogue.weights, strict=True)
                 for line in (
-                    _body(w.name, _masked(f"{w.name}_tile + {step}", deep + across), 8),
+                    nested(w.name, _masked(f"{w.name}_tile + {step}", deep + across), 8),
                     f"{p} = tl.dot({x}, {w.name}, {p})",
                 )
             ),
@@ -233,7 +221,7 @@ def _pointer(op: CustomOp, epilogue: Epilogue, tile: Tile, layout: str) -> Point
 
 def _pointer_read(value: Value, across: list[str]) -> str:
     place, conditions = ("columns", across) if value.column else ("at", ["inside"])
-    return _body(value.name, f"{_masked(f'{value.name}_ptr + {place}', conditions)}.to(tl.float32)")
+    return nested(value.name, f"{_masked(f'{value.name}_ptr + {place}', conditions)}.to(tl.float32)")
 
 
 def _masked(pointer: str, conditions: list[str]) -> str:

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, torch_text, variables
-from specc.compiler.ir.graph import Op
-from specc.compiler.kernels.epilogue import RESERVED, Value
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
-from specc.compiler.kernels.lines import assigned, flowed, listed, unbroken
+from specc.compiler.kernels.epilogue import FLOATS, RESERVED, Value
+from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function, python_file
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
+from specc.compiler.kernels.lines import listed, nested
 from specc.compiler.ops.quantized import ALIGNMENT, LARGEST, Int8Linear
 
-DTYPES = {"bf16": "torch.bfloat16", "f16": "torch.float16", "f32": "torch.float32", "i8": "torch.int8"}
+OUTPUTS = (*FLOATS, "i8")
 OWN = ("x", "w", "offset", "y")
 LONGEST_LABEL = 64
 
@@ -70,13 +70,13 @@ def int8_refusal(site: Site) -> str | None:
         return f"wants N and K to be multiples of {ALIGNMENT}; N is {n} and K is {k}"
     if epilogue is None or len(epilogue.outputs) != 1:
         return "wants an epilogue of one output, which scales the sums"
-    if site.node.type.dtype not in DTYPES:
-        return f"writes {', '.join(DTYPES)}; the output is {site.node.type.dtype}"
+    if site.node.type.dtype not in OUTPUTS:
+        return f"writes {', '.join(OUTPUTS)}; the output is {site.node.type.dtype}"
     for variable, type in site.operands:
         if type.shape not in (site.node.type.shape, (n,)):
             return f"reads operands of [{', '.join(map(str, site.node.type.shape))}] or [{n}]; {variable} is {type}"
-        if type.dtype not in ("bf16", "f16", "f32"):
-            return f"reads operands in bf16, f16, f32; {variable} is {type.dtype}"
+        if type.dtype not in FLOATS:
+            return f"reads operands in {', '.join(FLOATS)}; {variable} is {type.dtype}"
     expr = int8_epilogue(site).expr
     if "p" not in variables(expr):
         return "writes what follows from the sums; the epilogue does not read them"
@@ -89,53 +89,45 @@ def int8_refusal(site: Site) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Int8Function:
-    """The template context of the Python function around a kernel. Fields with code hold whole lines.
+    """The Python function around a kernel. Fields with code hold whole lines.
 
-    `nodes` is the tuple of all nodes that call it, for error messages of its check. `dtype` is that of y.
+    Attributes:
+        op: Its names, signatures and descriptions.
+        nodes: The tuple of all nodes that call it, for error messages of its check.
+        check: The call that checks its inputs.
+        dtype: The dtype of y.
     """
 
-    header: str
-    label: str
+    op: GeneratedFunction
     nodes: str
-    namespace: str
-    function: str
-    symbol: str
     n: int
     k: int
-    formulas: tuple[str, ...]
-    signature: str
-    promise: str
     check: str
     dtype: str
 
 
-def int8_function(site: Site, epilogue: Int8Epilogue) -> Int8Function:
-    function, file = symbol(site)
+def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Function:
+    """Describes the function of a product. `made_by` ends the summary, e.g. `in one kernel`."""
+    n, k = epilogue.n, epilogue.k
+    inputs = dict(zip(epilogue.names, site.inputs, strict=True))
+    shapes = {"x": f"[..., {k}]", "w": f"[{n}, {k}]", "offset": f"[{n}]", "y": f"[..., {n}]"}
+    shapes |= {value.name: f"[{n}]" if value.column else f"[..., {n}]" for value in epilogue.operands}
     label = short_label(site.label)
-    types = [f"x {site.inputs[0]}", f"w {site.inputs[1]}", *(str(value) for value in epilogue.operands)]
-    header = flowed(f"{unbroken(label)}    {', '.join(types)} -> {epilogue.y}", "# ", "    ", 88)
-    shapes = [f"x [..., {epilogue.k}] i8", f"w [{epilogue.n}, {epilogue.k}] i8", f"offset [{epilogue.n}] i32"]
-    shapes += [f"{v.name} [{'' if v.column else '..., '}{epilogue.n}] {v.type.dtype}" for v in epilogue.operands]
-    promise = flowed(f'"""{", ".join(map(unbroken, shapes))} -> y [..., {epilogue.n}] {epilogue.y.type.dtype}.', "    ")
-    columns, tiles = [v for v in epilogue.operands if v.column], [v for v in epilogue.operands if not v.column]
+    words, outputs = f"{label}: int8 product and epilogue {made_by}.", {"y": epilogue.y.type}
     given = ["NODES", "x", "w", "offset", "(N, K)"]
-    for word, values in (("columns", columns), ("tiles", tiles)):
+    for word, column in (("columns", True), ("tiles", False)):
+        values = [value for value in epilogue.operands if value.column is column]
         pairs = ", ".join(f'"{v.name}": ({v.name}, {DTYPES[v.type.dtype]})' for v in values)
         given += [f"{word}={{{pairs}}}"] if values else []
     return Int8Function(
-        header,
-        label,
-        nodes_of(site.label),
-        f"specc_{site.module}",
-        function,
-        file,
-        epilogue.n,
-        epilogue.k,
-        epilogue.formulas,
-        listed(f"def {function}(", [f"{name}: Tensor" for name in epilogue.names], ") -> Tensor:"),
-        promise,
-        listed("check_operands(", given, ")", 4),
-        DTYPES[epilogue.y.type.dtype],
+        op=generated_function(
+            site, inputs, {"y": epilogue.y.type}, shapes, summary, epilogue.formulas, label, ("offset",)
+        ),
+        nodes=nodes_of(site.label),
+        n=n,
+        k=k,
+        check=listed("check_operands(", given, ")", 4),
+        dtype=DTYPES[epilogue.y.type.dtype],
     )
 
 
@@ -156,8 +148,8 @@ def short_label(label: str) -> str:
 class TorchContext:
     """The context of templates/torch/gemm_int8.py.jinja."""
 
-    TEMPLATE: ClassVar[str] = "torch/gemm_int8.py.jinja"
-    op: Int8Function
+    op: GeneratedFunction
+    product: Int8Function
     operands: tuple[str, ...]
     value: str
     rounded: str
@@ -168,15 +160,11 @@ class TorchContext:
 class Int8Torch(Kernel):
     """The product in exact integer arithmetic, and the epilogue in f32."""
 
-    computes: ClassVar[type[Op]] = Int8Linear
+    RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        if "gpu" in site.target.features:
-            return f"on {site.target.name} Torch has no int8 product of few rows, and would run the epilogue apart"
-        return int8_refusal(site)
-
-    def rank(self, site: Site) -> int:
-        return 9
+        apart = unless_cpu(site, "has no int8 product of few rows, and would run the epilogue apart")
+        return apart or int8_refusal(site)
 
     def render(self, site: Site) -> Rendered:
         epilogue = int8_epilogue(site)
@@ -184,15 +172,10 @@ class Int8Torch(Kernel):
         wide = [value.name for value in epilogue.operands if value.type.dtype != "f32"]
         y = "" if epilogue.y.type.dtype == "f32" else f".to({DTYPES[epilogue.y.type.dtype]})"
         rounded = f".round().clamp(-{LARGEST}, {LARGEST})" if epilogue.codes else ""
-        context = TorchContext(
-            int8_function(site, epilogue),
-            tuple(f"{name} = {name}.float()" for name in wide),
-            assigned("y", text, 4).lstrip(),
-            f"y{rounded}{y}",
-            "F." in text,
-        )
-        function, module = symbol(site)
-        return Rendered(function, module, {f"{module}.py": (context.TEMPLATE, context)}, "")
+        product = int8_function(site, epilogue, "in plain Torch")
+        converted = tuple(f"{name} = {name}.float()" for name in wide)
+        context = TorchContext(product.op, product, converted, nested("y", text), f"y{rounded}{y}", "F." in text)
+        return python_file(product.op, "torch/gemm_int8.py.jinja", context)
 
 
-GEMM_INT8_TORCH = Int8Torch("gemm_int8_torch", "torch", frozenset())
+GEMM_INT8_TORCH = Int8Torch("gemm_int8_torch", "torch", computes=Int8Linear)

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Op, TensorType
-from specc.compiler.kernels.int8.gemm import DTYPES, nodes_of, short_label
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.kernels.epilogue import FLOATS
+from specc.compiler.kernels.generated import DTYPES
+from specc.compiler.kernels.int8.gemm import nodes_of, short_label
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol, unless_cpu
 from specc.compiler.kernels.lines import flowed, unbroken
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import FINE, LARGEST
-
-FLOATS = ("f32", "bf16", "f16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +68,9 @@ def _op(site: Site) -> Int8LstmStep:
     return op
 
 
-def step_refusal(state: TensorType) -> str | None:
+def step_refusal(site: Site) -> str | None:
     """Returns why no kernel accepts h and c of this type, or None."""
+    state = site.inputs[0]
     return None if state.dtype in FLOATS else f"keeps h and c in {', '.join(FLOATS)}; they are {state}"
 
 
@@ -79,7 +79,6 @@ class PlainStep:
     """The context of templates/torch/int8_lstm_step.py.jinja. `narrow` states whether h and c have fewer bits than
     f32."""
 
-    TEMPLATE: ClassVar[str] = "torch/int8_lstm_step.py.jinja"
     op: StepFunction
     padding: int
     narrow: bool
@@ -89,20 +88,16 @@ class PlainStep:
 class Int8LstmTorch(Kernel):
     """The product in exact integer arithmetic, and the gates in f32."""
 
-    computes: ClassVar[type[Op]] = Int8LstmStep
+    RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        if "gpu" in site.target.features:
-            return f"on {site.target.name} Torch would run codes, product and gates as kernels of their own"
-        return step_refusal(site.inputs[0])
-
-    def rank(self, site: Site) -> int:
-        return 9
+        unfused = unless_cpu(site, "would run codes, product and gates as kernels of their own")
+        return unfused or step_refusal(site)
 
     def render(self, site: Site) -> Rendered:
         op = step_function(site)
         context = PlainStep(op, op.k - op.size, site.inputs[0].dtype != "f32")
-        return Rendered(op.function, op.symbol, {f"{op.symbol}.py": (context.TEMPLATE, context)}, "")
+        return Rendered(op.function, op.symbol, {f"{op.symbol}.py": ("torch/int8_lstm_step.py.jinja", context)}, "")
 
 
-INT8_LSTM_TORCH = Int8LstmTorch("int8_lstm_torch", "torch", frozenset())
+INT8_LSTM_TORCH = Int8LstmTorch("int8_lstm_torch", "torch", computes=Int8LstmStep)

@@ -4,7 +4,6 @@ units."""
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Op
 from specc.compiler.kernels.int8.lstm import StepFunction, extent, step_function, step_refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.tile import Tile, whole_tiles
@@ -23,7 +22,6 @@ TILES = ((32, 16, 4), (16, 16, 2), (16, 32, 4), (32, 32, 4), (64, 16, 4), (64, 3
 class StepContext:
     """The context of templates/triton/int8_lstm_step.py.jinja."""
 
-    TEMPLATE: ClassVar[str] = "triton/int8_lstm_step.py.jinja"
     op: StepFunction
     target: str
     tile: Tile
@@ -34,7 +32,6 @@ class Int8LstmTriton(Kernel):
     """Accepts any number of rows, including one, and any H. `tile` is a measured tile; if it is None, the rule of
     `step_tile` applies."""
 
-    computes: ClassVar[type[Op]] = Int8LstmStep
     TILE: ClassVar[type | None] = Tile
     tile: Tile | None = None
 
@@ -48,10 +45,7 @@ class Int8LstmTriton(Kernel):
         if (needed := _loaded_bytes(tile)) > site.target.shared_memory:
             known = f"{site.target.shared_memory:,} bytes of shared memory on {site.target.name}"
             return f"has {known}; loads for {tile} take {needed:,}"
-        return step_refusal(site.inputs[0])
-
-    def rank(self, site: Site) -> int:
-        return 0
+        return step_refusal(site)
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         _, k = extent(site)
@@ -66,11 +60,11 @@ class Int8LstmTriton(Kernel):
     def render(self, site: Site) -> Rendered:
         op = step_function(site)
         tile = self.tile or step_tile(op.k)
-        context = StepContext(op, site.target.name, tile)
-        return Rendered(op.function, op.symbol, {f"{op.symbol}.py": (context.TEMPLATE, context)}, str(tile))
+        template = ("triton/int8_lstm_step.py.jinja", StepContext(op, site.target.name, tile))
+        return Rendered(op.function, op.symbol, {f"{op.symbol}.py": template}, str(tile))
 
 
-INT8_LSTM_TRITON = Int8LstmTriton("int8_lstm_triton", "triton", frozenset({"int8_mma"}))
+INT8_LSTM_TRITON = Int8LstmTriton("int8_lstm_triton", "triton", frozenset({"int8_mma"}), Int8LstmStep)
 
 
 def step_tile(k: int) -> Tile:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Op
 from specc.compiler.kernels.int8.cutlass import rendered
 from specc.compiler.kernels.int8.gemm import int8_epilogue, int8_refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
@@ -41,22 +40,16 @@ LEAF = {
 class GemmInt8Sm80(Kernel):
     """Accepts any number of rows, including one. Rows beyond the last are predicated off."""
 
-    computes: ClassVar[type[Op]] = Int8Linear
+    RANK: ClassVar[int] = 1
 
     def rejects(self, site: Site) -> str | None:
         return int8_refusal(site)
 
-    def rank(self, site: Site) -> int:
-        return 1
-
     def render(self, site: Site) -> Rendered:
-        op = site.node.op
-        assert isinstance(op, Int8Linear)
-        wide = (
-            int8_epilogue(site).y.type.dtype == "f32"
-        )  # narrower dtypes store 8 columns per thread, for which a row of a narrow tile is too short
-        tile = NARROW if wide and op.extent(site.inputs[1])[0] <= NARROW.n else SQUARE
+        epilogue = int8_epilogue(site)
+        wide = epilogue.y.type.dtype == "f32"  # others store 8 columns per thread: rows of a narrow tile are too short
+        tile = NARROW if wide and epilogue.n <= NARROW.n else SQUARE
         return rendered(site, "cutlass/gemm_int8_sm80.cu.jinja", tile, LEAF)
 
 
-GEMM_INT8_SM80 = GemmInt8Sm80("gemm_int8_sm80", "cutlass", frozenset({"int8_mma", "cp_async"}))
+GEMM_INT8_SM80 = GemmInt8Sm80("gemm_int8_sm80", "cutlass", frozenset({"int8_mma", "cp_async"}), Int8Linear)

@@ -1,12 +1,10 @@
 """Int8 products by CUTLASS 3.x: TMA, int8 wgmma, and a warp-specialised pingpong kernel."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from specc.compiler.ir.graph import Op
 from specc.compiler.kernels.gemm.evt import GemmTile
 from specc.compiler.kernels.int8.cutlass import rendered
-from specc.compiler.kernels.int8.gemm import int8_refusal
+from specc.compiler.kernels.int8.gemm import int8_epilogue, int8_refusal
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.ops.quantized import Int8Linear
 
@@ -29,23 +27,18 @@ class GemmInt8Sm90(Kernel):
     product takes.
     """
 
-    computes: ClassVar[type[Op]] = Int8Linear
-
     def rejects(self, site: Site) -> str | None:
         return int8_refusal(site)
 
     def rank(self, site: Site) -> int:
-        op = site.node.op
-        assert isinstance(op, Int8Linear)
-        n, k = op.extent(site.inputs[1])
-        return 0 if n * k > SMALL else 2
+        epilogue = int8_epilogue(site)
+        return 0 if epilogue.n * epilogue.k > SMALL else 2
 
     def render(self, site: Site) -> Rendered:
-        op = site.node.op
-        assert isinstance(op, Int8Linear)
-        n, k = op.extent(site.inputs[1])
-        tile = GemmTile(64, WIDE if n % WIDE == 0 else NARROW, DEEP if k >= DEEP else SHALLOW, (1, 1), "Pingpong")
+        epilogue = int8_epilogue(site)
+        n, k = WIDE if epilogue.n % WIDE == 0 else NARROW, DEEP if epilogue.k >= DEEP else SHALLOW
+        tile = GemmTile(64, n, k, (1, 1), "Pingpong")
         return rendered(site, "cutlass/gemm_int8_sm90.cu.jinja", tile, LEAF)
 
 
-GEMM_INT8_SM90 = GemmInt8Sm90("gemm_int8_sm90", "cutlass", frozenset({"int8_mma", "wgmma", "tma"}))
+GEMM_INT8_SM90 = GemmInt8Sm90("gemm_int8_sm90", "cutlass", frozenset({"int8_mma", "wgmma", "tma"}), Int8Linear)

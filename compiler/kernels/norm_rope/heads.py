@@ -2,48 +2,40 @@
 
 from dataclasses import dataclass
 
-from specc.compiler.ir.graph import TensorType
+from specc.compiler.kernels.generated import GeneratedFunction, Tensors, generated_function, number_of
 from specc.compiler.kernels.kernel import Site
-from specc.compiler.kernels.lines import flowed, unbroken
 from specc.compiler.ops.norm_rope import HeadRotation, NormRopeGrad
-
-Named = tuple[str, TensorType]
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A site of `NormRope` or its gradient. `inputs` and `outputs` are pairs of the name in generated code and the
-    type."""
+    """A site of `NormRope` or its gradient. `inputs` and `outputs` are types by name in generated code."""
 
     op: HeadRotation
     backward: bool
     reads_x: bool
-    inputs: tuple[Named, ...]
-    outputs: tuple[Named, ...]
+    inputs: Tensors
+    outputs: Tensors
 
     @property
     def count(self) -> int:
         """The number of heads per token."""
-        return _number(self.inputs[0][1].shape[-2])
+        return number_of(next(iter(self.inputs.values())).shape[-2])
 
     @property
     def channels(self) -> int:
-        return _number(self.inputs[0][1].width)
+        return number_of(next(iter(self.inputs.values())).width)
 
     @property
     def pairs(self) -> int:
         """The number of pairs of channels that are rotated, per head."""
-        return _number(dict(self.inputs)["cos"].width)
+        return number_of(self.inputs["cos"].width)
 
     @property
     def halves(self) -> bool:
         """Whether all channels of a head are rotated. Pairs then consist of a channel of the first half and a channel
         of the second half."""
         return 2 * self.pairs == self.channels
-
-    @property
-    def annotation(self) -> str:
-        return "tuple[Tensor, Tensor]" if len(self.outputs) > 1 else "Tensor"
 
 
 def heads_of(site: Site) -> Heads:
@@ -53,22 +45,8 @@ def heads_of(site: Site) -> Heads:
     reads_x = not isinstance(op, NormRopeGrad) or op.reads_x
     names = ("dy" if backward else "", "x" if reads_x else "", "cos", "sin", "gain" if op.gain else "")
     results = ("dx", "dgain") if backward else ("y",)
-    inputs = tuple(zip(filter(None, names), site.inputs, strict=True))
-    return Heads(op, backward, reads_x, inputs, tuple(zip(results, site.node.types, strict=False)))
-
-
-def _number(dim: object) -> int:
-    assert isinstance(dim, int)
-    return dim
-
-
-def header(site: Site) -> str:
-    """Returns label and types as comment lines that leave room for the plan key after the last one."""
-    heads = heads_of(site)
-    given, outputs = (
-        ", ".join(unbroken(f"{name} {type}") for name, type in values) for values in (heads.inputs, heads.outputs)
-    )
-    return flowed(f"{unbroken(f'{site.label}    ')}{given} -> {outputs}", "# ", "    ", 88)
+    inputs = dict(zip(filter(None, names), site.inputs, strict=True))
+    return Heads(op, backward, reads_x, inputs, dict(zip(results, site.node.types, strict=False)))
 
 
 def about(site: Site) -> str:
@@ -79,28 +57,14 @@ def about(site: Site) -> str:
     return f"the gradient of {listed}" if heads.backward else listed
 
 
-def promise(site: Site, end: str = "") -> str:
-    """Returns the first sentence of the function's docstring, with opening quotes, followed by `end`."""
+def heads_function(site: Site, summary: str, launched: tuple[str, ...] = ()) -> GeneratedFunction:
+    """Describes the function of a site, as `generated_function` does."""
     heads = heads_of(site)
-    shapes = {
-        "cos": f"[T, {heads.pairs}]",
-        "sin": f"[T, {heads.pairs}]",
-        "gain": f"[{heads.count}, 1]",
-        "dgain": f"[{heads.count}, 1]",
-    }
-    whole = f"[..., T, {heads.count}, {heads.channels}]"
-    given, outputs = (
-        ", ".join(f"{name} {shapes.get(name, whole)} {type.dtype}" for name, type in values)
-        for values in (heads.inputs, heads.outputs)
-    )
-    return flowed(f'"""{given} -> {outputs}.{end}', "    ")
-
-
-def formulas(site: Site) -> tuple[str, ...]:
-    """Returns the formulas, one line per value, as lines of a docstring."""
-    heads = heads_of(site)
-    lines = _backward(heads) if heads.backward else _forward(heads)
-    return tuple(flowed(line, "    ", "    ") for line in lines)
+    shapes = dict.fromkeys(("x", "y", "dy", "dx"), f"[..., T, {heads.count}, {heads.channels}]")
+    shapes |= dict.fromkeys(("cos", "sin"), f"[T, {heads.pairs}]")
+    shapes |= dict.fromkeys(("gain", "dgain"), f"[{heads.count}, 1]")
+    formulas = _backward(heads) if heads.backward else _forward(heads)
+    return generated_function(site, heads.inputs, heads.outputs, shapes, summary, formulas, launched=launched)
 
 
 def _forward(heads: Heads) -> list[str]:

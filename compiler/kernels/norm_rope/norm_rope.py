@@ -3,15 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Op
-from specc.compiler.kernels.custom_op import DTYPES
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.kernels.generated import DTYPES, TRITON_DTYPES, GeneratedFunction, constants, python_file
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, listed, unbroken
-from specc.compiler.kernels.norm_rope.heads import Heads, about, formulas, header, heads_of, promise
+from specc.compiler.kernels.norm_rope.heads import Heads, about, heads_function, heads_of
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.norm_rope import HeadRotation
 
-ELEMENTS = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
 LARGEST_HEAD = 4096  # channels; a head stays in registers
 MOST_GAINS = 256  # heads whose gains a program can sum at its end
 LARGEST_TILE = 1 << 17  # elements that a program holds at once
@@ -71,15 +69,8 @@ class HeadContext:
         allocated: Lines that allocate the outputs.
     """
 
-    TEMPLATE: ClassVar[str] = "triton/norm_rope.py.jinja"
-    header: str
-    summary: str
-    formulas: tuple[str, ...]
+    op: GeneratedFunction
     how: str
-    namespace: str
-    node: str
-    function: str
-    symbol: str
     heads: int
     channels: int
     pairs: int
@@ -95,16 +86,12 @@ class HeadContext:
     lines: tuple[str, ...]
     sums: bool
     first: str
-    launch_signature: str
     arguments: str
-    signature: str
-    promise: str
     conditions: str
     spacing: tuple[str, ...]
     wanted: tuple[str, ...]
     layout: tuple[str, ...]
     allocated: tuple[str, ...]
-    tensors: str
     returns: str
     fake_signature: str
     fake: str
@@ -115,14 +102,13 @@ class NormRopeTriton(Kernel):
     """Accepts heads of any number and of up to 4,096 channels, rotated entirely or in part. `tile` is a measured tile;
     if it is None, the rule of `head_tile` applies."""
 
-    computes: ClassVar[type[Op]] = HeadRotation
     TILE: ClassVar[type | None] = HeadTile
     tile: HeadTile | None = None
 
     def rejects(self, site: Site) -> str | None:
         heads = heads_of(site)
-        for name, type in heads.inputs:
-            known = ("f32",) if name in ("cos", "sin") else tuple(ELEMENTS)
+        for name, type in heads.inputs.items():
+            known = ("f32",) if name in ("cos", "sin") else tuple(TRITON_DTYPES)
             if type.dtype not in known:
                 return f"reads {name} in {' or '.join(known)}, not in {type.dtype}"
         if heads.channels > LARGEST_HEAD:
@@ -132,9 +118,6 @@ class NormRopeTriton(Kernel):
         if self.tile is not None and (held := self.tile.rows * _block(heads)) > LARGEST_TILE:
             return f"holds at most {LARGEST_TILE:,} elements at once; a tile of {self.tile} has {held:,}"
         return None
-
-    def rank(self, site: Site) -> int:
-        return 0
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         block = _block(heads_of(site))
@@ -146,11 +129,10 @@ class NormRopeTriton(Kernel):
     def render(self, site: Site) -> Rendered:
         tile = self.tile or head_tile(_block(heads_of(site)))
         context = _context(site, tile)
-        files = {f"{context.symbol}.py": (context.TEMPLATE, context)}
-        return Rendered(context.function, context.symbol, files, str(tile))
+        return python_file(context.op, "triton/norm_rope.py.jinja", context, str(tile))
 
 
-NORM_ROPE_TRITON = NormRopeTriton("norm_rope_triton", "triton", frozenset({"gpu"}))
+NORM_ROPE_TRITON = NormRopeTriton("norm_rope_triton", "triton", frozenset({"gpu"}), HeadRotation)
 
 
 def _power(number: int) -> int:
@@ -165,36 +147,29 @@ def _block(heads: Heads) -> int:
 
 def _context(site: Site, tile: HeadTile) -> HeadContext:
     heads = heads_of(site)
-    function, module = symbol(site)
     block, sums = _block(heads), len(heads.outputs) > 1
-    results = [name if name != "dgain" else "partial" for name, _ in heads.outputs]
-    tensors = [*(name for name, _ in heads.inputs), *results]
+    tensors = (*heads.inputs, *(name if name != "dgain" else "partial" for name in heads.outputs))
+    op = heads_function(site, f"{site.label}: {about(site)} in one kernel.", tensors)
     first, pointers = tensors[0], [f"{name}_ptr" for name in tensors]
-    arguments = [f"{name}: Tensor" for name, _ in heads.inputs]
+    arguments = [f"{name}: Tensor" for name in heads.inputs]
     settings = {"ROWS": tile.rows, "BLOCK": block, "SEQUENCES": tile.sequences, "WARPS": tile.warps}
     settings |= {"HEADS": _power(heads.count)} if sums else {}
-    constants = ["H", "C", "R", *(name for name in settings if name != "WARPS")]
-    sizes = ["STRIDE"] * heads.reads_x + constants
-    given = ["tokens // t", "t", *["x.flatten(0, -3).stride(0)"] * heads.reads_x, *constants]
+    sizes = ["H", "C", "R", *(name for name in settings if name != "WARPS")]
+    given = ["tokens // t", "t", *["x.flatten(0, -3).stride(0)"] * heads.reads_x, *sizes]
+    sizes = ["STRIDE"] * heads.reads_x + sizes
     width, end = (heads.pairs, "R") if heads.halves else (heads.channels, "C")
     gain = ("gain = tl.load(gain_ptr + head).to(tl.float32)",) * heads.op.gain
     before, loads, lines = (_backward if heads.backward else _forward)(heads)
     signed = ("-sin", "sin") if heads.backward else ("sin", "-sin")
     return HeadContext(
-        header=header(site),
-        summary=flowed(f'"""{site.label}: {about(site)} in one kernel.'),
-        formulas=formulas(site),
+        op=op,
         how=_how(site, tile),
-        namespace=f"specc_{site.module}",
-        node=site.label,
-        function=function,
-        symbol=module,
         heads=heads.count,
         channels=heads.channels,
         pairs=heads.pairs,
-        settings=f"{', '.join(settings)} = {', '.join(map(str, settings.values()))}",
+        settings=constants(settings),
         kernel=listed(
-            f"def {function}_kernel(", [*pointers, "B", "T", *(f"{name}: tl.constexpr" for name in sizes)], "):"
+            f"def {op.function}_kernel(", [*pointers, "B", "T", *(f"{name}: tl.constexpr" for name in sizes)], "):"
         ),
         place="token, head = row // H, row % H" if heads.reads_x else "token = row // H",
         inside=f"(token < T) & (c < {end})" if block > width else "token < T",
@@ -206,17 +181,13 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
         lines=lines,
         sums=sums,
         first=first,
-        launch_signature=listed("def launch(", [f"{name}: Tensor" for name in tensors], ") -> None:"),
         arguments=flowed(f"{', '.join(map(unbroken, (*tensors, *given)))},", " " * 8),
-        signature=listed(f"def {function}(", arguments, f") -> {heads.annotation}:"),
-        promise=promise(site),
         conditions=_conditions(heads),
         spacing=_SPACING if heads.reads_x else (),
-        wanted=tuple(_wanted(name, heads) for name, _ in heads.inputs),
+        wanted=tuple(_wanted(name, heads) for name in heads.inputs),
         layout=_LAYOUT if heads.reads_x else ('layout = "contiguous"',),
         allocated=_allocated(heads),
-        tensors=", ".join(tensors),
-        returns=f"dx, partial.sum(1, keepdim=True).to({DTYPES[heads.outputs[1][1].dtype]})" if sums else results[0],
+        returns=f"dx, partial.sum(1, keepdim=True).to({DTYPES[heads.outputs['dgain'].dtype]})" if sums else tensors[-1],
         fake_signature=f"def _({', '.join(arguments if sums else [arguments[0], '*_: Tensor'])}):",
         fake=f"{first}.new_empty({first}.shape){', gain.new_empty(gain.shape)' if sums else ''}",
     )
@@ -231,7 +202,7 @@ _LAYOUT = ('layout = "evenly spaced tokens of contiguous heads" if tensor is x e
 
 def _wanted(name: str, heads: Heads) -> str:
     """Returns a row of the table of input checks. The gain is loaded element by element, so it needs less alignment."""
-    dtype = dict(heads.inputs)[name].dtype
+    dtype = heads.inputs[name].dtype
     shape = {"cos": "(t, R)", "sin": "(t, R)", "gain": "(H, 1)"}.get(name, "heads")
     laid = "even" if name == "x" else f"{name}.is_contiguous()"
     return f'("{name}", {name}, {shape}, {DTYPES[dtype]}, {laid}, {4 if name == "gain" else 16}),'
@@ -279,7 +250,7 @@ def _store(name: str, value: str, half: bool, element: str) -> str:
 def _forward(heads: Heads) -> Lines:
     """Returns the forward's lines before the loop, loads in the loop, and further lines in the loop."""
     eps, gain = heads.op.eps, heads.op.gain
-    element = ELEMENTS[heads.outputs[0][1].dtype]
+    element = TRITON_DTYPES[next(iter(heads.outputs.values())).dtype]
     squares = "a * a + b * b" if heads.halves else "x * x"
     scale = f"scale = tl.rsqrt(tl.sum({squares}, 1, keep_dims=True) / C + {eps}){' * gain' if gain else ''}"
     factor = "scale * " if eps is not None else "gain * " if gain else ""
@@ -292,7 +263,7 @@ def _forward(heads: Heads) -> Lines:
 def _backward(heads: Heads) -> Lines:
     """Returns the backward's lines before the loop, loads in the loop, and further lines in the loop."""
     eps, gain = heads.op.eps, heads.op.gain
-    element = ELEMENTS[heads.outputs[0][1].dtype]
+    element = TRITON_DTYPES[next(iter(heads.outputs.values())).dtype]
     lines = ["dz = dy * cos + pair * sin"]
     values = [("dz", "x")]
     if heads.halves:

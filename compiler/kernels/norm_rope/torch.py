@@ -4,11 +4,9 @@ implementation for the CPU."""
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Op
-from specc.compiler.kernels.custom_op import DTYPES
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
-from specc.compiler.kernels.lines import flowed, listed
-from specc.compiler.kernels.norm_rope.heads import Heads, about, formulas, header, heads_of, promise
+from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, python_file
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
+from specc.compiler.kernels.norm_rope.heads import Heads, about, heads_function, heads_of
 from specc.compiler.ops.norm_rope import HeadRotation
 
 
@@ -16,12 +14,7 @@ from specc.compiler.ops.norm_rope import HeadRotation
 class PlainContext:
     """The context of templates/torch/norm_rope.py.jinja."""
 
-    TEMPLATE: ClassVar[str] = "torch/norm_rope.py.jinja"
-    header: str
-    summary: str
-    formulas: tuple[str, ...]
-    signature: str
-    promise: str
+    op: GeneratedFunction
     lines: tuple[str, ...]
     returns: str
     uses_functional: bool
@@ -31,36 +24,21 @@ class PlainContext:
 class NormRopeTorch(Kernel):
     """Accepts heads of any size, on targets without a GPU."""
 
-    computes: ClassVar[type[Op]] = HeadRotation
+    RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        if "gpu" in site.target.features:
-            return f"on {site.target.name} Torch would run each part as a kernel of its own, which is not fused"
-        return None
-
-    def rank(self, site: Site) -> int:
-        return 9
+        return unless_cpu(site, "would run each part as a kernel of its own, which is not fused")
 
     def render(self, site: Site) -> Rendered:
-        function, module = symbol(site)
-        heads = heads_of(site)
+        heads, words = heads_of(site), about(site)
         lines, returns = (_backward if heads.backward else _forward)(heads)
-        arguments = [f"{name}: Tensor" for name, _ in heads.inputs]
-        words = about(site)
-        context = PlainContext(
-            header(site),
-            flowed(f'"""{words[0].upper()}{words[1:]} in plain Torch, for targets without kernels of their own.'),
-            formulas(site),
-            listed(f"def {function}(", arguments, f") -> {heads.annotation}:"),
-            promise(site, '"""'),
-            lines,
-            returns,
-            any("F." in line for line in lines),
-        )
-        return Rendered(function, module, {f"{module}.py": (context.TEMPLATE, context)}, "")
+        summary = f"{words[0].upper()}{words[1:]} in plain Torch, for targets without kernels of their own."
+        op = heads_function(site, summary)
+        context = PlainContext(op, lines, returns, any("F." in line for line in lines))
+        return python_file(op, "torch/norm_rope.py.jinja", context)
 
 
-NORM_ROPE_TORCH = NormRopeTorch("norm_rope_torch", "torch", frozenset())
+NORM_ROPE_TORCH = NormRopeTorch("norm_rope_torch", "torch", computes=HeadRotation)
 
 
 _BROADCAST = "cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)"  # over heads
@@ -83,7 +61,7 @@ def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:
     eps = heads.op.eps
     norm = [f"h = F.rms_norm(x, ({heads.channels},), eps={eps})"] * (eps is not None)
     turned = _turned(heads, "a * cos + b * sin", "b * cos - a * sin")
-    cast = "" if heads.inputs[0][1].dtype == "f32" else ".type_as(x)"
+    cast = "" if next(iter(heads.inputs.values())).dtype == "f32" else ".type_as(x)"
     lines = (*norm, _split(heads, "h" if norm else "x"), _BROADCAST)
     return lines, f"{turned}{cast}{' * gain' if heads.op.gain else ''}"
 
@@ -91,7 +69,7 @@ def _forward(heads: Heads) -> tuple[tuple[str, ...], str]:
 def _backward(heads: Heads) -> tuple[tuple[str, ...], str]:
     """Returns the lines of the backward and the expression it returns. Inputs of fewer bits are converted to f32
     first."""
-    eps, gain, dtype = heads.op.eps, heads.op.gain, heads.inputs[0][1].dtype
+    eps, gain, dtype = heads.op.eps, heads.op.gain, next(iter(heads.inputs.values())).dtype
     read = ["dy", "x"] if heads.reads_x else ["dy"]
     cast = "" if dtype == "f32" else f".to({DTYPES[dtype]})"
     lines = [f"{', '.join(read)} = {', '.join(f'{name}.float()' for name in read)}"] if cast else []

@@ -6,18 +6,18 @@ from typing import ClassVar, Literal
 
 from specc.compiler.expr import Call, Expr, ExprError, cuda_functions, cuda_text, parse, reread, substitute
 from specc.compiler.expr.values import rebuild
-from specc.compiler.ir.graph import BYTES, Op
-from specc.compiler.kernels.custom_op import DTYPES
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
+from specc.compiler.ir.graph import BYTES
+from specc.compiler.kernels.generated import GeneratedFunction, cuda_files
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site
 from specc.compiler.kernels.lines import flowed, unbroken
 from specc.compiler.kernels.softmax_loss.softmax_loss import (
     WHOLE,
-    annotation_of,
-    formulas_of,
-    header_of,
+    Loss,
+    loss_context,
+    loss_function,
     loss_of,
-    promise_of,
     slope_of,
+    tensors_of,
     width_of,
 )
 from specc.compiler.kernels.tile import between, counted, power
@@ -83,27 +83,21 @@ class StagedContext:
 
     Attributes:
         how: A description of the kernel's algorithm.
-        learns: Whether the kernel also computes the gradient.
         copiers: The number of additional threads that issue the copies of a row.
         prelude: Functions that `functions` call.
         functions: Name, comment and body of each function of a logit.
         parts: The templates of the device code, in order.
     """
 
-    TEMPLATE: ClassVar[str] = "cuda/softmax_loss.cu.jinja"
-    header: str
-    formulas: tuple[str, ...]
+    op: GeneratedFunction
+    loss: Loss
     how: str
     arch: str
     element: str
-    vocab: int
-    width: int
-    learns: bool
     tile: StagedTile
     copiers: int
     prelude: str
     functions: tuple[tuple[str, str, str], ...]
-    function: str
     parts: tuple[str, ...]
     passes: str
     row_parameters: str
@@ -118,30 +112,13 @@ class StagedContext:
 
 @dataclass(frozen=True, slots=True)
 class LauncherContext:
-    """The context of templates/cuda/softmax_loss.py.jinja. Fields have the same meaning as in
-    `softmax_loss.LossContext`."""
+    """The context of templates/cuda/softmax_loss.py.jinja. `pointers` are passed to the compiled function."""
 
-    TEMPLATE: ClassVar[str] = "cuda/softmax_loss.py.jinja"
-    header: str
-    summary: str
-    formulas: tuple[str, ...]
+    op: GeneratedFunction
+    loss: Loss
     how: str
-    namespace: str
-    node: str
-    function: str
-    symbol: str
-    vocab: int
-    width: int
-    dtype: str
-    launch_signature: str
     pointers: str
     pointer_count: int
-    annotation: str
-    promise: str
-    allocated: tuple[str, ...]
-    tensors: str
-    returns: str
-    fake: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +129,6 @@ class SoftmaxLossCuda(Kernel):
     Logits are first scaled to base 2, so that a row with a finite logit beyond 2.3e38 gives NaN.
     """
 
-    computes: ClassVar[type[Op]] = SoftmaxLoss
     TILE: ClassVar[type | None] = StagedTile
     tile: StagedTile | None = None
 
@@ -192,15 +168,15 @@ class SoftmaxLossCuda(Kernel):
 
     def render(self, site: Site) -> Rendered:
         tile = self.tile or staged_tile(site)
-        source, launcher = _source(site, tile), _launcher(site, tile)
-        files: dict[str, tuple[str, object]] = {
-            f"{launcher.symbol}.cu": (source.TEMPLATE, source),
-            f"{launcher.symbol}.py": (launcher.TEMPLATE, launcher),
-        }
-        return Rendered(launcher.function, launcher.symbol, files, str(tile))
+        op, loss = loss_function(site), loss_context(site)
+        pointers = [f"{name}.data_ptr()" for name in tensors_of(site)]
+        how, passed = flowed(_how(site, tile)), flowed(", ".join(pointers) + ",", " " * 8)
+        launcher = LauncherContext(op, loss, how, passed, len(pointers) + 1)
+        source = ("cuda/softmax_loss.cu.jinja", _source(site, tile, op, loss))
+        return cuda_files(op, source, ("cuda/softmax_loss.py.jinja", launcher), str(tile))
 
 
-SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu", "cp_async"}))
+SOFTMAX_LOSS_CUDA = SoftmaxLossCuda("softmax_loss_cuda", "cuda", frozenset({"gpu", "cp_async"}), SoftmaxLoss)
 
 
 def staged_tile(site: Site) -> StagedTile:
@@ -243,10 +219,10 @@ def _branchless(expr: Expr) -> Expr:
     return substitute(TANH, {"x": expr.args[0]}) if isinstance(expr, Call) and expr.function == "tanh" else expr
 
 
-def _source(site: Site, tile: StagedTile) -> StagedContext:
-    op = loss_of(site)
-    learns, persistent = op.reduction == "mean", tile.persistent
-    bodies = [cuda_text(_branchless(reread(text))) for text in (op.f, slope_of(op) or "1")][: 1 + learns]
+def _source(site: Site, tile: StagedTile, op: GeneratedFunction, loss: Loss) -> StagedContext:
+    learns, persistent = loss.learns, tile.persistent
+    texts = (loss_of(site).f, slope_of(loss_of(site)) or "1")[: 1 + learns]
+    bodies = [cuda_text(_branchless(reread(text))) for text in texts]
     functions = (("bounded", "The value of a logit in the softmax."), ("slope", "Its derivative."))[: 1 + learns]
     kind = "persistent" if persistent else "once"
     parts = (
@@ -266,14 +242,11 @@ def _source(site: Site, tile: StagedTile) -> StagedContext:
     given += ["logits", *results, *(["m"] if learns else [])]
     kernel = ["logits", "targets", *results, *counted_rows]
     return StagedContext(
-        header=header_of(site).replace("# ", "// ", 1).replace("\n# ", "\n// "),
-        formulas=tuple("\n".join(f"// {line}" for line in text.split("\n")) for text in formulas_of(op)),
+        op=op,
+        loss=loss,
         how=flowed(f"{_how(site, tile)} All of it in fp32, each result rounded once where it is stored.", "// "),
         arch=site.target.nvcc,
         element=ELEMENTS[site.inputs[0].dtype],
-        vocab=op.vocab,
-        width=width_of(site),
-        learns=learns,
         tile=tile,
         copiers=WARP if tile.copy == "bulk" else 0,
         prelude=cuda_functions(bodies),
@@ -281,7 +254,6 @@ def _source(site: Site, tile: StagedTile) -> StagedContext:
             (name, comment, flowed(f"return {body};", "  ", "    "))
             for (name, comment), body in zip(functions, bodies, strict=True)
         ),
-        function=symbol(site)[0],
         parts=tuple(f"cuda/softmax_{part}.cu.jinja" for part in (*parts, "loss_row", f"rows_{kind}")),
         passes=", and then once more for the gradient" if learns else "",
         row_parameters=flowed(", ".join(map(unbroken, row)), " " * 4),
@@ -292,37 +264,6 @@ def _source(site: Site, tile: StagedTile) -> StagedContext:
         launched=", ".join(f"&{name}" for name in kernel),
         blocks="processors * kResident < m ? processors * kResident : m" if persistent else "m",
         aliasing=" `grad` may be `logits`." if learns else "",
-    )
-
-
-def _launcher(site: Site, tile: StagedTile) -> LauncherContext:
-    op, (function, module) = loss_of(site), symbol(site)
-    learns = op.reduction == "mean"
-    results = ("nats", "grad") if learns else ("nats",)
-    tensors = ("logits", "targets", *results)
-    nats = "logits.new_empty({rows}, dtype=torch.float32)"
-    given = [f"{name}.data_ptr()" for name in tensors]
-    return LauncherContext(
-        header=header_of(site),
-        summary=f'"""{site.label}: cross-entropy{" and its gradient" if learns else ""} in one kernel.',
-        formulas=formulas_of(op),
-        how=flowed(_how(site, tile)),
-        namespace=f"specc_{site.module}",
-        node=site.label,
-        function=function,
-        symbol=module,
-        vocab=op.vocab,
-        width=width_of(site),
-        dtype=DTYPES[site.inputs[0].dtype],
-        launch_signature=f"def launch({', '.join(f'{name}: Tensor' for name in tensors)}) -> None:",
-        pointers=flowed(", ".join(given) + ",", " " * 8),
-        pointer_count=len(given) + 1,
-        annotation=annotation_of(op),
-        promise=promise_of(site),
-        allocated=("grad = torch.empty_like(logits)",) if learns else (),
-        tensors=", ".join(tensors),
-        returns="nats.mean(), grad" if learns else "nats",
-        fake=f"{nats.format(rows='()')}, torch.empty_like(logits)" if learns else nats.format(rows="logits.shape[:-1]"),
     )
 
 

@@ -5,14 +5,21 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.expr import ExprError, derive, number, reread, torch_text, triton_text, variables
-from specc.compiler.ir.graph import Op
-from specc.compiler.kernels.custom_op import DTYPES
-from specc.compiler.kernels.kernel import Kernel, Rendered, Site, symbol
-from specc.compiler.kernels.lines import assigned, flowed, listed, unbroken
+from specc.compiler.kernels.generated import (
+    DTYPES,
+    TRITON_DTYPES,
+    GeneratedFunction,
+    constants,
+    generated_function,
+    number_of,
+    python_file,
+)
+from specc.compiler.kernels.kernel import Kernel, Rendered, Site, unless_cpu
+from specc.compiler.kernels.lines import flowed, listed, nested, returned
 from specc.compiler.kernels.tile import MOST_WARPS, between, counted, power
 from specc.compiler.ops.loss import SoftmaxLoss
 
-ELEMENTS = {"bf16": "tl.bfloat16", "f32": "tl.float32"}
+LOGITS = ("bf16", "f32")
 WHOLE = 8192  # columns; longer rows do not fit in registers
 LARGEST = 1 << 17  # elements of a tile
 TILE = 4096  # elements that a program holds: 32 per thread, each with two to four floats
@@ -58,6 +65,29 @@ SHORT = ((4096, 4), (4096, 8), (2048, 4), (8192, 8), (2048, 2), (1024, 4), (1024
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """The loss of a site as the templates of both kernels write it, for templates/torch/softmax_op.py.jinja.
+
+    Attributes:
+        learns: Whether the kernel also computes the gradient.
+        vocab: The number of logits of a row.
+        width: The number of columns of a row, with padding after the logits.
+        dtype: The dtype of the logits.
+        allocated: Lines that allocate the gradient.
+        returns: The results of the op.
+        fake: The results of its fake.
+    """
+
+    learns: bool
+    vocab: int
+    width: int
+    dtype: str
+    allocated: tuple[str, ...]
+    returns: str
+    fake: str
+
+
+@dataclass(frozen=True, slots=True)
 class LossContext:
     """The context of templates/triton/softmax_loss.py.jinja.
 
@@ -65,7 +95,6 @@ class LossContext:
         how: A description of the kernel's algorithm.
         functions: Name, docstring and return statement of each function of a logit.
         body: The template of the kernel.
-        learns: Whether the kernel also computes the gradient.
         wanted: The expression of the target's logit after `bound`.
         read: The name of a loaded logit.
         bound: The line that computes `f` from a loaded logit, if they differ.
@@ -75,24 +104,14 @@ class LossContext:
         slope: The factor by the function's derivative, or "".
     """
 
-    TEMPLATE: ClassVar[str] = "triton/softmax_loss.py.jinja"
-    header: str
-    summary: str
-    formulas: tuple[str, ...]
+    op: GeneratedFunction
+    loss: Loss
     how: str
-    namespace: str
-    node: str
-    function: str
-    symbol: str
-    vocab: int
-    width: int
-    dtype: str
     element: str
     settings: str
     functions: tuple[tuple[str, str, str], ...]
     kernel: str
     body: str
-    learns: bool
     wanted: str
     read: str
     bound: tuple[str, ...]
@@ -100,15 +119,8 @@ class LossContext:
     padded: bool
     inside: str
     slope: str
-    launch_signature: str
     grid: str
     arguments: str
-    annotation: str
-    promise: str
-    allocated: tuple[str, ...]
-    tensors: str
-    returns: str
-    fake: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +128,12 @@ class SoftmaxLossTriton(Kernel):
     """Accepts any vocabulary size and any function of the logits. `tile` is a measured tile; if it is None, the rule of
     `row_tile` applies."""
 
-    computes: ClassVar[type[Op]] = SoftmaxLoss
     TILE: ClassVar[type | None] = RowTile
     tile: RowTile | None = None
 
     def rejects(self, site: Site) -> str | None:
         dtype = site.inputs[0].dtype
-        if dtype not in ELEMENTS:
+        if dtype not in LOGITS:
             return f"reads logits in bf16 or f32; in {dtype} the gradient of a mean is too small a number"
         try:
             triton_text(reread(loss_of(site).f)), triton_text(derive(reread(loss_of(site).f), "z"))
@@ -131,9 +142,6 @@ class SoftmaxLossTriton(Kernel):
         if self.tile is not None and self.tile.rows > 1 and self.tile.columns < width_of(site):
             return f"takes several rows at a time only whole; of {width_of(site)} columns {self.tile} does not hold all"
         return None
-
-    def rank(self, site: Site) -> int:
-        return 0
 
     def variants(self, site: Site) -> tuple[Kernel, ...]:
         columns = 1 << (width_of(site) - 1).bit_length()
@@ -145,23 +153,17 @@ class SoftmaxLossTriton(Kernel):
     def render(self, site: Site) -> Rendered:
         tile = self.tile or row_tile(width_of(site))
         context = _context(site, tile)
-        return Rendered(
-            context.function, context.symbol, {f"{context.symbol}.py": (context.TEMPLATE, context)}, str(tile)
-        )
+        return python_file(context.op, "triton/softmax_loss.py.jinja", context, str(tile))
 
 
-SOFTMAX_LOSS_TRITON = SoftmaxLossTriton("softmax_loss_triton", "triton", frozenset({"gpu"}))
+SOFTMAX_LOSS_TRITON = SoftmaxLossTriton("softmax_loss_triton", "triton", frozenset({"gpu"}), SoftmaxLoss)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainContext:
     """The context of templates/torch/softmax_loss.py.jinja."""
 
-    TEMPLATE: ClassVar[str] = "torch/softmax_loss.py.jinja"
-    header: str
-    formulas: tuple[str, ...]
-    signature: str
-    promise: str
+    op: GeneratedFunction
     lines: tuple[str, ...]
     returns: str
     uses_torch: bool
@@ -171,42 +173,32 @@ class PlainContext:
 class SoftmaxLossTorch(Kernel):
     """The same computation as a plain Torch function: a readable reference, and the implementation for the CPU."""
 
-    computes: ClassVar[type[Op]] = SoftmaxLoss
+    RANK: ClassVar[int] = 9
 
     def rejects(self, site: Site) -> str | None:
-        if "gpu" in site.target.features:
-            return f"on {site.target.name} Torch would read the logits three times and keep them in f32"
-        return None
-
-    def rank(self, site: Site) -> int:
-        return 9
+        return unless_cpu(site, "would read the logits three times and keep them in f32")
 
     def render(self, site: Site) -> Rendered:
-        function, module = symbol(site)
         op = loss_of(site)
         padding, cast = width_of(site) - op.vocab, "" if site.inputs[0].dtype == "f32" else ".float()"
         z = f"logits[..., :{op.vocab}]" if padding else "logits"
         lines = [f"z = {z}{cast}"] if op.f != "z" else []
         f = torch_text(reread(op.f)) if op.f != "z" else f"{z}{cast}"
-        lines += [_line("log_p", f"F.log_softmax({f}, -1)", 4), "target = targets.unsqueeze(-1)"]
+        lines += [nested("log_p", f"F.log_softmax({f}, -1)"), "target = targets.unsqueeze(-1)"]
         nats = "-log_p.gather(-1, target)"
         returns = f"{nats}.squeeze(-1)"
         if op.reduction == "mean":
             lines.append("grad = log_p.exp().scatter_add_(-1, target, log_p.new_full(target.shape, -1.0))")
             slope = slope_of(op)
-            times = [_line("slope", torch_text(reread(slope)), 4)] if slope else []
+            times = [nested("slope", torch_text(reread(slope)))] if slope else []
             lines += [*times, f"grad = {'slope * ' if slope else ''}grad / targets.numel()"]
             lines += [f"grad = F.pad(grad, (0, {padding}))"] if padding else []
             returns = f"{nats}.mean(), grad{'.type_as(logits)' if cast else ''}"
-        signature = f"def {function}(logits: Tensor, targets: Tensor) -> {annotation_of(op)}:"
-        uses_torch = any("torch." in line for line in lines)
-        context = PlainContext(
-            header_of(site), formulas_of(op), signature, promise_of(site), tuple(lines), returns, uses_torch
-        )
-        return Rendered(function, module, {f"{module}.py": (context.TEMPLATE, context)}, "")
+        context = PlainContext(loss_function(site), tuple(lines), returns, any("torch." in line for line in lines))
+        return python_file(context.op, "torch/softmax_loss.py.jinja", context)
 
 
-SOFTMAX_LOSS_TORCH = SoftmaxLossTorch("softmax_loss_torch", "torch", frozenset())
+SOFTMAX_LOSS_TORCH = SoftmaxLossTorch("softmax_loss_torch", "torch", computes=SoftmaxLoss)
 
 
 def loss_of(site: Site) -> SoftmaxLoss:
@@ -215,9 +207,7 @@ def loss_of(site: Site) -> SoftmaxLoss:
 
 
 def width_of(site: Site) -> int:
-    width = site.inputs[0].width
-    assert isinstance(width, int)
-    return width
+    return number_of(site.inputs[0].width)
 
 
 def slope_of(op: SoftmaxLoss) -> str:
@@ -226,26 +216,39 @@ def slope_of(op: SoftmaxLoss) -> str:
     return "" if not variables(slope) and number(slope) == 1 else str(slope)
 
 
-def results_of(op: SoftmaxLoss) -> tuple[str, ...]:
-    return op.output_labels or ("nats",)
+def loss_function(site: Site) -> GeneratedFunction:
+    """Describes the function of a site."""
+    op = loss_of(site)
+    inputs = dict(zip(("logits", "targets"), site.inputs, strict=True))
+    outputs = dict(zip(op.output_labels or ("nats",), site.node.types, strict=True))
+    logits = f"[..., {width_of(site)}]"
+    shapes = {"logits": logits, "targets": "[...]", "loss": "[]", "grad": logits, "nats": "[...]"}
+    gradient = " and its gradient" if op.reduction == "mean" else ""
+    summary = f"{site.label}: cross-entropy{gradient} in one kernel."
+    return generated_function(site, inputs, outputs, shapes, summary, _formulas(op), launched=tensors_of(site))
 
 
-def annotation_of(op: SoftmaxLoss) -> str:
-    return "tuple[Tensor, Tensor]" if op.reduction == "mean" else "Tensor"
+def tensors_of(site: Site) -> tuple[str, ...]:
+    """Returns the names of the tensors that a kernel reads and writes. It writes the nats of each row."""
+    return ("logits", "targets", "nats", "grad") if loss_of(site).reduction == "mean" else ("logits", "targets", "nats")
 
 
-def header_of(site: Site) -> str:
-    logits, targets = (
-        unbroken(f"{name} {type}") for name, type in zip(("logits", "targets"), site.inputs, strict=True)
+def loss_context(site: Site) -> Loss:
+    """Returns the loss of a site for templates."""
+    learns = loss_of(site).reduction == "mean"
+    nats = "logits.new_empty({rows}, dtype=torch.float32)"
+    return Loss(
+        learns=learns,
+        vocab=loss_of(site).vocab,
+        width=width_of(site),
+        dtype=DTYPES[site.inputs[0].dtype],
+        allocated=("grad = torch.empty_like(logits)",) if learns else (),
+        returns="nats.mean(), grad" if learns else "nats",
+        fake=f"{nats.format(rows='()')}, torch.empty_like(logits)" if learns else nats.format(rows="logits.shape[:-1]"),
     )
-    results = (
-        unbroken(f"{name} {type}") for name, type in zip(results_of(loss_of(site)), site.node.types, strict=True)
-    )
-    return flowed(f"{unbroken(f'{site.label}    ')}{logits}, {targets} -> {', '.join(results)}", "# ", "    ", 88)
 
 
-def formulas_of(op: SoftmaxLoss) -> tuple[str, ...]:
-    """Returns the formulas, one line per value, as lines of a docstring."""
+def _formulas(op: SoftmaxLoss) -> tuple[str, ...]:
     f = "z" if op.f == "z" else "f"
     nats = f"log(sum(exp({f}))) - {f}[target]"
     lines = [f"nats = {nats}"]
@@ -254,70 +257,38 @@ def formulas_of(op: SoftmaxLoss) -> tuple[str, ...]:
         grad = f"(softmax({f}) - onehot(target)){f' * ({slope})' if slope else ''} / rows"
         lines = [f"loss = mean({nats})", f"grad = {grad}"]
     first = "z = logits" if op.f == "z" else f"f = {op.f} of z = logits"
-    return tuple(flowed(line, "    ", "    ") for line in (first, *lines))
-
-
-def promise_of(site: Site) -> str:
-    """Returns the first line of the function's docstring, with opening quotes."""
-    width, dtype, op = width_of(site), site.inputs[0].dtype, loss_of(site)
-    results = {"loss": "loss [] f32", "grad": f"grad [..., {width}] {dtype}", "nats": "nats [...] f32"}
-    given = f"logits [..., {width}] {dtype}, targets [...] i64"
-    return flowed(f'"""{given} -> {", ".join(results[name] for name in results_of(op))}.', "    ")
+    return first, *lines
 
 
 def _context(site: Site, tile: RowTile) -> LossContext:
-    op, width = loss_of(site), width_of(site)
-    function, module = symbol(site)
-    learns, whole, identity, slope = op.reduction == "mean", tile.columns >= width, op.f == "z", slope_of(op)
-    results = ("nats", "grad") if learns else ("nats",)
-    tensors = ("logits", "targets", *results)
-    sizes = {"V": True, "WIDTH": True, "ROWS": whole, "BLOCK": True}
-    sized = [name for name, used in sizes.items() if used]
+    loss, width, op, tensors = loss_of(site), width_of(site), loss_function(site), tensors_of(site)
+    learns, whole, identity, slope = "grad" in tensors, tile.columns >= width, loss.f == "z", slope_of(loss)
+    sized = ["V", "WIDTH", *(["ROWS"] if whole else []), "BLOCK"]
     rows = ["M"] if learns or whole else []
-    settings = {"ROWS": tile.rows, "BLOCK": tile.columns, "WARPS": tile.warps}
-    shown = {name: value for name, value in settings.items() if sizes.get(name, True)}
+    settings = {"ROWS": tile.rows} if whole else {}
+    settings |= {"BLOCK": tile.columns, "WARPS": tile.warps}
     target = "tl.load(row_ptr + target).to(tl.float32)"
-    nats = "logits.new_empty({rows}, dtype=torch.float32)"
-    functions = [("bounded", "What becomes of a logit before the softmax.", op.f)] if not identity else []
+    functions = [("bounded", "What becomes of a logit before the softmax.", loss.f)] if not identity else []
     functions += [("slope", "Its derivative.", slope)] if slope and learns else []
+    pointers, sizes = [f"{name}_ptr" for name in tensors], [f"{name}: tl.constexpr" for name in sized]
     return LossContext(
-        header=header_of(site),
-        summary=f'"""{site.label}: cross-entropy{" and its gradient" if learns else ""} in one kernel.',
-        formulas=formulas_of(op),
+        op=op,
+        loss=loss_context(site),
         how=_how(site, tile, whole),
-        namespace=f"specc_{site.module}",
-        node=site.label,
-        function=function,
-        symbol=module,
-        vocab=op.vocab,
-        width=width,
-        dtype=DTYPES[site.inputs[0].dtype],
-        element=ELEMENTS[site.inputs[0].dtype],
-        settings=f"{', '.join(shown)} = {', '.join(map(str, shown.values()))}",
-        functions=tuple((name, doc, _returned(triton_text(reread(text)))) for name, doc, text in functions),
-        kernel=listed(
-            f"def {function}_kernel(",
-            [*(f"{name}_ptr" for name in tensors), *rows, *(f"{n}: tl.constexpr" for n in sized)],
-            "):",
-        ),
+        element=TRITON_DTYPES[site.inputs[0].dtype],
+        settings=constants(settings),
+        functions=tuple((name, doc, returned(triton_text(reread(text)))) for name, doc, text in functions),
+        kernel=listed(f"def {op.function}_kernel(", [*pointers, *rows, *sizes], "):"),
         body=f"triton/softmax_{'rows' if whole else 'chunks'}.py.jinja",
-        learns=learns,
         wanted=target if identity else f"bounded({target})",
         read="f" if identity else "z",
         bound=() if identity else ("f = bounded(z)",),
-        partial=op.vocab % tile.columns > 0 or op.vocab < width,
-        padded=op.vocab < width,
+        partial=loss.vocab % tile.columns > 0 or loss.vocab < width,
+        padded=loss.vocab < width,
         inside=f"(rows < M)[:, None]{' & (at < WIDTH)' if width % tile.columns else ''}",
         slope=" * slope(z)" if slope else "",
-        launch_signature=f"def launch({', '.join(f'{name}: Tensor' for name in tensors)}) -> None:",
         grid="triton.cdiv(m, ROWS)" if whole else "m",
         arguments=", ".join((*tensors, *(["m"] if rows else []), *sized)),
-        annotation=annotation_of(op),
-        promise=promise_of(site),
-        allocated=("grad = torch.empty_like(logits)",) if learns else (),
-        tensors=", ".join(tensors),
-        returns="nats.mean(), grad" if learns else "nats",
-        fake=f"{nats.format(rows='()')}, torch.empty_like(logits)" if learns else nats.format(rows="logits.shape[:-1]"),
     )
 
 
@@ -330,13 +301,3 @@ def _how(site: Site, tile: RowTile, whole: bool) -> str:
         words = f"Triton kernel for {site.target.name}: a program takes a row in chunks, with a running maximum"
         words += ", and then once more for the gradient, from L2." if loss_of(site).reduction == "mean" else "."
     return flowed(f"{words} All of it in fp32, each result rounded once where it is stored.")
-
-
-def _returned(value: str) -> str:
-    line = f"    return {value}"
-    return line if len(line) <= 110 else f"    return (\n{flowed(value, ' ' * 8)}\n    )"
-
-
-def _line(name: str, value: str, indent: int) -> str:
-    """Returns an assignment for a template to indent. Its first line therefore lacks the indent of the other lines."""
-    return assigned(name, value, indent).lstrip()

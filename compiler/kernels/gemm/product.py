@@ -1,0 +1,75 @@
+"""The Python function of a product and its epilogue, the same for every language."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from specc.compiler.kernels.epilogue import Epilogue, Value
+from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function
+from specc.compiler.kernels.kernel import Site
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product and its epilogue as templates of all languages write it.
+
+    Attributes:
+        x: The input whose rows and device the other inputs must share.
+        wanted: Rows of the table of input checks.
+        allocated: Lines that allocate the outputs.
+        result: What the function returns.
+    """
+
+    n: int
+    k: int
+    x: str
+    wanted: tuple[str, ...]
+    allocated: tuple[str, ...]
+    result: str
+
+
+def product_of(epilogue: Epilogue) -> Product:
+    x = epilogue.x
+    wanted, allocated = [], []
+    for value in epilogue.inputs:
+        dims = _dims(value, epilogue, "*rows", "N", "K")
+        shape = ", ".join(dims) + ("," if len(dims) == 1 else "")
+        wanted.append(f'("{value.name}", {value.name}, ({shape}), {DTYPES[value.type.dtype]}),')
+    for value in epilogue.outputs:
+        dtype = "" if value.type.dtype == x.type.dtype else f", dtype={DTYPES[value.type.dtype]}"
+        allocated.append(f"{value.name} = {x.name}.new_empty(*rows, N{dtype})")
+    result = ", ".join(value.name for value in epilogue.outputs)
+    return Product(epilogue.n, epilogue.k, x.name, tuple(wanted), tuple(allocated), result)
+
+
+def product_function(
+    site: Site, epilogue: Epilogue, words: str = "", formulas: Iterable[str] = ()
+) -> GeneratedFunction:
+    """Describes the function of a site: x [..., K] with any leading dims, weights and operands -> outputs [..., N].
+
+    Args:
+        site: The product.
+        epilogue: Its inputs and outputs.
+        words: A description of the products and the epilogue, if it differs from that of a single kernel.
+        formulas: The formulas, if they differ from those of `epilogue`.
+
+    Returns:
+        The description.
+    """
+    n, k = str(epilogue.n), str(epilogue.k)
+    inputs, outputs = ({value.name: value.type for value in values} for values in (epilogue.inputs, epilogue.outputs))
+    shapes = {value.name: f"[{', '.join(_dims(value, epilogue, '...', n, k))}]" for value in epilogue.inputs}
+    shapes |= dict.fromkeys(outputs, f"[..., {n}]")
+    if not words:
+        words = "product" if len(epilogue.weights) == 1 else f"{len(epilogue.weights)} products of one input"
+        words += " and epilogue" if len(outputs) == 1 else f" and epilogue of {len(outputs)} outputs"
+    summary = f"{site.label}: {words} in one kernel."
+    return generated_function(site, inputs, outputs, shapes, summary, formulas or epilogue.formulas)
+
+
+def _dims(value: Value, epilogue: Epilogue, rows: str, n: str, k: str) -> tuple[str, ...]:
+    """Returns the dims of an input as text, with `rows`, `n` and `k` for the dims rows, N and K."""
+    if value is epilogue.x:
+        return rows, k
+    if value in epilogue.weights:
+        return (n, k) if epilogue.layout == "nk" else (k, n)
+    return (n,) if value.column else (rows, n)

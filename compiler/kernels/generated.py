@@ -1,0 +1,137 @@
+"""The Python function of a kernel as templates write it: its names, signatures and descriptions."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from specc.compiler.ir.graph import Dim, TensorType
+from specc.compiler.kernels.kernel import Rendered, Site, symbol
+from specc.compiler.kernels.lines import flowed, listed, unbroken
+
+DTYPES = {
+    "bf16": "torch.bfloat16",
+    "f16": "torch.float16",
+    "f32": "torch.float32",
+    "i8": "torch.int8",
+    "bool": "torch.bool",
+}
+TRITON_DTYPES = {"bf16": "tl.bfloat16", "f16": "tl.float16", "f32": "tl.float32"}
+Tensors = Mapping[str, TensorType]  # the inputs or outputs of a function, in order, by name
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedFunction:
+    """The fields that templates of all kernels share. Fields with code hold whole lines.
+
+    Attributes:
+        header: Comment lines with label and types, with room for the plan key after the last one.
+        summary: The first line of the module's docstring, with opening quotes.
+        formulas: The formula of each computed value, as lines of a docstring.
+        target: The name of the target.
+        namespace: The namespace of the custom op.
+        node: The node's path, for error messages.
+        function: The name of the function.
+        symbol: The name of the module.
+        signature: The first line of the function.
+        fake_signature: The first line of its fake, which has the same parameters.
+        launch_signature: The first line of the function that launches the kernel on inputs and outputs.
+        launch: The call of that function.
+        promise: The first sentence of the function's docstring, with opening quotes.
+    """
+
+    header: str
+    summary: str
+    formulas: tuple[str, ...]
+    target: str
+    namespace: str
+    node: str
+    function: str
+    symbol: str
+    signature: str
+    fake_signature: str
+    launch_signature: str
+    launch: str
+    promise: str
+
+    @property
+    def cuda_header(self) -> str:
+        """The header as comments of CUDA C++."""
+        return self.header.replace("# ", "// ", 1).replace("\n# ", "\n// ")
+
+    @property
+    def cuda_formulas(self) -> tuple[str, ...]:
+        """The formulas as comments of CUDA C++."""
+        return tuple("\n".join(f"// {line}" for line in text.split("\n")) for text in self.formulas)
+
+
+def generated_function(
+    site: Site,
+    inputs: Tensors,
+    outputs: Tensors,
+    shapes: Mapping[str, str],
+    summary: str,
+    formulas: Iterable[str],
+    label: str = "",
+    omitted: Collection[str] = (),
+    launched: Sequence[str] = (),
+) -> GeneratedFunction:
+    """Describes the function of a kernel.
+
+    Args:
+        site: The node that it computes.
+        inputs: The types of its parameters.
+        outputs: The types of its results.
+        shapes: The shape of each input and output as text, e.g. `[..., T, 8, 64]`.
+        summary: The first sentence of the module's docstring.
+        formulas: The formula of each computed value.
+        label: The label in the header, by default that of the site.
+        omitted: The names of inputs that the header omits.
+        launched: The names of the tensors that the kernel reads and writes, by default inputs and outputs.
+
+    Returns:
+        The description.
+    """
+    function, module = symbol(site)
+    parameters = [f"{name}: Tensor" for name in inputs]
+    annotation = f"tuple[{', '.join('Tensor' for _ in outputs)}]" if len(outputs) > 1 else "Tensor"
+    tensors = launched or [*inputs, *outputs]
+    types, shaped = [], []
+    for values in (inputs, outputs):
+        types.append(", ".join(unbroken(f"{name} {type}") for name, type in values.items() if name not in omitted))
+        shaped.append(", ".join(f"{name} {shapes[name]} {type.dtype}" for name, type in values.items()))
+    return GeneratedFunction(
+        header=flowed(f"{unbroken(f'{label or site.label}    ')}{' -> '.join(types)}", "# ", "    ", 88),
+        summary=flowed(f'"""{summary}'),
+        formulas=tuple(flowed(line, "    ", "    ") for line in formulas),
+        target=site.target.name,
+        namespace=f"specc_{site.module}",
+        node=site.label,
+        function=function,
+        symbol=module,
+        signature=listed(f"def {function}(", parameters, f") -> {annotation}:"),
+        fake_signature=listed("def _(", parameters, f") -> {annotation}:"),
+        launch_signature=listed("def launch(", [f"{name}: Tensor" for name in tensors], ") -> None:"),
+        launch=listed("launch(", tensors, ")", indent=12),
+        promise=flowed(f'"""{" -> ".join(shaped)}.', "    "),
+    )
+
+
+def number_of(dim: Dim) -> int:
+    """Returns a dim that is known at compile time."""
+    assert isinstance(dim, int)
+    return dim
+
+
+def constants(values: Mapping[str, int]) -> str:
+    """Returns the Python statement that assigns the constants, e.g. `ROWS, WARPS = 32, 4`."""
+    return f"{', '.join(values)} = {', '.join(map(str, values.values()))}"
+
+
+def python_file(op: GeneratedFunction, template: str, context: object, tile: str = "") -> Rendered:
+    """Returns a kernel of one Python file."""
+    return Rendered(op.function, op.symbol, {f"{op.symbol}.py": (template, context)}, tile)
+
+
+def cuda_files(op: GeneratedFunction, source: tuple[str, object], launcher: tuple[str, object], tile: str) -> Rendered:
+    """Returns a kernel of a CUDA C++ file and of the Python file that launches it, each as template and context."""
+    files = {f"{op.symbol}.cu": source, f"{op.symbol}.py": launcher}
+    return Rendered(op.function, op.symbol, files, tile)
