@@ -24,9 +24,8 @@ def flowed(text: str, indent: str = "", rest: str = "", width: int = WIDTH) -> s
     Returns:
         The lines, joined by newlines.
     """
-    indents = {"initial_indent": indent, "subsequent_indent": indent + rest}
-    lines = wrap(text, width, break_long_words=False, break_on_hyphens=False, **indents)
-    return "\n".join(lines).replace(_GLUE, " ")
+    lines = wrap(text, width - len(indent), subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(indent + line for line in lines).replace(_GLUE, " ")
 
 
 def listed(head: str, items: Sequence[str], tail: str, indent: int = 0, last: str = ",") -> str:

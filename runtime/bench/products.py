@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler.expr import torch_text
-from specc.compiler.kernels.int8.gemm import DTYPES as SPELT
+from specc.compiler.kernels.generated import DTYPES as SPELT
 from specc.compiler.kernels.int8.gemm import Int8Epilogue, int8_epilogue
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.plan.plan import Choice, Plan

@@ -120,9 +120,7 @@ def int8_function(site: Site, epilogue: Int8Epilogue, made_by: str) -> Int8Funct
         pairs = ", ".join(f'"{v.name}": ({v.name}, {DTYPES[v.type.dtype]})' for v in values)
         given += [f"{word}={{{pairs}}}"] if values else []
     return Int8Function(
-        op=generated_function(
-            site, inputs, {"y": epilogue.y.type}, shapes, summary, epilogue.formulas, label, ("offset",)
-        ),
+        op=generated_function(site, inputs, outputs, shapes, words, epilogue.formulas, label, ("offset",)),
         nodes=nodes_of(site.label),
         n=n,
         k=k,
