@@ -46,10 +46,8 @@ _HOPPER = _AMPERE | {"tma", "fp8_mma"}
 _GPU = ("torch", "triton", "cutlass", "cuda")
 
 CPU = Target("cpu", "any CPU", "f32", frozenset(), ("torch",))
-SM80 = Target("sm80", "A100", "bf16", _AMPERE, _GPU, 166_912, 80, "sm_80", 312e12, 2.04e12, "A100, by its data sheet")
-SM86 = Target(
-    "sm86", "RTX 30", "bf16", _AMPERE, _GPU, 101_376, 86, "sm_86", 71e12, 0.936e12, "RTX 3090, by its data sheet"
-)
+SM80 = Target("sm80", "A100", "bf16", _AMPERE, _GPU, 166_912, 80, "sm_80", 312e12, 2.04e12, "A100, vendor figure")
+SM86 = Target("sm86", "RTX 30", "bf16", _AMPERE, _GPU, 101_376, 86, "sm_86", 71e12, 0.936e12, "RTX 3090, vendor figure")
 SM89 = Target(
     "sm89",
     "RTX 40, L4",
@@ -61,7 +59,7 @@ SM89 = Target(
     "sm_89",
     165e12,
     1.008e12,
-    "RTX 4090, by its data sheet",
+    "RTX 4090, vendor figure",
 )
 SM90 = Target(
     "sm90", "H100, H200", "bf16", _HOPPER | {"wgmma"}, _GPU, 232_448, 90, "sm_90a", 695e12, 4.27e12, "H200, measured"
@@ -77,10 +75,10 @@ SM100 = Target(
     "sm_100a",
     2250e12,
     8e12,
-    "B200, by its data sheet",
+    "B200, vendor figure",
 )
 SM120 = Target(
-    "sm120", "RTX 50", "bf16", _HOPPER, _GPU, 101_376, 120, "sm_120a", 209e12, 1.79e12, "RTX 5090, by its data sheet"
+    "sm120", "RTX 50", "bf16", _HOPPER, _GPU, 101_376, 120, "sm_120a", 209e12, 1.79e12, "RTX 5090, vendor figure"
 )
 
 TARGETS = {target.name: target for target in (CPU, SM80, SM86, SM89, SM90, SM100, SM120)}

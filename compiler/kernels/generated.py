@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from specc.compiler.ir.graph import Dim, TensorType
 from specc.compiler.kernels.kernel import Rendered, Site, symbol
-from specc.compiler.kernels.lines import flowed, listed, unbroken
+from specc.compiler.kernels.lines import WIDTH, flowed, listed, unbroken
 
 DTYPES = {
     "bf16": "torch.bfloat16",
@@ -98,6 +98,7 @@ def generated_function(
     for values in (inputs, outputs):
         types.append(", ".join(unbroken(f"{name} {type}") for name, type in values.items() if name not in omitted))
         shaped.append(", ".join(f"{name} {shapes[name]} {type.dtype}" for name, type in values.items()))
+    quotes = 3 if not site.target.arch else 0  # plain Torch closes the docstring on the same line
     return GeneratedFunction(
         header=flowed(f"{unbroken(f'{label or site.label}    ')}{' -> '.join(types)}", "# ", "    ", 88),
         summary=flowed(f'"""{summary}'),
@@ -111,7 +112,7 @@ def generated_function(
         fake_signature=listed("def _(", parameters, f") -> {annotation}:"),
         launch_signature=listed("def launch(", [f"{name}: Tensor" for name in tensors], ") -> None:"),
         launch=listed("launch(", tensors, ")", indent=12),
-        promise=flowed(f'"""{" -> ".join(shaped)}.', "    "),
+        promise=flowed(f'"""{" -> ".join(shaped)}.', "    ", width=WIDTH - quotes),
     )
 
 

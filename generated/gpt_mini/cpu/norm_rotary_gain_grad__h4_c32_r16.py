@@ -20,8 +20,8 @@ from torch import Tensor
 def norm_rotary_gain_grad(
     dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, gain: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """dy [..., T, 4, 32] f32, x [..., T, 4, 32] f32, cos [T, 16] f32, sin [T, 16] f32, gain [4, 1] f32 -> dx
-    [..., T, 4, 32] f32, dgain [4, 1] f32."""
+    """dy [..., T, 4, 32] f32, x [..., T, 4, 32] f32, cos [T, 16] f32, sin [T, 16] f32, gain [4, 1] f32 ->
+    dx [..., T, 4, 32] f32, dgain [4, 1] f32."""
     a, b = dy.chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     dz = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

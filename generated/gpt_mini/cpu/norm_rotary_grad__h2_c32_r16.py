@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 def norm_rotary_grad(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """dy [..., T, 2, 32] f32, x [..., T, 2, 32] f32, cos [T, 16] f32, sin [T, 16] f32 -> dx [..., T, 2, 32]
-    f32."""
+    """dy [..., T, 2, 32] f32, x [..., T, 2, 32] f32, cos [T, 16] f32, sin [T, 16] f32 -> dx [..., T, 2,
+    32] f32."""
     a, b = dy.chunk(2, -1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     dz = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -19,8 +19,8 @@ def cross_attention_grad(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, seen: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dy [B, T, 8, 32] f32, q [B, T, 8, 32] f32, k [B, S, 8, 32] f32, v [B, S, 8, 32] f32, y [B, T, 8, 32]
-    f32, lse [B, 8, T] f32, seen [B, S] bool -> dq [B, T, 8, 32] f32, dk [B, S, 8, 32] f32, dv [B, S, 8, 32]
-    f32."""
+    f32, lse [B, 8, T] f32, seen [B, S] bool -> dq [B, T, 8, 32] f32, dk [B, S, 8, 32] f32, dv [B, S, 8,
+    32] f32."""
     dy, q, k, v, y = (x.transpose(1, 2) for x in (dy, q, k, v, y))
     hidden = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
     hidden = hidden[:, None, None].expand(-1, q.shape[1], q.shape[2], -1)  # [B, H, T, S]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 def seen_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """q [B, T, 8, 32] f32, k [B, T, 8, 32] f32, v [B, T, 8, 32] f32, seen [B, T] bool -> y [B, T, 8, 32] f32,
-    lse [B, 8, T] f32."""
+    """q [B, T, 8, 32] f32, k [B, T, 8, 32] f32, v [B, T, 8, 32] f32, seen [B, T] bool -> y [B, T, 8, 32]
+    f32, lse [B, 8, T] f32."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     hidden = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, -torch.inf)
     hidden = hidden[:, None, None].expand(-1, q.shape[1], q.shape[2], -1)  # [B, H, T, S]

@@ -147,7 +147,7 @@ def test_refusals_say_why_with_numbers() -> None:
     assert deep.rejects(site) == reason
     state = TensorType(("B", 64), "f64")
     odd = replace(site, inputs=(state, state, *site.inputs[2:]))
-    reason = "keeps h and c in f32, bf16, f16; they are f64[B,64]"
+    reason = "keeps h and c in bf16, f16, f32; they are f64[B,64]"
     assert INT8_LSTM_TRITON.rejects(odd) == INT8_LSTM_TORCH.rejects(replace(odd, target=TARGETS["cpu"])) == reason
 
 

@@ -170,7 +170,7 @@ def test_the_catalogue_finds_the_kernels_and_ranks_them() -> None:
     ],
 )
 def test_tiles_follow_shape_and_target(name: str, target: str, n: int, k: int, tile: Tile) -> None:
-    assert tile_of(TARGETS[target], epilogue_of(make_site(name, n, k, target)), n, k) == tile
+    assert tile_of(TARGETS[target], epilogue_of(make_site(name, n, k, target))) == tile
 
 
 def random_site(generator: random.Random) -> Site:
@@ -191,8 +191,7 @@ def random_sites(count: int) -> list[Site]:
 def test_tiles_fit_the_shared_memory_of_their_target() -> None:
     for site in random_sites(500):
         epilogue = epilogue_of(site)
-        n, k = site.node.op.extent(site.inputs[1])  # type: ignore[attr-defined]
-        tile = tile_of(site.target, epilogue, n, k)
+        tile = tile_of(site.target, epilogue)
         stage = (tile.m + tile.n * len(epilogue.accumulators)) * tile.k * BYTES[epilogue.x.type.dtype]
         half = tile.m * tile.n // 2 * max(BYTES[value.type.dtype] for value in epilogue.outputs)
         staged = half if "tma" in site.target.features else 0

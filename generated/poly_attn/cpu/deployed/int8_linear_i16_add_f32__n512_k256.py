@@ -19,8 +19,8 @@ N, K = 512, 256
 
 
 def int8_linear_i16_add_f32(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, second: Tensor) -> Tensor:
-    """x [..., 256] i8, w [512, 256] i8, offset [512] i32, scale [512] f32, second [..., 512] f32 -> y [...,
-    512] f32.
+    """x [..., 256] i8, w [512, 256] i8, offset [512] i32, scale [512] f32, second [..., 512] f32 -> y
+    [..., 512] f32.
 
     ValueError says what does not fit.
     """

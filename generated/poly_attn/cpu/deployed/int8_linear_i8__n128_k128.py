@@ -19,8 +19,8 @@ N, K = 128, 128
 
 
 def int8_linear_i8(x: Tensor, w: Tensor, offset: Tensor, scale: Tensor, inverse: Tensor) -> Tensor:
-    """x [..., 128] i8, w [128, 128] i8, offset [128] i32, scale [128] f32, inverse [128] f32 -> y [..., 128]
-    i8.
+    """x [..., 128] i8, w [128, 128] i8, offset [128] i32, scale [128] f32, inverse [128] f32 -> y [...,
+    128] i8.
 
     ValueError says what does not fit.
     """
