@@ -68,9 +68,9 @@ class Mlp(Layer):
             message = f"ratio {self.ratio:g} times dim {dim} is {dim * self.ratio:g}, which is no whole number"
             yield Problem(("ratio",), "S215", message, "choose another ratio, or give the width as hidden")
         elif self.width(dim) > 2**20:
-            yield Problem(
-                ("ratio",), "S215", f"a width of {self.width(dim)} is beyond 1,048,576", "choose a smaller ratio"
-            )
+            key = "ratio" if self.hidden is None else "hidden"
+            message = f"a width of {self.width(dim)} is beyond 1,048,576"
+            yield Problem((key,), "S215", message, f"choose a smaller {key}")
 
     def lower(self, b: Builder, x: str, shape: Shape, context: LoweringContext) -> Lowered:
         width = shape.size("E", int(self.width(shape.dim)), "features inside the MLP", self.title)

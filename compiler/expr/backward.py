@@ -21,6 +21,7 @@ recomputed  The inputs of f are saved, and the backward computes the derivatives
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, get_args
 
 from .algebra import const, key, monomial_key, nonnegative, positive, split
@@ -77,6 +78,7 @@ class Backward:
     strategy: str
 
 
+@lru_cache(maxsize=1024)  # the programs of all targets have the same expressions
 def plan_backward(expr: Expr, wrt: tuple[str, ...], keep: Keep = "derivative") -> Backward:
     """Plans the backward of `expr` for the variables `wrt`.
 

@@ -9,6 +9,7 @@ grow exponentially. The limit bounds the work of every function in this package.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 from typing import ClassVar
 
@@ -188,6 +189,7 @@ def rebuild(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
     return expr
 
 
+@lru_cache(maxsize=2**14)
 def variables(expr: Expr) -> tuple[str, ...]:
     """Returns the names of the variables without duplicates, in order of first use."""
     if isinstance(expr, Var):

@@ -271,3 +271,11 @@ def test_check_reports_in_the_order_of_the_file() -> None:
     assert [one.mark.line for one in found] == [2, 7, 20]
     assert check(read(BASE)).name == "tiny"
     assert models_in(Spec) == [Spec]
+
+
+@pytest.mark.parametrize("key", ["ratio", "hidden"])
+def test_an_mlp_that_is_too_wide_is_reported_at_the_key_that_sets_its_width(key: str) -> None:
+    text = edited(("ratio: 4", f"{key}: 100000000"))
+    (error,) = errors_of(text)
+    column = text.splitlines()[error.mark.line - 1].index(f"{key}:") + 1
+    assert (error.code, error.hint) == ("S215", f"choose a smaller {key}") and error.mark.column >= column
