@@ -60,6 +60,8 @@ class HeadContext:
             once. Otherwise it holds whole heads, and also loads the other channel of each pair.
         signed: The sine with the sign that each channel of a whole head needs.
         body: The template of the kernel's loop.
+        loops: Whether a program processes several sequences, in a loop.
+        indent: The indent of the loop's lines, or of the same lines without a loop.
         before: Lines before the loop.
         loads: Lines in the loop that load further inputs.
         lines: Further lines in the loop.
@@ -81,6 +83,8 @@ class HeadContext:
     halves: bool
     signed: str
     body: str
+    loops: bool
+    indent: str
     before: tuple[str, ...]
     loads: tuple[str, ...]
     lines: tuple[str, ...]
@@ -155,7 +159,8 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
     settings = {"ROWS": tile.rows, "BLOCK": block, "SEQUENCES": tile.sequences, "WARPS": tile.warps}
     settings |= {"HEADS": _power(heads.count)} if sums else {}
     sizes = ["H", "C", "R", *(name for name in settings if name != "WARPS")]
-    given = ["tokens // t", "t", *["x.flatten(0, -3).stride(0)"] * heads.reads_x, *sizes]
+    loops = tile.sequences > 1
+    given = [*["tokens // t"] * loops, "t", *["x.flatten(0, -3).stride(0)"] * heads.reads_x, *sizes]
     sizes = ["STRIDE"] * heads.reads_x + sizes
     width, end = (heads.pairs, "R") if heads.halves else (heads.channels, "C")
     gain = ("gain = tl.load(gain_ptr + head).to(tl.float32)",) * heads.op.gain
@@ -169,13 +174,17 @@ def _context(site: Site, tile: HeadTile) -> HeadContext:
         pairs=heads.pairs,
         settings=constants(settings),
         kernel=listed(
-            f"def {op.function}_kernel(", [*pointers, "B", "T", *(f"{name}: tl.constexpr" for name in sizes)], "):"
+            f"def {op.function}_kernel(",
+            [*pointers, *["B"] * loops, "T", *(f"{name}: tl.constexpr" for name in sizes)],
+            "):",
         ),
         place="token, head = row // H, row % H" if heads.reads_x else "token = row // H",
         inside=f"(token < T) & (c < {end})" if block > width else "token < T",
         halves=heads.halves,
         signed=f"tl.where(c < R, {', '.join(signed)})",
         body=f"triton/norm_rope_{'backward' if heads.backward else 'forward'}.py.jinja",
+        loops=loops,
+        indent=" " * (8 if loops else 4),
         before=(*gain, *before),
         loads=loads,
         lines=lines,
@@ -288,4 +297,4 @@ def _backward(heads: Heads) -> Lines:
     loads = [f"{x} = tl.load(x_ptr + x_at + {at}, mask=inside, other=0.0).to(tl.float32)" for x, at in loaded]
     before = ["x_at = token.to(tl.int64) * STRIDE + head * C", "x_ptr += first * T * STRIDE"]
     before += ["total = tl.zeros((ROWS, 1), tl.float32)"] * gain
-    return tuple(before), tuple(loads), (*lines, "x_ptr += tl.cast(T, tl.int64) * STRIDE")
+    return tuple(before), tuple(loads), tuple(lines)

@@ -24,7 +24,7 @@ ROWS, BLOCK, SEQUENCES, WARPS = 32, 32, 1, 4
 
 @triton.jit
 def rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, y_ptr, B, T, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+    x_ptr, cos_ptr, sin_ptr, y_ptr, T, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):
     programs = tl.cdiv(T * H, ROWS)  # of a sequence
@@ -39,13 +39,10 @@ def rotary_kernel(
     x_at, y_at = token.to(tl.int64) * STRIDE + head * C, row.to(tl.int64) * C
     x_ptr += first * T * STRIDE
     y_ptr += first * T * H * C
-    for _ in range(tl.minimum(SEQUENCES, B - first)):
-        a = tl.load(x_ptr + x_at + c, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(x_ptr + x_at + c + R, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_ptr + y_at + c, (a * cos + b * sin).to(tl.bfloat16), mask=inside)
-        tl.store(y_ptr + y_at + c + R, (b * cos - a * sin).to(tl.bfloat16), mask=inside)
-        x_ptr += tl.cast(T, tl.int64) * STRIDE
-        y_ptr += tl.cast(T, tl.int64) * H * C
+    a = tl.load(x_ptr + x_at + c, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + x_at + c + R, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + y_at + c, (a * cos + b * sin).to(tl.bfloat16), mask=inside)
+    tl.store(y_ptr + y_at + c + R, (b * cos - a * sin).to(tl.bfloat16), mask=inside)
 
 
 def grid_of(tokens: int, t: int) -> tuple[int]:
@@ -60,7 +57,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor) -> None:
     """Writes every element of the outputs, on the current stream. At least one token."""
     tokens, t = x.numel() // (H * C), cos.shape[0]
     rotary_kernel[grid_of(tokens, t)](
-        x, cos, sin, y, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK, SEQUENCES,
+        x, cos, sin, y, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK, SEQUENCES,
         num_warps=WARPS,
     )
 

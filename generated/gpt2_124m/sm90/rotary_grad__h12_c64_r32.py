@@ -24,7 +24,7 @@ ROWS, BLOCK, SEQUENCES, WARPS = 32, 32, 1, 4
 
 @triton.jit
 def rotary_grad_kernel(
-    dy_ptr, cos_ptr, sin_ptr, dx_ptr, B, T, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
+    dy_ptr, cos_ptr, sin_ptr, dx_ptr, T, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):
     programs = tl.cdiv(T * H, ROWS)  # of a sequence
@@ -39,14 +39,11 @@ def rotary_grad_kernel(
     y_at = row.to(tl.int64) * C
     dy_ptr += first * T * H * C
     dx_ptr += first * T * H * C
-    for _ in range(tl.minimum(SEQUENCES, B - first)):
-        da = tl.load(dy_ptr + y_at + c, mask=inside, other=0.0).to(tl.float32)
-        db = tl.load(dy_ptr + y_at + c + R, mask=inside, other=0.0).to(tl.float32)
-        da, db = da * cos - db * sin, db * cos + da * sin
-        tl.store(dx_ptr + y_at + c, da.to(tl.bfloat16), mask=inside)
-        tl.store(dx_ptr + y_at + c + R, db.to(tl.bfloat16), mask=inside)
-        dy_ptr += tl.cast(T, tl.int64) * H * C
-        dx_ptr += tl.cast(T, tl.int64) * H * C
+    da = tl.load(dy_ptr + y_at + c, mask=inside, other=0.0).to(tl.float32)
+    db = tl.load(dy_ptr + y_at + c + R, mask=inside, other=0.0).to(tl.float32)
+    da, db = da * cos - db * sin, db * cos + da * sin
+    tl.store(dx_ptr + y_at + c, da.to(tl.bfloat16), mask=inside)
+    tl.store(dx_ptr + y_at + c + R, db.to(tl.bfloat16), mask=inside)
 
 
 def grid_of(tokens: int, t: int) -> tuple[int]:
@@ -61,7 +58,7 @@ def launch(dy: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:
     """Writes every element of the outputs, on the current stream. At least one token."""
     tokens, t = dy.numel() // (H * C), cos.shape[0]
     rotary_grad_kernel[grid_of(tokens, t)](
-        dy, cos, sin, dx, tokens // t, t, H, C, R, ROWS, BLOCK, SEQUENCES,
+        dy, cos, sin, dx, t, H, C, R, ROWS, BLOCK, SEQUENCES,
         num_warps=WARPS,
     )
 

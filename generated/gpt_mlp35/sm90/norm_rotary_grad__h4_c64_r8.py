@@ -28,7 +28,7 @@ ROWS, BLOCK, SEQUENCES, WARPS = 16, 64, 1, 4
 
 @triton.jit
 def norm_rotary_grad_kernel(
-    dy_ptr, x_ptr, cos_ptr, sin_ptr, dx_ptr, B, T, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
+    dy_ptr, x_ptr, cos_ptr, sin_ptr, dx_ptr, T, STRIDE: tl.constexpr, H: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SEQUENCES: tl.constexpr,
 ):
     programs = tl.cdiv(T * H, ROWS)  # of a sequence
@@ -48,18 +48,14 @@ def norm_rotary_grad_kernel(
     dx_ptr += first * T * H * C
     x_at = token.to(tl.int64) * STRIDE + head * C
     x_ptr += first * T * STRIDE
-    for _ in range(tl.minimum(SEQUENCES, B - first)):
-        dy = tl.load(dy_ptr + y_at + c, mask=inside, other=0.0).to(tl.float32)
-        pair = tl.load(dy_ptr + y_at + other, mask=turned, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + x_at + c, mask=inside, other=0.0).to(tl.float32)
-        dz = dy * cos + pair * sin
-        r = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / C + 1e-06)
-        s = r * tl.sum(dz * x, 1, keep_dims=True)
-        shift = r * s / C
-        tl.store(dx_ptr + y_at + c, (r * (dz - shift * x)).to(tl.bfloat16), mask=inside)
-        x_ptr += tl.cast(T, tl.int64) * STRIDE
-        dy_ptr += tl.cast(T, tl.int64) * H * C
-        dx_ptr += tl.cast(T, tl.int64) * H * C
+    dy = tl.load(dy_ptr + y_at + c, mask=inside, other=0.0).to(tl.float32)
+    pair = tl.load(dy_ptr + y_at + other, mask=turned, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + x_at + c, mask=inside, other=0.0).to(tl.float32)
+    dz = dy * cos + pair * sin
+    r = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / C + 1e-06)
+    s = r * tl.sum(dz * x, 1, keep_dims=True)
+    shift = r * s / C
+    tl.store(dx_ptr + y_at + c, (r * (dz - shift * x)).to(tl.bfloat16), mask=inside)
 
 
 def grid_of(tokens: int, t: int) -> tuple[int]:
@@ -74,7 +70,7 @@ def launch(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:
     """Writes every element of the outputs, on the current stream. At least one token."""
     tokens, t = dy.numel() // (H * C), cos.shape[0]
     norm_rotary_grad_kernel[grid_of(tokens, t)](
-        dy, x, cos, sin, dx, tokens // t, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK, SEQUENCES,
+        dy, x, cos, sin, dx, t, x.flatten(0, -3).stride(0), H, C, R, ROWS, BLOCK, SEQUENCES,
         num_warps=WARPS,
     )
 

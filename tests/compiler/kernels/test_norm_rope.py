@@ -284,6 +284,7 @@ CASES: list[Case] = [
     *((name, "norm_gain", backward, "f32", "rule") for name in list(SHAPES)[2:] for backward in (False, True)),
     *(("golf", "norm_gain", backward, "bf16", "rule") for backward in (False, True)),
     *((name, "norm_gain", True, "f32", tile) for name in ("golf", "gpt2") for tile in ("small", "large")),
+    *((name, "bare", backward, "f32", "small") for name in ("golf", "gpt2") for backward in (False, True)),
 ]
 
 
