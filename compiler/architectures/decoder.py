@@ -19,7 +19,7 @@ from specc.compiler.blocks.token import order_problems
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder, Graph, TensorType, TypeRuleError
 from specc.compiler.ops.loss import CrossEntropy
-from specc.compiler.ops.rope import Positions
+from specc.compiler.ops.positions import Positions
 from specc.compiler.ops.shape import Last
 from specc.compiler.programs.programs import LoweringError, Phase, Programs, read_by
 from specc.compiler.strict import Path, Problem, StrictModel, Unit, later

@@ -8,7 +8,7 @@ from specc.compiler.architectures.time_loop import Span, mismatch, spans
 from specc.compiler.blocks.context import CallSite, FunctionTable, LoweringContext, Shape, Tokens
 from specc.compiler.blocks.parts import Part
 from specc.compiler.ir.graph import Builder, TensorType, TypeRuleError
-from specc.compiler.ops.rope import Positions
+from specc.compiler.ops.positions import Positions
 from specc.compiler.ops.sequence import StateWrite
 from specc.compiler.programs.programs import LoweringError
 from specc.compiler.strict import Path, Problem

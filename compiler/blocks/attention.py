@@ -15,12 +15,11 @@ from specc.compiler.blocks.rope import RopeSpec, RopeTable
 from specc.compiler.blocks.values import ValueEmbedding, ValueTable
 from specc.compiler.expr import parse, variables
 from specc.compiler.ir.graph import Builder, TensorType
-from specc.compiler.ops.attention import CacheWrite, Sdpa, SdpaCached, SdpaSeen
-from specc.compiler.ops.exclusive import Exclusive
+from specc.compiler.ops.attention import CacheWrite, Exclusive, Sdpa, SdpaCached, SdpaSeen
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.rope import Rope
+from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.sequence import Zeros
 from specc.compiler.ops.shape import FirstFeatures, MergeHeads, SplitHeads
 from specc.compiler.strict import Positive, PositiveFloat, Problem, StrictModel, later

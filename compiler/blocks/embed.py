@@ -9,8 +9,8 @@ from specc.compiler.blocks.init import Init
 from specc.compiler.blocks.parts import Stage
 from specc.compiler.ir.graph import Builder
 from specc.compiler.ops.pointwise import Pointwise
+from specc.compiler.ops.positions import Sinusoid
 from specc.compiler.ops.shape import Embedding
-from specc.compiler.ops.sinusoid import Sinusoid
 from specc.compiler.strict import Positive
 
 

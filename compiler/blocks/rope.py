@@ -7,7 +7,7 @@ from pydantic import Field
 
 from specc.compiler.blocks.context import Shared, Tokens
 from specc.compiler.ir.graph import Builder, output_refs
-from specc.compiler.ops.rope import RopeAngles
+from specc.compiler.ops.positions import RopeAngles
 from specc.compiler.strict import Positive, StrictModel, later
 
 

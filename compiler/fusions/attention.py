@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from specc.compiler.fusions.fusion import Fusion, Rewrite, node
 from specc.compiler.ir.graph import Graph, Node
-from specc.compiler.ops.attention import CausalAttention, Sdpa, SdpaSeen
-from specc.compiler.ops.attention_seen import SeenAttention
+from specc.compiler.ops.attention import CausalAttention, Sdpa, SdpaSeen, SeenAttention
 
 
 @dataclass(frozen=True, slots=True)

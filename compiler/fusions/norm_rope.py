@@ -10,7 +10,7 @@ from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.norm_rope import NormRope
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.rope import Rope
+from specc.compiler.ops.positions import Rope
 
 
 @dataclass(frozen=True, slots=True)

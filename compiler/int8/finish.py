@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, RowByRow
+from specc.compiler.ops.quantized import Int8Linear, QuantizeRows
+from specc.compiler.ops.shape import RowByRow
 
 
 def without_dead_nodes(nodes: Sequence[Node], outputs: Sequence[str], made: Collection[str]) -> list[Node]:

@@ -9,7 +9,8 @@ from specc.compiler.int8.form import Editing, Factor, Int8Form, sums_of, title_o
 from specc.compiler.ir.graph import Graph, Node, Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import CropColumns, Int8Linear
+from specc.compiler.ops.quantized import Int8Linear
+from specc.compiler.ops.shape import CropColumns
 
 WORDS = {"p", "w", "x", "y", "offset", "scale", "inverse", "second"}  # reserved names of the kernel
 

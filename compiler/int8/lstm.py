@@ -10,10 +10,10 @@ from specc.compiler.int8.form import Editing, Factor, Int8Form, sums_of, title_o
 from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType, TypeRuleError
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import Int8Linear, Part, TimeMajor, wide
+from specc.compiler.ops.quantized import Int8Linear, wide
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.sequence import AsStep, Concat, Reversed
-from specc.compiler.ops.shape import Last
+from specc.compiler.ops.shape import Last, Part, TimeMajor
 
 # Adds one direction: (graph, original node, name, x, (h, c), factors, whether it runs backward in time) -> (y, h, c).
 Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]

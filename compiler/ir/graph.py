@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from specc.compiler.expr.python_lines import operand
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -50,9 +52,9 @@ class Size(int):
         return int(self) // int(other)
 
 
-def spelled(dim: Dim) -> str:
-    """Returns a dim as generated code writes it: its name if it is a Size, else the number."""
-    return dim.text if isinstance(dim, Size) else str(dim)
+def spelled(value: object) -> str:
+    """Returns a number or dim as generated code writes it: the name of a Size, else the value."""
+    return value.text if isinstance(value, Size) else str(value)
 
 
 class TypeRuleError(ValueError):
@@ -103,18 +105,73 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A placeholder for input `index` of an op in a `Traced` call."""
+    """Input `index` of an op, in a `TorchCall`."""
 
     index: int
 
 
+# Functions of a TorchCall that are not written as calls, and the names under which torch.fx records them.
+OPERATORS = {"[]": "getitem", ".": "getattr", "==": "eq", "!=": "ne", "+": "add", "@": "matmul"}
+
+
 @dataclass(frozen=True, slots=True)
-class Traced:
-    """A call that torch.fx records: the function or method name, positional arguments, and keyword arguments."""
+class TorchCall:
+    """A Torch call, as generated code writes it and torch.fx records it.
+
+    Attributes:
+        function: a Torch function (`F.pad`), a method of the first argument (`.flip`), one of OPERATORS, or a support
+            function (`rope_angles`), which is defined in templates/torch/<function>.py.jinja.
+        args: the positional arguments: inputs of the op, other calls, and constants.
+        keywords: the keyword arguments.
+    """
 
     function: str
     args: tuple[object, ...]
     keywords: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def recorded(self) -> str:
+        """Returns the name of the function as torch.fx records it."""
+        return OPERATORS.get(self.function) or self.function.rpartition(".")[2]
+
+    @property
+    def support(self) -> str:
+        """Returns the support function that the call, or a call in its arguments, names; "" if there is none."""
+        if self.function.isidentifier():
+            return self.function
+        return next((arg.support for arg in self.args if isinstance(arg, TorchCall) and arg.support), "")
+
+    def text(self, inputs: Sequence[str]) -> str:
+        """Returns the call as Python source, for the texts of the op's inputs."""
+        first, *rest = (_source(arg, inputs) for arg in self.args)
+        if self.function == "[]":
+            index = self.args[1] if isinstance(self.args[1], tuple) else (self.args[1],)
+            return f"{operand(first)}[{', '.join(_source(part, inputs) for part in index)}]"
+        if self.function == ".":
+            return f"{operand(first)}.{self.args[1]}"
+        if self.function in OPERATORS:
+            return f" {self.function} ".join(text if text.isdecimal() else operand(text) for text in (first, *rest))
+        rest += [f"{name}={_source(value, inputs)}" for name, value in self.keywords]
+        if self.function.startswith("."):
+            return f"{operand(first)}{self.function}({', '.join(rest)})"
+        return f"{self.function}({', '.join((first, *rest))})"
+
+
+def _source(value: object, inputs: Sequence[str]) -> str:
+    """Returns an argument of a TorchCall as Python source."""
+    match value:
+        case Input(index):
+            return inputs[index]
+        case TorchCall():
+            return value.text(inputs)
+        case slice(start=start, stop=stop):
+            return ":".join("" if bound is None else _source(bound, inputs) for bound in (start, stop))
+        case tuple():
+            items = [_source(item, inputs) for item in value]
+            return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+        case str():
+            return f'"{value}"'
+    return "..." if value is Ellipsis else spelled(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +208,8 @@ class Op:
     rowwise: ClassVar[bool] = False
     # The number of sums in sequence, each over values that were rounded after the previous sum.
     chained: ClassVar[int] = 1
+    # Floating-point operations per element of the first output.
+    flops_per_output: ClassVar[int] = 1
 
     @property
     def arity(self) -> int:
@@ -193,28 +252,21 @@ class Op:
 
         A multiply-add counts as two, a pointwise operation as one per element.
         """
-        return outputs[0].count(sizes)
+        return self.flops_per_output * outputs[0].count(sizes) if self.flops_per_output else 0
 
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        """Returns the name of the support function that the Torch expression calls, or "" if it calls none.
-
-        The function is defined in templates/torch/<support>.py.jinja.
-        """
-        return ""
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall | None:
+        """Returns the Torch call that computes the op, or None if only a kernel does."""
+        return None
 
     def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
         """Returns the Python expression that computes the op, for argument expressions `args`."""
-        raise TypeRuleError(f"{self.name} has no Torch spelling")
-
-    def traced(self, inputs: Sequence[TensorType]) -> "Traced":
-        """Returns the calls that torch.fx records for the Torch expression.
-
-        The fx witness compares generated code with them.
-        """
-        return Traced(self.support(inputs), tuple(map(Input, range(len(inputs)))))
+        call = self.call(inputs)
+        if call is None:
+            raise TypeRuleError(f"{self.name} has no Torch call")
+        return call.text(args)
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        """Computes the op in plain Torch in the precision of the inputs, independently of the expression of `torch`."""
+        """Computes the op in plain Torch in the precision of the inputs, independently of `call`."""
         raise TypeRuleError(f"{self.name} has no reference")
 
     def sampled(

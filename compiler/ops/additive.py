@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir.graph import Op, Sizes, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,11 +46,8 @@ class Additive(Op):
         features = [width for width in (keys.width, values.width) if isinstance(width, int)]
         return pairs * (4 * features[0] + 2 * features[1])
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{self.support(inputs)}({', '.join(args)})"
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return f"attend_additive_{self.form}"
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(f"attend_additive_{self.form}", tuple(map(Input, range(self.arity))))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         query, keys, values, seen, *weight = inputs

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Input, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ops.shape import Moves
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentStarts(Op):
+class DocumentStarts(Moves):
     """The start position, i64[B, T], of the document of each token of ids [B, T].
 
     A document starts at the position of the last `mark` up to and including the token, or at 0 if there is none.
@@ -19,39 +20,23 @@ class DocumentStarts(Op):
 
     name: ClassVar[str] = "document_starts"
     inline: ClassVar[bool] = False
+    output_labels: ClassVar[tuple[str, ...]] = ("starts",)
     mark: int
-
-    @property
-    def arity(self) -> int:
-        return 1
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return ("starts",)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if len(inputs[0].shape) != 2:
             raise TypeRuleError(f"takes ids [B, T], not {inputs[0]}", (0,))
         return (inputs[0],)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"document_starts({args[0]}, {self.mark})"
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return "document_starts"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("document_starts", (Input(0), self.mark))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("document_starts", (Input(0), self.mark))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return _starts(inputs[0], self.mark, [0] * len(inputs[0]), 0)
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentStartsKept(Op):
+class DocumentStartsKept(Moves):
     """DocumentStarts for decoding: the tokens follow `start` (i64[]) earlier tokens, and positions include them.
 
     The second input i64[B, 1] is the state: the start position of the document of the last earlier token. It is ignored
@@ -60,15 +45,9 @@ class DocumentStartsKept(Op):
 
     name: ClassVar[str] = "document_starts_kept"
     inline: ClassVar[bool] = False  # the state is overwritten after this node
+    arity: ClassVar[int] = 3
+    output_labels: ClassVar[tuple[str, ...]] = ("starts",)
     mark: int
-
-    @property
-    def arity(self) -> int:
-        return 3
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return ("starts",)
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         ids, state, _ = inputs
@@ -76,17 +55,8 @@ class DocumentStartsKept(Op):
             raise TypeRuleError(f"keeps {state} of ids {ids}", (0, 1))
         return (ids,)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"document_starts_kept({', '.join(args)}, {self.mark})"
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return "document_starts_kept"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("document_starts_kept", (Input(0), Input(1), Input(2), self.mark))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("document_starts_kept", (Input(0), Input(1), Input(2), self.mark))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         ids, state, start = inputs

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Input, Op, TensorType, Traced
+from specc.compiler.ir.graph import Input, Op, TensorType, TorchCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,20 +20,14 @@ class Dropout(Op):
     name: ClassVar[str] = "dropout"
     inline: ClassVar[bool] = False  # random numbers must be drawn in program order
     keeps_features: ClassVar[bool] = True
+    arity: ClassVar[int] = 1
     p: float
-
-    @property
-    def arity(self) -> int:
-        return 1
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (inputs[0],)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"F.dropout({args[0]}, {self.p})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("dropout", (Input(0),), (("p", self.p), ("training", True)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("F.dropout", (Input(0), self.p))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch

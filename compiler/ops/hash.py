@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError, spelled
+from specc.compiler.ir.graph import Input, Op, TensorType, TorchCall, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,11 +22,9 @@ class BigramHash(Op):
     """
 
     name: ClassVar[str] = "bigram_hash"
+    arity: ClassVar[int] = 2
+    flops_per_output: ClassVar[int] = 0
     buckets: int
-
-    @property
-    def arity(self) -> int:
-        return 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         ids, previous = inputs
@@ -34,17 +32,8 @@ class BigramHash(Op):
             raise TypeRuleError(f"pairs ids {ids} with {previous}", (0, 1))
         return (TensorType(ids.shape, "i32"),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"bigram_hash({', '.join(args)}, {spelled(self.buckets)})"
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return "bigram_hash"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("bigram_hash", (Input(0), Input(1), self.buckets))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("bigram_hash", (Input(0), Input(1), self.buckets))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch

@@ -46,15 +46,9 @@ class Int8LstmStep(Int8Product):
 
     name: ClassVar[str] = "int8_lstm_step"
     stored: ClassVar[int] = 3
+    arity: ClassVar[int] = 7
+    output_labels: ClassVar[tuple[str, ...]] = ("h", "c")
     bits: Literal[8, 16] = 8
-
-    @property
-    def arity(self) -> int:
-        return 7
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return "h", "c"
 
     @property
     def words(self) -> str:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Dim, Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Dim, Gradients, Input, Op, Sizes, Tape, TensorType, TorchCall, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,11 +75,8 @@ class Linear(Product):
         x, weight = inputs[0], inputs[1]
         return 2 * x.with_shape(*rows(x)).count(sizes) * weight.count(sizes) * self.weights
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"F.linear({args[0]}, {args[1]})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("linear", (Input(0), Input(1)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("F.linear", (Input(0), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, *weights = inputs
@@ -99,10 +95,7 @@ class Dgrad(Product):
     name: ClassVar[str] = "dgrad"
     gradient: ClassVar[bool] = True
     layout: ClassVar[Literal["nk", "kn"]] = "kn"
-
-    @property
-    def arity(self) -> int:
-        return 2
+    arity: ClassVar[int] = 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         dy, weight = inputs
@@ -114,8 +107,8 @@ class Dgrad(Product):
         dy, weight = inputs[0], inputs[1]
         return 2 * dy.with_shape(*rows(dy)).count(sizes) * weight.count(sizes)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])} @ {operand(args[1])}"
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("@", (Input(0), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -131,10 +124,7 @@ class Wgrad(Op):
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "products"
     gradient: ClassVar[bool] = True
-
-    @property
-    def arity(self) -> int:
-        return 2
+    arity: ClassVar[int] = 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         dy, x = inputs
@@ -145,8 +135,8 @@ class Wgrad(Op):
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return 2 * inputs[0].count(sizes) * inputs[1].with_shape(inputs[1].width).count(sizes)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.T @ {operand(args[1])}"
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("@", (TorchCall(".", (Input(0), "T")), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from specc.compiler.expr import name_of, reread, torch_value
-from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Gradients, Input, Op, Scaled, Sizes, Tape, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Gradients, Input, Op, Scaled, Sizes, Tape, TensorType, TorchCall, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,12 +22,9 @@ class CrossEntropy(Op):
     """
 
     name: ClassVar[str] = "cross_entropy"
+    arity: ClassVar[int] = 2
     reduction: Literal["mean", "none"]
     ignore: int | None = None
-
-    @property
-    def arity(self) -> int:
-        return 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         logits, targets = inputs
@@ -39,20 +35,13 @@ class CrossEntropy(Op):
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return 4 * inputs[0].count(sizes)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        logits, targets = map(operand, args)
-        ignored = "" if self.ignore is None else f", ignore_index={self.ignore}"
-        if self.reduction == "mean":
-            return f"F.cross_entropy({logits}.flatten(0, 1), {targets}.flatten(){ignored})"
-        return f'F.cross_entropy({logits}.transpose(1, 2), {targets}{ignored}, reduction="none")'
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         ignored = () if self.ignore is None else (("ignore_index", self.ignore),)
         if self.reduction == "mean":
-            rows = Traced("flatten", (Input(0), 0, 1)), Traced("flatten", (Input(1),))
-            return Traced("cross_entropy", rows, ignored)
-        transposed = Traced("transpose", (Input(0), 1, 2))
-        return Traced("cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none")))
+            rows = TorchCall(".flatten", (Input(0), 0, 1)), TorchCall(".flatten", (Input(1),))
+            return TorchCall("F.cross_entropy", rows, ignored)
+        transposed = TorchCall(".transpose", (Input(0), 1, 2))
+        return TorchCall("F.cross_entropy", (transposed, Input(1)), (*ignored, ("reduction", "none")))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         logits, targets = inputs
@@ -74,13 +63,10 @@ class SoftmaxLoss(Op):
     planned: ClassVar[bool] = True
     work: ClassVar[str] = "softmax and loss"
     rowwise: ClassVar[bool] = True
+    arity: ClassVar[int] = 2
     vocab: int
     reduction: Literal["mean", "none"]
     f: str = "z"
-
-    @property
-    def arity(self) -> int:
-        return 2
 
     @property
     def output_labels(self) -> tuple[str, ...]:

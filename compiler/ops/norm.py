@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError, spelled
+from specc.compiler.ir.graph import Input, Op, TensorType, TorchCall, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,7 @@ class RmsNorm(Op):
 
     name: ClassVar[str] = "rms_norm"
     keeps_features: ClassVar[bool] = True
+    flops_per_output: ClassVar[int] = 4
     eps: float = 1e-6
     affine: bool = False
 
@@ -34,16 +35,9 @@ class RmsNorm(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (_check(inputs),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 4 * outputs[0].count(sizes)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        weight = f", {args[1]}" if self.affine else ""
-        return f"F.rms_norm({args[0]}, ({spelled(inputs[0].width)},){weight}, eps={self.eps})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        weight = (("weight", Input(1)),) if self.affine else ()  # torch.fx records it by keyword
-        return Traced("rms_norm", (Input(0), (inputs[0].width,)), (*weight, ("eps", self.eps)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        weight = (Input(1),) if self.affine else ()
+        return TorchCall("F.rms_norm", (Input(0), (inputs[0].width,), *weight), (("eps", self.eps),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, *weight = inputs
@@ -57,24 +51,15 @@ class LayerNorm(Op):
 
     name: ClassVar[str] = "layer_norm"
     keeps_features: ClassVar[bool] = True
+    arity: ClassVar[int] = 3
+    flops_per_output: ClassVar[int] = 7
     eps: float = 1e-5
-
-    @property
-    def arity(self) -> int:
-        return 3
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (_check(inputs),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 7 * outputs[0].count(sizes)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"F.layer_norm({args[0]}, ({spelled(inputs[0].width)},), {args[1]}, {args[2]}, eps={self.eps})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        learned = (("weight", Input(1)), ("bias", Input(2)))  # torch.fx records them by keyword
-        return Traced("layer_norm", (Input(0), (inputs[0].width,)), (*learned, ("eps", self.eps)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("F.layer_norm", (Input(0), (inputs[0].width,), Input(1), Input(2)), (("eps", self.eps),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, weight, bias = inputs

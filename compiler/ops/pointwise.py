@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from specc.compiler.expr import Var, reread, torch_text, torch_value, variables
 from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Dim, Op, Sizes, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Dim, Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+CASTS = {"f32": "float", "bf16": "bfloat16", "f16": "half"}  # methods of a tensor that convert it
 
 
 def broadcast(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
@@ -79,7 +81,7 @@ class Pointwise(Op):
         names = dict(zip(self.variables, args, strict=True))
         if self.dtype and any(type.dtype != self.dtype for type in inputs):
             names = {
-                name: f"{operand(text)}.{_CAST[self.dtype]}()" if type.dtype != self.dtype else text
+                name: f"{operand(text)}.{CASTS[self.dtype]}()" if type.dtype != self.dtype else text
                 for (name, text), type in zip(names.items(), inputs, strict=True)
             }
         read = map(reread, self.outputs)
@@ -92,19 +94,13 @@ class Pointwise(Op):
         return results if len(results) > 1 else results[0]
 
 
-_CAST = {"f32": "float", "bf16": "bfloat16", "f16": "half"}
-
-
 @dataclass(frozen=True, slots=True)
 class SumTo(Op):
     """Sums x over the dims along which a value of `shape` was broadcast: the gradient of broadcasting."""
 
     name: ClassVar[str] = "sum_to"
+    arity: ClassVar[int] = 1
     shape: tuple[Dim, ...]
-
-    @property
-    def arity(self) -> int:
-        return 1
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         if broadcast([inputs[0].shape, self.shape]) != inputs[0].shape:
@@ -114,8 +110,8 @@ class SumTo(Op):
     def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
         return inputs[0].count(sizes)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.sum_to_size({', '.join(map(str, self.shape))})"
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".sum_to_size", (Input(0), *self.shape))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x = inputs[0]

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
 from specc.compiler.ops.linear import rows
-from specc.compiler.ops.sequence import Moves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,12 +58,9 @@ class QuantizeRows(Op):
 
     name: ClassVar[str] = "quantize_rows"
     keeps_features: ClassVar[bool] = True
+    arity: ClassVar[int] = 2
     columns: int
     second: bool = False
-
-    @property
-    def arity(self) -> int:
-        return 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, inverse = inputs
@@ -77,18 +72,10 @@ class QuantizeRows(Op):
             raise TypeRuleError(f"makes {self.columns} columns of {x.width}", (0,))
         return (TensorType((*rows(x), self.columns), "i8"),)
 
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        if self.second:
-            return "quantize_rows_second"
-        return "quantize_rows" if inputs[0].width == self.columns else "quantize_rows_padded"
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        further = f", {self.columns}" if self.second or inputs[0].width != self.columns else ""
-        return f"{self.support(inputs)}({args[0]}, {args[1]}{further})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        further = (self.columns,) if self.second or inputs[0].width != self.columns else ()
-        return Traced(self.support(inputs), (Input(0), Input(1), *further))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        pads = inputs[0].width != self.columns
+        function = "quantize_rows" + ("_second" if self.second else "_padded" if pads else "")
+        return TorchCall(function, (Input(0), Input(1), *((self.columns,) if self.second or pads else ())))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -130,14 +117,8 @@ class Int8Linear(Int8Product):
     name: ClassVar[str] = "int8_linear"
     stored: ClassVar[int] = 1
     layout: ClassVar[Literal["nk"]] = "nk"
-
-    @property
-    def arity(self) -> int:
-        return 3
-
-    @property
-    def words(self) -> str:
-        return "int8 linear"
+    arity: ClassVar[int] = 3
+    words: ClassVar[str] = "int8 linear"
 
     def symbol(self, inputs: Sequence[TensorType]) -> tuple[str, str]:
         n, k = inputs[1].shape
@@ -173,104 +154,3 @@ class Int8Linear(Int8Product):
         for k in range(weight.shape[1]):
             sums += x[..., k : k + 1] * weight[:, k]
         return (sums + offset).to(torch.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class CropColumns(Moves):
-    """Returns the first `columns` columns of [..., N], which removes padding."""
-
-    name: ClassVar[str] = "crop_columns"
-    keeps_features: ClassVar[bool] = True
-    listed: ClassVar[bool] = True
-    columns: int
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        (x,) = inputs
-        if not isinstance(x.width, int) or x.width < self.columns:
-            raise TypeRuleError(f"crops at least {self.columns} columns, not {x}", (0,))
-        return (x.with_shape(*rows(x), self.columns),)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}[..., :{self.columns}]"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("getitem", (Input(0), (..., slice(None, self.columns))))
-
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        return inputs[0].narrow(-1, 0, self.columns)
-
-
-@dataclass(frozen=True, slots=True)
-class RowByRow(Moves):
-    """Makes a value contiguous in row-major order. Copies only if it is not contiguous already."""
-
-    name: ClassVar[str] = "row_by_row"
-    keeps_features: ClassVar[bool] = True
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return (inputs[0],)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.contiguous()"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("contiguous", (Input(0),))
-
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        return inputs[0]
-
-
-@dataclass(frozen=True, slots=True)
-class TimeMajor(Moves):
-    """Transposes [B, T, D] to a contiguous [T, B, D], reversed in time if `backward`.
-
-    With `back`, the input is time-major, and the output is a view of it as [B, T, D].
-    """
-
-    name: ClassVar[str] = "time_major"
-    keeps_features: ClassVar[bool] = True
-    backward: bool = False
-    back: bool = False
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        a, b, width = inputs[0].shape
-        return (inputs[0].with_shape(b, a, width),)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        flip = ".flip(1)" if self.backward else ""
-        return f"{operand(args[0])}{flip}.transpose(0, 1){'' if self.back else '.contiguous()'}"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        swapped = Traced("transpose", (Traced("flip", (Input(0), 1)) if self.backward else Input(0), 0, 1))
-        return swapped if self.back else Traced("contiguous", (swapped,))
-
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        import torch
-
-        steps = range(inputs[0].shape[1])
-        return torch.stack([inputs[0][:, t] for t in (reversed(steps) if self.backward else steps)])
-
-
-@dataclass(frozen=True, slots=True)
-class Part(Moves):
-    """Returns the features [..., D] of part `index` of `parts` equal parts of [..., parts D]."""
-
-    name: ClassVar[str] = "part"
-    index: int
-    parts: int
-
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        (x,) = inputs
-        if not isinstance(x.width, int) or x.width % self.parts or not 0 <= self.index < self.parts:
-            raise TypeRuleError(f"takes part {self.index} of {self.parts} of {x}", (0,))
-        return (x.with_shape(*rows(x), x.width // self.parts),)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.chunk({self.parts}, -1)[{self.index}]"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("getitem", (Traced("chunk", (Input(0), self.parts, -1)), self.index))
-
-    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
-        width = inputs[0].shape[-1] // self.parts
-        return inputs[0].narrow(-1, self.index * width, width)

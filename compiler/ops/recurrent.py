@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,16 +59,13 @@ class Lstm(Op):
     apart: ClassVar[bool] = True
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "recurrence"
+    output_labels: ClassVar[tuple[str, ...]] = ("y", "h", "c")
     directions: int = 1
     biases: int = 1
 
     @property
     def arity(self) -> int:
         return 3 + self.directions * (2 + self.biases)
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return "y", "h", "c"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, h, c, *weights = inputs
@@ -83,15 +80,9 @@ class Lstm(Op):
         matrices = sum(weight.count(sizes) for weight in inputs[3:] if len(weight.shape) == 2)
         return 2 * x.with_shape(*x.shape[:-1]).count(sizes) * matrices
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{self.support(inputs)}({', '.join((*args[:3], str(self.directions), *args[3:]))})"
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return "lstm" if self.biases == 2 else "lstm_one_bias"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        state, weights = map(Input, range(3)), map(Input, range(3, len(inputs)))
-        return Traced(self.support(inputs), (*state, self.directions, *weights))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        state, weights = map(Input, range(3)), map(Input, range(3, self.arity))
+        return TorchCall("lstm" if self.biases == 2 else "lstm_one_bias", (*state, self.directions, *weights))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -119,15 +110,12 @@ class LstmCell(Op):
     name: ClassVar[str] = "lstm_cell"
     matrix: ClassVar[bool] = True
     work: ClassVar[str] = "recurrence"
+    output_labels: ClassVar[tuple[str, ...]] = ("h", "c")
     biases: int = 1
 
     @property
     def arity(self) -> int:
         return 5 + self.biases
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return "h", "c"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, h, c, *weights = inputs
@@ -141,11 +129,10 @@ class LstmCell(Op):
         matrices = sum(weight.count(sizes) for weight in weights[:2])
         return 2 * x.with_shape(x.shape[0]).count(sizes) * matrices
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{self.support(inputs)}({', '.join(args)})"
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return "lstm_cell" if self.biases == 2 else "lstm_cell_one_bias"
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(
+            "lstm_cell" if self.biases == 2 else "lstm_cell_one_bias", tuple(map(Input, range(self.arity)))
+        )
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x, h, c, *weights = inputs

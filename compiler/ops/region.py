@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced
+from specc.compiler.ir.graph import Op, TensorType
 
 STEP, TRAIN_STEP = "step", "train_step"  # methods of a loop over time; the second is used by training with dropout
 Types = tuple[tuple[tuple[int | str, ...], str], ...]
@@ -25,6 +25,8 @@ class Call(Op):
 
     name: ClassVar[str] = "call"
     inline: ClassVar[bool] = False
+    arity: ClassVar[int] = 0
+    flops_per_output: ClassVar[int] = 0
     callee: str
     at: str
     returns: Types
@@ -33,18 +35,11 @@ class Call(Op):
     formulas: tuple[tuple[str, str], ...] = ()
 
     @property
-    def arity(self) -> int:
-        return 0
-
-    @property
     def output_labels(self) -> tuple[str, ...]:
         return self.labels
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
-
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +47,13 @@ class Fused(Op):
     """Runs a fused group: a forward graph and a backward derived from the rules of its members. See passes/group.py."""
 
     name: ClassVar[str] = "fused"
+    arity: ClassVar[int] = 0
+    flops_per_output: ClassVar[int] = 0
     group: str
     returns: Types
 
-    @property
-    def arity(self) -> int:
-        return 0
-
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced(self.group, tuple(map(Input, range(len(inputs)))))
-
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +68,14 @@ class Scan(Op):
     name: ClassVar[str] = "scan"
     apart: ClassVar[bool] = True
     inline: ClassVar[bool] = False
+    arity: ClassVar[int] = 0
+    flops_per_output: ClassVar[int] = 0
     callee: str
     at: str
     carried: int
     stepped: int
     returns: Types
     labels: tuple[str, ...] = ()
-
-    @property
-    def arity(self) -> int:
-        return 0
 
     @property
     def drops(self) -> bool:
@@ -103,9 +88,6 @@ class Scan(Op):
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return tuple(TensorType(shape, dtype) for shape, dtype in self.returns)
-
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
 
 
 def returned(types: Sequence[TensorType]) -> Types:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from specc.compiler.ir.graph import Op, TensorType, TypeRuleError
+from specc.compiler.ir.graph import Input, Op, TensorType, TorchCall, TypeRuleError
 from specc.compiler.ops.linear import rows
 from specc.compiler.ops.quantized import FINE, LARGEST, wide
 from specc.compiler.ops.recurrent import GATES, updated
@@ -26,11 +26,8 @@ class RoundRows(Op):
 
     name: ClassVar[str] = "round_rows"
     keeps_features: ClassVar[bool] = True
+    arity: ClassVar[int] = 2
     bits: Literal[8, 16] = 8
-
-    @property
-    def arity(self) -> int:
-        return 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, inverse = inputs
@@ -40,11 +37,8 @@ class RoundRows(Op):
             raise TypeRuleError(f"takes {inverse.shape[0]} features but {{input}} gives {x.width}", (0, 1))
         return (x,)
 
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return f"round_rows{wide(self.bits)}"
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{self.support(inputs)}({', '.join(args)})"
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(f"round_rows{wide(self.bits)}", (Input(0), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -65,14 +59,8 @@ class LstmGates(Op):
     """Computes the new h and c [B, H] from the gate sums [B, 4H], in the order i, f, g, o, and the old c [B, H]."""
 
     name: ClassVar[str] = "lstm_gates"
-
-    @property
-    def arity(self) -> int:
-        return 2
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return "h", "c"
+    arity: ClassVar[int] = 2
+    output_labels: ClassVar[tuple[str, ...]] = ("h", "c")
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         sums, c = inputs
@@ -80,11 +68,8 @@ class LstmGates(Op):
             raise TypeRuleError(f"updates {c} by four gates a feature, not {sums}", (0, 1))
         return c, c
 
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return self.name
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{self.name}({', '.join(args)})"
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(self.name, (Input(0), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return updated(*inputs)

@@ -4,23 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Dim, Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Input, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ops.shape import Moves
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Moves(Op):
-    """Base of ops that move values and do no arithmetic."""
-
-    @property
-    def arity(self) -> int:
-        return 1
-
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +22,8 @@ class Seen(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (TensorType(inputs[0].shape, "bool"),)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])} != {self.pad}"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("ne", (Input(0), self.pad))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("!=", (Input(0), self.pad))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return (inputs[0] - self.pad).bool()
@@ -52,15 +37,9 @@ class Shift(Moves):
     inline: ClassVar[bool] = False
     start: int
 
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return (inputs[0],)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"F.pad({operand(args[0])}[:, :-1], (1, 0), value={self.start})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        cut = Traced("getitem", (Input(0), (slice(None), slice(None, -1))))
-        return Traced("pad", (cut, (1, 0)), (("value", self.start),))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        cut = TorchCall("[]", (Input(0), (slice(None), slice(None, -1))))
+        return TorchCall("F.pad", (cut, (1, 0)), (("value", self.start),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         shifted = inputs[0].roll(1, 1)
@@ -79,13 +58,9 @@ class Zeros(Moves):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (inputs[0].with_shape(inputs[0].shape[0], *self.shape),)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        x = operand(args[0])
-        return f"{x}.new_zeros({x}.shape[0], {', '.join(map(str, self.shape))})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        rows = Traced("getitem", (Traced("getattr", (Input(0), "shape")), 0))
-        return Traced("new_zeros", (Input(0), rows, *self.shape))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        rows = TorchCall("[]", (TorchCall(".", (Input(0), "shape")), 0))
+        return TorchCall(".new_zeros", (Input(0), rows, *map(int, self.shape)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -100,10 +75,7 @@ class StateWrite(Moves):
     name: ClassVar[str] = "state_write"
     inline: ClassVar[bool] = False
     in_place: ClassVar[bool] = True
-
-    @property
-    def arity(self) -> int:
-        return 2
+    arity: ClassVar[int] = 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         state, value = inputs
@@ -111,11 +83,8 @@ class StateWrite(Moves):
             raise TypeRuleError(f"keeps {state} but is given {value}", (0, 1))
         return (state,)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.copy_({args[1]})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("copy_", (Input(0), Input(1)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".copy_", (Input(0), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[1].clone()
@@ -128,14 +97,8 @@ class Copy(Moves):
     name: ClassVar[str] = "copy"
     inline: ClassVar[bool] = False
 
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return (inputs[0],)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.clone()"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("clone", (Input(0),))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".clone", (Input(0),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0] + 0
@@ -146,23 +109,17 @@ class Concat(Moves):
     """Concatenates features: [..., D1] and [..., D2] become [..., D1 + D2]."""
 
     name: ClassVar[str] = "concat"
-
-    @property
-    def arity(self) -> int:
-        return 2
+    arity: ClassVar[int] = 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         first, second = inputs
         if first.shape[:-1] != second.shape[:-1]:
-            raise TypeRuleError(f"puts {first} beside {second}", (0, 1))
+            raise TypeRuleError(f"concatenates the features of {first} and {second}, which differ in rows", (0, 1))
         assert isinstance(first.width, int) and isinstance(second.width, int)
         return (first.with_shape(*first.shape[:-1], first.width + second.width),)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"torch.cat(({', '.join(args)}), -1)"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("cat", ((Input(0), Input(1)), -1))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("torch.cat", ((Input(0), Input(1)), -1))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         first, second = inputs
@@ -177,14 +134,8 @@ class Reversed(Moves):
 
     name: ClassVar[str] = "reversed"
 
-    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        return (inputs[0],)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.flip(1)"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("flip", (Input(0), 1))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".flip", (Input(0), 1))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         x = inputs[0]
@@ -202,11 +153,8 @@ class AsStep(Moves):
         rows, width = inputs[0].shape
         return (inputs[0].with_shape(rows, 1, width),)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.unsqueeze(1)"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("unsqueeze", (Input(0), 1))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".unsqueeze", (Input(0), 1))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].reshape(inputs[0].shape[0], 1, -1)
@@ -217,22 +165,15 @@ class Repeat(Moves):
     """Repeats features [B, D] at every position of ids i64[B, T]: [B, T, D]."""
 
     name: ClassVar[str] = "repeat"
-
-    @property
-    def arity(self) -> int:
-        return 2
+    arity: ClassVar[int] = 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, ids = inputs
-        length: Dim = ids.shape[1]
-        return (x.with_shape(x.shape[0], length, x.width),)
+        return (x.with_shape(x.shape[0], ids.shape[1], x.width),)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.unsqueeze(1).expand(-1, {operand(args[1])}.shape[1], -1)"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        length = Traced("getitem", (Traced("getattr", (Input(1), "shape")), 1))
-        return Traced("expand", (Traced("unsqueeze", (Input(0), 1)), -1, length, -1))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        length = TorchCall("[]", (TorchCall(".", (Input(1), "shape")), 1))
+        return TorchCall(".expand", (TorchCall(".unsqueeze", (Input(0), 1)), -1, length, -1))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch

@@ -1,38 +1,39 @@
-"""Ops that only move data: embedding lookup, heads, slices, padding."""
+"""Ops that only move data: embedding lookup, heads, slices, padding, layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.expr.python_lines import operand
-from specc.compiler.ir.graph import Gradients, Input, Op, Sizes, Tape, TensorType, Traced, TypeRuleError, spelled
+from specc.compiler.ir.graph import Gradients, Input, Op, Tape, TensorType, TorchCall, TypeRuleError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Embedding(Op):
+class Moves(Op):
+    """Base of ops that move values and do no arithmetic. By default, the output has the type of the first input."""
+
+    arity: ClassVar[int] = 1
+    flops_per_output: ClassVar[int] = 0
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (inputs[0],)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding(Moves):
     """Looks up row ids[...] of a table [V, D], for ids in [0, V)."""
 
     name: ClassVar[str] = "embedding"
-
-    @property
-    def arity(self) -> int:
-        return 2
+    arity: ClassVar[int] = 2
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         ids, table = inputs
         return (table.with_shape(*ids.shape, table.width),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"F.embedding({args[0]}, {args[1]})"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("embedding", (Input(0), Input(1)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("F.embedding", (Input(0), Input(1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         ids, table = inputs
@@ -40,15 +41,11 @@ class Embedding(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class SplitHeads(Op):
+class SplitHeads(Moves):
     """Reshapes [..., H C] to [..., H, C] for `heads` heads of equal size."""
 
     name: ClassVar[str] = "split_heads"
     heads: int
-
-    @property
-    def arity(self) -> int:
-        return 1
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = inputs[0]
@@ -56,32 +53,18 @@ class SplitHeads(Op):
             raise TypeRuleError(f"splits {{input}} of {x.width} features into {self.heads} equal heads", (0,))
         return (x.with_shape(*x.shape[:-1], self.heads, x.width // self.heads),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        width = inputs[0].width
-        assert isinstance(width, int)
-        return f"{operand(args[0])}.unflatten(-1, ({spelled(self.heads)}, {spelled(width // self.heads)}))"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        width = inputs[0].width
-        assert isinstance(width, int)
-        return Traced("unflatten", (Input(0), -1, (self.heads, width // self.heads)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".unflatten", (Input(0), -1, self.infer(inputs)[0].shape[-2:]))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].reshape(*inputs[0].shape[:-1], self.heads, -1)
 
 
 @dataclass(frozen=True, slots=True)
-class MergeHeads(Op):
+class MergeHeads(Moves):
     """Reshapes [..., H, C] to [..., H C]."""
 
     name: ClassVar[str] = "merge_heads"
-
-    @property
-    def arity(self) -> int:
-        return 1
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = inputs[0]
@@ -89,30 +72,20 @@ class MergeHeads(Op):
         assert isinstance(heads, int) and isinstance(size, int)
         return (x.with_shape(*rest, heads * size),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.flatten(-2)"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("flatten", (Input(0), -2))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".flatten", (Input(0), -2))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].reshape(*inputs[0].shape[:-2], -1)
 
 
 @dataclass(frozen=True, slots=True)
-class FirstFeatures(Op):
+class FirstFeatures(Moves):
     """Returns the first `features` features of x [..., D]."""
 
     name: ClassVar[str] = "first_features"
     keeps_features: ClassVar[bool] = True
     features: int
-
-    @property
-    def arity(self) -> int:
-        return 1
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = inputs[0]
@@ -120,30 +93,20 @@ class FirstFeatures(Op):
             raise TypeRuleError(f"reads {self.features} features but {{input}} gives {x.width}", (0,))
         return (x.with_shape(*x.shape[:-1], self.features),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}[..., :{self.features}]"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("getitem", (Input(0), (Ellipsis, slice(None, self.features))))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("[]", (Input(0), (..., slice(None, int(self.features)))))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].narrow(-1, 0, self.features)
 
 
 @dataclass(frozen=True, slots=True)
-class Halves(Op):
+class Halves(Moves):
     """Splits the features of x [..., 2 D] into two halves. `labels` are their names in generated code."""
 
     name: ClassVar[str] = "halves"
     inline: ClassVar[bool] = False
     labels: tuple[str, str] = ("first", "second")
-
-    @property
-    def arity(self) -> int:
-        return 1
 
     @property
     def output_labels(self) -> tuple[str, ...]:
@@ -152,18 +115,12 @@ class Halves(Op):
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = inputs[0]
         if not isinstance(x.width, int) or x.width % 2:
-            raise TypeRuleError(f"halves {x.width} features", (0,))
+            raise TypeRuleError(f"splits {{input}} of {x.width} features into two equal halves", (0,))
         half = x.with_shape(*x.shape[:-1], x.width // 2)
         return half, half
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}.chunk(2, dim=-1)"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("chunk", (Input(0), 2), (("dim", -1),))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".chunk", (Input(0), 2), (("dim", -1),))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         half = inputs[0].shape[-1] // 2
@@ -171,44 +128,52 @@ class Halves(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class Last(Op):
+class Part(Moves):
+    """Returns the features [..., D] of part `index` of `parts` equal parts of [..., parts D]."""
+
+    name: ClassVar[str] = "part"
+    index: int
+    parts: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        if not isinstance(x.width, int) or x.width % self.parts or not 0 <= self.index < self.parts:
+            raise TypeRuleError(f"takes part {self.index} of {self.parts} of {x}", (0,))
+        return (x.with_shape(*x.shape[:-1], x.width // self.parts),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("[]", (TorchCall(".chunk", (Input(0), self.parts, -1)), self.index))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        width = inputs[0].shape[-1] // self.parts
+        return inputs[0].narrow(-1, self.index * width, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Last(Moves):
     """Returns the last position of [B, T, D], as [B, D]."""
 
     name: ClassVar[str] = "last"
     keeps_features: ClassVar[bool] = True
 
-    @property
-    def arity(self) -> int:
-        return 1
-
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x = inputs[0]
         return (x.with_shape(x.shape[0], *x.shape[2:]),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}[:, -1]"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("getitem", (Input(0), (slice(None), -1)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("[]", (Input(0), (slice(None), -1)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].select(1, inputs[0].shape[1] - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class PadRows(Op):
+class PadRows(Moves):
     """Pads a matrix [N, K] with rows of zeros at the end to [rows, K]."""
 
     name: ClassVar[str] = "pad_rows"
     listed: ClassVar[bool] = True
     rows: int
-
-    @property
-    def arity(self) -> int:
-        return 1
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         (x,) = inputs
@@ -216,18 +181,10 @@ class PadRows(Op):
             raise TypeRuleError(f"pads a matrix of at most {self.rows} rows, not {x}", (0,))
         return (x.with_shape(self.rows, x.width),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"F.pad({args[0]}, (0, 0, 0, {self._missing(inputs[0])}))"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("pad", (Input(0), (0, 0, 0, self._missing(inputs[0]))))
-
-    def _missing(self, x: TensorType) -> int:
-        assert isinstance(x.shape[0], int)
-        return self.rows - x.shape[0]
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        rows = inputs[0].shape[0]
+        assert isinstance(rows, int)
+        return TorchCall("F.pad", (Input(0), (0, 0, 0, self.rows - rows)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -242,16 +199,12 @@ class PadRows(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class CropRows(Op):
+class CropRows(Moves):
     """Returns the first `rows` rows of a matrix [N, K]."""
 
     name: ClassVar[str] = "crop_rows"
     listed: ClassVar[bool] = True
     rows: int
-
-    @property
-    def arity(self) -> int:
-        return 1
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         (x,) = inputs
@@ -259,14 +212,72 @@ class CropRows(Op):
             raise TypeRuleError(f"crops a matrix of at least {self.rows} rows, not {x}", (0,))
         return (x.with_shape(self.rows, x.width),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{operand(args[0])}[:{self.rows}]"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("getitem", (Input(0), slice(None, self.rows)))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("[]", (Input(0), slice(None, int(self.rows))))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         return inputs[0].narrow(0, 0, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class CropColumns(Moves):
+    """Returns the first `columns` columns of [..., N], which removes padding."""
+
+    name: ClassVar[str] = "crop_columns"
+    keeps_features: ClassVar[bool] = True
+    listed: ClassVar[bool] = True
+    columns: int
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        (x,) = inputs
+        if not isinstance(x.width, int) or x.width < self.columns:
+            raise TypeRuleError(f"crops at least {self.columns} columns, not {x}", (0,))
+        return (x.with_shape(*x.shape[:-1], self.columns),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("[]", (Input(0), (..., slice(None, int(self.columns)))))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0].narrow(-1, 0, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class RowByRow(Moves):
+    """Makes a value contiguous in row-major order. Copies only if it is not contiguous already."""
+
+    name: ClassVar[str] = "row_by_row"
+    keeps_features: ClassVar[bool] = True
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall(".contiguous", (Input(0),))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        return inputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class TimeMajor(Moves):
+    """Transposes [B, T, D] to a contiguous [T, B, D], reversed in time if `backward`.
+
+    With `back`, the input is time-major, and the output is a view of it as [B, T, D].
+    """
+
+    name: ClassVar[str] = "time_major"
+    keeps_features: ClassVar[bool] = True
+    backward: bool = False
+    back: bool = False
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        a, b, width = inputs[0].shape
+        return (inputs[0].with_shape(b, a, width),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        x = TorchCall(".flip", (Input(0), 1)) if self.backward else Input(0)
+        swapped = TorchCall(".transpose", (x, 0, 1))
+        return swapped if self.back else TorchCall(".contiguous", (swapped,))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        steps = range(inputs[0].shape[1])
+        return torch.stack([inputs[0][:, t] for t in (reversed(steps) if self.backward else steps)])

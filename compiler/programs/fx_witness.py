@@ -5,12 +5,12 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from specc.compiler.expr import Binary, Call, Compare, Expr, Neg, Var, decided, number, reread, variables
-from specc.compiler.ir.graph import Graph, Input, Node, Op, TensorType, Traced, node_of
+from specc.compiler.ir.graph import Graph, Input, Node, TensorType, TorchCall, node_of
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
 from specc.compiler.programs.programs import Programs, class_name, flatten, group_functions, scalar_values
@@ -230,25 +230,21 @@ class _Comparison:
             self.expression(node, decided(reread(node.op.outputs[0])), values, found)
             return
         types = [self.graph.types[ref] for ref in node.inputs]
-        if node.op.everywhere or (node.op.planned and type(node.op).torch is Op.torch):
-            self.kernel(node, found, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
-            return
-        wanted = node.op.traced(types)
         if isinstance(node.op, Fused):
-            self.group(node, wanted, found)
+            self.group(node, self.groups[node.op.group], found)
+        elif (call := node.op.call(types)) is not None:
+            self.call(node, call, found)
         else:
-            self.call(node, wanted, found)
+            self.kernel(node, found, node.op.name if node.op.everywhere else node.op.symbol(types)[0])
 
-    def group(self, node: Node, wanted: Traced, found: Any) -> None:
+    def group(self, node: Node, function: str, found: Any) -> None:
         """Checks a fused group: a function call or, if the group has a gradient, an application of its autograd
         function.
 
         An autograd function may receive its rows flattened to one dim. Its result is then unflattened.
         """
-        assert isinstance(node.op, Fused)
-        function = self.groups[node.op.group]
         if self.called(found) == function:
-            self.call(node, replace(wanted, function=function), found)
+            self.call(node, TorchCall(function, tuple(map(Input, range(len(node.inputs))))), found)
             return
         shape = None
         if self.called(found) == "unflatten":
@@ -275,14 +271,15 @@ class _Comparison:
         for ref, have in zip(node.inputs, found.args, strict=True):
             self.value(ref, have)
 
-    def call(self, node: Node, wanted: Traced, found: Any) -> None:
-        name = self.called(found)
-        name = name.removesuffix(".default")  # the overload of a Torch op
-        self.expect(name == wanted.function, node.name, f"is a call of {wanted.function}", found)
-        args = found.args
-        self.expect(len(args) == len(wanted.args), node.name, f"takes {len(wanted.args)} arguments", found)
-        self.expect(set(dict(wanted.keywords)) <= set(found.kwargs), node.name, f"has {dict(wanted.keywords)}", found)
-        pairs = [*zip(wanted.args, args, strict=True), *((v, found.kwargs[k]) for k, v in wanted.keywords)]
+    def call(self, node: Node, wanted: TorchCall, found: Any) -> None:
+        """Checks a call. torch.fx records some positional arguments by keyword."""
+        name = self.called(found).removesuffix(".default")  # the overload of a Torch op
+        self.expect(name == wanted.recorded, node.name, f"is a call of {wanted.recorded}", found)
+        count, keywords = len(wanted.args), dict(wanted.keywords)
+        given = (*found.args, *(value for key, value in found.kwargs.items() if key not in keywords))
+        self.expect(len(found.args) <= count <= len(given), node.name, f"takes {count} arguments", found)
+        self.expect(keywords.keys() <= found.kwargs.keys(), node.name, f"has {keywords}", found)
+        pairs = (*zip(wanted.args, given, strict=False), *((v, found.kwargs[k]) for k, v in wanted.keywords))
         for want, have in pairs:
             self.argument(node, want, have)
 
@@ -290,7 +287,7 @@ class _Comparison:
         """Checks one argument of a call. A tuple is checked item by item."""
         if isinstance(want, Input):
             self.value(node.inputs[want.index], have)
-        elif isinstance(want, Traced):
+        elif isinstance(want, TorchCall):
             self.call(node, want, have)
         elif isinstance(want, tuple) and any(isinstance(item, Input) for item in want):
             self.expect(isinstance(have, tuple) and len(have) == len(want), node.name, f"has {len(want)} items", have)

@@ -140,9 +140,9 @@ def _rendered_graphs(plan: Plan) -> Iterator[Graph]:
 
 def _supports(graph: Graph) -> Iterator[str]:
     for node in graph.nodes:
-        support = node.op.support([graph.types[ref] for ref in node.inputs])
-        if support:
-            yield support
+        call = node.op.call([graph.types[ref] for ref in node.inputs])
+        if call is not None and call.support:
+            yield call.support
 
 
 def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tuple[ClassContext, ...], ClassContext]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specc.compiler.ir.graph import Graph, Node, node_of
-from specc.compiler.ops.quantized import CropColumns, Int8Product, QuantizeRows, TimeMajor
+from specc.compiler.ops.quantized import Int8Product, QuantizeRows
+from specc.compiler.ops.shape import CropColumns, TimeMajor
 from specc.compiler.plan.plan import Choice, Plan
 
 

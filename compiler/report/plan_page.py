@@ -8,7 +8,8 @@ from specc.compiler.expr import KEEPS
 from specc.compiler.fusions.fusion import Fusion
 from specc.compiler.ir.graph import TensorType
 from specc.compiler.ops.int8_lstm import Int8LstmStep
-from specc.compiler.ops.quantized import CropColumns, QuantizeRows, padded
+from specc.compiler.ops.quantized import QuantizeRows, padded
+from specc.compiler.ops.shape import CropColumns
 from specc.compiler.passes.select_kernels import group_pattern
 from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
 from specc.compiler.programs.programs import Programs

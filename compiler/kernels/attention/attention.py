@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from specc.compiler.ir.graph import TensorType
 from specc.compiler.kernels.generated import DTYPES, GeneratedFunction, generated_function, number_of, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
-from specc.compiler.ops.attention_seen import SeenAttentionGrad, SeenOp
+from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, SeenAttentionGrad, SeenOp
 
 FORWARD, BACKWARD = ("q", "k", "v"), ("dy", "q", "k", "v", "y", "lse")
 REPEATS = {

@@ -6,8 +6,7 @@ from typing import ClassVar
 from specc.compiler.kernels.attention.attention import attention_function, is_gradient
 from specc.compiler.kernels.generated import GeneratedFunction, python_file
 from specc.compiler.kernels.kernel import Kernel, Rendered, Site
-from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad
-from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad, SeenOp
+from specc.compiler.ops.attention import CausalAttention, CausalAttentionGrad, SeenAttention, SeenAttentionGrad, SeenOp
 
 
 @dataclass(frozen=True, slots=True)

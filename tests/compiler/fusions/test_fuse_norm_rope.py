@@ -10,7 +10,7 @@ from specc.compiler.build import model_files
 from specc.compiler.ir.graph import Builder, Graph, Op, TensorType
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.rope import Rope
+from specc.compiler.ops.positions import Rope
 from specc.compiler.passes.group import Unfusable, build_group
 from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.spec.spec import Spec

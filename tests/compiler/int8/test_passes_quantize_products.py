@@ -6,7 +6,8 @@ from tiny_models import ATTENTION, MLP, spec_data, spec_of
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.quantized import Int8Linear, QuantizeRows, RowByRow
+from specc.compiler.ops.quantized import Int8Linear, QuantizeRows
+from specc.compiler.ops.shape import RowByRow
 from specc.compiler.programs.programs import LoweringError, Programs
 from specc.compiler.strict import Problem
 

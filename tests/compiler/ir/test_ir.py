@@ -15,7 +15,7 @@ from specc.compiler.ir.text import GraphTextError, parse, parse_type
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.norm import RmsNorm
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.rope import Positions, RopeAngles
+from specc.compiler.ops.positions import Positions, RopeAngles
 from specc.compiler.ops.shape import MergeHeads, SplitHeads
 from specc.compiler.programs.programs import flatten
 from specc.compiler.spec.check import load

@@ -27,7 +27,7 @@ from specc.compiler.kernels.norm_rope.norm_rope import NORM_ROPE_TRITON, HeadTil
 from specc.compiler.kernels.norm_rope.torch import NORM_ROPE_TORCH
 from specc.compiler.ops.norm_rope import HeadRotation
 from specc.compiler.ops.pointwise import Pointwise
-from specc.compiler.ops.rope import Rope
+from specc.compiler.ops.positions import Rope
 from specc.compiler.targets import TARGETS
 from specc.runtime.model.load import instantiate
 

@@ -14,11 +14,19 @@ from specc.compiler import ops
 from specc.compiler.catalog import classes
 from specc.compiler.ir.graph import Builder, Op, TensorType
 from specc.compiler.ops.additive import Additive
-from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaCached, SdpaSeen
-from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad
+from specc.compiler.ops.attention import (
+    CacheWrite,
+    CausalAttention,
+    CausalAttentionGrad,
+    Exclusive,
+    Sdpa,
+    SdpaCached,
+    SdpaSeen,
+    SeenAttention,
+    SeenAttentionGrad,
+)
 from specc.compiler.ops.documents import DocumentStarts, DocumentStartsKept
 from specc.compiler.ops.dropout import Dropout
-from specc.compiler.ops.exclusive import Exclusive
 from specc.compiler.ops.hash import BigramHash
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
@@ -26,15 +34,28 @@ from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.norm_rope import NormRope, NormRopeGrad
 from specc.compiler.ops.pointwise import Pointwise, SumTo
+from specc.compiler.ops.positions import Positions, Rope, RopeAngles, Sinusoid
 from specc.compiler.ops.previous import KeepLast, Previous, PreviousKept, Reset
-from specc.compiler.ops.quantized import CropColumns, Int8Linear, Part, QuantizeRows, RowByRow, TimeMajor
+from specc.compiler.ops.quantized import Int8Linear, QuantizeRows
 from specc.compiler.ops.recurrent import Lstm, LstmCell
 from specc.compiler.ops.region import Call, Fused, Scan
-from specc.compiler.ops.rope import Positions, Rope, RopeAngles
 from specc.compiler.ops.rounded import LstmGates, RoundRows
-from specc.compiler.ops.sequence import AsStep, Concat, Copy, Moves, Repeat, Reversed, Seen, Shift, StateWrite, Zeros
-from specc.compiler.ops.shape import CropRows, Embedding, FirstFeatures, Halves, Last, MergeHeads, PadRows, SplitHeads
-from specc.compiler.ops.sinusoid import Sinusoid
+from specc.compiler.ops.sequence import AsStep, Concat, Copy, Repeat, Reversed, Seen, Shift, StateWrite, Zeros
+from specc.compiler.ops.shape import (
+    CropColumns,
+    CropRows,
+    Embedding,
+    FirstFeatures,
+    Halves,
+    Last,
+    MergeHeads,
+    Moves,
+    PadRows,
+    Part,
+    RowByRow,
+    SplitHeads,
+    TimeMajor,
+)
 from specc.compiler.programs import fx_witness as witness
 from specc.compiler.render.jinja import exists, render
 from specc.compiler.render.model import OpContext
@@ -208,7 +229,8 @@ def module_of(sample: Sample) -> ModuleType:
     names = [f"v{i}" for i in range(len(types))]
     lines = ["import torch", "from torch import Tensor, nn", "from torch.nn import functional as F", ""]
     lines.append(f"NAMESPACE = 'spelled_{next(MODULES)}'")  # for ops that it registers
-    if support := sample.op.support(types):
+    call = sample.op.call(types)
+    if call is not None and (support := call.support):
         own = f"torch/ops/{support}.py.jinja"
         lines.append(
             render(own, OpContext(f"spelled_{next(MODULES)}"), "", "")

@@ -10,8 +10,7 @@ from torch import Tensor
 from specc.compiler import ops
 from specc.compiler.catalog import classes
 from specc.compiler.ir.graph import Op, Scaled, Tape, TensorType
-from specc.compiler.ops.attention import CausalAttention
-from specc.compiler.ops.attention_seen import SeenAttention
+from specc.compiler.ops.attention import CausalAttention, SeenAttention
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.loss import SoftmaxLoss
 from specc.compiler.ops.norm_rope import NormRope

@@ -5,18 +5,25 @@ from test_ops import HEADS, IDS, SEEN, WEIGHTS, Sample, X, graph_of
 
 from specc.compiler.ir.graph import Op, TypeRuleError
 from specc.compiler.ops.additive import Additive
-from specc.compiler.ops.attention import CacheWrite, CausalAttention, CausalAttentionGrad, Sdpa, SdpaSeen
-from specc.compiler.ops.attention_seen import SeenAttention, SeenAttentionGrad
-from specc.compiler.ops.exclusive import Exclusive
+from specc.compiler.ops.attention import (
+    CacheWrite,
+    CausalAttention,
+    CausalAttentionGrad,
+    Exclusive,
+    Sdpa,
+    SdpaSeen,
+    SeenAttention,
+    SeenAttentionGrad,
+)
 from specc.compiler.ops.hash import BigramHash
 from specc.compiler.ops.linear import Dgrad, Linear, Wgrad
 from specc.compiler.ops.loss import CrossEntropy, SoftmaxLoss
 from specc.compiler.ops.norm import LayerNorm, RmsNorm
 from specc.compiler.ops.norm_rope import NormRope, NormRopeGrad
 from specc.compiler.ops.pointwise import Pointwise, SumTo
+from specc.compiler.ops.positions import Rope
 from specc.compiler.ops.previous import KeepLast, Previous, PreviousKept, Reset
 from specc.compiler.ops.recurrent import Lstm, LstmCell
-from specc.compiler.ops.rope import Rope
 from specc.compiler.ops.sequence import Concat, StateWrite
 from specc.compiler.ops.shape import CropRows, FirstFeatures, PadRows, SplitHeads
 
@@ -29,7 +36,7 @@ ERRORS = [
     (Wgrad(), ("f32[T,8]", "f32[B,8]"), "n sums over rows ('T',) and ('B',)"),
     (RmsNorm(affine=True), (X, "f32[7]"), "n scales (7,) but v0 gives 8 features"),
     (LayerNorm(), (X, "f32[8]", "f32[9]"), "n scales (9,) but v0 gives 8 features"),
-    (SdpaSeen(), (HEADS, HEADS, HEADS, SEEN), "n sees bool[B,S] of keys f32[B,T,4,6]"),
+    (SdpaSeen(), (HEADS, HEADS, HEADS, SEEN), "n masks keys f32[B,T,4,6] by bool[B,S]"),
     (Additive("relu"), ("f32[B,T,2]", "f32[B,S,2]", "f32[B,S,8]", SEEN), "n scores by one number, but queries have 2"),
     (Additive("tanh"), ("f32[B,T,6]", "f32[B,S,6]", "f32[B,S,8]", SEEN, "f32[5]"), "n weighs 6 features by f32[5]"),
     (Lstm(), (X, "f32[B,3]", "f32[B,3]", "f32[12,7]", "f32[12,3]", "f32[12]"), "n takes 7 features but v0 gives 8"),
@@ -46,11 +53,11 @@ ERRORS = [
         "n takes one step of 3 features, not f32[B,T,8] from h f32[B,3]",
     ),
     (StateWrite(), ("f32[B,8]", "f32[B,7]"), "n keeps f32[B,8] but is given f32[B,7]"),
-    (Concat(), (X, "f32[B,S,8]"), "n puts f32[B,T,8] beside f32[B,S,8]"),
+    (Concat(), (X, "f32[B,S,8]"), "n concatenates the features of f32[B,T,8] and f32[B,S,8], which differ in rows"),
     (Sdpa(), (HEADS, "f32[B,T,3,6]", "f32[B,T,3,6]"), "n attends with q f32[B,T,4,6], k f32[B,T,3,6], v f32[B,T,3,6]"),
     (Sdpa(), (HEADS, HEADS, "f32[B,T,4,7]"), "n attends with q f32[B,T,4,6], k f32[B,T,4,6], v f32[B,T,4,7]"),
-    (SeenAttention(), (HEADS, HEADS, HEADS, SEEN), "n sees bool[B,S] of keys f32[B,T,4,6]"),
-    (SeenAttention(), (HEADS, HEADS, HEADS, "i64[B,T]"), "n sees i64[B,T] of keys f32[B,T,4,6]"),
+    (SeenAttention(), (HEADS, HEADS, HEADS, SEEN), "n masks keys f32[B,T,4,6] by bool[B,S]"),
+    (SeenAttention(), (HEADS, HEADS, HEADS, "i64[B,T]"), "n masks keys f32[B,T,4,6] by i64[B,T]"),
     (
         SeenAttentionGrad(),
         (HEADS, HEADS, HEADS, HEADS, HEADS, "f32[B,T,4]", "bool[B,T]"),
@@ -62,12 +69,12 @@ ERRORS = [
         (HEADS, HEADS, HEADS, HEADS, HEADS, "f32[B,T,4]"),
         "n takes the gradient f32[B,T,4,6] of f32[B,T,4,6] with f32[B,T,4] for q f32[B,T,4,6]",
     ),
-    (CacheWrite(), ("f32[B,S,4,6]", "f32[B,T,2,6]", "i64[T]"), "n keeps f32[B,S,4,6] but is given f32[B,T,2,6]"),
+    (CacheWrite(), ("f32[B,S,4,6]", "f32[B,T,2,6]", "i64[T]"), "n writes f32[B,T,2,6] to a cache f32[B,S,4,6]"),
     (Rope(), (HEADS, "f32[T,4]", "f32[T,4]"), "n rotates 8 dims of heads of 6"),
     (SplitHeads(3), (X,), "n splits v0 of 8 features into 3 equal heads"),
     (FirstFeatures(9), (X,), "n reads 9 features but v0 gives 8"),
-    (Exclusive(), (HEADS, "f32[B,T,3,6]"), "n takes values f32[B,T,3,6] out of f32[B,T,4,6]"),
-    (Exclusive(), (HEADS, "f32[B,T,2,5]"), "n takes values f32[B,T,2,5] out of f32[B,T,4,6]"),
+    (Exclusive(), (HEADS, "f32[B,T,3,6]"), "n removes values f32[B,T,3,6] from outputs f32[B,T,4,6]"),
+    (Exclusive(), (HEADS, "f32[B,T,2,5]"), "n removes values f32[B,T,2,5] from outputs f32[B,T,4,6]"),
     (Previous(), ("f32[B]",), "n takes [B, T, ...], not f32[B]"),
     (PreviousKept(), (X, "f32[B,1,7]", "i64[]"), "n keeps f32[B,1,7] of f32[B,T,8]"),
     (KeepLast(), ("f32[B,2,8]", X), "n keeps f32[B,2,8] of f32[B,T,8]"),

@@ -12,8 +12,8 @@ from tiny_models import tiny
 
 from specc.compiler import pipeline
 from specc.compiler.build import compile_loaded
+from specc.compiler.ops.positions import RopeAngles
 from specc.compiler.ops.region import Call
-from specc.compiler.ops.rope import RopeAngles
 from specc.compiler.programs.programs import Programs
 from specc.compiler.spec.check import load, problems_of
 from specc.runtime.model.load import initialize, instantiate

@@ -1,10 +1,11 @@
-"""Rotary position embedding (Su et al., 2021) of the first channels of each head, paired in halves."""
+"""Positions of tokens: rotary embedding (Su et al., 2021) of the first channels of each head, and sinusoids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, Traced, TypeRuleError
+from specc.compiler.ir.graph import Input, Op, Sizes, TensorType, TorchCall, TypeRuleError
+from specc.compiler.ops.pointwise import CASTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,24 +17,16 @@ class Positions(Op):
 
     name: ClassVar[str] = "positions"
     inline: ClassVar[bool] = False
-
-    @property
-    def arity(self) -> int:
-        return 1
+    arity: ClassVar[int] = 1
+    flops_per_output: ClassVar[int] = 0
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         return (TensorType((inputs[0].shape[1],), "i64"),)
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 0
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        counted = f"torch.arange({args[0]}.shape[1], device={args[0]}.device)"
-        return counted if len(args) == 1 else f"{args[1]} + {counted}"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        counted = Traced("arange", (Traced("getitem", (Traced("getattr", (Input(0), "shape")), 1)),))
-        return counted if len(inputs) == 1 else Traced("add", (Input(1), counted))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        length = TorchCall("[]", (TorchCall(".", (Input(0), "shape")), 1))
+        counted = TorchCall("torch.arange", (length,), (("device", TorchCall(".", (Input(0), "device"))),))
+        return counted if len(inputs) == 1 else TorchCall("+", (Input(1), counted))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -48,32 +41,18 @@ class RopeAngles(Op):
 
     name: ClassVar[str] = "rope_angles"
     inline: ClassVar[bool] = False
+    arity: ClassVar[int] = 1
+    output_labels: ClassVar[tuple[str, ...]] = ("cos", "sin")
+    flops_per_output: ClassVar[int] = 3
     dims: int
     base: float
-
-    @property
-    def arity(self) -> int:
-        return 1
-
-    @property
-    def output_labels(self) -> tuple[str, ...]:
-        return "cos", "sin"
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         angle = TensorType((inputs[0].shape[0], self.dims // 2), "f32")
         return angle, angle
 
-    def flops(self, inputs: Sequence[TensorType], outputs: Sequence[TensorType], sizes: Sizes) -> int:
-        return 3 * outputs[0].count(sizes)
-
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"rope_angles({args[0]}, {self.dims}, {self.base})"
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
-        return "rope_angles"
-
-    def traced(self, inputs: Sequence[TensorType]) -> Traced:
-        return Traced("rope_angles", (Input(0), self.dims, self.base))
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        return TorchCall("rope_angles", (Input(0), self.dims, self.base))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -92,10 +71,7 @@ class Rope(Op):
 
     name: ClassVar[str] = "rope"
     keeps_features: ClassVar[bool] = True
-
-    @property
-    def arity(self) -> int:
-        return 3
+    arity: ClassVar[int] = 3
 
     def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         x, cos, _ = inputs
@@ -109,13 +85,10 @@ class Rope(Op):
         assert isinstance(x.width, int) and isinstance(cos.width, int)
         return 3 * x.with_shape(*x.shape[:-1], 2 * cos.width).count(sizes)
 
-    def torch(self, args: Sequence[str], inputs: Sequence[TensorType]) -> str:
-        return f"{self.support(inputs)}({', '.join(args)})"
-
-    def support(self, inputs: Sequence[TensorType]) -> str:
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
         x, cos, _ = inputs
         assert isinstance(cos.width, int)
-        return "rope" if 2 * cos.width == x.width else "rope_partial"
+        return TorchCall("rope" if 2 * cos.width == x.width else "rope_partial", (Input(0), Input(1), Input(2)))
 
     def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
         import torch
@@ -124,3 +97,32 @@ class Rope(Op):
         half = cos.shape[-1]
         turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, -sin)[:, None]
         return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1).to(x.dtype)  # angles may be wider than x
+
+
+@dataclass(frozen=True, slots=True)
+class Sinusoid(Op):
+    """Sinusoidal encoding of positions i64[T] as [T, dim] in `dtype` (Vaswani et al., 2017).
+
+    The features are the sines, then the cosines, of position * 10000^(-2i/dim).
+    """
+
+    name: ClassVar[str] = "sinusoid"
+    inline: ClassVar[bool] = False
+    arity: ClassVar[int] = 1
+    flops_per_output: ClassVar[int] = 3
+    dim: int
+    dtype: str = "f32"
+
+    def infer(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        return (TensorType((inputs[0].shape[0], self.dim), self.dtype),)
+
+    def call(self, inputs: Sequence[TensorType]) -> TorchCall:
+        waves = TorchCall("sinusoid", (Input(0), int(self.dim)))
+        return waves if self.dtype == "f32" else TorchCall(f".{CASTS[self.dtype]}", (waves,))
+
+    def reference(self, *inputs: "Tensor") -> "Tensor | tuple[Tensor, ...]":
+        import torch
+
+        steps = torch.arange(0, self.dim, 2, dtype=torch.float64, device=inputs[0].device) / self.dim
+        angle = inputs[0].double()[:, None] * 10000.0**-steps
+        return torch.cat((angle.sin(), angle.cos()), -1)
