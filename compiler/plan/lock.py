@@ -158,8 +158,8 @@ class Lock(StrictModel):
     def entry(self, target: str, site: Site) -> Entry | None:
         """Returns the entry of this node; None if the node was not measured."""
         locked = self.targets.get(target)
-        found = locked.kernels.get(symbol(site)[1]) if locked else None
-        return found if found is not None and found.applies_to(site) else None
+        entry = locked.kernels.get(symbol(site)[1]) if locked else None
+        return entry if entry is not None and entry.applies_to(site) else None
 
     def group(self, target: str, name: str, options: Sites) -> GroupEntry | None:
         """Returns the entry of this group; None if the group was not measured."""
@@ -261,7 +261,7 @@ def _as_of_a_lock(diagnostics: Iterable[Diagnostic]) -> Iterator[Diagnostic]:
     Hints for specs do not apply, because nobody edits a lock by hand.
     """
     hint = "specc tune writes this file: restore it, or delete it and measure again"
-    return (replace(one, hint=hint) for one in diagnostics)
+    return (replace(diagnostic, hint=hint) for diagnostic in diagnostics)
 
 
 def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable[Site], rows: int) -> None:

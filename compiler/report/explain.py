@@ -45,7 +45,7 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
         folder: the folder of the plan's files; the target's name if empty.
     """
     folder = folder or plan.target.name
-    told: set[Explained] = set()
+    known: set[Explained] = set()
     for choice in plan.choices:
         path = choice.site.label.split(" ")[0]
         members = [
@@ -58,17 +58,17 @@ def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explaine
             op = str(choice.site.node)
             kernel = f"{choice.kernel.name} ({choice.kernel.language})"
             row = Explained(folder, path, choice.site.label, op, kernel, files, choice.rendered.tile, choice.rejected)
-            if row not in told:  # two groups may contain the same product
-                told.add(row)
+            if row not in known:  # two groups may contain the same product
+                known.add(row)
                 yield row
     if node is None:
         return
     seen: set[str] = set()
-    for path, found, reason in _without_choice(plan):
+    for path, unplanned, reason in _without_choice(plan):
         if path not in seen and _covers(node, path):
             seen.add(path)
             rejected = (("every other", f"{reason}, and Torch and its compiler take it as it is"),)
-            yield Explained(folder, path, path, str(found), "torch (torch)", (), "", rejected)
+            yield Explained(folder, path, path, str(unplanned), "torch (torch)", (), "", rejected)
 
 
 def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:

@@ -48,7 +48,7 @@ class ProductRow:
 
 def products(plan: Plan) -> Iterator[ProductRow]:
     """Yields a row for each distinct int8 product of a plan, in the plan's order."""
-    told: set[ProductRow] = set()
+    rows: set[ProductRow] = set()
     for choice in plan.choices:
         op, types = choice.site.node.op, choice.site.inputs
         if not isinstance(op, Int8Product):
@@ -68,8 +68,8 @@ def products(plan: Plan) -> Iterator[ProductRow]:
             whole_n,
             whole_k,
         )
-        if row not in told:  # several programs may contain the same node
-            told.add(row)
+        if row not in rows:  # several programs may contain the same node
+            rows.add(row)
             yield row
 
 

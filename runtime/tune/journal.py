@@ -18,9 +18,9 @@ JUDGED = 3  # incremented whenever candidates are judged more strictly, which in
 def folder() -> Path:
     """Returns the folder in which searches store their results: `tune/` of the user's cache directory (or of
     SPECC_CACHE_DIR). Creates it if needed."""
-    found = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "tune")
-    found.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return found
+    path = Path(os.environ.get("SPECC_CACHE_DIR") or user_cache_dir("specc"), "tune")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
 
 
 def key(candidate: Candidate) -> str:
@@ -57,9 +57,9 @@ class Journal:
         if self._path.is_file():
             for line in self._path.read_text(encoding="utf-8").splitlines():
                 try:
-                    found = json.loads(line)
-                    if isinstance(found["result"], float | str):
-                        self.results[found["candidate"]] = found["result"]
+                    entry = json.loads(line)
+                    if isinstance(entry["result"], float | str):
+                        self.results[entry["candidate"]] = entry["result"]
                 except (ValueError, KeyError, TypeError):
                     continue
 

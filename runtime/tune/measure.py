@@ -20,12 +20,12 @@ REPEATS = 100
 def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) -> str | None:
     """Returns the reason why a candidate must not be used, or None: it is less exact than plain Torch, leaves outputs
     unwritten, or returns different bits in repeated calls although it is `deterministic`."""
-    found = judge.call(call)
-    for i, error in enumerate(judge.errors(found)):
+    outputs = judge.call(call)
+    for i, error in enumerate(judge.errors(outputs)):
         if not error.ok:
             return f"output {i} {error.words}"
     for _ in range(REPEATS if deterministic else 0):
-        if not all(map(torch.equal, found, many(call(*judge.inputs)))):
+        if not all(map(torch.equal, outputs, many(call(*judge.inputs)))):
             return "other bits when it is called again"
     return None
 

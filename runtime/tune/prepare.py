@@ -99,13 +99,13 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
             _end(process)
             return "refused", f"did not end in {DEADLINE:.0f} s"
     try:
-        told: tuple[str, str] = here.recv()
+        outcome: tuple[str, str] = here.recv()
     except EOFError:
-        told = "died", ""
+        outcome = "died", ""
     process.join(ENDING)
     if process.is_alive():
         _end(process)
-    return told if told[0] != "died" or told[1] else ("died", f"its process ended with {process.exitcode} too early")
+    return ("died", f"its process ended with {process.exitcode} too early") if outcome == ("died", "") else outcome
 
 
 def _end(process: BaseProcess) -> None:

@@ -130,12 +130,12 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
     if known is not None and known.machine != machine:
         say(f"{len(known.kernels)} entries of another machine or other versions leave the lock")
     say("ceilings")
-    found_ceilings = ceilings.measure(device, DTYPES[plan.target.dtype])
+    ceiling = ceilings.measure(device, DTYPES[plan.target.dtype])
     lock, results = options.lock, []
     needed = {choice.rendered.module for choice in tuned_choices(plan)}
     for choice in choices:
         try:
-            found = _search(options, choice, plan, machine, found_ceilings, say)
+            found = _search(options, choice, plan, machine, ceiling, say)
         except torch.OutOfMemoryError as error:
             hint = "free it of other programs, or lower train.micro_batch in the spec: tiles are for the rows of a step"
             raise RunFailure("out of GPU memory", hint) from error
