@@ -104,12 +104,12 @@ class Translator:
             if search.broken:  # checked before rows are removed, because rows of NaN count as finished
                 raise RunFailure("the largest logit is no number", "the model is broken: try an earlier checkpoint")
             done = search.done(t + 1)
-            going = (~done).nonzero()[:, 0]
-            if len(going) == 0 or t + 1 == self.window:
+            unfinished = (~done).nonzero()[:, 0]
+            if len(unfinished) == 0 or t + 1 == self.window:
                 break
-            size = self.steps.rows(len(going), search.rows)
+            size = self.steps.rows(len(unfinished), search.rows)
             if size < search.rows:
-                rows_left = torch.cat((going, done.nonzero()[: size - len(going), 0]))
+                rows_left = torch.cat((unfinished, done.nonzero()[: size - len(unfinished), 0]))
                 targets[search.index] = search.best
                 state = self.steps.begin(_select(state, search.beams_of(rows_left)))
                 search = search.only(rows_left)
@@ -283,6 +283,6 @@ def fed(
     inputs = torch.full_like(target, START)
     for t in range(target.shape[1] - 1):
         start = torch.tensor(t, device=target.device)
-        own = extend(inputs[:, t : t + 1], start, state)[:, STOP:].argmax(-1) + STOP
-        inputs[:, t + 1] = torch.where(forcing[:, t + 1], target[:, t], own)
+        predicted = extend(inputs[:, t : t + 1], start, state)[:, STOP:].argmax(-1) + STOP
+        inputs[:, t + 1] = torch.where(forcing[:, t + 1], target[:, t], predicted)
     return inputs

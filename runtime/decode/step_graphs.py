@@ -26,8 +26,8 @@ class Steps(Protocol):
         """Returns logits f32 [B, V] after ids i64 [B, 1] at position `start`. They are valid until the next call."""
         ...
 
-    def rows(self, going: int, now: int) -> int:
-        """Returns the number of rows to continue with if `going` of `now` rows are unfinished."""
+    def rows(self, unfinished: int, now: int) -> int:
+        """Returns the number of rows to continue with if `unfinished` of `now` rows remain."""
         ...
 
 
@@ -46,9 +46,9 @@ class Eager:
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
         return self._model.extend(ids, torch.tensor(start, device=ids.device), state)
 
-    def rows(self, going: int, now: int) -> int:
-        """Returns `now` until a quarter of the rows is finished, then `going`."""
-        return going if going <= 0.75 * now else now
+    def rows(self, unfinished: int, now: int) -> int:
+        """Returns `now` until a quarter of the rows is finished, then `unfinished`."""
+        return unfinished if unfinished <= 0.75 * now else now
 
 
 class Graphed:
@@ -89,9 +89,9 @@ class Graphed:
         assert self._graph is not None and state is self._graph.state
         return self._graph.replay(ids, start)
 
-    def rows(self, going: int, now: int) -> int:
-        """Returns the next power of two that is at least `going` and `SMALLEST`, but at most `now`."""
-        return min(max(1 << (going - 1).bit_length(), SMALLEST), now)
+    def rows(self, unfinished: int, now: int) -> int:
+        """Returns the next power of two that is at least `unfinished` and `SMALLEST`, but at most `now`."""
+        return min(max(1 << (unfinished - 1).bit_length(), SMALLEST), now)
 
 
 class _Encoder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -77,8 +77,7 @@ class BitsPerByte:
 
     def facts(self) -> dict[str, float | None]:
         """Returns the attributes as fields for JSON output."""
-        names = ("nats", "tokens", "document_bytes", "piece_bytes", "bpb", "bpb_pieces", "lossless", "held_out")
-        return {name: getattr(self, name) for name in names}
+        return asdict(self)
 
     def audit(self) -> str:
         """Returns one line that compares document bytes and piece bytes."""

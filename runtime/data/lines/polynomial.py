@@ -285,8 +285,8 @@ def parse(factors: Iterable[str]) -> Lines:
     """
     texts = list(factors)
     read = [_parsed(text) for text in texts]
-    variable, function, outer = (np.array([one[i] for one in read], np.int64) for i in range(3))
-    lines = Lines.of(variable, function, outer, np.array([one[3] for one in read], np.int64).reshape(-1, 2, 2))
+    variable, function, outer = (np.array([line[i] for line in read], np.int64) for i in range(3))
+    lines = Lines.of(variable, function, outer, np.array([line[3] for line in read], np.int64).reshape(-1, 2, 2))
     for text, row in zip(texts, lines.factors(), strict=True):
         if (printed := row[row != 0].tobytes().decode("ascii")) != text:
             raise DataError(f"{text!r} is not in the form of the task", f"there it is {printed}")

@@ -108,14 +108,14 @@ class Learner:
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Enables gradients of the weights inside the block. At its end, disables them and restores the weights."""
-        kept = [weight.detach().clone() for weight in self.shown.values()]
+        originals = [weight.detach().clone() for weight in self.shown.values()]
         try:
             for weight in self.shown.values():
                 weight.requires_grad_()
             yield
         finally:
             with torch.no_grad():
-                for weight, before in zip(self.shown.values(), kept, strict=True):
+                for weight, before in zip(self.shown.values(), originals, strict=True):
                     weight.requires_grad_(False).copy_(before)
 
     def learn(self, span: tuple[int, int], done: float) -> None:
