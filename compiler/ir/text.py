@@ -63,22 +63,27 @@ def parse(text: str, ops: Mapping[str, type[Op]]) -> Graph:
     params: list[Named] = []
     nodes: list[Node] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if match := _HEAD.fullmatch(line):
-            name = match["name"]
-            entries = _list(match["inputs"])
-            inputs = tuple(_named(entry) for entry in entries if not entry.startswith("$"))
-            scalars = tuple(entry[1:] for entry in entries if entry.startswith("$"))
-        elif match := _PARAM.fullmatch(line):
-            params.append((match["name"], parse_type(match["type"])))
-        elif match := _RETURN.fullmatch(line):
-            outputs = tuple((label, ref) for label, _, ref in (part.partition("=") for part in _list(match["outputs"])))
-        elif match := _NODE.fullmatch(line):
-            epilogue = _op(match["epilogue"], match["epilogue_settings"], ops) if match["epilogue"] else None
-            op = _op(match["op"], match["settings"], ops)
-            members = _list(match["members"] or "")
-            nodes.append(Node(match["name"], op, _list(match["inputs"]), _types(match["types"]), epilogue, members))
-        elif line != "}":
-            raise GraphTextError(f"line {number}: not a line of a graph: {line!r}")
+        try:
+            if match := _HEAD.fullmatch(line):
+                name = match["name"]
+                entries = _list(match["inputs"])
+                inputs = tuple(_named(entry) for entry in entries if not entry.startswith("$"))
+                scalars = tuple(entry[1:] for entry in entries if entry.startswith("$"))
+            elif match := _PARAM.fullmatch(line):
+                params.append((match["name"], parse_type(match["type"])))
+            elif match := _RETURN.fullmatch(line):
+                outputs = tuple(
+                    (label, ref) for label, _, ref in (part.partition("=") for part in _list(match["outputs"]))
+                )
+            elif match := _NODE.fullmatch(line):
+                epilogue = _op(match["epilogue"], match["epilogue_settings"], ops) if match["epilogue"] else None
+                op = _op(match["op"], match["settings"], ops)
+                members = _list(match["members"] or "")
+                nodes.append(Node(match["name"], op, _list(match["inputs"]), _types(match["types"]), epilogue, members))
+            elif line != "}":
+                raise GraphTextError(f"not a line of a graph: {line!r}")
+        except GraphTextError as error:
+            raise GraphTextError(f"line {number}: {error}") from None
     return Graph(name, inputs, tuple(params), tuple(nodes), outputs, scalars)
 
 
