@@ -5,7 +5,7 @@ its second output. `@mlp.up` is a parameter, and `$norm_scale` is a number that 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -548,6 +548,16 @@ def rename(graph: Graph, names: Mapping[str, str]) -> Graph:
 
     nodes = tuple(replace(node, inputs=tuple(map(other, node.inputs))) for node in graph.nodes)
     return replace(graph, nodes=nodes, outputs=tuple((label, other(ref)) for label, ref in graph.outputs))
+
+
+def needed(nodes: Sequence[Node], refs: Iterable[str]) -> tuple[Node, ...]:
+    """Returns the nodes, in order, that the values `refs` depend on."""
+    names, chosen = set(map(node_of, refs)), list[Node]()
+    for node in reversed(nodes):
+        if node.name in names:
+            names |= set(map(node_of, node.inputs))
+            chosen.append(node)
+    return tuple(reversed(chosen))
 
 
 def walk(graphs: Mapping[str, Graph], start: Graph) -> Iterator[Graph]:

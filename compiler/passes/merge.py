@@ -6,9 +6,10 @@ variants have is common; other nodes are guarded. Values that replace each other
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from itertools import chain, count, pairwise
+from typing import ClassVar, Literal
 
-from specc.compiler.ir.graph import Dim, Graph, Named, Node, Op, TensorType, output_refs
+from specc.compiler.ir.graph import Dim, Graph, Node, Op, TensorType, output_refs
 from specc.compiler.ops.dropout import Dropout
 
 NONE = "None"  # the value of an argument that a variant does not have
@@ -35,7 +36,7 @@ class Slot:
 
     name: str
     nodes: Mapping[int, Node]
-    inputs: tuple[Operand, ...]
+    inputs: tuple[Operand, ...] = ()
 
     @property
     def where(self) -> Where:
@@ -53,6 +54,11 @@ class Slot:
     @property
     def outputs(self) -> tuple[str, ...]:
         return output_refs(self.name, len(self.node.types))
+
+    def columns(self, side: Literal["inputs", "outputs"]) -> Iterator[dict[int, str]]:
+        """Yields, for each input or each output, its ref in each variant."""
+        for refs in zip(*(getattr(node, side) for node in self.nodes.values()), strict=True):
+            yield dict(zip(self.nodes, refs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -75,28 +81,37 @@ class Merged:
     def every(self) -> Where:
         return frozenset(range(len(self.variants)))
 
-    def inputs(self) -> Iterator[tuple[str, TensorType, Where]]:
-        """Yields each input with its type and the variants that have it. Inputs that all variants have come first."""
-        found: dict[str, tuple[TensorType, set[int]]] = {}
+    def inputs(self) -> Sequence[tuple[str, TensorType, Where]]:
+        """Returns each input with its type and the variants that have it. Inputs that all variants have come first."""
+        entries: dict[str, tuple[TensorType, set[int]]] = {}
         for variant, graph in enumerate(self.variants):
             for name, type in graph.inputs:
-                found.setdefault(name, (type, set()))[1].add(variant)
-        entries = [(name, type, frozenset(where)) for name, (type, where) in found.items()]
-        yield from sorted(entries, key=lambda entry: entry[2] != self.every)
+                entries.setdefault(name, (type, set()))[1].add(variant)
+        inputs = [(name, type, frozenset(where)) for name, (type, where) in entries.items()]
+        return sorted(inputs, key=lambda entry: entry[2] != self.every)
 
-    def params(self) -> Iterator[tuple[Named, Where]]:
-        """Yields each parameter with the variants that read it."""
-        found: dict[Named, set[int]] = {}
-        for variant, graph in enumerate(self.variants):
-            for entry in graph.params:
-                found.setdefault(entry, set()).add(variant)
-        return ((entry, frozenset(where)) for entry, where in found.items())
+    def operands(self) -> Iterator[tuple[int, Operand]]:
+        """Yields every operand with the index of the slot that reads it. The outputs are read after all slots."""
+        yield from ((i, operand) for i, slot in enumerate(self.slots) for operand in slot.inputs)
+        yield from ((len(self.slots) + 1, operand) for _, operand in self.outputs)
+
+    def type(self, ref: str, where: Where) -> TensorType:
+        """Returns the type of a value that the variants `where` have."""
+        types = (slot.node.types[slot.outputs.index(ref)] for slot in self.slots if ref in slot.outputs)
+        return next(types, None) or self.variants[min(where)].types[ref]
 
 
 def merge(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
     """Merges graphs that were lowered from similar parts, and lets their values share variables. Arguments are those of
     `align`."""
-    return _named(align(graphs, labels, kind))
+    merged = align(graphs, labels, kind)
+    for _ in range(len(merged.slots) * 4 + 16):  # each round resolves one conflict
+        variables = _Variables(merged)
+        conflict = variables.join()
+        if conflict is None:
+            return replace(merged, variables=variables.roots())
+        merged = _with_move(merged, variables.made, *conflict)
+    raise AssertionError("values of merged graphs have no variables")
 
 
 def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Kind | None = None) -> Merged:
@@ -108,54 +123,38 @@ def align(graphs: Sequence[Graph], labels: Sequence[str] | None = None, kind: Ki
         labels: The outputs to return, or None for all. A variant may lack some of them.
         kind: A further key that must be equal for two nodes to be merged, e.g. their kernel.
     """
-    slots = _aligned(graphs, kind)
-    wanted = dict.fromkeys(label for graph in graphs for label, _ in graph.outputs if labels is None or label in labels)
-    while True:
-        values = _values(graphs, slots)
-        made = _unified(graphs, slots, values)
-        if (ordered := _ordered(graphs, made)) is not None:
-            break
-        _split(slots)
-    values = {(v, ref): out for slot in ordered for v, node in slot.nodes.items() for ref, out in _pairs(slot, node)}
-    outputs = []
-    for label in wanted:
-        refs = {v: dict(graph.outputs)[label] for v, graph in enumerate(graphs) if label in dict(graph.outputs)}
-        outputs.append((label, _operand({v: values.get((v, ref), ref) for v, ref in refs.items()})))
-    return Merged(tuple(graphs), tuple(ordered), tuple(outputs))
+    groups = _matched(graphs, kind)
+    while (slots := _ordered(graphs, _united(graphs, groups))) is None:
+        # the orders of the variants contradict each other: the first shared node is separated
+        at = next(i for i, nodes in enumerate(groups) if len(nodes) > 1)
+        groups[at : at + 1] = [{variant: node} for variant, node in groups[at].items()]
+    values = _values(slots)
+    outputs: dict[str, dict[int, str]] = {}
+    for variant, graph in enumerate(graphs):
+        for label, ref in graph.outputs:
+            if labels is None or label in labels:
+                outputs.setdefault(label, {})[variant] = values.get((variant, ref), ref)
+    return Merged(tuple(graphs), tuple(slots), tuple((label, _operand(refs)) for label, refs in outputs.items()))
 
 
 # Matching of nodes.
 
 
-@dataclass
-class _Draft:
-    """A slot under construction."""
-
-    nodes: dict[int, Node]
-    key: object
-
-
-def _aligned(graphs: Sequence[Graph], kind: Kind | None) -> list[_Draft]:
-    """Returns one draft for all nodes of a key, in an order close to that of each graph."""
-    drafts: list[_Draft] = []
-    table: dict[object, _Draft] = {}
+def _matched(graphs: Sequence[Graph], kind: Kind | None) -> list[dict[int, Node]]:
+    """Returns the nodes of each key, by variant, in an order close to that of each graph."""
+    keys: list[object] = []
+    groups: dict[object, dict[int, Node]] = {}
     for variant, graph in enumerate(graphs):
         at = 0
         for node in graph.nodes:
-            key = _key(graph, node, kind)
-            draft = table.get(key)
-            if draft is None:
-                draft = table[key] = _Draft({}, key)
-                drafts.insert(at, draft)
-            draft.nodes[variant] = node
-            at = max(at, drafts.index(draft) + 1)
-    return drafts
-
-
-def _key(graph: Graph, node: Node, kind: Kind | None) -> tuple[object, ...]:
-    params = tuple(ref if ref[0] in "@$" else "" for ref in node.inputs)
-    types = tuple((_tokens(type.shape), type.dtype) for type in node.types)
-    return node.name, node.op, node.epilogue, params, types, kind(graph, node) if kind is not None else None
+            params = tuple(ref if ref[0] in "@$" else "" for ref in node.inputs)
+            types = tuple((_tokens(type.shape), type.dtype) for type in node.types)
+            key = node.name, node.op, node.epilogue, params, types, kind and kind(graph, node)
+            if key not in groups:
+                keys.insert(at, key)
+            groups.setdefault(key, {})[variant] = node
+            at = max(at, keys.index(key) + 1)
+    return [groups[key] for key in keys]
 
 
 def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -163,69 +162,47 @@ def _tokens(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
     return tuple("T" if dim == 1 else dim for dim in shape)
 
 
-def _split(drafts: list[_Draft]) -> None:
-    """Splits the first draft that several variants share, because the orders of the variants contradict each other."""
-    shared = next(draft for draft in drafts if len(draft.nodes) > 1)
-    at = drafts.index(shared)
-    drafts[at : at + 1] = [_Draft({variant: node}, (shared.key, variant)) for variant, node in shared.nodes.items()]
+def _united(graphs: Sequence[Graph], groups: Sequence[Mapping[int, Node]]) -> list[Slot]:
+    """Returns a slot for each group of nodes. Slots of different variants that compute the same from the same values
+    are united."""
+    groups = list(groups)
+    while True:
+        slots: list[Slot] = []
+        taken = {name for graph in graphs for name, _ in graph.inputs}  # one variant's input may be another's node
+        for nodes in groups:
+            slots.append(Slot(free([next(iter(nodes.values())).name], taken.__contains__), nodes))
+            taken.add(slots[-1].name)
+        values = _values(slots)
+        slots = [replace(slot, inputs=_operands(slot.nodes, values)) for slot in slots]
+        twins = ((i, j) for i, slot in enumerate(slots) for j in range(i) if _equal(slot, slots[j]))
+        i, j = next(twins, (0, 0))
+        if not i:
+            return slots
+        groups[j] = {**groups[j], **groups.pop(i)}
 
 
-def _values(graphs: Sequence[Graph], drafts: Sequence[_Draft]) -> dict[tuple[int, str], str]:
-    """Returns the merged name of every value of every variant. An input of one variant may be a node of another, so no
-    node gets the name of an input."""
-    values: dict[tuple[int, str], str] = {}
-    taken = {name for graph in graphs for name, _ in graph.inputs}
-    for draft in drafts:
-        node = next(iter(draft.nodes.values()))
-        name = next(name for i in range(len(drafts) + 1) if (name := f"{node.name}{'~' * i}") not in taken)
-        taken.add(name)
-        for variant, own in draft.nodes.items():
-            for ref, out in zip(own.outputs, output_refs(name, len(own.types)), strict=True):
-                values[variant, ref] = out
-    return values
-
-
-def _unified(graphs: Sequence[Graph], drafts: Sequence[_Draft], values: dict[tuple[int, str], str]) -> list[Slot]:
-    """Returns the slots of the drafts. Slots of different variants that compute the same from the same values are
-    merged. Updates `values`."""
-    slots: list[Slot] = []
-    for draft in drafts:
-        first = next(iter(draft.nodes))
-        name = values[first, draft.nodes[first].name]
-        slots.append(Slot(name, draft.nodes, _operands(draft.nodes, values)))
-    done = False
-    while not done:
-        done = True
-        for i, slot in enumerate(slots):
-            if (twin := next((other for other in slots[:i] if _equal(graphs, slot, other)), None)) is not None:
-                both = replace(twin, nodes={**twin.nodes, **slot.nodes})
-                for variant, node in slot.nodes.items():
-                    values |= {(variant, ref): out for ref, out in zip(node.outputs, both.outputs, strict=True)}
-                slots[slots.index(twin)] = both
-                del slots[i]
-                slots = [replace(one, inputs=_operands(one.nodes, values)) for one in slots]
-                done = False
-                break
-    return slots
-
-
-def _equal(graphs: Sequence[Graph], slot: Slot, other: Slot) -> bool:
-    """Whether two slots of different variants are the same computation under two names."""
-    same = all(
-        getattr(slot.node, field) == getattr(other.node, field) for field in ("op", "epilogue", "types")
-    ) and len(slot.inputs) == len(other.inputs)
-    if not same or slot.where & other.where or slot.node.op.in_place:
+def _equal(slot: Slot, other: Slot) -> bool:
+    """Returns whether two slots of different variants are the same computation under two names."""
+    a, b = slot.node, other.node
+    if slot.where & other.where or a.op.in_place or (a.op, a.epilogue, a.types) != (b.op, b.epilogue, b.types):
         return False
-    pairs = list(zip(slot.inputs, other.inputs, strict=True))
-    return bool(pairs) and all(len(a) == len(b) == 1 and a[0][0] == b[0][0] for a, b in pairs)
+    refs = [[[ref for ref, _ in operand] for operand in inputs] for inputs in (slot.inputs, other.inputs)]
+    return bool(refs[0]) and refs[0] == refs[1] and all(len(operand) == 1 for operand in refs[0])
+
+
+def _values(slots: Sequence[Slot]) -> Mapping[tuple[int, str], str]:
+    """Maps each variant and value of a node in it to the merged value."""
+    return {
+        (variant, ref): value
+        for slot in slots
+        for variant, node in slot.nodes.items()
+        for ref, value in zip(node.outputs, slot.outputs, strict=True)
+    }
 
 
 def _operands(nodes: Mapping[int, Node], values: Mapping[tuple[int, str], str]) -> tuple[Operand, ...]:
-    count = len(next(iter(nodes.values())).inputs)
-    return tuple(
-        _operand({v: values.get((v, node.inputs[i]), node.inputs[i]) for v, node in nodes.items()})
-        for i in range(count)
-    )
+    refs = {v: [values.get((v, ref), ref) for ref in node.inputs] for v, node in nodes.items()}
+    return tuple(_operand(dict(zip(refs, column, strict=True))) for column in zip(*refs.values(), strict=True))
 
 
 def _operand(by_variant: Mapping[int, str]) -> Operand:
@@ -235,8 +212,10 @@ def _operand(by_variant: Mapping[int, str]) -> Operand:
     return tuple((ref, frozenset(where)) for ref, where in refs.items())
 
 
-def _pairs(slot: Slot, node: Node) -> Iterator[tuple[str, str]]:
-    return zip(node.outputs, slot.outputs, strict=True)
+def free(options: Sequence[str], taken: Callable[[str], bool]) -> str:
+    """Returns the first option that is not taken, else the last option with a number from 2 on."""
+    numbered = (f"{options[-1]}_{i}" for i in count(2))
+    return next(option for option in chain(options, numbered) if not taken(option))
 
 
 # Order of the merged nodes.
@@ -245,97 +224,63 @@ def _pairs(slot: Slot, node: Node) -> Iterator[tuple[str, str]]:
 def _ordered(graphs: Sequence[Graph], slots: Sequence[Slot]) -> list[Slot] | None:
     """Returns the slots in a topological order that groups slots of equal variants, or None if there is no such
     order."""
-    behind = _precedence(graphs, slots)
-    every = frozenset(range(len(graphs)))
-    current, done = every, list[Slot]()
+    before = _precedence(graphs, slots)
+    current = every = frozenset(range(len(graphs)))
+    ordered: list[Slot] = []
     names: set[str] = set()
     left = list(slots)
     while left:
-        ready = [slot for slot in left if behind[slot.name] <= names]
+        ready = [slot for slot in left if before[slot.name] <= names]
         if not ready:
             return None
-        same = [slot for slot in ready if slot.where == current]
-        opposite = [slot for slot in ready if slot.where == every - current]
-        chosen = (same or opposite or ready)[0]
+        chosen = min(ready, key=lambda slot: (slot.where != current, slot.where != every - current))
         current = chosen.where
         left.remove(chosen)
-        done.append(chosen)
+        ordered.append(chosen)
         names.add(chosen.name)
-    return done
+    return ordered
 
 
-def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> dict[str, set[str]]:
+def _precedence(graphs: Sequence[Graph], slots: Sequence[Slot]) -> Mapping[str, set[str]]:
     """Returns the names of the slots that must precede each slot.
 
     These are the slots it reads, the readers of a state before that state is updated in place, and for a slot that
     draws random numbers the slots that draw before it.
     """
     makers = {ref: slot.name for slot in slots for ref in slot.outputs}
-    behind = {
+    before = {
         slot.name: {makers[ref] for operand in slot.inputs for ref, _ in operand if ref in makers} for slot in slots
     }
-    of = {(variant, node.name): slot.name for slot in slots for variant, node in slot.nodes.items()}
+    slot_of = {(variant, node.name): slot.name for slot in slots for variant, node in slot.nodes.items()}
     for variant, graph in enumerate(graphs):
-        drawn = ""
+        names = [slot_of[variant, node.name] for node in graph.nodes]
         for i, node in enumerate(graph.nodes):
-            if node.op.in_place:
-                for other in graph.nodes[:i]:
-                    if node.inputs[0] in other.inputs:
-                        behind[of[variant, node.name]].add(of[variant, other.name])
-                for other in graph.nodes[i + 1 :]:
-                    if node.inputs[0] in other.inputs:
-                        behind[of[variant, other.name]].add(of[variant, node.name])
-            if isinstance(node.op, Dropout):
-                behind[of[variant, node.name]] |= {drawn} - {""}
-                drawn = of[variant, node.name]
-    return behind
+            for j, other in enumerate(graph.nodes if node.op.in_place else ()):
+                if i != j and node.inputs[0] in other.inputs:
+                    before[names[max(i, j)]].add(names[min(i, j)])
+        draws = [name for name, node in zip(names, graph.nodes, strict=True) if isinstance(node.op, Dropout)]
+        for first, second in pairwise(draws):
+            before[second].add(first)
+    return before
 
 
 # Assignment of values to variables.
 
 
-def _named(merged: Merged) -> Merged:
-    """Returns the merged graph with shared variables for values that replace each other across variants. If such a
-    value is still live when another is computed, it is moved to a variable of its own."""
-    slots, outputs = list(merged.slots), list(merged.outputs)
-    variables = _Variables(merged)
-    for _ in range(len(slots) * 4 + 16):  # each round resolves one conflict
-        variables = _Variables(replace(merged, slots=tuple(slots), outputs=tuple(outputs)))
-        conflict = variables.settle()
-        if conflict is None:
-            return replace(merged, slots=tuple(slots), outputs=tuple(outputs), variables=variables.roots())
-        operand, ref, where = conflict
-        others = [variables.made[other] for other, _ in operand if other != ref and other != NONE]
-        name = next(
-            n
-            for i in range(len(slots) + 2)
-            if (n := f"{others and _base(operand, ref)}.else{'~' * i}") not in variables.made
-        )
-        kind = TensorType((), "f32") if ref == NONE else _type_of(merged, slots, ref, min(where))
-        node = Node(name, Move(), (ref,), (kind,))
-        move = Slot(name, dict.fromkeys(where, node), (((ref, where),),))
-        slots.insert(max((*others, variables.made.get(ref, -1)), default=-1) + 1, move)
-        moved = tuple((name if one == ref else one, variants) for one, variants in operand)
-        slots = [
-            slot
-            if slot is move
-            else replace(slot, inputs=tuple(moved if one == operand else one for one in slot.inputs))
-            for slot in slots
-        ]
-        outputs = [(label, moved if one == operand else one) for label, one in outputs]
-    raise AssertionError("values of merged graphs have no variables")
-
-
-def _base(operand: Operand, ref: str) -> str:
-    """Returns the name of the value that a moved value replaces."""
-    return next(other for other, _ in operand if other not in (ref, NONE)).replace(":", ".")
-
-
-def _type_of(merged: Merged, slots: Sequence[Slot], ref: str, variant: int) -> TensorType:
-    for slot in slots:
-        if ref in slot.outputs:
-            return slot.node.types[slot.outputs.index(ref)]
-    return merged.variants[variant].types[ref]
+def _with_move(merged: Merged, made: Mapping[str, int], operand: Operand, ref: str, where: Where) -> Merged:
+    """Returns the merged graph in which one value of an operand, still live when another is computed, is moved to a
+    variable of its own."""
+    others = [other for other, _ in operand if other not in (ref, NONE)]
+    name = free([f"{others[0].replace(':', '.')}.else"], made.__contains__)
+    type = TensorType((), "f32") if ref == NONE else merged.type(ref, where)
+    move = Slot(name, dict.fromkeys(where, Node(name, Move(), (ref,), (type,))), (((ref, where),),))
+    at = max(made.get(other, -1) for other in (*others, ref)) + 1
+    moved = tuple((name if other == ref else other, variants) for other, variants in operand)
+    slots = [
+        replace(slot, inputs=tuple(moved if read == operand else read for read in slot.inputs)) for slot in merged.slots
+    ]
+    outputs = tuple((label, moved if read == operand else read) for label, read in merged.outputs)
+    return replace(merged, slots=(*slots[:at], move, *slots[at:]), outputs=outputs)
 
 
 class _Variables:
@@ -343,47 +288,37 @@ class _Variables:
     variant."""
 
     def __init__(self, merged: Merged) -> None:
-        self.merged = merged
-        self.made = {ref: i for i, slot in enumerate(merged.slots) for ref in slot.outputs}
-        self.where = {ref: slot.where for slot in merged.slots for ref in slot.outputs}
-        for name, _, where in merged.inputs():
-            self.made[name], self.where[name] = -1, where
-        self.last: dict[tuple[str, int], int] = {}
-        self.operands: list[Operand] = []
+        self.made = {name: -1 for name, _, _ in merged.inputs()}
+        self.where = {name: where for name, _, where in merged.inputs()}
         for i, slot in enumerate(merged.slots):
-            self._read(slot.inputs, i)
-        self._read([operand for _, operand in merged.outputs], len(merged.slots) + 1)
+            self.made |= dict.fromkeys(slot.outputs, i)
+            self.where |= dict.fromkeys(slot.outputs, slot.where)
+        self.last = {(ref, v): at for at, operand in merged.operands() for ref, where in operand for v in where}
+        self.operands = [operand for _, operand in merged.operands() if len(operand) > 1]
         self.sets: dict[str, set[str]] = {}
 
-    def _read(self, operands: Sequence[Operand], at: int) -> None:
-        self.operands += [operand for operand in operands if len(operand) > 1]
-        for operand in operands:
-            for ref, where in operand:
-                self.last |= {(ref, variant): at for variant in where}
-
-    def settle(self) -> tuple[Operand, str, Where] | None:
+    def join(self) -> tuple[Operand, str, Where] | None:
         """Joins the values of every operand. Returns the first value that cannot be joined, as its operand, ref and
         variants, or None if all can."""
         for operand in self.operands:
-            refs = sorted((one for one in operand if one[0] != NONE), key=lambda one: -self.made[one[0]])
-            if lacking := [one for one in operand if one[0] == NONE]:
+            refs = sorted((entry for entry in operand if entry[0] != NONE), key=lambda entry: -self.made[entry[0]])
+            if lacking := [entry for entry in operand if entry[0] == NONE]:
                 (other, _), *more = refs
                 if more or self.made[other] != -1:
                     return operand, *lacking[0]
             base = self.sets.setdefault(refs[0][0], {refs[0][0]})
             for ref, where in refs[1:]:
-                other_set = self.sets.setdefault(ref, {ref})
-                if other_set is base:
+                joined = self.sets.setdefault(ref, {ref})
+                if joined is base:
                     continue
-                if any(self._meet(a, b) for a in base for b in other_set):
+                if any(self._meet(a, b) for a in base for b in joined):
                     return operand, ref, where
-                base |= other_set
-                for member in other_set:
-                    self.sets[member] = base
+                base |= joined
+                self.sets |= dict.fromkeys(joined, base)
         return None
 
     def _meet(self, a: str, b: str) -> bool:
-        """Whether both values are live at once in some variant."""
+        """Returns whether both values are live at once in some variant."""
         if self.made[a] == self.made[b] == -1:
             return True  # every input has a variable of its own
         return any(
@@ -394,7 +329,7 @@ class _Variables:
     def roots(self) -> Mapping[str, str]:
         """Returns every value that shares a variable -> the first value of that variable, an input if there is one."""
         return {
-            ref: min(members, key=lambda one: (self.made[one], one))
+            ref: min(members, key=lambda member: (self.made[member], member))
             for ref, members in self.sets.items()
             if len(members) > 1
         }

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specc.compiler.ir.graph import Graph, Node, Op, TensorType, node_of, output_refs, rename
-from specc.compiler.passes.merge import NONE, Kind, Merged, Slot, Where, align, merge
+from specc.compiler.ir.graph import Graph, Node, Op, TensorType, needed, node_of, output_refs, rename
+from specc.compiler.passes.merge import NONE, Kind, Merged, Slot, Where, align, free, merge
 from specc.compiler.passes.roll import STATES, Loop
 
 WORTH = 3  # a section without a loop over blocks becomes a method only if it has more nodes than this
@@ -51,89 +51,75 @@ def outline(
     taken: frozenset[str],
     reserved: frozenset[str],
     kind: Kind,
-    told: Callable[[str, Merged], bool] = lambda name, merged: True,
+    distinguishes: Callable[[str, Merged], bool],
 ) -> Outlined:
     """Moves common parts of programs into methods.
 
     Args:
-        graphs: the programs, rolled and aligned.
-        sides: first words of nodes that name a side of the model.
-        taken: names of methods that the model has.
-        reserved: names that no argument may have.
-        kind: what two nodes have to have in common to be one, besides what they compute.
-        told: whether a method of that name can tell its variants apart. Programs that no method can be shared by are
-            left to those that fewer of them share.
+        graphs: The programs, rolled and aligned.
+        sides: First words of nodes that name a side of the model.
+        taken: The names of the model's methods.
+        reserved: Names that no argument may have.
+        kind: A further key that must be equal for two nodes to be merged.
+        distinguishes: Returns whether the method of a name can distinguish its variants. If it cannot, a part that
+            fewer programs have in common is tried.
     """
     programs = list(graphs)
     methods: dict[str, Merged] = {}
-    done: set[Where] = set()
+    tried: set[Where] = set()
     replaced: set[str] = set()
     while True:
         merged = align(programs, kind=kind)
-        chosen = next(
-            (
-                (where, slots)
-                for where in _candidates(merged)
-                if where not in done and (slots := _section(merged, where)) and _worth(slots)
-            ),
-            None,
-        )
-        if chosen is None:
-            left = tuple(graph for graph in programs if graph.name not in replaced)
-            return Outlined(left, methods)
-        where, slots = chosen
-        done.add(where)
-        whole = [
-            v
-            for v in where
-            if len(programs[v].nodes) == sum(v in slot.nodes for slot in slots)
-            and not any(label.startswith(STATES) for label, _ in programs[v].outputs)
-        ]
-        name = programs[whole[0]].name if whole else _method_name(slots, sides, taken | methods.keys())
-        section = _Section(merged, where, slots, name, sides, reserved, tuple(programs[v] for v in whole[:1]))
-        if not section.complete:
-            continue
+        shared = dict.fromkeys(slot.where for slot in merged.slots if len(slot.where) > 1)
+        candidates = sorted((where for where in shared if where not in tried), key=len, reverse=True)
+        sections = ((where, _section(merged, where)) for where in candidates)
+        where, slots = next(((where, slots) for where, slots in sections if _worth(slots)), (frozenset[int](), ()))
+        if not slots:
+            return Outlined(tuple(graph for graph in programs if graph.name not in replaced), methods)
+        tried.add(where)
+        whole = next((v for v in sorted(where) if _is_section(programs[v], v, slots)), None)
+        name = programs[whole].name if whole is not None else _method_name(slots, sides, taken | methods.keys())
+        section = _Section(merged, where, slots, name, sides, reserved, whole)
+        if any(refs.keys() < where for refs in section.returned.values()):
+            continue  # a program does not compute all that the method returns
         method = merge(section.bodies(), kind=kind)
-        if not told(name, method):
+        if not distinguishes(name, method):
             continue
         methods[name] = method
         for variant in where:
             programs[variant] = section.calling(variant)
-        replaced |= {programs[variant].name for variant in whole[:1]}
-
-
-def _candidates(merged: Merged) -> Sequence[Where]:
-    """Returns the sets of at least two programs that have a node in common, larger sets first."""
-    found = dict.fromkeys(slot.where for slot in merged.slots if len(slot.where) > 1)
-    return sorted(found, key=lambda where: -len(where))
+        replaced |= {programs[whole].name} if whole is not None else set()
 
 
 def _worth(slots: Sequence[Slot]) -> bool:
     return any(isinstance(slot.node.op, Loop) for slot in slots) or len(slots) > WORTH
 
 
+def _is_section(graph: Graph, variant: int, slots: Sequence[Slot]) -> bool:
+    """Returns whether a program consists of the slots and returns no state."""
+    stated = any(label.startswith(STATES) for label, _ in graph.outputs)
+    return not stated and len(graph.nodes) == sum(variant in slot.nodes for slot in slots)
+
+
 def _section(merged: Merged, where: Where) -> Sequence[Slot]:
     """Returns the slots that the programs `where` have in common, and slots that only some of them run between common
     slots or on the values that common slots read."""
     slots = [slot for slot in merged.slots if slot.where <= where]
-    makers = {ref: slot for slot in slots for ref in slot.outputs}
-    common = [slot for slot in slots if slot.where == where and not isinstance(slot.node.op, Section)]
-    own = {slot.name for slot in common}
-    read = {ref for slot in common for operand in slot.inputs for ref, _ in operand}
-    inputs = {name for name, _, _ in merged.inputs()} & read
-    before: set[str] = set()  # transitive producers of the common nodes
+    makers = {ref: slot.name for slot in slots for ref in slot.outputs}
+    read = {slot.name: {ref for operand in slot.inputs for ref, _ in operand} for slot in slots}
+    chosen = {slot.name for slot in slots if slot.where == where and not isinstance(slot.node.op, Section)}
+    inputs = {name for name, _, _ in merged.inputs()} & {ref for name in chosen for ref in read[name]}
+    producers: set[str] = set()  # transitive producers of the common nodes
     for slot in reversed(slots):
-        if slot.name in own or slot.name in before:
-            before |= {makers[ref].name for operand in slot.inputs for ref, _ in operand if ref in makers}
-    chosen = set(own)
+        if slot.name in chosen | producers:
+            producers |= {makers[ref] for ref in read[slot.name] if ref in makers}
     for slot in slots:
-        refs = {ref for operand in slot.inputs for ref, _ in operand}
-        inside = {ref for ref in refs if ref in makers and makers[ref].name in chosen}
+        refs = read[slot.name]
+        inside = {ref for ref in refs if makers.get(ref) in chosen}
         state = {ref for ref in refs if ref.startswith(STATES)}
-        ahead = slot.name in before and not isinstance(slot.node.op, Section)
-        if (ahead and (inside or refs & (inputs - state))) or (
-            slot.node.op.in_place and refs - inside - inputs <= state
-        ):
+        ahead = slot.name in producers and not isinstance(slot.node.op, Section)
+        updates = slot.node.op.in_place and refs - inside - inputs <= state
+        if updates or (ahead and (inside or refs & (inputs - state))):
             chosen.add(slot.name)
     return [slot for slot in slots if slot.name in chosen]
 
@@ -141,13 +127,20 @@ def _section(merged: Merged, where: Where) -> Sequence[Slot]:
 def _method_name(slots: Sequence[Slot], sides: frozenset[str], taken: frozenset[str]) -> str:
     words = [slot.node.name.partition(".")[0] for slot in slots if "." in slot.node.name]
     side = next((f"{word}_features" for word in words[:1] if word in sides), "features")
-    made = _parts(slots[-1].node.name, sides)
-    names = (side, made[-1] if len(made) < 2 else made[1], "_".join(made), *(f"features_{i}" for i in range(2, 99)))
-    return next(name for name in names if name not in taken and name.isidentifier())
+    parts = _parts(slots[-1].node.name, sides)
+    options = (side, parts[-1] if len(parts) < 2 else parts[1], "_".join(parts), "features")
+    return free([name for name in options if name.isidentifier()], taken.__contains__)
 
 
 class _Section:
-    """One common part, with its inputs and outputs in each program."""
+    """A common part of several programs, with its inputs and outputs in each program.
+
+    Attributes:
+        own: The names of its nodes, by program.
+        inputs: Parameter -> the ref that each program passes. State is not a parameter; it is passed as a whole.
+        read: Label -> the ref of the output in each program that reads it outside the section.
+        returned: Label -> the ref of the output in each program that computes it.
+    """
 
     def __init__(
         self,
@@ -157,48 +150,41 @@ class _Section:
         name: str,
         sides: frozenset[str],
         reserved: frozenset[str],
-        whole: Sequence[Graph] = (),
+        whole: int | None,
     ) -> None:
-        self.reserved = reserved
-        self.merged, self.where, self.slots, self.name, self.sides = merged, where, slots, name, sides
+        self.merged, self.where, self.slots, self.name = merged, where, slots, name
+        self.sides, self.reserved = sides, reserved
         self.own = {variant: {slot.nodes[variant].name for slot in slots if variant in slot.nodes} for variant in where}
-        order = [name for graph in whole for name, _ in graph.inputs]  # a program that it replaces is called as before
-        variants = [merged.variants.index(graph) for graph in whole]
-        found = self._inputs()
-        places = {
-            name: next((order.index(passed[v]) for v in variants if passed.get(v) in order), len(order))
-            for name, passed in found.items()
-        }
-        self.inputs = {name: found[name] for name in sorted(found, key=lambda name: places[name])}
-        self.outputs = self._outputs()
-        self.returned = {label: self._returned(refs) for label, refs in self.outputs.items()}
+        self.inputs = self._inputs()
+        if whole is not None:  # the program that the method replaces is called as before
+            order = [name for name, _ in merged.variants[whole].inputs]
+            places = {n: order.index(r[whole]) if r.get(whole) in order else len(order) for n, r in self.inputs.items()}
+            self.inputs = {name: self.inputs[name] for name in sorted(places, key=lambda name: places[name])}
+        self.read = self._outputs()
+        self.returned = {label: self._computed(refs) for label, refs in self.read.items()}
 
     def _inputs(self) -> dict[str, dict[int, str]]:
-        """Returns parameter name -> ref that each program passes. State is not a parameter; it is passed as a whole."""
-        found: list[dict[int, str]] = []
-        for slot in self.slots:
-            for i in range(len(slot.inputs)):
-                outside = {
-                    variant: node.inputs[i]
-                    for variant, node in slot.nodes.items()
-                    if node_of(node.inputs[i]) not in self.own[variant] and node.inputs[i][0] not in "@$"
-                }
-                outside = {variant: ref for variant, ref in outside.items() if ref != NONE}
-                if not outside or all(ref.startswith(STATES) for ref in outside.values()):
-                    continue
-                while (known := next((one for one in found if _agree(one, outside)), None)) is not None:
-                    found.remove(known)
-                    outside = known | outside
-                found.append(outside)
+        passed: list[dict[int, str]] = []
+        for column in (column for slot in self.slots for column in slot.columns("inputs")):
+            refs = {
+                variant: ref
+                for variant, ref in column.items()
+                if node_of(ref) not in self.own[variant] and ref[0] not in "@$" and ref != NONE
+            }
+            if all(ref.startswith(STATES) for ref in refs.values()):
+                continue
+            while (known := next((known for known in passed if _agree(known, refs)), None)) is not None:
+                passed.remove(known)
+                refs = known | refs
+            passed.append(refs)
         names: dict[str, dict[int, str]] = {}
-        for one in found:
-            options = self._names(one)
-            names[next(option for option in options if option not in names)] = one
+        for refs in passed:
+            names[free(self._input_names(refs), names.__contains__)] = refs
         return names
 
-    def _names(self, passed: Mapping[int, str]) -> Sequence[str]:
-        """Returns candidate names of a parameter in order of preference: the most frequent of the names that its values
-        have in the programs and in the loops that read them."""
+    def _input_names(self, passed: Mapping[int, str]) -> Sequence[str]:
+        """Returns candidate names of a parameter, the most frequent first, of the names that its values have in the
+        programs and in the loops that read them."""
         options: list[str] = []
         for variant, ref in passed.items():
             graph = self.merged.variants[variant]
@@ -206,133 +192,104 @@ class _Section:
                 if isinstance(node.op, Loop) and node.name in self.own[variant] and ref in node.inputs[1:]:
                     options.append(node.op.names[node.inputs.index(ref, 1) - 1])
             if not ref.startswith(STATES):
-                options += _called(graph, ref, self.sides)[:1]
+                options += _names(graph, ref, self.sides)[:1]
         options = [option for option in options if option != "x" and option not in self.reserved] or ["value"]
-        options = sorted(options, key=lambda option: -options.count(option))
-        return [*options, *(f"{option}_{i}" for i in range(2, 99) for option in options[:1])]
+        return sorted(options, key=lambda option: -options.count(option))
 
     def _outputs(self) -> dict[str, dict[int, str]]:
-        """Returns the values that are read from outside: label -> ref in each program."""
         values: dict[tuple[str, int], dict[int, str]] = {}
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]
-            read = [ref for node in graph.nodes if node.name not in self.own[variant] for ref in node.inputs]
-            read += [ref for _, ref in graph.outputs]
+            read = {ref for node in graph.nodes if node.name not in self.own[variant] for ref in node.inputs}
+            read |= {ref for _, ref in graph.outputs}
             for slot in self.slots:
-                node = slot.nodes.get(variant)
-                for j, ref in enumerate(node.outputs if node is not None else ()):
-                    if ref in read and not (node is not None and node.op.in_place):
-                        values.setdefault((slot.name, j), {})[variant] = ref
-        merged: list[dict[int, str]] = []
-        for made in values.values():  # values that replace each other across programs are one output
-            twin = next((one for one in merged if not one.keys() & made.keys() and self._alike(one, made)), None)
-            if twin is None:
-                merged.append(made)
+                if variant in slot.nodes and not slot.node.op.in_place:
+                    for j, ref in enumerate(slot.nodes[variant].outputs):
+                        if ref in read:
+                            values.setdefault((slot.name, j), {})[variant] = ref
+        outputs: list[dict[int, str]] = []
+        for refs in values.values():  # values that replace each other across programs are one output
+            twins = (known for known in outputs if not known.keys() & refs.keys() and self._read_alike(known, refs))
+            if (twin := next(twins, None)) is not None:
+                twin |= refs
             else:
-                twin |= made
+                outputs.append(refs)
         names: dict[str, dict[int, str]] = {}
-        for one in merged:
-            variant, ref = next(iter(one.items()))
-            options = _called(self.merged.variants[variant], ref, self.sides)
-            names[next(option for option in options if option not in names)] = one
+        for refs in outputs:
+            variant, ref = next(iter(refs.items()))
+            names[free(_names(self.merged.variants[variant], ref, self.sides), names.__contains__)] = refs
         return names
 
-    @property
-    def complete(self) -> bool:
-        """Whether each program makes all that is returned."""
-        return all(refs.keys() >= self.where for refs in self.returned.values())
+    def _computed(self, refs: Mapping[int, str]) -> dict[int, str]:
+        """Returns an output in all programs that compute it, given its refs in those that read it."""
+        computed = dict(refs)
+        for column in (column for slot in self.slots for column in slot.columns("outputs")):
+            if column.items() & refs.items():
+                computed = column | computed
+        return computed
 
-    def _returned(self, read: Mapping[int, str]) -> dict[int, str]:
-        """The outputs of each program that some of the programs read."""
-        found = dict(read)
-        for slot in self.slots:
-            for j in range(len(slot.node.types)):
-                refs = {variant: node.outputs[j] for variant, node in slot.nodes.items()}
-                if any(refs.get(variant) == ref for variant, ref in read.items()):
-                    found = refs | found
-        return found
-
-    def _alike(self, one: Mapping[int, str], other: Mapping[int, str]) -> bool:
-        """Whether values of different programs are read by one merged node, as the same input."""
-        for slot in self.merged.slots:
-            for i in range(len(slot.inputs)):
-                refs = {variant: node.inputs[i] for variant, node in slot.nodes.items()}
-                if any(refs.get(v) == ref for v, ref in one.items()) and any(
-                    refs.get(v) == ref for v, ref in other.items()
-                ):
-                    return True
-        return False
+    def _read_alike(self, refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
+        """Returns whether values of different programs are read by one merged node, as the same input."""
+        columns = (column.items() for slot in self.merged.slots for column in slot.columns("inputs"))
+        return any(column & refs.items() and column & others.items() for column in columns)
 
     def bodies(self) -> list[Graph]:
         """Returns the section of each program as a graph."""
-        made = []
+        bodies = []
         for variant in sorted(self.where):
             graph = self.merged.variants[variant]
             nodes = tuple(node for node in graph.nodes if node.name in self.own[variant])
-            names = {passed[variant]: name for name, passed in self.inputs.items() if variant in passed}
+            names = {refs[variant]: name for name, refs in self.inputs.items() if variant in refs}
             read = {ref for node in nodes for ref in node.inputs}
-            types = graph.types
-            inputs = tuple((name, types[ref]) for ref, name in names.items())
+            inputs = tuple((name, graph.types[ref]) for ref, name in names.items())
             inputs += tuple((n, t) for n, t in graph.inputs if n.startswith(STATES) and n in read and n not in names)
             params = tuple(entry for entry in graph.params if f"@{entry[0]}" in read)
-            outputs = tuple((label, refs[variant]) for label, refs in self.returned.items() if variant in refs)
-            body = Graph(graph.name, inputs, params, nodes, outputs, graph.scalars)
-            made.append(rename(body, names))
-        return made
+            outputs = tuple((label, refs[variant]) for label, refs in self.returned.items())
+            bodies.append(rename(Graph(graph.name, inputs, params, nodes, outputs, graph.scalars), names))
+        return bodies
 
     def calling(self, variant: int) -> Graph:
         """Returns the program with its section replaced by a call."""
-        graph = self.merged.variants[variant]
+        graph, own = self.merged.variants[variant], self.own[variant]
         passed = {name: refs.get(variant, NONE) for name, refs in self.inputs.items()}
         optional = frozenset(name for name, refs in self.inputs.items() if refs.keys() != self.where)
-        labels = tuple(self.outputs)
-        refs = [outputs.get(variant, "") for outputs in self.outputs.values()]
-        types = tuple(graph.types[ref] if ref else TensorType((), "f32") for ref in refs)
-        given = set(passed.values())
         keeps = any(
             (isinstance(node.op, Loop) and (node.op.keeps or node.op.extends))
-            or any(ref.startswith(STATES) and ref not in given for ref in node.inputs)
+            or any(ref.startswith(STATES) and ref not in passed.values() for ref in node.inputs)
             for node in graph.nodes
-            if node.name in self.own[variant]
+            if node.name in own
         )
-        op = Section(self.name, tuple(passed), optional, labels, keeps)
+        refs = [refs.get(variant, "") for refs in self.read.values()]
+        types = tuple(graph.types[ref] if ref else TensorType((), "f32") for ref in refs)
+        op = Section(self.name, tuple(passed), optional, tuple(self.read), keeps)
         call = Node(self.name, op, tuple(passed.values()), types)
-        renamed = {ref: out for ref, out in zip(refs, output_refs(self.name, len(refs)), strict=True) if ref}
-        own = self.own[variant]
         first = next(i for i, node in enumerate(graph.nodes) if node.name in own)
-        before = graph.nodes[:first]
         rest = [node for node in graph.nodes[first:] if node.name not in own]
-        needed = {node_of(ref) for ref in call.inputs}
-        ahead: list[Node] = []
-        for node in reversed(rest):  # the producers of the call's arguments precede it
-            if node.name in needed:
-                ahead.insert(0, node)
-                needed |= {node_of(ref) for ref in node.inputs}
-        behind = [node for node in rest if node not in ahead]
-        nodes = (*before, *ahead, call, *behind)
-        used = {ref for node in nodes for ref in node.inputs}
-        inputs = tuple(e for e in graph.inputs if not e[0].startswith(STATES) or e[0] in used)
-        return rename(replace(graph, nodes=nodes, inputs=inputs), renamed)
+        ahead = needed(rest, call.inputs)  # the producers of the call's arguments precede it
+        nodes = (*graph.nodes[:first], *ahead, call, *(node for node in rest if node not in ahead))
+        read = {ref for node in nodes for ref in node.inputs}
+        inputs = tuple(entry for entry in graph.inputs if not entry[0].startswith(STATES) or entry[0] in read)
+        return rename(
+            replace(graph, nodes=nodes, inputs=inputs), dict(zip(refs, output_refs(self.name, len(refs)), strict=True))
+        )
 
 
-def _agree(one: Mapping[int, str], other: Mapping[int, str]) -> bool:
-    """Whether two parameters are the same: at least one program passes both, and every such program passes the same
-    value for both."""
-    both = one.keys() & other.keys()
-    return bool(both) and all(one[variant] == other[variant] for variant in both)
+def _agree(refs: Mapping[int, str], others: Mapping[int, str]) -> bool:
+    """Returns whether two parameters are the same: at least one program passes both, and every such program passes the
+    same value for both."""
+    both = refs.keys() & others.keys()
+    return bool(both) and all(refs[variant] == others[variant] for variant in both)
 
 
-def _called(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
+def _names(graph: Graph, ref: str, sides: frozenset[str]) -> Sequence[str]:
     """Returns names for a value, shorter names first: an input's own name, else the op's output label and parts of the
     node's path."""
     node = graph.by_name.get(node_of(ref))
     if node is None:
         return (ref.replace(".", "_"),)
-    parts = _parts(node.name, sides)
-    labels = node.op.output_labels
+    parts, labels = _parts(node.name, sides), node.op.output_labels
     label = [labels[node.outputs.index(ref)]] if labels else []
-    long = "_".join((*parts, *label))
-    return (*label, *parts[1:2], parts[0], long, *(f"{long}_{i}" for i in range(2, 99)))
+    return (*label, *parts[1:2], parts[0], "_".join((*parts, *label)))
 
 
 def _parts(name: str, sides: frozenset[str]) -> Sequence[str]:

@@ -244,7 +244,7 @@ def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], tables: Tab
     made: dict[str, Fact] = {}
     words = [{node.name.partition(".")[0] for node in graph.nodes} for graph in merged.variants]
     common = frozenset.intersection(*map(frozenset, words)) if words else frozenset()
-    holders = {path.partition(".")[0] for (path, _), _ in merged.params()}
+    holders = {path.partition(".")[0] for graph in merged.variants for path, _ in graph.params}
     groups: dict[frozenset[int], list[str]] = {}
     for name in dict.fromkeys(node.name for graph in merged.variants for node in graph.nodes):
         having = frozenset().union(*(layers[i] for i, graph in enumerate(merged.variants) if name in graph.by_name))

@@ -159,7 +159,7 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
     sides = _sides(programs)
     own = own_state(rolled)
     methods = Methods(plan, speller, blocks, tables, reserved, sides, tuple(name for name, _ in own))
-    outlined = outline(distinct, sides, _taken(programs), reserved, speller.kernel, methods.tells)
+    outlined = outline(distinct, sides, _taken(programs), reserved, speller.kernel, methods.distinguishes)
     shared: list[Function] = []
     asked: dict[str, tuple[str, ...]] = {}
     for name, merged in outlined.methods.items():
