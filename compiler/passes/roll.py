@@ -1,6 +1,6 @@
 """Rolls the calls of a stack of blocks, one call per block, into one node: a loop over a module list."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -64,7 +64,6 @@ class Begin(Op):
     inline: ClassVar[bool] = False
     at: str
     method: str
-    outputs: int
 
 
 def field_of(node: Node) -> str:
@@ -93,85 +92,70 @@ def roll(programs: Programs, graph: Graph) -> Graph:
     omitted."""
     graph = without_scoring_groups(programs, graph)
     nodes: list[Node] = []
-    outputs = dict(graph.outputs)
+    state = {name for name, _ in graph.inputs if name.startswith(STATES)}
+    outputs = {label: ref for label, ref in graph.outputs if label not in state}
     renamed: dict[str, str] = {}
     for run in _runs(graph.nodes):
-        if not field_of(run[0]):
+        place = field_of(run[0])
+        if not place:
             nodes.append(run[0])
         elif method_of(run[0]).startswith("begin"):
-            begin = _begin(run)
-            nodes.append(begin)
+            assert len({call.inputs for call in run}) == 1
+            begin = Begin(place, method_of(run[0]))
+            nodes.append(Node(f"{place}.begin", begin, run[0].inputs, run[0].types[:1]))
             made = {ref for call in run for ref in call.outputs}
-            gone = [label for label, ref in outputs.items() if ref in made]
-            outputs |= {f"state.{field_of(run[0])}": begin.name}
-            outputs = {label: ref for label, ref in outputs.items() if label not in gone}
+            outputs = {label: ref for label, ref in outputs.items() if ref not in made}
+            outputs[f"state.{place}"] = nodes[-1].name
         else:
-            loop = _loop(programs, graph, run)
-            nodes.append(loop)
-            renamed[run[-1].name] = loop.name
-    state = set(_stated(graph))
-    kept = {label: ref for label, ref in outputs.items() if not (label.startswith(STATES) and label in state)}
+            nodes.append(_loop(programs, run))
+            renamed[run[-1].name] = nodes[-1].name
     read = {ref for node in nodes for ref in node.inputs}
-    inputs = tuple(entry for entry in graph.inputs if not entry[0].startswith(STATES) or entry[0] in read)
-    rolled = replace(graph, inputs=inputs, nodes=tuple(nodes), outputs=tuple(kept.items()))
-    return rename(rolled, renamed)
-
-
-def _stated(graph: Graph) -> Iterator[str]:
-    """Yields the names of the inputs of a program that are state."""
-    return (name for name, _ in graph.inputs if name.startswith(STATES))
+    inputs = tuple(entry for entry in graph.inputs if entry[0] not in state or entry[0] in read)
+    return rename(replace(graph, inputs=inputs, nodes=tuple(nodes), outputs=tuple(outputs.items())), renamed)
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[Sequence[Node]]:
     """Yields the nodes in order, in runs. A run is a sequence of calls of blocks of one module list, or of calls that
     each read the value of the call before. Any other node is a run by itself."""
     run: list[Node] = []
-    for node in (*nodes, None):
-        place = field_of(node) if node is not None else ""
-        follows = node is not None and run and (place == field_of(run[0]) or node.inputs[:1] == (run[-1].name,))
-        if run and not (place and follows):
-            yield tuple(run)
+    for node in nodes:
+        place = field_of(node)
+        if run and not (place and (place == field_of(run[0]) or node.inputs[:1] == (run[-1].name,))):
+            yield run
             run = []
-        if node is not None and place:
-            run.append(node)
-        elif node is not None:
-            yield (node,)
+        run.append(node)
+        if not place:
+            yield run
+            run = []
+    if run:
+        yield run
 
 
-def _begin(calls: Sequence[Node]) -> Node:
-    assert len({call.inputs for call in calls}) == 1
-    place = field_of(calls[0])
-    op = Begin(place, method_of(calls[0]), len(calls[0].types))
-    return Node(f"{place}.begin", op, calls[0].inputs, calls[0].types[:1])
-
-
-def _loop(programs: Programs, graph: Graph, calls: Sequence[Node]) -> Node:
+def _loop(programs: Programs, calls: Sequence[Node]) -> Node:
     """Returns one loop node for `calls`. The first input of each block is the output of the block before it. Each other
     input must be the same value in every call that has it, the output of an earlier block, or the block's own state."""
     place = field_of(calls[0])
     blocks = [call for call in calls if field_of(call) == place]
     runs = tuple(map(index_of, blocks))
     numbers = {call.name: i for i, call in enumerate(blocks)}
-    given = [_arguments(programs, call) for call in blocks]
+    arguments = [_arguments(programs, call) for call in blocks]
     shared: dict[str, str] = {}
     some: dict[str, Layers] = {}
     earlier: dict[str, tuple[tuple[int, int], ...]] = {}
     keeps = False
-    for name in merged_order([list(one) for one in given])[1:]:
-        found = {i: one[name] for i, one in enumerate(given) if name in one}
-        refs = set(found.values())
+    for name in merged_order([list(passed) for passed in arguments])[1:]:
+        values = {i: passed[name] for i, passed in enumerate(arguments) if name in passed}
+        refs = set(values.values())
         if all(map(of_block, refs)):
             keeps = True
         elif refs <= numbers.keys():
-            earlier[name] = tuple((i, numbers[ref]) for i, ref in found.items())
+            earlier[name] = tuple((i, numbers[ref]) for i, ref in values.items())
         else:
             assert len(refs) == 1, "calls may differ only in their state and their skip"
             shared[name] = refs.pop()
-            if len(found) < len(blocks):
-                some[name] = tuple(sorted({runs[i] for i in found}))
-    joined = [(call, following) for call, following in pairwise(calls) if call.name not in numbers]
-    joins = tuple((numbers[after.name], (index_of(call), numbers[call.inputs[1]])) for call, after in joined)
-    methods = frozenset(map(method_of, blocks))
+            if len(values) < len(blocks):
+                some[name] = tuple(sorted({runs[i] for i in values}))
+    joined = [(call, after) for call, after in pairwise(calls) if call.name not in numbers]
     op = Loop(
         place,
         tuple(shared),
@@ -180,8 +164,8 @@ def _loop(programs: Programs, graph: Graph, calls: Sequence[Node]) -> Node:
         field_of(joined[0][0]) if joined else "",
         tuple((index_of(after), method_of(call)) for call, after in joined if method_of(call) != "forward"),
         runs,
-        joins,
-        methods,
+        tuple((numbers[after.name], (index_of(call), numbers[call.inputs[1]])) for call, after in joined),
+        frozenset(map(method_of, blocks)),
         keeps,
     )
     return Node(place, op, (calls[0].inputs[0], *shared.values()), calls[-1].types[:1])
@@ -210,44 +194,24 @@ def merged_order(orders: Sequence[Sequence[str]]) -> list[str]:
 
 
 def aligned(graphs: Sequence[Graph]) -> tuple[Graph, ...]:
-    """Returns rolled programs in which all loops over a list have the same inputs in the same order. An input that a
-    program does not have is `None`."""
-    places = dict.fromkeys(node.op.at for graph in graphs for node in graph.nodes if isinstance(node.op, Loop))
-    for place in places:
-        loops = [node.op for graph in graphs for node in graph.nodes if _is(node, place)]
-        names = tuple(merged_order([list(loop.names) for loop in loops if isinstance(loop, Loop)]))
-        joins = {entry for loop in loops if isinstance(loop, Loop) for entry in loop.join_methods}
-        values = {
-            name: ref
-            for graph in graphs
-            for node in graph.nodes
-            if _is(node, place) and isinstance(node.op, Loop)
-            for name, ref in zip(node.op.names, node.inputs[1:], strict=True)
-        }
-        graphs = [
-            replace(
-                graph,
-                nodes=tuple(
-                    _with(graph, node, names, joins, values) if _is(node, place) else node for node in graph.nodes
-                ),
-            )
-            for graph in graphs
-        ]
-    return tuple(graphs)
+    """Returns rolled programs in which all loops over a list have the same inputs in the same order.
 
+    An input that a loop lacks is the value that another program passes if its own program computes that value earlier,
+    else `None`.
+    """
+    loops = [(node.op, node.inputs) for graph in graphs for node in graph.nodes if isinstance(node.op, Loop)]
 
-def _is(node: Node, place: str) -> bool:
-    return isinstance(node.op, Loop) and node.op.at == place
+    def widened(graph: Graph, node: Node) -> Node:
+        if not isinstance(node.op, Loop):
+            return node
+        same = [(op, inputs) for op, inputs in loops if op.at == node.op.at]
+        names = tuple(merged_order([op.names for op, _ in same]))
+        joins = {entry for op, _ in same for entry in op.join_methods}
+        values = {name: ref for op, inputs in same for name, ref in zip(op.names, inputs[1:], strict=True)}
+        before = {ref for other in graph.nodes[: graph.nodes.index(node)] for ref in other.outputs}
+        passed = {name: ref if ref in before else NONE for name, ref in values.items()}
+        passed |= zip(node.op.names, node.inputs[1:], strict=True)
+        op = replace(node.op, names=names, join_methods=tuple(sorted(joins)))
+        return replace(node, op=op, inputs=(node.inputs[0], *(passed[name] for name in names)))
 
-
-def _with(
-    graph: Graph, node: Node, names: Sequence[str], joins: Collection[tuple[int, str]], values: Mapping[str, str]
-) -> Node:
-    """Returns the loop with the inputs `names`. An input it lacks is the value that another program passes if this
-    program computes it earlier, else `None`."""
-    assert isinstance(node.op, Loop)
-    given = dict(zip(node.op.names, node.inputs[1:], strict=True))
-    before = {ref for other in graph.nodes[: graph.nodes.index(node)] for ref in other.outputs}
-    inputs = [given.get(name, values[name] if values[name] in before else NONE) for name in names]
-    op = replace(node.op, names=tuple(names), join_methods=tuple(sorted(joins)))
-    return replace(node, op=op, inputs=(node.inputs[0], *inputs))
+    return tuple(replace(graph, nodes=tuple(widened(graph, node) for node in graph.nodes)) for graph in graphs)

@@ -58,8 +58,8 @@ class Methods:
     sides: frozenset[str]
     own: tuple[str, ...]  # the state outside of blocks, in order
 
-    def tells(self, name: str, merged: Merged) -> bool:
-        """Whether a method that several programs call can tell them apart."""
+    def distinguishes(self, name: str, merged: Merged) -> bool:
+        """Returns whether a method that several programs call can distinguish them."""
         try:
             self.shared(name, merged)
         except Untold:
