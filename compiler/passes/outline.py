@@ -254,7 +254,7 @@ class _Section:
         passed = {name: refs.get(variant, NONE) for name, refs in self.inputs.items()}
         optional = frozenset(name for name, refs in self.inputs.items() if refs.keys() != self.where)
         keeps = any(
-            (isinstance(node.op, Loop) and (node.op.keeps or node.op.extends))
+            (isinstance(node.op, Loop) and node.op.stateful)
             or any(ref.startswith(STATES) and ref not in passed.values() for ref in node.inputs)
             for node in graph.nodes
             if node.name in own

@@ -46,9 +46,9 @@ class Loop(Op):
     keeps: bool = field(default=False, compare=False)
 
     @property
-    def extends(self) -> bool:
-        """Whether the loop continues from a cache, which may be empty."""
-        return any(method.startswith("extend") for method in self.methods)
+    def stateful(self) -> bool:
+        """Whether each block is passed a state, which may be empty."""
+        return self.keeps or any(method.startswith("extend") for method in self.methods)
 
     @property
     def repeats(self) -> bool:

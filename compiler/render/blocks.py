@@ -3,20 +3,29 @@
 All blocks of a list share one class, with optional arguments for inputs that only some of them have.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.int8.fake_quantize import SUFFIX
-from specc.compiler.ir.graph import Graph, Named, Node, TensorType
+from specc.compiler.ir.graph import Graph, Node, TensorType
 from specc.compiler.ops.region import Call
-from specc.compiler.passes.merge import Merged, Where, merge
+from specc.compiler.passes.merge import Merged, Where, free, merge
 from specc.compiler.passes.roll import field_of, index_of, merged_order, of_block
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import class_name, owner, without_scoring_groups
-from specc.compiler.render.body import Body, Fact, constants_of
+from specc.compiler.render.body import Body, Fact, constants_of, facts_of, flag_variants
 from specc.compiler.render.formula import python_formula
-from specc.compiler.render.function import LOCALS, Function, Speller, docstring, types_doc
+from specc.compiler.render.function import (
+    LOCALS,
+    Function,
+    Speller,
+    docstring,
+    method,
+    optional_arguments,
+    tuple_text,
+    types_doc,
+)
 from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_tables, parameter_lines
 
 LINE = 120
@@ -48,9 +57,11 @@ class Tables:
             comment: the comment of the definition.
             layers: the blocks in the table, if it is a set of blocks.
         """
-        options = (name, f"{_prefix(place)}{name}", *(f"{name}_{i}" for i in range(2, 99)))
-        chosen = next(option for option in options if self.values.get(option, text) == text)
-        self.texts[chosen] = line(chosen, text, comment)
+        options = (name, f"{place.upper().replace('.', '_')}_{name}")
+        chosen = free(options, lambda option: self.values.get(option, text) != text)
+        self.texts[chosen] = f"{chosen} = {text}  # {comment}"
+        if len(self.texts[chosen]) > LINE:
+            self.texts[chosen] = "\n".join((f"# {comment}", *fitted(f"{chosen} = {text}", LINE)))
         self.values[chosen] = text
         if layers:
             self.layers.setdefault((place, frozenset(layers)), chosen)
@@ -59,20 +70,16 @@ class Tables:
     def of(self, place: str, layers: frozenset[int], name: str) -> str:
         """Returns the table of some blocks of a list; a new table is called `name`."""
         known = self.layers.get((place, layers))
-        text = "{" + ", ".join(map(str, sorted(layers))) + "}"
-        return known or self.add(place, name.upper(), text, f"blocks with {name}", tuple(layers))
+        return known or self.add(place, name.upper(), set_text(sorted(layers)), f"blocks with {name}", tuple(layers))
+
+    def named(self, text: str) -> str:
+        """Returns the name of the table with this text."""
+        return next(name for name, value in self.values.items() if value == text)
 
 
-def line(name: str, text: str, comment: str) -> str:
-    """Returns the definition of a constant. The comment is on a separate line if the line would be too long."""
-    made = f"{name} = {text}  # {comment}"
-    if len(made) <= LINE:
-        return made
-    return "\n".join((f"# {comment}", *fitted(f"{name} = {text}", LINE)))
-
-
-def _prefix(place: str) -> str:
-    return f"{place.upper().replace('.', '_')}_"
+def set_text(layers: Sequence[int]) -> str:
+    """Returns the Python text of a set."""
+    return f"{{{', '.join(map(str, layers))}}}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,6 @@ class BlockClass:
         begin_flags: those of `begin`.
         keeps: whether it takes a cache.
         make: the text that makes its modules in a comprehension over `layer`.
-        count: how many there are.
     """
 
     context: ClassContext
@@ -97,7 +103,6 @@ class BlockClass:
     begin_flags: tuple[str, ...]
     keeps: bool
     make: str
-    count: int
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class _Uses:
     """
 
     place: str
+    functions: Sequence[Graph]
     layers: Mapping[str, frozenset[int]]
     state: frozenset[str]
     scalars: Mapping[str, Mapping[int, float]]
@@ -116,7 +122,11 @@ class _Uses:
 
     @property
     def every(self) -> frozenset[int]:
-        return frozenset(layer for layers in self.layers.values() for layer in layers)
+        return frozenset().union(*self.layers.values())
+
+    def having(self, graphs: Iterable[Graph]) -> frozenset[int]:
+        """Returns the blocks that run one of the functions `graphs`."""
+        return frozenset().union(*(self.layers[graph.name] for graph in graphs))
 
 
 def lists(plan: Plan) -> Iterator[_Uses]:
@@ -134,13 +144,14 @@ def _uses(plan: Plan, place: str, calls: Sequence[Node]) -> _Uses:
     for call in calls:
         assert isinstance(call.op, Call)
         layers.setdefault(call.op.callee, set()).add(index_of(call))
-        names = (name for name, _ in plan.programs.function(call.op.callee).inputs)
-        state |= {name for name, ref in zip(names, call.inputs, strict=True) if of_block(ref)}
+        inputs = plan.programs.function(call.op.callee).inputs
+        state |= {name for (name, _), ref in zip(inputs, call.inputs, strict=True) if of_block(ref)}
         for name, value in call.op.scalars:
             scalars.setdefault(name, {})[index_of(call)] = value
         formulas |= dict(call.op.formulas)
-    ordered = {graph.name: frozenset(layers[graph.name]) for graph in plan.programs.functions if graph.name in layers}
-    return _Uses(place, ordered, frozenset(state), scalars, formulas)
+    functions = [without_scoring_groups(plan.programs, g) for g in plan.programs.functions if g.name in layers]
+    frozen = {name: frozenset(numbers) for name, numbers in layers.items()}
+    return _Uses(place, functions, frozen, frozenset(state), scalars, formulas)
 
 
 def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str], taken: set[str]) -> BlockClass:
@@ -153,54 +164,54 @@ def block_class(plan: Plan, uses: _Uses, tables: Tables, reserved: frozenset[str
         reserved: names that locals must not have.
         taken: the names of earlier classes.
     """
-    functions = [without_scoring_groups(plan.programs, plan.programs.function(name)) for name in uses.layers]
-    begins = [graph for graph in functions if _method(graph).startswith("begin")]
-    runs = [graph for graph in functions if graph not in begins]
-    speller = Speller(plan)
-    name = class_name(owner(functions[0].name))
-    name = name if name not in taken else class_name(uses.place.replace(".", "_"))
+    begins = [graph for graph in uses.functions if _method(graph).startswith("begin")]
+    runs = [graph for graph in uses.functions if graph not in begins]
+    kind = owner(uses.functions[0].name)
+    name = class_name(kind if class_name(kind) not in taken else uses.place.replace(".", "_"))
     taken.add(name)
-    merged = merge(runs, [runs[0].outputs[0][0]], speller.kernel)
-    flags = {
-        flag: frozenset(i for i, graph in enumerate(runs) if flag in _flags(graph, runs)) for flag in _all_flags(runs)
-    }
-    facts = list(_facts(merged, uses, flags))
-    own = _layer_facts(merged, uses, facts, tables)
-    body = _spelled(plan, merged, uses, (*facts, *own), reserved)
-    used = tuple(flag for flag in flags if flag != "cache" and any(fact.text == flag for fact in body.asked))
-    keeps = bool(uses.state & {name for name, _, _ in merged.inputs()}) or any(
-        fact.text == "cache is not None" for fact in body.asked
-    )
-    methods = [_forward(merged, uses, body, used, keeps)]
+    merged = merge(runs, [runs[0].outputs[0][0]], Speller(plan).kernel)
+    inputs = _inputs(merged, uses)
+    flags = flag_variants([_flags(graph, runs) for graph in runs])
+    given = {"cache": flags.pop("cache", frozenset()), **{name: where for name, _, where in inputs}}
+    facts = facts_of(merged, given, flags)
+    own = _layer_facts(merged, uses, facts)
+    body = _body(plan, merged, uses, (*facts, *own), reserved)
+    used = tuple(flag for flag in flags if flag in body.asked)
+    kept = [(name, type) for name, type, _ in merged.inputs() if name in uses.state]
+    keeps = bool(kept) or "cache" in body.asked
+    doc = types_doc(((name, type) for name, type, _ in inputs), [merged.type(*merged.outputs[0][1][0])])
+    if kept:
+        doc += f" The cache is of {types_doc(kept, [])[: -len(' -> .')]}, updated in place."
+    arguments = optional_arguments(merged, inputs, used, ["cache=None"] * keeps)
+    methods = [method(body, "forward", doc, arguments)]
     begin_flags: tuple[str, ...] = ()
     if begins:
-        begin, begin_flags = _begin(plan, merge(begins, kind=speller.kernel), reserved)
+        begin, begin_flags = _begin(plan, uses, begins, reserved)
         methods.append(begin)
     table = f"{name.upper()}_{BUFFERS}"
-    init = _init(uses, functions, [fact for fact in own if fact in body.asked], tables, table)
-    doc = f"One block: {', '.join(_layers(functions))}." if _layers(functions) else f"One {owner(functions[0].name)}."
-    needs = any("layer" in text for text in init)
-    arguments = ("layer: int",) if needs else ()
-    params = tuple(dict.fromkeys(entry for graph in functions for entry in graph.params))
-    stored = buffer_tables(params, table)
-    context = ClassContext(name, tuple(docstring(doc)), arguments, init, tuple(methods), tables=stored)
-    inputs = _inputs(merged, uses)
-    order = tuple(name for name, _, _ in inputs)
+    init = _init(uses, runs, [fact for fact in own if fact.name in body.asked], tables, table)
+    parts = merged_order(
+        [list(dict.fromkeys(n.name.split(".")[0] for n in g.nodes if "." in n.name)) for g in uses.functions]
+    )
+    doc = f"One block: {', '.join(parts)}." if parts else f"One {kind}."
+    numbered = any("layer" in text for text in init)
+    params = tuple(dict.fromkeys(entry for graph in uses.functions for entry in graph.params))
+    context = ClassContext(
+        name,
+        tuple(docstring(doc)),
+        ("layer: int",) if numbered else (),
+        init,
+        tuple(methods),
+        tables=buffer_tables(params, table),
+    )
+    over = f"range({max(uses.every) + 1})"
+    make = f"{name}(layer) for layer in {over}" if numbered else f"{name}() for _ in {over}"
     optional = frozenset(name for name, _, where in inputs if where != merged.every)
-    count = max(uses.every) + 1
-    make = f"{name}(layer) for layer in range({count})" if needs else f"{name}() for _ in range({count})"
-    return BlockClass(context, order, optional, used, begin_flags, keeps, make, count)
+    return BlockClass(context, tuple(name for name, _, _ in inputs), optional, used, begin_flags, keeps, make)
 
 
 def _method(graph: Graph) -> str:
     return graph.name.partition(".")[2]
-
-
-def _layers(functions: Sequence[Graph]) -> Sequence[str]:
-    orders = [
-        list(dict.fromkeys(node.name.split(".")[0] for node in graph.nodes if "." in node.name)) for graph in functions
-    ]
-    return merged_order(orders)
 
 
 def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
@@ -209,181 +220,96 @@ def _flags(graph: Graph, runs: Sequence[Graph]) -> frozenset[str]:
     `cache`: it extends a cache. `training`: it trains, and another function scores. `rounded`: it fake-quantizes. A
     function other than `forward`, `extend` and `score` has its own name as a flag.
     """
-    method = _method(graph)
-    plain = method.removesuffix(SUFFIX)
-    flags = {"rounded"} if plain != method else set()
-    if plain == "extend":
-        flags.add("cache")
-    elif plain == "forward":
+    plain = _method(graph).removesuffix(SUFFIX)
+    flags = {"rounded"} if plain != _method(graph) else set()
+    if plain == "forward":
         flags |= {"training"} if any(_method(other) == "score" for other in runs) else set()
     elif plain != "score":
-        flags.add(plain)
+        flags.add("cache" if plain == "extend" else plain)
     return frozenset(flags)
 
 
-def _all_flags(runs: Sequence[Graph]) -> Sequence[str]:
-    return list(dict.fromkeys(flag for graph in runs for flag in sorted(_flags(graph, runs))))
-
-
-def _facts(merged: Merged, uses: _Uses, flags: Mapping[str, Where]) -> Iterator[Fact]:
-    """Yields the conditions that arguments of a call decide: the cache, optional arguments and flags."""
-    if "cache" in flags:
-        yield Fact("cache is not None", "cache is None", flags["cache"], "cache")
-    for name, _, where in merged.inputs():
-        if where != merged.every and name not in uses.state:
-            yield Fact(f"{name} is not None", f"{name} is None", where, name)
-    for flag, where in flags.items():
-        if flag != "cache":
-            yield Fact(flag, f"not {flag}", where, flag)
-
-
-def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact], tables: Tables) -> list[Fact]:
+def _layer_facts(merged: Merged, uses: _Uses, facts: Sequence[Fact]) -> list[Fact]:
     """Returns the conditions that attributes of a block decide, for variants that the arguments do not distinguish."""
-    layers = [uses.layers[graph.name] for graph in merged.variants]
-    known = [fact.where for fact in facts]
+    known = {fact.where for fact in facts}
     made: dict[str, Fact] = {}
-    words = [{node.name.partition(".")[0] for node in graph.nodes} for graph in merged.variants]
-    common = frozenset.intersection(*map(frozenset, words)) if words else frozenset()
+    common = frozenset.intersection(
+        *(frozenset(node.name.partition(".")[0] for node in graph.nodes) for graph in merged.variants)
+    )
     holders = {path.partition(".")[0] for graph in merged.variants for path, _ in graph.params}
     groups: dict[frozenset[int], list[str]] = {}
     for name in dict.fromkeys(node.name for graph in merged.variants for node in graph.nodes):
-        having = frozenset().union(*(layers[i] for i, graph in enumerate(merged.variants) if name in graph.by_name))
+        having = uses.having(graph for graph in merged.variants if name in graph.by_name)
         if having != uses.every:
             groups.setdefault(having, []).append(name)
-    ordered = sorted(groups.items(), key=lambda entry: all(n.partition(".")[0] in common for n in entry[1]))
-    for having, names in ordered:
-        where = frozenset(i for i, own in enumerate(layers) if own <= having)
-        opposite = merged.every - where
-        if not where or not opposite or where in known or opposite in known:
-            continue
-        best = min(names, key=lambda n: (n.partition(".")[0] in common, names.index(n)))
-        path = best.split(".")
-        options = [path[0]] if path[0] not in common else []
-        options += [path[-1], "_".join(path[-2:]), "_".join(path), f"{'_'.join(path)}_layer"]
-        word = next(option for option in options if option not in (*made, *LOCALS, *common, *holders))
-        known.append(where)
-        made[word] = Fact(f"self.{word}", f"not self.{word}", where, "")
+
+    def shared(name: str) -> bool:
+        return name.partition(".")[0] in common
+
+    for having, names in sorted(groups.items(), key=lambda entry: all(map(shared, entry[1]))):
+        where = frozenset(i for i, graph in enumerate(merged.variants) if uses.layers[graph.name] <= having)
+        if where and where != merged.every and not known & {where, merged.every - where}:
+            path = min(names, key=shared).split(".")
+            options = [path[0]] if path[0] not in common else []
+            options += [path[-1], "_".join(path[-2:]), "_".join(path), f"{'_'.join(path)}_layer"]
+            word = next(option for option in options if option not in (*made, *LOCALS, *common, *holders))
+            known.add(where)
+            made[word] = Fact(f"self.{word}", where)
     return list(made.values())
 
 
-def _spelled(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserved: frozenset[str]) -> Body:
-    names = {name: name for name, _, _ in merged.inputs()}
-    kept = [name for name, _, _ in merged.inputs() if name in uses.state]
-    unpacks = []
-    if kept:
-        where = next(where for name, _, where in merged.inputs() if name in uses.state)
-        unpacks.append((frozenset(kept), f"{', '.join(kept)}{',' if len(kept) == 1 else ''} = cache", where))
-    asked = frozenset(fact.reads for fact in facts if fact.reads)
-    body = Body(
-        merged,
-        names,
-        Speller(plan),
-        facts=facts,
-        reserved=reserved,
-        alive=asked,
-        unpacks=unpacks,
-        constants=constants_of(plan),
-    )
-    body.run()
-    _ = body.lines  # rendering records the facts that distinguish the variants
-    return body
-
-
-def _forward(merged: Merged, uses: _Uses, body: Body, flags: Sequence[str], keeps: bool) -> Function:
-    inputs = _inputs(merged, uses)
-    arguments = ["self", *(argument(name, where == merged.every) for name, _, where in inputs)]
-    arguments += ["cache=None"] if keeps else []
-    arguments += [f"{flag}=False" for flag in flags]
-    variant = merged.variants[0]
-    result = variant.types[dict(variant.outputs)[merged.outputs[0][0]]]
-    doc = types_doc(((name, type) for name, type, _ in inputs), [result])
-    kept = [(name, type) for name, type, _ in merged.inputs() if name in uses.state]
-    if kept:
-        doc += f" The cache is of {types_doc(kept, [])[: -len(' -> .')]}, updated in place."
-    return Function("forward", doc, tuple(arguments), body.lines, body.returned(), "Tensor")
+def _body(plan: Plan, merged: Merged, uses: _Uses, facts: Sequence[Fact], reserved: frozenset[str]) -> Body:
+    state = [(name, where) for name, _, where in merged.inputs() if name in uses.state]
+    names = [name for name, _ in state]
+    targets = ", ".join(names) if len(names) > 1 else tuple_text(names)
+    unpacks = [(frozenset(names), f"{targets} = cache", state[0][1])] if state else []
+    return Body(merged, Speller(plan), facts=facts, reserved=reserved, unpacks=unpacks, constants=constants_of(plan))
 
 
 def _inputs(merged: Merged, uses: _Uses) -> Sequence[tuple[str, TensorType, Where]]:
     """Returns the inputs other than state: those of all variants, then of some blocks, then of some programs."""
-    inputs = [entry for entry in merged.inputs() if entry[0] not in uses.state]
-    layers = [uses.layers[graph.name] for graph in merged.variants]
 
-    def rank(where: Where) -> int:
-        having = frozenset().union(*(layers[variant] for variant in where))
-        return 0 if where == merged.every else 1 if having != uses.every else 2
+    def rank(entry: tuple[str, TensorType, Where]) -> tuple[bool, bool]:
+        having = uses.having(merged.variants[variant] for variant in entry[2])
+        return entry[2] != merged.every, having == uses.every
 
-    return sorted(inputs, key=lambda entry: rank(entry[2]))
+    return sorted((entry for entry in merged.inputs() if entry[0] not in uses.state), key=rank)
 
 
-def argument(name: str, required: bool) -> str:
-    """Returns a tensor argument of a method whose docstring states the types."""
-    return name if required else f"{name}=None"
-
-
-def _begin(plan: Plan, merged: Merged, reserved: frozenset[str]) -> tuple[Function, tuple[str, ...]]:
-    """The method that makes the state of a block, and the flags that it asks for."""
-    names = {name: name for name, _, _ in merged.inputs()}
-    rounded = frozenset(i for i, graph in enumerate(merged.variants) if graph.name.endswith(SUFFIX))
-    facts = [Fact("rounded", "not rounded", rounded, "rounded")] if rounded and rounded != merged.every else []
-    body = Body(
-        merged,
-        names,
-        Speller(plan),
-        facts=facts,
-        reserved=reserved,
-        alive=frozenset(fact.reads for fact in facts),
-        constants=constants_of(plan),
-    )
-    body.run()
-    lines = body.lines
-    flags = tuple(fact.text for fact in facts if fact in body.asked)
-    graph = merged.variants[0]
+def _begin(
+    plan: Plan, uses: _Uses, begins: Sequence[Graph], reserved: frozenset[str]
+) -> tuple[Function, tuple[str, ...]]:
+    """Returns the method that creates the state of a block, and the flags that it has as arguments."""
+    merged = merge(begins, kind=Speller(plan).kernel)
+    flags = flag_variants([_flags(graph, begins) for graph in begins])
+    body = _body(plan, merged, uses, facts_of(merged, {}, flags), reserved)
+    used = tuple(flag for flag in flags if flag in body.asked)
+    graph = begins[0]
     doc = types_doc(graph.inputs, [graph.types[ref] for _, ref in graph.outputs])
-    arguments = ("self", *(f"{name}: Tensor" for name, _ in graph.inputs), *(f"{flag}: bool = False" for flag in flags))
-    annotation = f"tuple[{', '.join('Tensor' for _ in graph.outputs)}]"
-    texts = body.returned()
-    returns = texts if len(graph.outputs) > 1 else f"({texts},)"
-    return Function("begin", doc, arguments, lines, returns, annotation), flags
+    arguments = (*(f"{name}: Tensor" for name, _ in graph.inputs), *(f"{flag}: bool = False" for flag in used))
+    begin = method(body, "begin", doc, arguments)
+    if len(graph.outputs) == 1:
+        begin = replace(begin, returns=f"({begin.returns},)", annotation="tuple[Tensor]")
+    return begin, used
 
 
-def _init(
-    uses: _Uses, functions: Sequence[Graph], facts: Sequence[Fact], tables: Tables, table: str
-) -> tuple[str, ...]:
+def _init(uses: _Uses, runs: Sequence[Graph], facts: Sequence[Fact], tables: Tables, table: str) -> tuple[str, ...]:
     """Returns the lines of a block's constructor: parameters, scalars, and attributes from tables."""
-    params: dict[str, TensorType] = {}
-    layers: dict[str, frozenset[int]] = {}
-    for graph in functions:
-        for path, type in graph.params:
-            params.setdefault(path, type)
-            layers[path] = layers.get(path, frozenset()) | uses.layers[graph.name]
-    order = merged_order([[path for path, _ in graph.params] for graph in functions])
-    entries: list[Named] = [(path, params[path]) for path in order]
+    params = {path: type for graph in reversed(uses.functions) for path, type in graph.params}
+    order = merged_order([[path for path, _ in graph.params] for graph in uses.functions])
     where = {}
-    for path, having in layers.items():
+    for path in dict.fromkeys(path for graph in uses.functions for path, _ in graph.params):
+        having = uses.having(graph for graph in uses.functions if path in dict(graph.params))
         if having != uses.every:
-            word = path.rpartition(".")[2] if path.count(".") else path
-            where[path] = f"layer in {tables.of(uses.place, having, word)}"
-    lines = [*parameter_lines(entries, where, table=table)]
+            where[path] = f"layer in {tables.of(uses.place, having, path.rpartition('.')[2])}"
+    lines = [*parameter_lines([(path, params[path]) for path in order], where, table=table)]
     for scalar, values in uses.scalars.items():
-        lines.append(f"self.{scalar} = {_number(uses, scalar, values, tables)}")
+        text = python_formula(uses.formulas.get(scalar, ""), layers=len(values))
+        if not text:  # Python has no such function
+            numbers = tuple_text([repr(values[layer]) for layer in sorted(values)])
+            text = f"{tables.add(uses.place, f'{scalar.upper()}S', numbers, 'of each block')}[layer]"
+        lines.append(f"self.{scalar} = {text}")
     for fact in facts:
-        name = fact.text.removeprefix("self.")
-        holds = frozenset(
-            layer
-            for i, graph in enumerate(graph for graph in functions if not _method(graph).startswith("begin"))
-            if i in fact.where
-            for layer in uses.layers[graph.name]
-        )
-        lines.append(f"{fact.text} = layer in {tables.of(uses.place, holds, name)}")
+        holds = uses.having(runs[i] for i in sorted(fact.where))
+        lines.append(f"{fact.name} = layer in {tables.of(uses.place, holds, fact.name.removeprefix('self.'))}")
     return tuple(lines)
-
-
-def _number(uses: _Uses, scalar: str, values: Mapping[int, float], tables: Tables) -> str:
-    """Returns a scalar of each block: the spec's formula if it can be written in Python, else an entry of a table."""
-    if formula := python_formula(uses.formulas.get(scalar, ""), layers=len(values)):
-        return formula
-    numbers = ", ".join(repr(values[layer]) for layer in sorted(values))
-    table = tables.add(
-        uses.place, f"{scalar.upper()}S", f"({numbers}{',' if len(values) == 1 else ''})", "of each block"
-    )
-    return f"{table}[layer]"

@@ -4,14 +4,14 @@ Names are short, lines are limited in complexity, and no value is computed twice
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Call, Fused, Scan
-from specc.compiler.passes.merge import NONE, Merged, Move, Operand, Slot, Where
+from specc.compiler.passes.merge import NONE, Merged, Move, Operand, Slot, Where, free
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 
@@ -22,32 +22,56 @@ SHAPES = frozenset({"split_heads", "merge_heads", "last", "as_step", "pad_rows"}
 Spell = Callable[[Graph, Node, Sequence[str]], str | None]
 
 
-class Untold(LookupError):
-    """Nothing tells variants of a function apart, so they cannot be one."""
+class Indistinguishable(LookupError):
+    """Raised if no condition distinguishes the variants of a function, so they cannot share it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A condition that distinguishes variants at run time.
+    """A condition that distinguishes variants at run time: it holds in the variants `where` and in no others.
 
-    `text` is true in the variants `where`, and `otherwise` is true in all others. `reads` is the argument that the
-    condition reads; the argument's name is never reassigned.
+    `name` is an argument or an attribute, which is never reassigned. If `optional`, the condition is that it is not
+    None, else that it is true.
     """
 
-    text: str
-    otherwise: str
+    name: str
     where: Where
-    reads: str = ""
+    optional: bool = False
+
+    def text(self, holds: bool) -> str:
+        """Returns the condition, or its negation."""
+        if self.optional:
+            return f"{self.name} is {'not ' * holds}None"
+        return f"{'not ' * (not holds)}{self.name}"
+
+
+def facts_of(merged: Merged, given: Mapping[str, Where], flags: Mapping[str, Where]) -> list[Fact]:
+    """Returns the conditions on arguments, in order of preference.
+
+    Args:
+        merged: the variants.
+        given: the variants that have each optional argument.
+        flags: the variants in which each flag is true.
+    """
+    facts = [Fact(name, where, True) for name, where in given.items()]
+    facts += [Fact(flag, where) for flag, where in flags.items()]
+    return [fact for fact in facts if fact.where and fact.where != merged.every]
+
+
+def flag_variants(flags: Sequence[frozenset[str]]) -> dict[str, Where]:
+    """Returns the variants in which each flag is true, given the flags of each variant."""
+    names = dict.fromkeys(flag for some in flags for flag in sorted(some))
+    return {name: frozenset(i for i, some in enumerate(flags) if name in some) for name in names}
 
 
 @dataclass
 class Body:
-    """The lines of one function under construction.
+    """The lines of one function, rendered on construction.
 
     Attributes:
         merged: the graphs to render, as variants of one function.
-        names: the Python name of each input.
         spell: returns the text of calls of kernels, groups and blocks, and None for plain ops.
+        names: the Python names of inputs, for inputs whose Python name differs.
         facts: the conditions that distinguish the variants, in order of preference.
         reserved: names that locals must not have.
         alive: inputs that are still read after the body.
@@ -61,15 +85,16 @@ class Body:
         texts: the text of each value that has been assigned.
         held: the values that each name has had.
         pending: values that are not assigned yet, to be inlined into the line of a reader.
-        asked: the facts that conditions use.
+        asked: the names of the facts that conditions use.
         position: the index of the current node.
         ahead: whether lines are being inserted before the line of the current node.
         guard: the variants of the current line.
+        lines: the lines of the body. Lines of some variants are inside `if` statements.
     """
 
     merged: Merged
-    names: Mapping[str, str]
     spell: Spell
+    names: Mapping[str, str] = field(default_factory=dict)
     facts: Sequence[Fact] = ()
     reserved: frozenset[str] = frozenset()
     alive: frozenset[str] = frozenset()
@@ -79,96 +104,101 @@ class Body:
     constants: Mapping[str, str] = field(default_factory=dict)
     regions: "Callable[[Body, Slot], bool]" = lambda body, slot: False
     guarded: list[tuple[Where, str]] = field(default_factory=list)
-    texts: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=lambda: {NONE: NONE})
     held: dict[str, list[str]] = field(default_factory=dict)
     pending: dict[str, tuple[str, int, bool]] = field(default_factory=dict)  # text, cost, whether a node is heavy
-    asked: set[Fact] = field(default_factory=set)
-    position: int = 0
+    asked: set[str] = field(default_factory=set)
     ahead: bool = False
-    guard: Where = frozenset()
 
     def __post_init__(self) -> None:
-        self.texts |= {**self.names, NONE: NONE}
+        self.names = {**{name: name for name, _, _ in self.merged.inputs()}, **self.names}
+        self.alive |= {fact.name for fact in self.facts}
         for ref, name in self.names.items():
             self.hold(name, ref)
         self._slots = {ref: slot for slot in self.merged.slots for ref in slot.outputs}
         self._at = {slot.name: i for i, slot in enumerate(self.merged.slots)}
         self._reads: dict[str, list[tuple[int, Where]]] = {}
-        read = [(i, operand) for i, slot in enumerate(self.merged.slots) for operand in slot.inputs]
-        read += [(len(self.merged.slots) + 1, operand) for _, operand in self.merged.outputs]
-        for i, operand in read:
+        for i, operand in self.merged.operands():
             for ref, where in operand:
                 self._reads.setdefault(ref, []).append((i, where))
-
-    # Lines
-
-    def run(self) -> None:
-        """Renders every node."""
         for i, slot in enumerate(self.merged.slots):
             self.position, self.guard = i, slot.where
             self._unpack(slot.inputs)
             if not self.regions(self, slot):
                 self._add(slot)
-
+        self.position, self.guard = len(self.merged.slots), self.merged.every
         self._unpack([operand for _, operand in self.merged.outputs])
+        self.lines = tuple(self._lines())
+
+    # Lines
 
     def _unpack(self, operands: Sequence[Operand]) -> None:
         read = {ref for operand in operands for ref, _ in operand}
-        for names, text, where in [one for one in self.unpacks if read & one[0]]:
-            self.line(text, where)
-            self.unpacks = [one for one in self.unpacks if one[0] != names]
+        for unpack in [unpack for unpack in self.unpacks if read & unpack[0]]:
+            self.line(*unpack[1:])
+            self.unpacks = [other for other in self.unpacks if other is not unpack]
 
     def line(self, text: str, where: Where | None = None) -> None:
         """Adds a line for the variants `where`, by default those of the current node."""
         guard = self.guard if where is None else where
         at = len(self.guarded)
         if guard == self.merged.every:  # a common line moves before independent guarded lines
-            made = text.partition(" = ")[0].split(", ") if " = " in text else []
-            while at and self.guarded[at - 1][0] != guard and _apart(self.guarded[at - 1][1], text, made):
+            assigned = text.partition(" = ")[0].split(", ") if " = " in text else []
+            while at and self.guarded[at - 1][0] != guard and _independent(self.guarded[at - 1][1], text, assigned):
                 at -= 1
             at = at if at == 0 or self.guarded[at - 1][0] == guard else len(self.guarded)
         self.guarded.insert(at, (guard, text))
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The lines of the body. Lines of some variants are inside `if` statements."""
+    def _lines(self) -> Iterator[str]:
         every = self.merged.every
-        made: list[str] = []
-        groups = _grouped(self.guarded, every)
+        groups = _grouped(self.guarded)
         while groups:
             where, group = groups.pop(0)
             if where == every:
-                made += group
+                yield from group
                 continue
-            condition = self.condition(where)
             other = groups.pop(0)[1] if groups and groups[0][0] == every - where else []
-            if (choice := _choice(condition, group, other)) is not None:
-                made.append(choice)
+            condition = self.condition(where)
+            if (joined := self._joined(where, condition, group, other)) is not None:
+                yield from joined
                 continue
-            if (more := _further(group, other)) is not None:
-                made += [group[0], f"if {self.condition(every - where)}:", f"    {more}"]
-                continue
-            made += [f"if {condition}:", *(f"    {text}" for text in group)]
-            made += ["else:", *(f"    {text}" for text in other)] if other else []
-        return tuple(made)
+            yield from (f"if {condition}:", *(f"    {text}" for text in group))
+            if other:
+                yield from ("else:", *(f"    {text}" for text in other))
+
+    def _joined(self, where: Where, condition: str, group: Sequence[str], other: Sequence[str]) -> Sequence[str] | None:
+        """Returns shorter lines for two lines that assign one variable under opposite conditions: a conditional
+        expression, or the second as a term added to the first. Returns None if the lines do not have this form."""
+        if len(group) != 1 or len(other) != 1:
+            return None
+        (name, equals, value), (same, _, otherwise) = group[0].partition(" = "), other[0].partition(" = ")
+        if not equals or name != same or not name.isidentifier():
+            return None
+        if len(text := f"{name} = {value} if {condition} else {otherwise}") <= BODY:
+            return (text,)
+        if not otherwise.endswith(f" + {value}") or mentions(otherwise, name):
+            return None
+        added = f"    {name} = {otherwise.removesuffix(value)}{name}"
+        return group[0], f"if {self.condition(self.merged.every - where)}:", added
 
     def condition(self, where: Where) -> str:
-        """Python that is true in the variants `where` and in no others. Raises Untold where no facts tell."""
+        """Returns Python that is true in the variants `where` and in no others. Raises Indistinguishable if no facts
+        distinguish them."""
         read = {ref for slot in self.merged.slots if slot.where == where for op in slot.inputs for ref, _ in op}
-        asked = [
-            (fact, text, holds)
-            for fact in sorted(self.facts, key=lambda fact: fact.reads not in STATE and fact.reads not in read)
-            for text, holds in ((fact.text, fact.where), (fact.otherwise, self.merged.every - fact.where))
+        facts = sorted(self.facts, key=lambda fact: fact.name not in STATE and fact.name not in read)
+        options = [
+            (fact.name, fact.text(holds), fact.where if holds else self.merged.every - fact.where)
+            for fact in facts
+            for holds in (True, False)
         ]
-        for count in (1, 2, 3):
-            for some in combinations(asked, count):
-                if frozenset.intersection(*(holds for _, _, holds in some)) == where:
-                    self.asked |= {fact for fact, _, _ in some}
-                    return " and ".join(text for _, text, _ in some)
-                if count > 1 and frozenset.union(*(holds for _, _, holds in some)) == where:
-                    self.asked |= {fact for fact, _, _ in some}
-                    return " or ".join(text for _, text, _ in some)
-        raise Untold(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
+        for size in (1, 2, 3):
+            for some in combinations(options, size):
+                names, texts, variants = zip(*some, strict=True)
+                for word, combined in ((" and ", frozenset.intersection), (" or ", frozenset.union)):
+                    if combined(*variants) == where:
+                        self.asked |= set(names)
+                        return word.join(texts)
+        raise Indistinguishable(f"nothing tells the variants {sorted(where)} of {self.merged.variants[0].name}")
 
     # Values
 
@@ -303,14 +333,9 @@ class Body:
         root = self.merged.variables.get(ref)
         if root is not None and (known := self.texts.get(f"={root}") or self.names.get(root)):
             return known
-        for name in self.candidates(slot, index):
-            if name not in self.reserved and not any(map(self.live, self.held.get(name, ()))):
-                return name
-        return next(
-            name
-            for i in range(2, len(self.merged.slots) + 3)
-            if (name := f"{self.candidates(slot, index)[-1]}_{i}") not in self.reserved
-            and not any(map(self.live, self.held.get(name, ())))
+        return free(
+            self.candidates(slot, index),
+            lambda name: name in self.reserved or any(map(self.live, self.held.get(name, ()))),
         )
 
     def candidates(self, slot: Slot, index: int) -> tuple[str, ...]:
@@ -367,29 +392,7 @@ class Body:
 
     def returned(self) -> str:
         """Returns the text of the returned values."""
-        self.position, self.guard = len(self.merged.slots), self.merged.every
         return ", ".join(self.text(operand) for _, operand in self.merged.outputs)
-
-
-def _choice(condition: str, group: Sequence[str], other: Sequence[str]) -> str | None:
-    """Returns one conditional expression for two lines that assign one variable under opposite conditions.
-
-    Returns None if the lines do not have this form or the result is too long for a line.
-    """
-    if len(group) != 1 or len(other) != 1:
-        return None
-    (name, equals, value), (same, _, otherwise) = group[0].partition(" = "), other[0].partition(" = ")
-    text = f"{name} = {value} if {condition} else {otherwise}"
-    return text if equals and name == same and name.isidentifier() and len(text) <= BODY else None
-
-
-def _further(group: Sequence[str], other: Sequence[str]) -> str | None:
-    """Returns a line for variants that add a term to the value that the other variants compute; None if they do not."""
-    if len(group) != 1 or len(other) != 1:
-        return None
-    (name, _, value), (same, _, further) = group[0].partition(" = "), other[0].partition(" = ")
-    found = name == same and name.isidentifier() and further.endswith(f" + {value}") and not mentions(further, name)
-    return f"{name} = {further.removesuffix(value)}{name}" if found else None
 
 
 def constants_of(plan: Plan) -> Mapping[str, str]:
@@ -397,29 +400,25 @@ def constants_of(plan: Plan) -> Mapping[str, str]:
     return {repr(value): name for name, value, _ in plan.programs.constants}
 
 
-def _grouped(lines: Sequence[tuple[Where, str]], every: Where) -> list[tuple[Where, list[str]]]:
+def _grouped(lines: Sequence[tuple[Where, str]]) -> list[tuple[Where, list[str]]]:
     """Returns the lines grouped by guard.
 
     Lines of one guard are joined if no common line is between them and all guards there are disjoint. Groups are sorted
     by their first variant.
     """
-    runs: list[dict[Where, list[str]]] = []
+    runs: list[dict[Where, list[str]]] = [{}]
     for where, text in lines:
-        last = runs[-1] if runs else {}
-        if not last or (where not in last and any(other & where for other in last)):
+        if where not in runs[-1] and any(other & where for other in runs[-1]):
             runs.append({})
         runs[-1].setdefault(where, []).append(text)
     return [entry for run in runs for entry in sorted(run.items(), key=lambda entry: min(entry[0]))]
 
 
-def _apart(guarded: str, text: str, made: Sequence[str]) -> bool:
-    """Returns whether a line that assigns `made` can be moved before the line `guarded`."""
+def _independent(guarded: str, text: str, assigned: Sequence[str]) -> bool:
+    """Returns whether a line that assigns `assigned` can be moved before the line `guarded`."""
     names, simple, _ = guarded.partition(" = ")
-    return (
-        bool(simple and made)
-        and not any(mentions(text, name) for name in names.split(", "))
-        and not any(mentions(guarded, name) for name in made)
-    )
+    clashes = [(text, name) for name in names.split(", ")] + [(guarded, name) for name in assigned]
+    return bool(simple and assigned) and not any(mentions(line, name) for line, name in clashes)
 
 
 def mentions(text: str, name: str) -> bool:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from specc.compiler.expr.python_lines import fitted, operand
 from specc.compiler.ir.graph import Graph, Named, Node, TensorType, spelled
 from specc.compiler.ops.region import Call, Fused, Scan
-from specc.compiler.passes.merge import NONE
+from specc.compiler.passes.merge import NONE, Merged, Where
 from specc.compiler.passes.outline import Section
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Group, class_name, group_functions
-from specc.compiler.render.body import BODY
+from specc.compiler.render.body import BODY, Body
 
 WIDTH = 116  # the most columns of a line of a class body
 LOCALS = frozenset({"F", "Tensor", "nn", "torch", "math", "weights", "self", "kept", "block", "outputs", "i", "layer"})
@@ -37,16 +37,11 @@ class Function:
     @property
     def head(self) -> tuple[str, ...]:
         """The lines up to the end of the docstring."""
-        line = f"def {self.name}({', '.join(self.arguments)}) -> {self.annotation}:"
-        lines = [line]
-        if len(line) > WIDTH:
-            inside = ", ".join(self.arguments)
-            short = len(inside) + 4 <= WIDTH
-            lines = [
-                f"def {self.name}(",
-                *([f"    {inside}"] if short else [f"    {argument}," for argument in self.arguments]),
-                f") -> {self.annotation}:",
-            ]
+        inside = ", ".join(self.arguments)
+        lines = [f"def {self.name}({inside}) -> {self.annotation}:"]
+        if len(lines[0]) > WIDTH:
+            arguments = [inside] if len(inside) + 4 <= WIDTH else [f"{argument}," for argument in self.arguments]
+            lines = [f"def {self.name}(", *(f"    {text}" for text in arguments), f") -> {self.annotation}:"]
         above = (self.decorator,) if self.decorator else ()
         return (*above, *lines, *(f"    {text}" for text in docstring(self.doc)))
 
@@ -59,6 +54,37 @@ class Function:
     def ending(self) -> tuple[str, ...]:
         """The lines of the return statement."""
         return fitted(f"return {self.returns}", BODY)
+
+
+def method(body: Body, name: str, doc: str, arguments: Iterable[str], annotation: str = "") -> Function:
+    """Returns a rendered body as a method with these arguments besides `self`. By default it returns tensors."""
+    annotation = annotation or tensors(len(body.merged.outputs))
+    return Function(name, doc, ("self", *arguments), body.lines, body.returned(), annotation)
+
+
+def tensors(count: int) -> str:
+    """Returns the annotation of `count` tensors."""
+    return "Tensor" if count == 1 else f"tuple[{', '.join(['Tensor'] * count)}]"
+
+
+def tuple_text(texts: Sequence[str]) -> str:
+    """Returns the Python text of a tuple."""
+    return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+
+
+def optional_arguments(
+    merged: Merged, inputs: Sequence[tuple[str, TensorType, Where]], flags: Sequence[str], state: Sequence[str]
+) -> Sequence[str]:
+    """Returns the arguments of a method whose docstring states the types. Inputs that some variants lack are optional.
+
+    Args:
+        merged: The variants of the method.
+        inputs: The inputs other than state, with the variants that have them.
+        flags: The names of arguments that are true or false.
+        state: The text of the argument for state, if there is one.
+    """
+    given = (name if where == merged.every else f"{name}=None" for name, _, where in inputs)
+    return [*given, *state, *(f"{flag}=False" for flag in flags)]
 
 
 def docstring(text: str) -> list[str]:
@@ -152,6 +178,5 @@ class Speller:
             own = group.forward.by_name.get(node.name)
             if own is not None and own.op == node.op and not group.backward.outputs:
                 homes.append(group.forward)
-        choices = (choice for home in homes if (choice := self.plan.choice(home, node)) is not None)
-        choice = next(choices, None)
+        choice = next((choice for home in homes if (choice := self.plan.choice(home, node)) is not None), None)
         return self.plan.called(choice) if choice is not None and choice.rendered.function else ""

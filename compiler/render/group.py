@@ -90,10 +90,7 @@ def _context(plan: Plan, group: Group, name: str, groups: list[Group]) -> GroupC
 
 
 def _body(plan: Plan, graph: Graph, alive: frozenset[str] = frozenset(), reserved: frozenset[str] = LOCALS) -> Body:
-    names = {name: name for name, _ in graph.inputs}
-    body = Body(merge([graph]), names, Speller(plan), reserved=reserved, alive=alive)
-    body.run()
-    return body
+    return Body(merge([graph]), Speller(plan), reserved=reserved, alive=alive)
 
 
 def _group_doc(plan: Plan, group: Group) -> str:

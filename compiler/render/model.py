@@ -19,12 +19,12 @@ from specc.compiler.programs.programs import Programs, class_name, group_functio
 from specc.compiler.render.blocks import BlockClass, Tables, block_class, lists
 from specc.compiler.render.body import Body, constants_of
 from specc.compiler.render.formula import python_formula
-from specc.compiler.render.function import LOCALS, Function, Speller, docstring, types_doc
+from specc.compiler.render.function import LOCALS, Function, Speller, docstring, method, types_doc
 from specc.compiler.render.group import GroupContext, group_contexts
 from specc.compiler.render.jinja import exists
 from specc.compiler.render.loops import CACHE, define_tables, scans, time_loop
 from specc.compiler.render.parameters import BUFFERS, ClassContext, buffer_tables, parameter_lines
-from specc.compiler.render.program import METHODS, Methods, flags_of, keeper_of, new_cache, own_state
+from specc.compiler.render.program import METHODS, Methods, flags_of, keeper_of, new_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,10 @@ def model_context(plan: Plan) -> ModelContext:
         tables.texts[name] = f"{name} = {text}" if text else f"{name} = {value!r}  # {formula}"
     reserved = LOCALS | names
     blocks, model = _classes(plan, reserved, tables)
-    inner = [function for group in groups for function in (group.forward, group.backward)]
-    code = [line for cls in (model, *blocks) for line in (*cls.init, *_code(cls))]
-    code += [line for function in inner for line in (*function.lines, function.returns)]
+    functions = [function for cls in (model, *blocks) for function in cls.methods]
+    functions += [function for group in groups for function in (group.forward, group.backward)]
+    code = [line for cls in (model, *blocks) for line in cls.init]
+    code += [line for function in functions for line in (*function.lines, function.returns)]
     functional = any("F." in line for line in code)
     doc = f"{plan.name} for {plan.target.name}: {plan.title}."
     stored = [table for cls in (*blocks, model) for table in cls.tables]
@@ -122,11 +123,6 @@ def _by_number(entry: tuple[str, str]) -> str:
     return re.sub(r"\d+", lambda digits: digits[0].zfill(12), entry[0])
 
 
-def _code(context: ClassContext) -> Iterator[str]:
-    for method in context.methods:
-        yield from (*method.lines, method.returns)
-
-
 def _legend(plan: Plan) -> str:
     pairs = any("S" in type.shape for _, type in plan.programs.programs[0].inputs)
     lengths = "S tokens of the source, T of the target" if pairs else "T tokens, S cached positions"
@@ -157,8 +153,9 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
     blocks = {uses.place: block_class(plan, uses, tables, reserved, taken) for uses in lists(plan)}
     steps = tuple(_step_class(plan, name, reserved) for name in _steps(programs))
     sides = _sides(programs)
-    own = own_state(rolled)
-    methods = Methods(plan, speller, blocks, tables, reserved, sides, tuple(name for name, _ in own))
+    states = ([name for name, _ in graph.inputs if name.startswith(f"{CACHE}.")] for graph in rolled)
+    own = next(filter(None, states), [])
+    methods = Methods(plan, speller, blocks, tables, reserved, sides, own)
     outlined = outline(distinct, sides, _taken(programs), reserved, speller.kernel, methods.distinguishes)
     shared: list[Function] = []
     asked: dict[str, tuple[str, ...]] = {}
@@ -166,20 +163,11 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
         function, asked[name] = methods.shared(name, merged)
         shared.append(function)
     methods = replace(methods, speller=replace(speller, sections=asked))
-    made = [methods.program(graph, programs.program(graph.name)) for graph in outlined.programs]
-    made += shared
+    made = [*map(methods.program, outlined.programs), *shared]
     params = tuple(dict.fromkeys(entry for graph in programs.programs for entry in graph.params))
-    cached = next(
-        (
-            graph
-            for graph in programs.programs
-            if any(n.startswith(f"{CACHE}.") for n, _ in graph.inputs)
-            or (keeper == CACHE and graph.name not in programs.whole)
-        ),
-        None,
-    )
-    if cached is not None and any(field_of(node) == "blocks" for node in cached.nodes):
-        made.append(new_cache(cached, own, params[0][0], tables))
+    cached = (graph for graph in programs.programs if keeper == CACHE and _reads_cache(programs, graph))
+    if (graph := next(cached, None)) is not None and any(field_of(node) == "blocks" for node in graph.nodes):
+        made.append(new_cache(graph, own, params[0][0]))
     model = ClassContext(
         "Model",
         tuple(docstring("The whole model; each program is a method.")),
@@ -191,6 +179,10 @@ def _classes(plan: Plan, reserved: frozenset[str], tables: Tables) -> tuple[tupl
         buffer_tables(params),
     )
     return (*(block.context for block in blocks.values()), *steps), model
+
+
+def _reads_cache(programs: Programs, graph: Graph) -> bool:
+    return graph.name not in programs.whole or any(name.startswith(f"{CACHE}.") for name, _ in graph.inputs)
 
 
 def _distinct(rolled: Sequence[Graph], speller: Speller) -> tuple[list[Graph], tuple[str, ...]]:
@@ -250,17 +242,12 @@ def _method(plan: Plan, graph: Graph, reserved: frozenset[str]) -> Function:
     state = {name for name, _ in graph.inputs}
     labels = [label for label, _ in graph.outputs if label not in state or label == "x"]
     merged = merge([graph], labels)
-    body = Body(
-        merged, {name: name for name, _ in graph.inputs}, Speller(plan), reserved=reserved, constants=constants_of(plan)
-    )
-    body.run()
+    body = Body(merged, Speller(plan), reserved=reserved, constants=constants_of(plan))
     outputs = dict(graph.outputs)
     doc = types_doc(graph.inputs, [graph.types[outputs[label]] for label in labels])
     if len(labels) < len(graph.outputs):
         doc += " Caches are updated in place."
-    arguments = ("self", *(f"{name}: Tensor" for name, _ in graph.inputs))
-    annotation = "Tensor" if len(labels) == 1 else f"tuple[{', '.join('Tensor' for _ in labels)}]"
-    return Function(graph.name.partition(".")[2], doc, arguments, body.lines, body.returned(), annotation)
+    return method(body, graph.name.partition(".")[2], doc, (f"{name}: Tensor" for name, _ in graph.inputs))
 
 
 def _init(programs: Programs, params: Sequence[Named], blocks: dict[str, BlockClass]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from specc.compiler.expr.python_lines import fitted
 from specc.compiler.ir.graph import Named, TensorType, spelled
 from specc.compiler.render.body import BODY
-from specc.compiler.render.function import Function
+from specc.compiler.render.function import Function, tuple_text
 
 # The dtypes of buffers, in which deployed models store the operands of int8 products.
 STORED = {"i8": "torch.int8", "i32": "torch.int32", "f32": "torch.float32"}
@@ -51,31 +51,25 @@ def parameter_lines(
     where = where or {}
     holders: dict[str, list[tuple[str, str, str]]] = {}
     lines: list[str] = []
-    stored = [entry for entry in params if entry[1].storage]
+    stored = [path for path, type in params if type.storage]
     for path, type in params:
-        if type.storage:
-            continue
         holder, _, name = path.rpartition(".")
-        shape = _shape(type)
-        if holder:
-            holders.setdefault(holder, []).append((name, shape, where.get(path, "")))
-        else:
-            made = f"nn.Parameter(torch.empty({shape[1:-1].rstrip(',')}))"
-            lines.append(f"self.{name} = {made}" + (f" if {where[path]} else None" if path in where else ""))
-    owners = dict.fromkeys(path.rpartition(".")[0] for path, _ in stored)
-    bare = [holder for holder in owners if holder and holder not in holders]
-    parents = [parent for held in (*holders, *bare) if (parent := held.rpartition(".")[0])]
-    empty = dict.fromkeys((*parents, *bare, *(parent for at in modules if (parent := at.rpartition(".")[0]))))
-    lines += [f"self.{parent} = nn.Module()" for parent in empty if parent not in holders]
+        otherwise = f" if {where[path]} else None" if path in where else ""
+        if holder and not type.storage:
+            holders.setdefault(holder, []).append((name, _shape(type), otherwise))
+        elif not type.storage:
+            lines.append(f"self.{name} = nn.Parameter(torch.empty({', '.join(map(spelled, type.shape))})){otherwise}")
+    bare = [at for at in dict.fromkeys(path.rpartition(".")[0] for path in stored) if at and at not in holders]
+    parents = [at.rpartition(".")[0] for at in (*holders, *bare)]
+    empty = dict.fromkeys((*parents, *bare, *(at.rpartition(".")[0] for at in modules)))
+    lines += [f"self.{at} = nn.Module()" for at in empty if at and at not in holders]
     for holder, entries in holders.items():
-        conditions = {condition for _, _, condition in entries}
-        together = conditions.pop() if len(conditions) == 1 else None
-        texts = [
-            f"{name}={shape}" + (f" if {condition} else None" if condition and together is None else "")
-            for name, shape, condition in entries
-        ]
+        conditions = {otherwise for _, _, otherwise in entries}
+        together = conditions.pop() if len(conditions) == 1 else ""
+        texts = [f"{name}={shape}{otherwise * (not together)}" for name, shape, otherwise in entries]
         made = f"self.{holder} = weights({', '.join(texts)})"
-        lines += [f"if {together}:", f"    {made}"] if together else [made]
+        condition = together.removeprefix(" ").removesuffix(" else None")
+        lines += [f"{condition}:", f"    {made}"] if together else [made]
     if stored:
         lines += [
             f"for name, (shape, dtype) in {table}.items():",
@@ -94,4 +88,4 @@ def buffer_tables(params: Sequence[Named], table: str = BUFFERS) -> tuple[str, .
 
 def _shape(type: TensorType) -> str:
     """Returns a shape as the text of a tuple."""
-    return f"({', '.join(map(spelled, type.shape))}{',' if len(type.shape) == 1 else ''})"
+    return tuple_text(list(map(spelled, type.shape)))

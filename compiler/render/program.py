@@ -1,18 +1,18 @@
 """Renders programs as methods of the model, and their common parts as shared methods."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from specc.compiler.int8.fake_quantize import SUFFIX
-from specc.compiler.ir.graph import Graph, Named, TensorType, spelled
-from specc.compiler.passes.merge import Merged, Where, merge
+from specc.compiler.ir.graph import Graph, TensorType, spelled
+from specc.compiler.passes.merge import Merged, Slot, Where, merge
 from specc.compiler.passes.roll import Begin, Loop, field_of, index_of
 from specc.compiler.plan.plan import Plan
 from specc.compiler.programs.programs import Programs
-from specc.compiler.render.blocks import BlockClass, Tables, argument
-from specc.compiler.render.body import Body, Fact, Untold, constants_of
-from specc.compiler.render.function import Function, Speller, types_doc
-from specc.compiler.render.loops import CACHE, STATE, begin_lines, loop_lines
+from specc.compiler.render.blocks import BlockClass, Tables
+from specc.compiler.render.body import Body, Fact, Indistinguishable, constants_of, facts_of, flag_variants
+from specc.compiler.render.function import Function, Speller, method, optional_arguments, tuple_text, types_doc
+from specc.compiler.render.loops import CACHE, STATE, LoopText, begin_lines
 
 METHODS = {"train": "forward"}  # the training program is `forward`; other programs have their own names
 TYPES = {CACHE: "list[tuple[Tensor, ...]]", STATE: "dict[str, tuple[Tensor, ...]]"}
@@ -21,8 +21,7 @@ ONCE = "_once"
 
 def keeper_of(programs: Programs) -> str:
     """Returns the name of the state argument: a cache, or for models of pairs a state dict by path in the spec."""
-    names = [name for graph in programs.programs for name, _ in graph.inputs]
-    names += [label for graph in programs.programs for label, _ in graph.outputs]
+    names = (name for graph in programs.programs for name, _ in (*graph.inputs, *graph.outputs))
     return STATE if any(name.startswith(f"{STATE}.") for name in names) else CACHE
 
 
@@ -32,18 +31,12 @@ def flags_of(programs: Programs) -> Mapping[str, frozenset[str]]:
     `training`: it trains. `rounded`: it fake-quantizes the inputs of products. `once`: it runs each block once.
     """
     trains = {"train", *(phase.train for phase in programs.phases)}
-    return {
-        graph.name: frozenset(
-            flag
-            for flag, holds in (
-                ("training", graph.name in trains or graph.name.removesuffix(SUFFIX) in trains),
-                ("rounded", graph.name.endswith(SUFFIX)),
-                ("once", graph.name.removesuffix(SUFFIX).endswith(ONCE)),
-            )
-            if holds
-        )
-        for graph in programs.programs
-    }
+    flags = {}
+    for name in (graph.name for graph in programs.programs):
+        plain = name.removesuffix(SUFFIX)
+        holds = {"training": trains & {name, plain}, "rounded": name != plain, "once": plain.endswith(ONCE)}
+        flags[name] = frozenset(flag for flag, true in holds.items() if true)
+    return flags
 
 
 @dataclass(frozen=True)
@@ -56,13 +49,13 @@ class Methods:
     tables: Tables
     reserved: frozenset[str]
     sides: frozenset[str]
-    own: tuple[str, ...]  # the state outside of blocks, in order
+    own: Sequence[str]  # the state outside of blocks, in order
 
     def distinguishes(self, name: str, merged: Merged) -> bool:
         """Returns whether a method that several programs call can distinguish them."""
         try:
             self.shared(name, merged)
-        except Untold:
+        except Indistinguishable:
             return False
         return True
 
@@ -70,175 +63,128 @@ class Methods:
         """Returns a method that several programs call, and the flags that it has as arguments."""
         keeper = self.speller.keeper
         flags = self._flags(merged)
-        keeping = frozenset(v for v, graph in enumerate(merged.variants) if self._keeps(graph))
-        facts = []
-        if keeping and keeping != merged.every:
-            facts.append(Fact(f"{keeper} is not None", f"{keeper} is None", keeping, keeper))
-        inputs = [entry for entry in merged.inputs() if not entry[0].startswith(f"{keeper}.")]
-        for argued, _, where in inputs:
-            if where != merged.every:
-                facts.append(Fact(f"{argued} is not None", f"{argued} is None", where, argued))
-        facts += [
-            Fact(flag, f"not {flag}", where, flag) for flag, where in flags.items() if where and where != merged.every
-        ]
-        body = self._body(merged, facts, keeping)
-        lines = body.lines
-        asked = tuple(flag for flag in flags if any(fact.text == flag for fact in body.asked))
-        arguments = ["self", *(argument(argued, where == merged.every) for argued, _, where in inputs)]
-        if keeping:
-            arguments.append(keeper if keeping == merged.every else f"{keeper}=None")
-        arguments += [f"{flag}=False" for flag in asked]
-        results = [self._type(merged, operand[0][0], operand[0][1]) for _, operand in merged.outputs]
-        doc = types_doc(((argued, type) for argued, type, _ in inputs), results)
+        keeping = self._keeping(merged)
+        inputs = [entry for entry in merged.inputs() if not self._is_state(entry[0])]
+        given = {keeper: keeping, **{name: where for name, _, where in inputs}}
+        body = self._body(merged, facts_of(merged, given, flags))
+        used = tuple(flag for flag in flags if flag in body.asked)
+        state = [f"{keeper}{'=None' * (keeping != merged.every)}"] if keeping else []
+        results = [merged.type(*operand[0]) for _, operand in merged.outputs]
+        doc = types_doc(((name, type) for name, type, _ in inputs), results)
         doc += f" A {keeper} is updated in place." if keeping else ""
-        annotation = "Tensor" if len(results) == 1 else f"tuple[{', '.join('Tensor' for _ in results)}]"
-        return Function(name, doc, tuple(arguments), lines, body.returned(), annotation), asked
+        return method(body, name, doc, optional_arguments(merged, inputs, used, state)), used
 
-    def program(self, graph: Graph, original: Graph) -> Function:
-        """Returns the method of one program. `original` is the program before its common parts were outlined."""
+    def program(self, graph: Graph) -> Function:
+        """Returns the method of one program."""
         keeper = self.speller.keeper
-        inputs = [(name, type) for name, type in graph.inputs if not name.startswith(f"{keeper}.")]
-        outputs = [(label, ref) for label, ref in graph.outputs if not label.startswith(f"{keeper}.")]
-        begins = not outputs
-        merged = merge([graph], None if begins else [label for label, _ in outputs])
-        keeping = frozenset({0}) if self._keeps(graph) else frozenset[int]()
-        body = self._body(merged, (), keeping)
-        arguments = ["self", *(f"{name}: Tensor" for name, _ in inputs)]
-        doc = types_doc(inputs, [graph.types[ref] for _, ref in outputs])
+        inputs = [(name, type) for name, type in graph.inputs if not self._is_state(name)]
+        outputs = [(label, ref) for label, ref in graph.outputs if not self._is_state(label)]
+        body = self._body(merge([graph], [label for label, _ in outputs or graph.outputs]))
+        arguments = [f"{name}: Tensor" for name, _ in inputs]
         name = METHODS.get(graph.name, graph.name)
+        doc = types_doc(inputs, [graph.types[ref] for _, ref in outputs])
         doc = doc if name == graph.name else f"{graph.name}: {doc}"
-        if begins:
-            entries = tuple(_entries(body, graph))
+        if not outputs:
             doc = f"{doc.rpartition(' -> ')[0]} -> the state before the first token, by place in the spec."
-            returns = f"{{{', '.join(entries)}}}"
-            return Function(name, doc, tuple(arguments), body.lines, returns, TYPES[STATE])
-        if original.name not in self.plan.programs.whole:
+            return replace(method(body, name, doc, arguments, TYPES[STATE]), returns=_new_state(body))
+        if graph.name not in self.plan.programs.whole:
             arguments.append(f"{keeper}: {TYPES[keeper]}")
             doc = doc[:-1] + (
                 f", of the last; `{keeper}` holds `start` tokens and takes these."
                 if keeper == CACHE
                 else f"; the token is added to `{keeper}`, in place."
             )
-        returns = body.returned()
-        annotation = "Tensor" if len(outputs) == 1 else f"tuple[{', '.join('Tensor' for _ in outputs)}]"
-        return Function(name, doc, tuple(arguments), body.lines, returns, annotation)
+        return method(body, name, doc, arguments)
 
-    def _type(self, merged: Merged, ref: str, where: Where) -> TensorType:
-        slot = next((slot for slot in merged.slots if ref in slot.outputs), None)
-        if slot is None:
-            return merged.variants[min(where)].types[ref]
-        return slot.node.types[slot.outputs.index(ref)]
+    def _is_state(self, name: str) -> bool:
+        return name.startswith(f"{self.speller.keeper}.")
 
-    def _flags(self, merged: Merged) -> Mapping[str, Where]:
-        of = [self.speller.flags[graph.name] for graph in merged.variants]
-        names = dict.fromkeys(flag for flags in of for flag in sorted(flags))
-        return {name: frozenset(i for i, flags in enumerate(of) if name in flags) for name in names}
+    def _flags(self, merged: Merged) -> dict[str, Where]:
+        return flag_variants([self.speller.flags[graph.name] for graph in merged.variants])
 
-    def _keeps(self, graph: Graph) -> bool:
-        """Returns whether a graph reads state."""
-        prefix = f"{self.speller.keeper}."
-        loops = any(isinstance(node.op, Loop) and (node.op.keeps or node.op.extends) for node in graph.nodes)
-        return loops or any(name.startswith(prefix) for name, _ in graph.inputs)
+    def _keeping(self, merged: Merged) -> Where:
+        """Returns the variants that read state."""
+        return frozenset(
+            v
+            for v, graph in enumerate(merged.variants)
+            if any(isinstance(node.op, Loop) and node.op.stateful for node in graph.nodes)
+            or any(self._is_state(name) for name, _ in graph.inputs)
+        )
 
-    def _body(self, merged: Merged, facts: Sequence[Fact], keeping: Where) -> Body:
-        keeper = self.speller.keeper
-        state = [(name, where) for name, _, where in merged.inputs() if name.startswith(f"{keeper}.")]
-        names = {name: name for name, _, _ in merged.inputs() if not name.startswith(f"{keeper}.")}
+    def _body(self, merged: Merged, facts: Sequence[Fact] = ()) -> Body:
         flags = self._flags(merged)
-        unpacks: list[tuple[frozenset[str], str, Where]] = []
-        if keeper == CACHE and state:
-            local = {name: "_".join(name.split(".")[2:]) for name, _ in state}
-            names |= local
-            targets = [local.get(name, "_") for name in self.own]
-            text = f"{', '.join(targets)}{',' if len(targets) == 1 else ''} = {CACHE}[0]"
-            unpacks.append((frozenset(local), text, state[0][1]))
-        elif state:
-            unpacks += self._unpacked([name for name, _ in state], names, state[0][1])
+        state = {name: where for name, _, where in merged.inputs() if self._is_state(name)}
+        names, unpacks = self._unpacked(merged, state)
 
-        def region(body: Body, slot: object) -> bool:
-            assert hasattr(slot, "node")
+        def region(body: Body, slot: Slot) -> bool:
             if isinstance(slot.node.op, Loop):
+                first = 1 if self.own and self.speller.keeper == CACHE else 0
                 block = self.blocks[slot.node.op.at]
-                first = 1 if self.own and keeper == CACHE else 0
-                loop_lines(body, slot, block, self.tables, keeper, first, flags)  # type: ignore[arg-type]
-                return True
-            if isinstance(slot.node.op, Begin):
-                begin_lines(body, slot, self.blocks[slot.node.op.at], flags)  # type: ignore[arg-type]
-                return True
-            return False
+                LoopText(body, slot, block, self.tables, self.speller.keeper, first, flags).add()
+            elif isinstance(slot.node.op, Begin):
+                begin_lines(body, slot, self.blocks[slot.node.op.at], flags)
+            return isinstance(slot.node.op, Loop | Begin)
 
-        asked = frozenset(fact.reads for fact in facts if fact.reads)
-        body = Body(
+        return Body(
             merged,
-            names,
             self.speller,
-            facts=facts,
-            reserved=self.reserved,
+            names,
+            facts,
+            self.reserved,
             constants=constants_of(self.plan),
-            alive=asked,
             scopes=self.sides,
             wanted=_wanted(merged),
             unpacks=unpacks,
             regions=region,
         )
-        body.run()
-        return body
 
     def _unpacked(
-        self, state: Sequence[str], names: dict[str, str], where: Where
-    ) -> list[tuple[frozenset[str], str, Where]]:
-        """Returns the lines that unpack the state of stages outside of blocks, by path.
-
-        The name of each state value is added to `names`.
-        """
-        keys = [name.rpartition(".")[2] for name in state]
-        taken = set(names.values())
-        every = _places(
-            [name for graph in self.plan.programs.programs for name, _ in graph.inputs if name.startswith(f"{STATE}.")]
-        )
-        made = []
-        for place, group in every.items():
-            own = [name for name in group if name in state]
-            if not own:
-                continue
-            for name in own:
-                _, *words = name.split(".")
-                names[name] = (
-                    words[-1] if keys.count(words[-1]) == 1 and words[-1] not in taken else "_".join(words[-2:])
-                )
-            targets = ", ".join(names.get(name, "_") for name in group)
-            text = f'{targets if len(group) > 1 else f"({targets},)"} = {STATE}["{place}"]'
-            made.append((frozenset(own), text, where))
-        return made
+        self, merged: Merged, state: Mapping[str, Where]
+    ) -> tuple[Mapping[str, str], Sequence[tuple[frozenset[str], str, Where]]]:
+        """Returns the local names of state outside of blocks, and the lines that unpack it."""
+        taken = {name for name, _, _ in merged.inputs()}
+        words = {name: name.split(".")[1:] for name in state}
+        last = [path[-1] for path in words.values()]
+        if self.speller.keeper == CACHE:
+            names = {name: "_".join(path[1:]) for name, path in words.items()}
+            places = {f"{CACHE}[0]": self.own}
+        else:
+            names = {
+                name: path[-1] if last.count(path[-1]) == 1 and path[-1] not in taken else "_".join(path[-2:])
+                for name, path in words.items()
+            }
+            inputs = [name for graph in self.plan.programs.programs for name, _ in graph.inputs if self._is_state(name)]
+            places = {f'{STATE}["{place}"]': group for place, group in _places(inputs).items()}
+        unpacks = []
+        for place, group in places.items():
+            if own := [name for name in group if name in state]:
+                targets = [names.get(name, "_") for name in group]
+                text = f"{', '.join(targets) if len(targets) > 1 else tuple_text(targets)} = {place}"
+                unpacks.append((frozenset(own), text, state[own[0]]))
+        return names, unpacks
 
 
-def _places(names: Sequence[str]) -> Mapping[str, list[str]]:
+def _places(names: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """Returns state names grouped by path.
 
     `state.decoder.lstm.h` has the path `decoder.lstm`. State in a block has the path of the block.
     """
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         words = name.split(".")[1:]
-        number = next((i for i, word in enumerate(words) if word.isdigit()), None)
-        place = ".".join(words[:-1] if number is None else words[: number + 1])
-        found.setdefault(place, []).append(name)
-    return found
+        number = next((i for i, word in enumerate(words) if word.isdigit()), len(words) - 2)
+        places.setdefault(".".join(words[: number + 1]), []).append(name)
+    return places
 
 
-def _entries(body: Body, graph: Graph) -> Iterator[str]:
-    """Yields the entries of the dict of a new state."""
+def _new_state(body: Body) -> str:
+    """Returns the text of the dict of a new state."""
     operands = dict(body.merged.outputs)
-    begins = {node.name for node in graph.nodes if isinstance(node.op, Begin)}
-    done: dict[str, str] = {}
-    for label, operand in operands.items():
-        if operand[0][0] in begins:
-            done[label] = f"**{body.text(operand)}"
-    plain = [label for label in operands if label not in done]
-    for place, labels in _places(plain).items():
-        texts = [body.text(operands[label]) for label in labels]
-        done[labels[0]] = f'"{place}": ({", ".join(texts)}{"," if len(texts) == 1 else ""})'
-    yield from (done[label] for label in operands if label in done)
+    begins = {slot.name for slot in body.merged.slots if isinstance(slot.node.op, Begin)}
+    entries = {label: f"**{body.text(op)}" for label, op in operands.items() if op[0][0] in begins}
+    for place, labels in _places([label for label in operands if label not in entries]).items():
+        entries[labels[0]] = f'"{place}": {tuple_text([body.text(operands[label]) for label in labels])}'
+    return f"{{{', '.join(entries[label] for label in operands if label in entries)}}}"
 
 
 def _wanted(merged: Merged) -> dict[str, str]:
@@ -257,13 +203,7 @@ def _wanted(merged: Merged) -> dict[str, str]:
     return found
 
 
-def own_state(rolled: Sequence[Graph]) -> tuple[Named, ...]:
-    """Returns the entries of the cache of the rolled programs that are outside of blocks."""
-    graph = next((graph for graph in rolled if any(name.startswith(f"{CACHE}.") for name, _ in graph.inputs)), None)
-    return tuple(entry for entry in graph.inputs if entry[0].startswith(f"{CACHE}.")) if graph is not None else ()
-
-
-def new_cache(graph: Graph, own: Sequence[Named], param: str, tables: Tables) -> Function:
+def new_cache(graph: Graph, own: Sequence[str], param: str) -> Function:
     """Returns the method that creates an empty cache.
 
     The cache has the state of the embedding, if there is any, then one tuple of tensors per run of a block. All blocks
@@ -273,26 +213,26 @@ def new_cache(graph: Graph, own: Sequence[Named], param: str, tables: Tables) ->
         graph: a program that reads the cache.
         own: the state outside of blocks.
         param: the name of a parameter, whose dtype and device the cache has.
-        tables: the tables of the module.
     """
     blocks = [node for node in graph.nodes if field_of(node) == "blocks"]
-    kept = [type for name, type in graph.inputs if name.startswith(f"{CACHE}.") and (name, type) not in own]
-    each = kept[: len(kept) // len(blocks)]
-    assert kept == each * len(blocks)
+    state = {name: type for name, type in graph.inputs if name.startswith(f"{CACHE}.")}
+    first = [_empty(state.pop(name)) for name in own]
+    types = list(state.values())
+    each = types[: len(types) // len(blocks)]
+    assert types == each * len(blocks)
     over = "self.blocks" if len({index_of(call) for call in blocks}) == len(blocks) else "ORDER"
-    lines = [f"new = self.{param}.new_zeros"] if kept or own else []
-    returns = f"[({', '.join(map(_empty, each))}{',' if len(each) == 1 else ''}) for _ in {over}]"
+    lines = [f"new = self.{param}.new_zeros"] if first or each else []
+    returns = f"[{tuple_text(list(map(_empty, each))) if each else '()'} for _ in {over}]"
     if len(each) > 2:
         shapes = (f"({', '.join(map(spelled, type.shape[2:]))})" for type in each)
         lines.append(f"shapes = ({', '.join(shapes)})")
         returns = f"[tuple(new(rows, positions, *shape) for shape in shapes) for _ in {over}]"
     doc = "Empty state for `rows` sequences of at most `positions` tokens."
-    if own:
-        lines.append(f"first = ({', '.join(_empty(type) for _, type in own)}{',' if len(own) == 1 else ''})")
+    if first:
+        lines.append(f"first = {tuple_text(first)}")
         returns = f"[first, *({returns[1:-1]})]"
         doc = f"{doc[:-1]}: the embedding's, then each block's."
-    arguments = ("self", "rows: int", "positions: int")
-    return Function("new_cache", doc, arguments, tuple(lines), returns, TYPES[CACHE])
+    return Function("new_cache", doc, ("self", "rows: int", "positions: int"), tuple(lines), returns, TYPES[CACHE])
 
 
 def _empty(type: TensorType) -> str:

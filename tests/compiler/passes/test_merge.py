@@ -38,8 +38,7 @@ def block(skip: bool = False, twice: bool = False, eps: float = 1e-6) -> Graph:
 
 def spelled(graphs: list[Graph], *facts: Fact) -> list[str]:
     merged = merge(graphs)
-    body = Body(merged, {name: name for name, _, _ in merged.inputs()}, lambda _, node, args: None, facts)
-    body.run()
+    body = Body(merged, lambda _, node, args: None, facts=facts)
     return [*body.lines, f"return {body.returned()}"]
 
 
@@ -48,7 +47,7 @@ def test_equal_graphs_are_one_without_a_guard() -> None:
 
 
 def test_a_part_that_one_has_is_guarded_and_shares_its_variable() -> None:
-    lines = spelled([block(), block(skip=True)], Fact("skip is not None", "skip is None", frozenset({1}), "skip"))
+    lines = spelled([block(), block(skip=True)], Fact("skip", frozenset({1}), optional=True))
     assert lines == [
         "if skip is not None:",
         "    x = x + skip",
@@ -62,7 +61,7 @@ def test_a_part_that_one_has_is_guarded_and_shares_its_variable() -> None:
 
 
 def test_parts_that_exclude_each_other_are_the_branches_of_one_condition() -> None:
-    lines = spelled([block(), block(eps=0.5, twice=True)], Fact("twice", "not twice", frozenset({1})))
+    lines = spelled([block(), block(eps=0.5, twice=True)], Fact("twice", frozenset({1})))
     assert lines[:2] == ["if not twice:", "    h = F.rms_norm(x, (8,), eps=1e-06)"] or "else" in "".join(lines)
     assert sum(line.startswith("if ") for line in lines) + sum(" if " in line for line in lines) >= 1
 
@@ -80,7 +79,7 @@ def test_a_value_that_is_still_read_keeps_its_name() -> None:
         x = b.input("x", X)
         y = b.add("skip.x", add(), (x, b.input("skip", X))) if skip else x
         graphs.append(b.build({"y": b.add("mlp.x", Pointwise(("a * b",), ("a", "b")), (x, y))}))
-    lines = spelled(graphs, Fact("skip is not None", "skip is None", frozenset({1}), "skip"))
+    lines = spelled(graphs, Fact("skip", frozenset({1}), optional=True))
     for i, given in enumerate(({}, {"skip": torch.ones(1)})):
         assert float(run(lines, {"x": torch.full((1,), 3.0), "skip": None, **given})) == (9.0, 12.0)[i]
 
@@ -102,14 +101,9 @@ def test_random_variants_compute_what_each_computed(seed: int) -> None:
     other = {i: rng.random() < 0.4 for i in range(9)}
     variants = list(itertools.product((False, True), repeat=2))
     graphs = [_variant(steps, of, other, dict(zip(flags, on, strict=True))) for on in variants]
-    facts = [
-        Fact(flag, f"not {flag}", frozenset(v for v, on in enumerate(variants) if on[i]), flag)
-        for i, flag in enumerate(flags)
-    ]
+    facts = [Fact(flag, frozenset(v for v, on in enumerate(variants) if on[i])) for i, flag in enumerate(flags)]
     merged = merge(graphs)
-    body = Body(merged, {"x": "x", "z": "z"}, lambda _, node, args: None, facts, alive=frozenset(flags))
-    body.reserved = frozenset(flags)
-    body.run()
+    body = Body(merged, lambda _, node, args: None, facts=facts, reserved=frozenset(flags))
     lines = [*body.lines, f"return {body.returned()}"]
     generator = torch.Generator().manual_seed(seed)
     x, z = (torch.randn(2, 3, 8, dtype=torch.float64, generator=generator) for _ in range(2))

@@ -26,8 +26,7 @@ X = TensorType(("B", "T", 8), "f64")
 
 def spelled(graph: Graph, reserved: frozenset[str] = frozenset()) -> list[str]:
     """The body of the function that the graph becomes."""
-    body = Body(merge([graph]), {name: name for name, _ in graph.inputs}, lambda _, node, args: None, reserved=reserved)
-    body.run()
+    body = Body(merge([graph]), lambda _, node, args: None, reserved=reserved)
     return [*body.lines, f"return {body.returned()}"]
 
 
