@@ -13,50 +13,64 @@ NEXT_TO_NOTHING = 1 / 16  # of the bytes: memory is faster if it need not switch
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """The least work of one call: its operations, the bytes that it moves, and the bytes that it writes among them."""
+
+    flops: int
+    bytes: int
+    bytes_written: int
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.bytes + other.bytes, self.bytes_written + other.bytes_written)
+
+
+@dataclass(frozen=True, slots=True)
 class Ceilings:
     """The measured ceilings of a device.
 
     Attributes:
         dtype: the dtype of the GEMM.
-        size: N of the GEMM.
+        gemm_size: N of the GEMM.
         gemm: the library's product of two N x N matrices.
-        copied: the bytes that `copy` and `read` process.
-        copy: a copy from device memory to device memory, which reads and writes `copied` bytes.
-        read: a sum, which only reads `copied` bytes.
+        copy_bytes: the bytes that `copy` and `read` process.
+        copy: a copy from device memory to device memory, which reads and writes `copy_bytes` bytes.
+        read: a sum, which only reads `copy_bytes` bytes.
     """
 
     dtype: str
-    size: int
+    gemm_size: int
     gemm: Measured
-    copied: int
+    copy_bytes: int
     copy: Measured
     read: Measured
 
     @property
     def flops_per_second(self) -> float:
-        return 2 * self.size**3 / (1e-3 * self.gemm.ms)
+        return 2 * self.gemm_size**3 / (1e-3 * self.gemm.ms)
 
     @property
     def bytes_per_second(self) -> float:
-        return 2 * self.copied / (1e-3 * self.copy.ms)
+        return 2 * self.copy_bytes / (1e-3 * self.copy.ms)
 
     @property
-    def read_per_second(self) -> float:
+    def read_bytes_per_second(self) -> float:
         """Bytes read per second. At least the rate of the copy, because a sum on a CPU may be limited by its
         additions."""
-        return max(self.copied / (1e-3 * self.read.ms), self.bytes_per_second)
+        return max(self.copy_bytes / (1e-3 * self.read.ms), self.bytes_per_second)
 
-    def floor_ms(self, flops: int, moved: int, written: int) -> float:
-        """Returns the least time in ms, about, of work with `flops` operations that moves `moved` bytes, of which
-        `written` are written."""
-        return 1e3 * max(flops / self.flops_per_second, moved / self._speed(moved, written))
+    def floor_ms(self, work: Work) -> float:
+        """Returns the least time of the work in ms, about."""
+        return 1e3 * max(self._seconds(work))
 
-    def bound(self, flops: int, moved: int, written: int) -> Literal["FLOPs", "bytes"]:
+    def bound(self, work: Work) -> Literal["FLOPs", "bytes"]:
         """Returns which of the two determines the floor."""
-        return "FLOPs" if flops / self.flops_per_second > moved / self._speed(moved, written) else "bytes"
+        flops, memory = self._seconds(work)
+        return "FLOPs" if flops > memory else "bytes"
 
-    def _speed(self, moved: int, written: int) -> float:
-        return self.read_per_second if written <= moved * NEXT_TO_NOTHING else self.bytes_per_second
+    def _seconds(self, work: Work) -> tuple[float, float]:
+        reads = work.bytes_written <= work.bytes * NEXT_TO_NOTHING
+        speed = self.read_bytes_per_second if reads else self.bytes_per_second
+        return work.flops / self.flops_per_second, work.bytes / speed
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Ceilings:

@@ -2,7 +2,8 @@
 function."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,8 @@ from specc.compiler.programs import reference
 from specc.compiler.programs.cost import boundary_bytes, graph_costs
 from specc.compiler.programs.programs import Group, Programs
 from specc.compiler.spec.spec import Spec
+from specc.runtime.bench.ceilings import Work
+from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.kernels import Row, wrong
 from specc.runtime.bench.plain import plain_nodes
 from specc.runtime.bench.timing import alternate
@@ -24,7 +27,7 @@ from specc.runtime.bench.variants import EAGER, GENERATED, as_trained, baselines
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import group_function, replace_fuse
 from specc.runtime.verify.judge import Composed, composed, poisoned, upcast
-from specc.runtime.verify.random_inputs import Operands, Value, sizes_of
+from specc.runtime.verify.random_inputs import Operands, sizes_of
 
 FORWARD, BOTH = "forward", "forward + backward"
 Function = Callable[..., Any]
@@ -65,11 +68,11 @@ def members_of(spec: Spec, programs: Programs, target: str, group: Group) -> Mem
 
 def hosts(programs: Programs, group: Group) -> tuple[str, ...]:
     """Returns the names of the graphs that run a group."""
-
-    def runs(node: Node) -> bool:
-        return isinstance(node.op, Fused) and node.op.group == group.name
-
-    return tuple(graph.name for graph in programs.graphs if any(map(runs, graph.nodes)))
+    return tuple(
+        graph.name
+        for graph in programs.graphs
+        if any(isinstance(node.op, Fused) and node.op.group == group.name for node in graph.nodes)
+    )
 
 
 def labelled(programs: Programs) -> Iterator[tuple[Group, str]]:
@@ -94,78 +97,62 @@ def require_place(plan: Plan, parts: Sequence[str], at: str) -> None:
         raise RunFailure(f"no kernel and no group is at {at}", f"there are: {', '.join(known) or 'none'}")
 
 
-def group_rows(
-    spec: Spec,
-    plan: Plan,
-    module: ModuleType,
-    plain: ModuleType,
-    device: torch.device,
-    at: str,
-    say: Callable[[str], None],
-) -> Iterator[Row]:
-    """Yields the rows of each group whose path contains `at`: forward, and forward and backward if it has gradients.
+def group_rows(setup: Setup, plan: Plan, module: ModuleType, plain: ModuleType, at: str) -> Iterator[Row]:
+    """Yields the rows of each group whose path contains `at`: forward, and forward and backward.
+
+    A group without gradients has no rows: it is measured as a kernel.
 
     Args:
-        spec: the spec.
-        plan: its plan.
+        setup: the setup of the benchmark.
+        plan: the plan.
         module: the generated model.py with fusion points.
         plain: the generated model.py without fusion points.
-        device: the device to measure on.
         at: the text that paths must contain.
-        say: reports progress.
 
     Raises:
         RunFailure: if values or gradients of a group are wrong.
     """
-    for group, where in labelled(plan.programs):
-        if at not in where or not group.backward.outputs:  # without a gradient it is its kernels, timed as such
-            continue
-        say(f"group {where}")
-        members = members_of(spec, plan.programs, plan.target.name, group)
-        yield from _rows(spec, group, members, where, group_function(module, plan.programs, group), plain, device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    for group, place in labelled(plan.programs):
+        if at in place and group.backward.outputs:
+            setup.say(f"group {place}")
+            members = members_of(setup.spec, plan.programs, setup.target, group)
+            yield from _rows(setup, group, members, place, group_function(module, plan.programs, group), plain)
+            if setup.device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def _rows(
-    spec: Spec, group: Group, members: Members, where: str, own: Function, plain: ModuleType, device: torch.device
+    setup: Setup, group: Group, members: Members, place: str, generated: Function, plain: ModuleType
 ) -> Iterator[Row]:
-    sizes = sizes_of(spec)
+    device, sizes = setup.device, sizes_of(setup.spec)
     function = plain_nodes(members.nodes, members.graph.types, members.inputs, members.output, plain)
-    calls = {**baselines(function, device), GENERATED: as_trained(own, device)}
-    operands = Operands(spec, device)
+    operands = Operands(setup.spec, device)
     inputs = operands.of(members.inputs, [type for _, type in group.forward.inputs])
     learned = {name.removeprefix("d_") for name, _ in group.backward.outputs}
     leaves = [i for i, (name, _) in enumerate(group.forward.inputs) if name in learned]
-    for i in leaves:
-        inputs[i] = _leaf(inputs[i])
-    gradient = operands.tensor(members.nodes[-1].type)
-    passes = {name: Pass(call, inputs, leaves, gradient) for name, call in calls.items()}
+    run = Pass(generated, _with_leaves(inputs, leaves), leaves, operands.tensor(members.nodes[-1].type))
+    calls = {GENERATED: as_trained(generated, device), **baselines(function, device)}
+    passes = {name: replace(run, call=call) for name, call in calls.items()}
     failed = failures({name: passes[name].results for name in passes})
-    passes = {name: one for name, one in passes.items() if name not in failed}
-    accuracy = _accuracy(where, members, passes, Pass(own, inputs, leaves, gradient))
-    forward, backward = (
-        (sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes), _written(graph, sizes))
-        for graph in (group.forward, group.backward)
-    )
-    order = (GENERATED, *(name for name in passes if name != GENERATED))
-    times = alternate({name: passes[name].forward for name in order}, device, forward[1])
-    yield Row(f"{where}, {FORWARD}", group.name, *forward, times, accuracy=accuracy, failed=failed)
-    if leaves:
-        flops, moved, written = (a + b for a, b in zip(forward, backward, strict=True))
-        times = alternate({name: passes[name].both for name in order}, device, moved)
-        yield Row(f"{where}, {BOTH}", group.name, flops, moved, written, times, accuracy=accuracy, failed=failed)
+    passes = {name: variant for name, variant in passes.items() if name not in failed}
+    accuracy = _accuracy(place, members, passes, run)
+    forward, backward = (_work(graph, sizes) for graph in (group.forward, group.backward))
+    for title, work in ((FORWARD, forward), (BOTH, forward + backward)):
+        calls = {name: one.forward if title == FORWARD else one.both for name, one in passes.items()}
+        times = alternate(calls, device, work.bytes)
+        yield Row(f"{place}, {title}", group.name, work, times, accuracy=accuracy, failed=failed)
 
 
-def _written(graph: Graph, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of the outputs of a graph, counting each tensor once."""
+def _work(graph: Graph, sizes: Mapping[str, int]) -> Work:
+    """Returns the work of a graph. Each output tensor counts once."""
     read = {name for name, _ in graph.inputs} | {f"@{name}" for name, _ in graph.params}
-    return sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs} - read)
+    written = sum(graph.types[ref].bytes(sizes) for ref in {ref for _, ref in graph.outputs} - read)
+    return Work(sum(cost.flops for cost in graph_costs(graph, sizes)), boundary_bytes(graph, sizes), written)
 
 
-def _leaf(value: Value) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value.detach().requires_grad_()
+def _with_leaves(inputs: Sequence[Any], leaves: Sequence[int]) -> list[Any]:
+    """Returns the inputs. Those with an index in `leaves` require a gradient."""
+    return [value.detach().requires_grad_() if i in leaves else value for i, value in enumerate(inputs)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,65 +160,60 @@ class Pass:
     """One implementation of a group on its inputs. `leaves` are the indices of the inputs that require a gradient."""
 
     call: Function
-    inputs: Sequence[Value]
+    inputs: Sequence[Any]
     leaves: Sequence[int]
     gradient: Tensor
 
     def forward(self) -> Tensor:
-        """Returns the value. If there is a backward, everything that it needs is saved."""
+        """Returns the value. All that the backward pass needs is saved."""
         result: Tensor = self.call(*self.inputs)
         return result
 
     def both(self) -> tuple[Tensor, ...]:
         """Returns the gradients of all leaves."""
-        wanted = [value for i in self.leaves if isinstance(value := self.inputs[i], Tensor)]
-        return torch.autograd.grad(self.forward(), wanted, self.gradient)
+        return torch.autograd.grad(self.forward(), [self.inputs[i] for i in self.leaves], self.gradient)
 
     def results(self) -> tuple[Tensor, ...]:
-        """Returns the value, followed by the gradients if there are leaves."""
-        return self.forward().detach(), *(self.both() if self.leaves else ())
+        """Returns the value, followed by the gradients."""
+        return self.forward().detach(), *self.both()
 
 
-def _accuracy(where: str, members: Members, passes: Mapping[str, Pass], written: Pass) -> Composed:
-    """Compares value and gradients of the generated group with those of the members' references, by autograd: first as
-    `written`, on poisoned memory, then as it is timed. The references are in float64, or in float32 if the device's
-    memory is too small. Raises RunFailure if a result is wrong. Returns the worst error."""
+def _accuracy(place: str, members: Members, passes: Mapping[str, Pass], run: Pass) -> Composed:
+    """Compares value and gradients of the generated group with those of the members' references, by autograd: first
+    `run`, uncompiled and on poisoned memory, then the form that is timed.
+
+    The references are in float64, or in float32 if the device's memory is too small. Returns the worst error. Raises
+    RunFailure if a result is wrong.
+    """
+    eager = passes[EAGER]
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        first = passes[EAGER]
-        inputs = [upcast(value.detach() if isinstance(value, Tensor) else value, dtype) for value in first.inputs]
-        for i in first.leaves:
-            inputs[i] = _leaf(inputs[i])
-        wide = Pass(lambda *given: _reference(members, given), inputs, first.leaves, first.gradient.to(dtype))
-        return wide.results()
+        inputs = _with_leaves([upcast(value, dtype) for value in eager.inputs], eager.leaves)
+        return Pass(partial(_reference, members), inputs, eager.leaves, eager.gradient.to(dtype)).results()
 
     with poisoned():
-        found = written.results()
-    plain, wanted = passes[EAGER].results(), _widest(exact)
-    _judged(f"group {where}", found, plain, wanted)
-    return _judged(f"group {where}, as it is timed", passes[GENERATED].results(), plain, wanted)
-
-
-def _widest(exact: Callable[[torch.dtype], Sequence[Tensor]]) -> Sequence[Tensor]:
+        results = run.results()
     try:
-        return exact(torch.float64)
+        expected = exact(torch.float64)
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-    return exact(torch.float32)
+        expected = exact(torch.float32)
+    plain = eager.results()
+    _judged(f"group {place}", results, plain, expected)
+    return _judged(f"group {place}, as it is timed", passes[GENERATED].results(), plain, expected)
 
 
-def _judged(name: str, found: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> Composed:
-    worst = []
-    for i, (seen, good) in enumerate(composed(found, plain, exact)):
-        if not good:
-            words = f"is off by {seen.generated:.1e} of its norm against {seen.exact}, plain Torch by {seen.eager:.1e}"
-            raise wrong(name, f"output {i} {words}")
-        worst.append(seen)
-    return max(worst, key=lambda seen: seen.generated)
+def _judged(name: str, results: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]) -> Composed:
+    errors = list(composed(results, plain, exact))
+    for i, (error, ok) in enumerate(errors):
+        if not ok:
+            size = f"{error.generated:.1e} of its norm against {error.exact}, plain Torch by {error.eager:.1e}"
+            raise wrong(name, f"output {i} is off by {size}")
+    return max((error for error, _ in errors), key=lambda error: error.generated)
 
 
-def _reference(members: Members, given: Sequence[Any]) -> Tensor:
-    values = dict(zip(members.inputs, given, strict=True))
+def _reference(members: Members, *inputs: Any) -> Tensor:
+    values = dict(zip(members.inputs, inputs, strict=True))
     for node in members.nodes:
         values |= zip(node.outputs, reference.node_value(node, [values[ref] for ref in node.inputs]), strict=True)
     result: Tensor = values[members.output]

@@ -6,10 +6,9 @@ between the steps of a decoder.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +18,11 @@ from specc.compiler.kernels.generated import DTYPES as SPELT
 from specc.compiler.kernels.int8.gemm import Int8Epilogue, int8_epilogue
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.plan.plan import Choice, Plan
-from specc.runtime.bench.kernels import Ready
+from specc.runtime.bench.environment import Setup
+from specc.runtime.bench.kernels import wrong
 from specc.runtime.bench.plain import executed
 from specc.runtime.bench.timing import Call, Measured, alternate
 from specc.runtime.bench.variants import as_trained
-from specc.runtime.errors import RunFailure
 from specc.runtime.model.cuda_graph import captured
 from specc.runtime.verify.random_inputs import int8_operands
 
@@ -35,8 +34,18 @@ OURS, THEIRS = "generated", "int_mm"
 
 @dataclass(frozen=True, slots=True)
 class ProductRow:
-    """One product [M, K] x [N, K]^T with its epilogue, for each M. `refused` is the reason why the library did not run,
-    by M."""
+    """One product [M, K] x [N, K]^T with its epilogue, for each M.
+
+    Attributes:
+        name: the paths of the nodes.
+        kernel: the name of the generated kernel.
+        language: its language.
+        n: N.
+        k: K.
+        makes: the dtype of the output.
+        times: our time and the library's, by M.
+        refused: the reason why the library did not run, by M.
+    """
 
     name: str
     kernel: str
@@ -45,26 +54,25 @@ class ProductRow:
     k: int
     makes: str
     times: Mapping[int, Mapping[str, Measured]]
-    refused: Mapping[int, str] = field(default_factory=dict)
+    refused: Mapping[int, str]
 
-    def ratio(self, m: int) -> float | None:
-        """Returns our time as a share of the library's, or None if the library did not run."""
-        found = self.times[m]
-        return found[OURS].ms / found[THEIRS].ms if THEIRS in found else None
+    @property
+    def ratio(self) -> Mapping[int, float | None]:
+        """Our time as a share of the library's, by M. None if the library did not run."""
+        return {m: x[OURS].ms / x[THEIRS].ms if THEIRS in x else None for m, x in self.times.items()}
 
 
 def product_rows(
-    plan: Plan, module: ModuleType, device: torch.device, ready: Ready, at: str, say: Callable[[str], None]
+    setup: Setup, plan: Plan, module: ModuleType, ready: Callable[[Choice], object], at: str
 ) -> Iterator[ProductRow]:
     """Yields a row for every int8 kernel of a deployed plan whose path contains `at`.
 
     Args:
+        setup: the setup of the benchmark.
         plan: the deployed plan.
         module: its generated model.py.
-        device: the device to measure on.
         ready: waits until a choice's kernel can be called.
         at: the text that paths must contain.
-        say: reports progress.
 
     Raises:
         RunFailure: if a kernel returns wrong values.
@@ -73,42 +81,38 @@ def product_rows(
     for choice in plan.choices:
         if isinstance(choice.site.node.op, Int8Linear):
             shared.setdefault(choice.rendered.module, []).append(choice)
-    for kernel, choices in shared.items():
-        labels = list(dict.fromkeys(label for choice in choices for label in choice.site.label.split(" and ")))
-        if not any(at in label for label in labels):
-            continue
-        say(f"int8 {kernel}")
-        ready(choices[0])
-        name = f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else labels[0]
-        with torch.no_grad():
-            yield _row(name, choices[0], vars(module)[plan.called(choices[0])], device)
+    for kernel, (choice, *others) in shared.items():
+        labels = dict.fromkeys(label for each in (choice, *others) for label in each.site.label.split(" and "))
+        if any(at in label for label in labels):
+            setup.say(f"int8 {kernel}")
+            ready(choice)
+            name = next(iter(labels)) + (f" and {len(labels) - 1} more" if len(labels) > 1 else "")
+            with torch.no_grad():
+                yield _row(name, choice, vars(module)[plan.called(choice)], setup.device)
 
 
-def _row(name: str, choice: Choice, own: Callable[..., Tensor], device: torch.device) -> ProductRow:
-    site = choice.site
+def _row(name: str, choice: Choice, generated: Callable[..., Tensor], device: torch.device) -> ProductRow:
+    site, module = choice.site, choice.rendered.module
     epilogue = int8_epilogue(site)
     torch.compiler.reset()
-    finish = as_trained(epilogue_of(epilogue), device)
+    plain = epilogue_of(epilogue)
+    compiled = as_trained(plain, device)
     times: dict[int, Mapping[str, Measured]] = {}
     refused: dict[int, str] = {}
     for m in ROWS:
-        x, w, offset, *rest = int8_operands(epilogue, m, device)
-        calls: dict[str, Call] = {OURS: _bound(own, x, w, offset, *rest)}
-        found = own(x, w, offset, *rest)
+        x, w, *rest = operands = int8_operands(epilogue, m, device)
+        calls: dict[str, Call] = {OURS: partial(generated, *operands)}
         try:
-            torch._int_mm(x, w.t())
+            sums = torch._int_mm(x, w.t())
         except RuntimeError as error:
             refused[m] = str(error).splitlines()[0]
             sums = (x.double() @ w.double().t()).to(torch.int32)
         else:
-            calls[THEIRS] = _bound(lambda x, w, *more: finish(torch._int_mm(x, w.t()), *more), x, w, offset, *rest)
-            sums = torch._int_mm(x, w.t())
-        _require_right(f"{choice.rendered.module} of {m} rows", found, epilogue_of(epilogue)(sums, offset, *rest))
+            calls[THEIRS] = partial(lambda x, w, *rest: compiled(torch._int_mm(x, w.t()), *rest), *operands)
+        _require_right(f"{module} of {m} rows", generated(*operands), plain(sums, *rest))
         times[m] = _times(calls, device)
-    made = site.node.type.dtype
-    return ProductRow(
-        name, choice.rendered.module, choice.kernel.language, epilogue.n, epilogue.k, made, times, refused
-    )
+    makes = site.node.type.dtype
+    return ProductRow(name, module, choice.kernel.language, epilogue.n, epilogue.k, makes, times, refused)
 
 
 def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
@@ -122,20 +126,15 @@ def epilogue_of(epilogue: Int8Epilogue) -> Callable[..., Tensor]:
     return executed("\n".join(lines), "epilogue", {"torch": torch, "F": torch.nn.functional})
 
 
-def _require_right(what: str, found: Tensor, want: Tensor) -> None:
+def _require_right(name: str, output: Tensor, expected: Tensor) -> None:
     """Raises RunFailure if the values differ by more than rounding: an int8 code may be off by 1, where its value is
     about half-way between two codes; floats differ by rounding."""
-    far = 1.0 if want.dtype == torch.int8 else 1e-2 if want.dtype != torch.float32 else 1e-4
-    far *= max(1.0, float(want.abs().max())) if want.dtype != torch.int8 else 1.0
-    error = float((found.double() - want.double()).abs().max())
-    if not error <= far:
-        raise RunFailure(
-            f"{what} is wrong: {error:.3g} off at most, and {far:g} is rounding", "specc verify tells more"
-        )
-
-
-def _bound(call: Callable[..., Any], *given: Tensor) -> Call:
-    return lambda: call(*given)
+    tolerance = 1.0
+    if expected.dtype != torch.int8:
+        tolerance = (1e-4 if expected.dtype == torch.float32 else 1e-2) * max(1.0, float(expected.abs().max()))
+    error = float((output.double() - expected.double()).abs().max())
+    if not error <= tolerance:
+        raise wrong(name, f"off by up to {error:.3g}; rounding explains at most {tolerance:g}")
 
 
 def _times(calls: Mapping[str, Call], device: torch.device) -> Mapping[str, Measured]:

@@ -54,11 +54,11 @@ def classify(name: str, generated: frozenset[str] = frozenset()) -> str:
 def generated_names(plan: Plan, directory: Path) -> frozenset[str]:
     """Returns the runtime names of a plan's kernels, except CUTLASS's: the functions that their files mark
     `@triton.jit` or `__global__`."""
-    found: set[str] = set()
+    names: set[str] = set()
     for file in sorted({name for choice in plan.choices for name in choice.rendered.files}):
         source = (directory / file).read_text(encoding="utf-8")
-        found |= {*jitted(source)} if file.endswith(".py") else {*CUDA_KERNEL.findall(source)}
-    return frozenset(found)
+        names |= {*jitted(source)} if file.endswith(".py") else {*CUDA_KERNEL.findall(source)}
+    return frozenset(names)
 
 
 def jitted(source: str) -> Iterator[str]:
@@ -84,23 +84,21 @@ class Kernel:
 class Profile:
     """A step by class of kernel, averaged over `steps` steps.
 
-    `wall` is the time from the start of the first kernel to the end of the last, and `idle` the part of it in which no
-    kernel ran, both in ms per step. Kernels that run concurrently each count in full.
+    `wall_ms` is the time from the start of the first kernel to the end of the last, and `idle_ms` the part of it in
+    which no kernel ran, both per step. Kernels that run concurrently each count in full.
     """
 
     steps: int
-    wall: float
-    idle: float
+    wall_ms: float
+    idle_ms: float
     kernels: tuple[Kernel, ...]
 
     @property
-    def classes(self) -> Mapping[str, float]:
-        """The ms of each class that is present."""
-        totals = {kind: sum(k.ms for k in self.kernels if k.kind == kind) for kind in ORDER}
-        return {kind: ms for kind, ms in totals.items() if ms}
-
-    def calls(self, kind: str) -> float:
-        return sum(kernel.calls for kernel in self.kernels if kernel.kind == kind)
+    def classes(self) -> Mapping[str, Mapping[str, float]]:
+        """The ms and the calls per step of each class that is present."""
+        kinds = {kind: [kernel for kernel in self.kernels if kernel.kind == kind] for kind in ORDER}
+        totals = {k: {"ms": sum(x.ms for x in v), "calls": sum(x.calls for x in v)} for k, v in kinds.items()}
+        return {kind: total for kind, total in totals.items() if total["ms"]}
 
 
 def profile(advance: Callable[[], object], steps: int, generated: frozenset[str]) -> Profile:
@@ -136,7 +134,7 @@ def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[s
         elif kind == "user_annotation" and event["name"].startswith(OPTIMIZER_RANGES):
             ranges.append((event["ts"], event["ts"] + event["dur"]))
     if not device:
-        raise RuntimeError("the profiler saw no kernel: the trace holds none")
+        raise RuntimeError("the profiler recorded no kernel")
     durations: dict[tuple[str, str], list[float]] = defaultdict(list)
     spans = []
     for event in device:
@@ -147,9 +145,9 @@ def read(events: Iterable[Mapping[str, Any]], steps: int, generated: frozenset[s
         durations[kind, event["name"]].append(event["dur"] / 1e3)
         spans.append((event["ts"], event["ts"] + event["dur"]))
     wall = (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e3
-    found = [Kernel(kind, name, sum(ms) / steps, len(ms) / steps) for (kind, name), ms in durations.items()]
-    found.sort(key=lambda kernel: (-kernel.ms, kernel.kind, kernel.name))
-    return Profile(steps, wall / steps, (wall - covered(spans) / 1e3) / steps, tuple(found))
+    kernels = [Kernel(kind, name, sum(ms) / steps, len(ms) / steps) for (kind, name), ms in durations.items()]
+    kernels.sort(key=lambda kernel: (-kernel.ms, kernel.kind, kernel.name))
+    return Profile(steps, wall / steps, (wall - covered(spans) / 1e3) / steps, tuple(kernels))
 
 
 def _correlation(event: Mapping[str, Any]) -> object:

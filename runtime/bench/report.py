@@ -1,15 +1,16 @@
 """The report of a benchmark as a table, 120 columns wide, and as JSON data."""
 
+import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from specc.runtime.bench import report_pairs
+from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.kernels import Row
 from specc.runtime.bench.profile import ORDER, Profile
 from specc.runtime.bench.step import UNFUSED, Build
 from specc.runtime.bench.suite import Report
-from specc.runtime.bench.timing import Measured
 from specc.runtime.bench.variants import AGAINST, COMPILE, EAGER, GENERATED, LIBRARY, MAX_AUTOTUNE, MODES
 
 WIDTH = 120
@@ -21,7 +22,7 @@ NONE = "-"
 
 def library_name(report: Report) -> str:
     """Returns the name of the library that Torch's matrix products use."""
-    return "cuBLAS" if report.environment.machine.cuda != "none" else "torch"
+    return "cuBLAS" if report.machine.cuda != "none" else "torch"
 
 
 def text(report: Report) -> str:
@@ -49,17 +50,17 @@ def text(report: Report) -> str:
 
 
 def _head(report: Report) -> list[str]:
-    machine, found, sizes = report.environment.machine, report.ceilings, report.sizes
+    machine, peak, sizes = report.machine, report.ceilings, report.sizes
     rows = sizes["B"] * sizes["T"]
-    nvcc = f" · nvcc {report.nvcc:.0f} s" if report.nvcc else ""
+    nvcc = f" · nvcc {report.nvcc_seconds:.0f} s" if report.nvcc_seconds else ""
     return [
         report.options.command,
-        " · ".join((machine.gpu, *machine.versions, report.environment.date)),
+        " · ".join((machine.gpu, *machine.versions, report.date)),
         f"{report.options.spec.name} for {report.options.target}: a micro-batch of {sizes['B']} x {sizes['T']} = "
-        f"{rows:,} rows, {found.dtype} · {report.seconds:.0f} s in all{nvcc}",
-        f"ceilings: GEMM of {found.size}^3 {found.flops_per_second / 1e12:,.4g} TFLOP/s "
-        f"(±{found.gemm.spread:.1%}) · copy {found.bytes_per_second / 1e9:,.4g} GB/s (±{found.copy.spread:.1%}) "
-        f"· read {found.read_per_second / 1e9:,.4g} GB/s (±{found.read.spread:.1%})",
+        f"{rows:,} rows, {peak.dtype} · {report.seconds:.0f} s in all{nvcc}",
+        f"ceilings: GEMM of {peak.gemm_size}^3 {peak.flops_per_second / 1e12:,.4g} TFLOP/s "
+        f"(±{peak.gemm.spread:.1%}) · copy {peak.bytes_per_second / 1e9:,.4g} GB/s (±{peak.copy.spread:.1%}) "
+        f"· read {peak.read_bytes_per_second / 1e9:,.4g} GB/s (±{peak.read.spread:.1%})",
     ]
 
 
@@ -71,7 +72,7 @@ def _rows(report: Report, title: str, rows: Sequence[Row], with_library: bool) -
         f"{title:<{NAME}}" + "".join(f"{head:>8}" for head in heads) + f"{'floor':>8}{'of it':>7}{'±':>6}",
     ]
     for row in rows:
-        floor = report.ceilings.floor_ms(row.flops, row.moved, row.written)
+        floor = report.ceilings.floor_ms(row.work)
         ratios = [row.ratio(name) for name in AGAINST]
         times = [row.times.get(name) for name in (GENERATED, *AGAINST, *((LIBRARY,) if with_library else ()))]
         cells = [NONE if ratio is None else f"{ratio:.3f}" for ratio in ratios]
@@ -81,7 +82,7 @@ def _rows(report: Report, title: str, rows: Sequence[Row], with_library: bool) -
         name = row.name if len(row.name) < NAME else f"{row.name}\n"
         line = f"{name:<{NAME}}" if len(row.name) < NAME else name + " " * NAME
         line += "".join(f"{cell:>8}" for cell in cells)
-        lines += (line + f"{_ms(floor):>8}{floor / row.own.ms:>7.0%}{_spread(spread):>6}").split("\n")
+        lines += (line + f"{_ms(floor):>8}{floor / row.time.ms:>7.0%}{_spread(spread):>6}").split("\n")
         lines += _joined(_details(report, row))
     return lines
 
@@ -100,8 +101,8 @@ def _joined(words: Sequence[str]) -> list[str]:
 def _details(report: Report, row: Row) -> list[str]:
     words = [f"{row.kernel} ({row.language})" if row.language else row.kernel]
     words += [row.tile] if row.tile else []
-    bound = report.ceilings.bound(row.flops, row.moved, row.written)
-    words.append(f"{row.flops / 1e9:,.4g} GFLOP, {row.moved / 1e6:,.4g} MB, {bound} bind")
+    bound = report.ceilings.bound(row.work)
+    words.append(f"{row.work.flops / 1e9:,.4g} GFLOP, {row.work.bytes / 1e6:,.4g} MB, {bound} bind")
     if row.accuracy is not None:
         words.append(f"error {row.accuracy.generated:.1e}, eager {row.accuracy.eager:.1e}")
     words += [f"{SHORT[name]} failed: {reason}" for name, reason in row.failed.items()]
@@ -134,16 +135,16 @@ def _step(report: Report) -> list[str]:
     title = f"step of {build.tokens:,} tokens"
     lines = [f"{title:<{NAME - 5}}" + "".join(f"{head:>10}" for head in heads)]
     for name, build in report.builds.items():
-        memory = NONE if build.memory is None else f"{build.memory / 1e9:.1f}"
+        memory = NONE if build.peak_bytes is None else f"{build.peak_bytes / 1e9:.1f}"
         cells = (
-            f"{build.step.ms / report.builds[UNFUSED].step.ms:.3f}",
+            f"{_ratio(report, build):.3f}",
             f"{build.step.ms:.1f}",
             _spread(build.step.spread),
             f"{build.tokens_per_second:,.0f}",
-            f"{build.flops_per_second / 1e12:.3g}",
+            f"{build.model_flops_per_second / 1e12:.3g}",
             memory,
-            f"{build.start:.1f}",
-            f"{build.compiling:.1f}",
+            f"{build.start_seconds:.1f}",
+            f"{build.compile_seconds:.1f}",
             f"{build.loss:.3f}",
         )
         lines.append(f"{name:<{NAME - 5}}" + "".join(f"{cell:>10}" for cell in cells))
@@ -161,13 +162,15 @@ def _profiles(builds: Mapping[str, Build]) -> list[str]:
     lines = [f"{'where a step goes':<18}{heads}  largest"]
     first = next(iter(seen.values()))
     for kind in ORDER:
-        cells = [(one.classes.get(kind, 0.0), one.wall, one.calls(kind)) for one in seen.values()]
-        if not any(ms for ms, _, _ in cells):
+        if not any(kind in one.classes for one in seen.values()):
             continue
-        line = f"{kind:<18}" + "".join(f"{ms:>14.2f}{ms / wall:>7.1%}{calls:>7.0f}" for ms, wall, calls in cells)
+        totals = [(one.classes.get(kind, {"ms": 0.0, "calls": 0.0}), one.wall_ms) for one in seen.values()]
+        line = f"{kind:<18}" + "".join(
+            f"{total['ms']:>14.2f}{total['ms'] / wall:>7.1%}{total['calls']:>7.0f}" for total, wall in totals
+        )
         largest = next((kernel.name for kernel in first.kernels if kernel.kind == kind), "")
         lines.append(f"{line}  {largest}"[:WIDTH].rstrip())
-    ends = {"idle": [one.idle for one in seen.values()], "wall clock": [one.wall for one in seen.values()]}
+    ends = {"idle": [one.idle_ms for one in seen.values()], "wall clock": [one.wall_ms for one in seen.values()]}
     for name, values in ends.items():
         shares = [ms / wall for ms, wall in zip(values, ends["wall clock"], strict=True)]
         pairs = zip(values, shares, strict=True)
@@ -181,84 +184,60 @@ def _profiles(builds: Mapping[str, Build]) -> list[str]:
 
 def data(report: Report) -> dict[str, Any]:
     """Returns the report as one JSON object. Times are in ms; values that were not measured are null."""
-    options = report.options
+    options, decoding = report.options, report.decoding
     return {
         "spec": options.spec.name,
         "title": report.title,
         "target": options.target,
         "command": options.command,
-        "machine": report.environment.machine.model_dump(),
-        "python": report.environment.python,
-        "date": report.environment.date,
+        "machine": report.machine.model_dump(),
+        "python": platform.python_version(),
+        "date": report.date,
         "seconds": report.seconds,
-        "nvcc_seconds": report.nvcc,
+        "nvcc_seconds": report.nvcc_seconds,
         "sizes": dict(report.sizes),
-        "ceilings": {
-            "dtype": report.ceilings.dtype,
-            "gemm_size": report.ceilings.size,
-            "gemm": _measured(report.ceilings.gemm),
-            "flops_per_second": report.ceilings.flops_per_second,
-            "copy_bytes": report.ceilings.copied,
-            "copy": _measured(report.ceilings.copy),
-            "bytes_per_second": report.ceilings.bytes_per_second,
-            "read": _measured(report.ceilings.read),
-            "read_bytes_per_second": report.ceilings.read_per_second,
+        "ceilings": _data(report.ceilings),
+        "kernels": [_row_data(report.ceilings, row) for row in report.kernels],
+        "groups": [_row_data(report.ceilings, row) for row in report.groups],
+        "step": {name: {**_data(build), "ratio": _ratio(report, build)} for name, build in report.builds.items()}
+        or None,
+        "table": _data(report.table),
+        "decode": None
+        if decoding is None
+        else {
+            **_data(decoding),
+            "rows": [{**_data(row), "over_uncached": decoding.over_uncached(row)} for row in decoding.rows],
         },
-        "kernels": [_row_data(report, row) for row in report.kernels],
-        "groups": [_row_data(report, row) for row in report.groups],
-        "step": {name: _build_data(report, build) for name, build in report.builds.items()} or None,
-        "table": report_pairs.table_data(report.table) if report.table is not None else None,
-        "decode": report_pairs.decode_data(report.decoding) if report.decoding is not None else None,
-        "int8": [report_pairs.product_data(row) for row in report.products],
+        "int8": _data(report.products),
         "left_out": dict(report.left_out),
     }
 
 
-def _measured(one: Measured) -> dict[str, float]:
-    return {"ms": one.ms, "spread": one.spread}
+def _data(value: Any) -> Any:
+    """Returns a value as JSON data. A dataclass becomes an object of its fields and its properties."""
+    if isinstance(value, Profile):
+        value = replace(value, kernels=value.kernels[:TOP])
+    if is_dataclass(value):
+        properties = (name for name, member in vars(type(value)).items() if isinstance(member, property))
+        names = (*(field.name for field in fields(value)), *properties)
+        return {name: _data(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {key: _data(entry) for key, entry in value.items()}
+    return [_data(entry) for entry in value] if isinstance(value, tuple) else value
 
 
-def _row_data(report: Report, row: Row) -> dict[str, Any]:
-    floor = report.ceilings.floor_ms(row.flops, row.moved, row.written)
+def _row_data(ceilings: Ceilings, row: Row) -> dict[str, Any]:
+    values = _data(row)
+    values |= values.pop("work")
+    floor = ceilings.floor_ms(row.work)
     return {
-        "name": row.name,
-        "kernel": row.kernel,
-        "language": row.language or None,
-        "tile": row.tile or None,
-        "flops": row.flops,
-        "bytes": row.moved,
-        "bytes_written": row.written,
+        **values,
         "floor_ms": floor,
-        "bound": report.ceilings.bound(row.flops, row.moved, row.written),
-        "share_of_floor": floor / row.own.ms,
+        "bound": ceilings.bound(row.work),
+        "share_of_floor": floor / row.time.ms,
         "ratio": {name: row.ratio(name) for name in AGAINST},
-        "times": {name: _measured(one) for name, one in row.times.items()},
-        "failed": dict(row.failed),
-        "accuracy": asdict(row.accuracy) if row.accuracy is not None else None,
     }
 
 
-def _build_data(report: Report, build: Build) -> dict[str, Any]:
-    return {
-        "step": _measured(build.step),
-        "ratio": build.step.ms / report.builds[UNFUSED].step.ms,
-        "steps": build.steps,
-        "tokens": build.tokens,
-        "tokens_per_second": build.tokens_per_second,
-        "model_flops_per_second": build.flops_per_second,
-        "start_seconds": build.start,
-        "compile_seconds": build.compiling,
-        "peak_bytes": build.memory,
-        "loss": build.loss,
-        "profile": _profile_data(build.profile) if build.profile is not None else None,
-    }
-
-
-def _profile_data(seen: Profile) -> dict[str, Any]:
-    return {
-        "steps": seen.steps,
-        "wall_ms": seen.wall,
-        "idle_ms": seen.idle,
-        "classes": {kind: {"ms": ms, "calls": seen.calls(kind)} for kind, ms in seen.classes.items()},
-        "kernels": [asdict(kernel) for kernel in seen.kernels[:TOP]],
-    }
+def _ratio(report: Report, build: Build) -> float:
+    return build.step.ms / report.builds[UNFUSED].step.ms

@@ -8,12 +8,35 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler.build import uncached_files
+from specc.runtime.data.tokenizers.from_spec import characters_of
+from specc.runtime.decode.lines import Translator
 from specc.runtime.decode.step_graphs import SMALLEST, repeated
 from specc.runtime.model.cuda_graph import captured
 from specc.runtime.model.load import Loaded, import_model
 from specc.runtime.model.protocols import State
 
 TOKENS = "tokens"  # the key of the decoded tokens in the state
+
+
+def uncached_translator(loaded: Loaded, folder: Path, device: torch.device, batch: int, beam: int = 1) -> Translator:
+    """Returns a decoder of a loaded model of pairs that has no cache.
+
+    Args:
+        loaded: the model.
+        folder: the folder for its generated code.
+        device: the device of the model. On a GPU, the decoder replays CUDA graphs.
+        batch: lines at once.
+        beam: the beam size; 1 for greedy decoding.
+
+    Returns:
+        The decoder, with the current weights of the model.
+
+    Raises:
+        ValueError: if the model cannot decode without a cache.
+    """
+    model = loaded.spec.model
+    steps = Rerun(rerun_model(loaded, folder), model.window, device.type == "cuda")
+    return Translator(steps, characters_of(loaded.spec), model.window, model.reads_pads, device, batch, beam)
 
 
 def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
@@ -25,9 +48,9 @@ def rerun_model(loaded: Loaded, folder: Path) -> nn.Module:
     for name, text in uncached_files(loaded.spec, loaded.target.name).items():
         (folder / name).write_text(text, encoding="utf-8")
     model: nn.Module = import_model(folder).Model()
-    own = dict(loaded.model.named_parameters())
+    weights = dict(loaded.model.named_parameters())
     for name, parameter in model.named_parameters():
-        parameter.data = own[name].data
+        parameter.data = weights[name].data
     return model.eval()
 
 
@@ -40,8 +63,8 @@ class Rerun:
 
     def __init__(self, model: Any, window: int, graphs: bool) -> None:
         self._model, self._window, self._graphed = model, window, graphs
-        self._held: dict[tuple[torch.Size, ...], State] = {}
-        self._graphs: dict[tuple[torch.Size, ...], dict[int, tuple[torch.cuda.CUDAGraph, Tensor]]] = {}
+        self._states: dict[tuple[torch.Size, ...], State] = {}
+        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
 
     def encode(self, source: Tensor) -> State:
@@ -52,25 +75,24 @@ class Rerun:
         state = repeated(state, beam)
         if not self._graphed:
             return state
-        key = _shapes(state)
-        if key not in self._held:
-            self._held[key] = {place: tuple(map(torch.clone, tensors)) for place, tensors in state.items()}
-            self._graphs[key] = {}
+        key = tuple(tensor.shape for tensors in state.values() for tensor in tensors)
+        if key not in self._states:
+            self._states[key] = {place: tuple(map(torch.clone, tensors)) for place, tensors in state.items()}
         for place, tensors in state.items():
-            for own, given in zip(self._held[key][place], tensors, strict=True):
-                own.copy_(given)
-        return self._held[key]
+            for buffer, tensor in zip(self._states[key][place], tensors, strict=True):
+                buffer.copy_(tensor)
+        return self._states[key]
 
     def extend(self, ids: Tensor, start: int, state: State) -> Tensor:
         state[TOKENS][0][:, start] = ids[:, 0]
         if not self._graphed:
             return self._logits(start, state)
-        graphs = self._graphs[_shapes(state)]
-        if start not in graphs:
+        key = id(state), start  # `begin` returns one state per shape
+        if key not in self._graphs:
             # the graphs run one at a time, so they share one memory pool
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graphs[start] = captured(lambda: self._logits(start, state), self._pool)
-        graph, logits = graphs[start]
+            self._graphs[key] = captured(lambda: self._logits(start, state), self._pool)
+        graph, logits = self._graphs[key]
         graph.replay()
         return logits
 
@@ -84,7 +106,3 @@ class Rerun:
         """Returns the logits, f32 [B, V], after the first `start` + 1 tokens of the state."""
         logits: Tensor = self._model.logits(state[TOKENS][0][:, : start + 1], *state["encoder"])
         return logits[:, -1]
-
-
-def _shapes(state: State) -> tuple[torch.Size, ...]:
-    return tuple(kept.shape for tensors in state.values() for kept in tensors)

@@ -41,10 +41,10 @@ def roofline(report: Report) -> bytes:
     _ceilings(axes, report.ceilings, rows)
     _points(axes, rows)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    machine = report.environment.machine
+    machine = report.machine
     name = f"{report.options.spec.name} for {report.options.target} on {machine.gpu}"
     figure.suptitle(name, fontsize=15, weight="bold")
-    lines = (f"{report.environment.date} · {', '.join(machine.versions)}", report.options.command)
+    lines = (f"{report.date} · {', '.join(machine.versions)}", report.options.command)
     axes.set_title("\n".join(filter(None, lines)), fontsize=9, color=LINE)
     figure.draw_without_rendering()  # computes the layout, which the labels need
     figure.set_layout_engine("none")
@@ -57,8 +57,8 @@ def roofline(report: Report) -> bytes:
 def place(row: Row, variant: str | None = None) -> tuple[float, float]:
     """Returns the position of a row: operations per byte, and tera-operations per second of one variant (by default of
     the code that the plan runs)."""
-    time = row.own if variant is None else row.times[variant]
-    return row.flops / row.moved, row.flops / (1e-3 * time.ms) / TERA
+    time = row.time if variant is None else row.times[variant]
+    return row.work.flops / row.work.bytes, row.work.flops / (1e-3 * time.ms) / TERA
 
 
 def _ceilings(axes: "Axes", ceilings: Ceilings, rows: Sequence[Row]) -> None:
@@ -79,7 +79,7 @@ def _ceilings(axes: "Axes", ceilings: Ceilings, rows: Sequence[Row]) -> None:
         axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axis.set_minor_locator(NullLocator())
     copy = f"copy, {speed / 1e9:,.0f} GB/s"
-    gemm = f"GEMM of {ceilings.size} x {ceilings.size} x {ceilings.size}, {rate / TERA:,.3g} TFLOP/s"
+    gemm = f"GEMM of {ceilings.gemm_size} x {ceilings.gemm_size} x {ceilings.gemm_size}, {rate / TERA:,.3g} TFLOP/s"
     axes.plot([left, ridge], [left * speed / TERA, rate / TERA], color=LINE, linewidth=2, label=copy)
     axes.plot([ridge, right], [rate / TERA] * 2, color=LINE, linewidth=2, linestyle=(0, (6, 2)), label=gemm)
 
@@ -130,7 +130,7 @@ def _labels(axes: "Axes", rows: Sequence[Row], ceilings: Ceilings) -> None:
 
 def _words(row: Row, ceilings: Ceilings) -> str:
     """Returns the text of a label: name, time, share of the floor, and of torch.compile's best time."""
-    share = ceilings.floor_ms(row.flops, row.moved, row.written) / row.own.ms
-    words = f"{row.name}\n{row.own.ms:.3g} ms, {share:.0%} of the roof"
+    share = ceilings.floor_ms(row.work) / row.time.ms
+    words = f"{row.name}\n{row.time.ms:.3g} ms, {share:.0%} of the roof"
     best = next((name for name in (MAX_AUTOTUNE, COMPILE) if row.ratio(name) is not None), None)
     return words if best is None else f"{words}, {row.ratio(best):.2f}x {best.replace('_', '-')}'s time"

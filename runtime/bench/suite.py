@@ -3,21 +3,22 @@
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from specc.compiler.build import Built, compile_loaded
-from specc.compiler.plan.lock import Lock
+from specc.compiler.plan.lock import Lock, Machine
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import ceilings, decode, step, table
 from specc.runtime.bench.ceilings import Ceilings
 from specc.runtime.bench.compiling import Compiler
 from specc.runtime.bench.decode import Decoding
-from specc.runtime.bench.environment import Environment, device_for, environment
+from specc.runtime.bench.environment import Setup, device_for, machine_of
 from specc.runtime.bench.groups import group_rows, require_place
 from specc.runtime.bench.kernels import Row, kernel_rows
 from specc.runtime.bench.products import ProductRow, product_rows
@@ -58,28 +59,33 @@ class BenchOptions:
     weights: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Report:
     """All measurements of one benchmark. Parts that were not requested are empty.
 
-    `left_out` are the parts that this machine does not support, with reasons. `nvcc` is the total time in seconds of
+    `left_out` are the parts that this machine does not support, with reasons. `nvcc_seconds` is the total time of
     compiling CUDA C++, all files in parallel.
     """
 
     options: BenchOptions
     title: str
-    environment: Environment
-    sizes: Mapping[str, int]
+    machine: Machine
     ceilings: Ceilings
-    kernels: tuple[Row, ...]
-    groups: tuple[Row, ...]
-    builds: Mapping[str, Build]
-    table: Table | None
-    decoding: Decoding | None
-    products: tuple[ProductRow, ...]
-    left_out: Mapping[str, str]
-    nvcc: float
-    seconds: float
+    kernels: tuple[Row, ...] = ()
+    groups: tuple[Row, ...] = ()
+    builds: Mapping[str, Build] = field(default_factory=dict)
+    table: Table | None = None
+    decoding: Decoding | None = None
+    products: tuple[ProductRow, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    nvcc_seconds: float = 0.0
+    seconds: float = 0.0
+    date: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the symbolic dims."""
+        return sizes_of(self.options.spec)
 
 
 def parts_of(options: BenchOptions, built: Built) -> tuple[str, ...]:
@@ -102,12 +108,21 @@ def follow(options: BenchOptions, world: World) -> None:
     built = compile_loaded(options.spec, None, (options.target,), options.lock)
     if "table" in parts_of(options, built):
         device = device_for(options.target)
-        table.measure(options.spec, options.target, options.lock, options.steps, world.on(device), lambda line: None)
+        setup = Setup(options.spec, options.target, device, Path(), lambda line: None, options.lock)
+        table.measure(setup, options.steps, world.on(device))
 
 
 def bench(options: BenchOptions, say: Callable[[str], None], world: World | None = None) -> Report:
     """Runs the parts. Reports each figure as soon as it is known, so that an interrupted run has reported its results
     so far. In a `world` of several processes, the others call `follow`.
+
+    Args:
+        options: the options of the benchmark.
+        say: reports progress.
+        world: the processes. None for this process alone.
+
+    Returns:
+        The measurements.
 
     Raises:
         EnvironmentFailure: if this machine cannot run the target.
@@ -119,83 +134,72 @@ def bench(options: BenchOptions, say: Callable[[str], None], world: World | None
     built = compile_loaded(spec, None, (target,), options.lock)
     plan, parts = built.plans[target], parts_of(options, built)
     device = device_for(target)
-    world = (world or World.alone()).on(device)
-    seconds = 0.0
-    kernels: tuple[Row, ...] = ()
-    groups: tuple[Row, ...] = ()
-    builds: Mapping[str, Build] = {}
-    products: tuple[ProductRow, ...] = ()
-    rates: Table | None = None
-    decoding: Decoding | None = None
+    require_place(plan, options.parts, at)
     with tempfile.TemporaryDirectory(prefix="specc-bench-") as name:
-        require_place(plan, options.parts, options.at)
-        folder = Path(name)
+        setup = Setup(spec, target, device, Path(name), say, options.lock)
+        say("ceilings")
         try:
-            say("ceilings")
-            found = ceilings.measure(device, DTYPES[plan.target.dtype])
-            if {"kernels", "groups", "step"} & set(parts):
-                fused = instantiate(spec, target, folder / "fused", lock=options.lock)
-                with Compiler(fused.directory) as compiler:
-                    if "kernels" in parts:
-                        rows = kernel_rows(spec, plan, source_of(fused), device, compiler.ready, at, say)
-                        kernels = _told(rows, say)
-                    if "groups" in parts:
-                        plain = instantiate(spec, target, folder / "plain", fuse=False)
-                        compiler.all()
-                        rows = group_rows(spec, plan, source_of(fused), source_of(plain), device, at, say)
-                        groups = _told(rows, say)
-                    if "step" in parts:
-                        compiler.all()
-                        names = generated_names(plan, fused.directory)
-                        builds = step.measure(spec, target, options.lock, device, options.steps, names, folder, say)
-                seconds += compiler.seconds
-            if "int8" in parts:
-                deployed = instantiate(spec, target, folder / "deployed", lock=options.lock, deployed=True)
-                with Compiler(deployed.directory) as compiler:
-                    made = built.deployed[target]
-                    products = tuple(product_rows(made, source_of(deployed), device, compiler.ready, at, say))
-                seconds += compiler.seconds
-            if "table" in parts:
-                rates = table.measure(spec, target, options.lock, options.steps, world, say)
-            if "decode" in parts:
-                decoding = decode.measure(spec, target, options.lock, device, options.weights, folder / "decode", say)
+            report = Report(
+                options, plan.title, machine_of(device), ceilings.measure(device, DTYPES[plan.target.dtype])
+            )
+            _measure(report, parts, setup, built, (world or World.alone()).on(device))
         except torch.OutOfMemoryError as error:
             hint = "lower train.micro_batch: --set train.micro_batch=N"
             raise RunFailure("out of GPU memory", hint if spec.train.batch is None else "lower the batch") from error
-    if at and not (kernels or groups or builds or products or rates or decoding):
-        plans = (plan, *built.deployed.values())
-        places = sorted({choice.site.label for one in plans for choice in one.choices})
-        raise RunFailure(f"no kernel and no group is at {at}", f"there are: {', '.join(places)}")
-    left = dict(left_out(device)) if {"kernels", "groups"} & set(parts) else {}
+    measured = (report.kernels, report.groups, report.builds, report.products, report.table, report.decoding)
+    if at and not any(measured):
+        labels = {choice.site.label for each in (plan, *built.deployed.values()) for choice in each.choices}
+        raise RunFailure(f"no kernel and no group is at {at}", f"there are: {', '.join(sorted(labels))}")
+    if {"kernels", "groups"} & set(parts):
+        report.left_out = dict(left_out(device))
     if "step" in parts and device.type == "cpu":
-        left["profile"] = "the CPU runs no kernels that a profiler could put in classes: no profile of the step"
-    return Report(
-        options,
-        plan.title,
-        environment(device),
-        sizes_of(spec),
-        found,
-        kernels,
-        groups,
-        builds,
-        rates,
-        decoding,
-        products,
-        left,
-        seconds,
-        time.perf_counter() - began,
-    )
+        reason = "the CPU runs no kernels that a profiler could put in classes: no profile of the step"
+        report.left_out = {**report.left_out, "profile": reason}
+    report.seconds = time.perf_counter() - began
+    return report
 
 
-def _told(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
+def _measure(report: Report, parts: Sequence[str], setup: Setup, built: Built, world: World) -> None:
+    """Measures the parts, in order, and enters them into the report."""
+    options, plan, folder = report.options, built.plans[setup.target], setup.folder
+    if {"kernels", "groups", "step"} & set(parts):
+        fused = instantiate(setup.spec, setup.target, folder / "fused", lock=setup.lock)
+        with Compiler(fused.directory) as compiler:
+            if "kernels" in parts:
+                rows = kernel_rows(setup, plan, source_of(fused), compiler.ready, options.at)
+                report.kernels = _reported(rows, setup.say)
+            if "groups" in parts:
+                plain = instantiate(setup.spec, setup.target, folder / "plain", fuse=False)
+                compiler.all()
+                rows = group_rows(setup, plan, source_of(fused), source_of(plain), options.at)
+                report.groups = _reported(rows, setup.say)
+            if "step" in parts:
+                compiler.all()
+                report.builds = step.measure(setup, options.steps, generated_names(plan, fused.directory))
+        report.nvcc_seconds += compiler.seconds
+    if "int8" in parts:
+        deployed = instantiate(setup.spec, setup.target, folder / "deployed", lock=setup.lock, deployed=True)
+        with Compiler(deployed.directory) as compiler:
+            products = product_rows(
+                setup, built.deployed[setup.target], source_of(deployed), compiler.ready, options.at
+            )
+            report.products = tuple(products)
+        report.nvcc_seconds += compiler.seconds
+    if "table" in parts:
+        report.table = table.measure(setup, options.steps, world)
+    if "decode" in parts:
+        report.decoding = decode.measure(replace(setup, folder=folder / "decode"), options.weights)
+
+
+def _reported(rows: Iterable[Row], say: Callable[[str], None]) -> tuple[Row, ...]:
     """Collects the rows, reporting each as soon as it is measured."""
-    found = []
+    collected = []
     for row in rows:
         ratios = ((row.ratio(name), name) for name in AGAINST)
         words = [f"{ratio:.3f} of {name}" for ratio, name in ratios if ratio is not None]
-        say(f"  {row.name}: {', '.join((f'{row.own.ms:.4g} ms', *words))}")
-        found.append(row)
-    return tuple(found)
+        say(f"  {row.name}: {', '.join((f'{row.time.ms:.4g} ms', *words))}")
+        collected.append(row)
+    return tuple(collected)
 
 
 def source_of(loaded: Loaded) -> ModuleType:

@@ -14,22 +14,21 @@ All rates are totals over totals, never means of rates:
   all of them for each token. The encoder runs once per line in both.
 """
 
-import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from specc.compiler.plan.lock import Lock
-from specc.compiler.spec.spec import Spec
-from specc.runtime.bench.rerun import Rerun, rerun_model
-from specc.runtime.bench.step import cold_caches, wait
+from specc.runtime.bench.environment import Setup
+from specc.runtime.bench.rerun import uncached_translator
+from specc.runtime.bench.step import cold_caches, release
+from specc.runtime.bench.timing import wait
 from specc.runtime.data.lines.pairs import lengths
-from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.data.tokenizers.from_spec import characters_of
 from specc.runtime.decode.lines import Translator, translator
 from specc.runtime.distributed.world import World
@@ -42,7 +41,6 @@ from specc.runtime.train.trainer import Trainer
 
 BASELINE, SEVERAL, CACHE, BOTH = "baseline", "several GPUs", "KV cache", "several + cache"
 NAMES = ((BASELINE, SEVERAL), (CACHE, BOTH))  # indexed by [has a cache][has several processes]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +53,50 @@ class Totals:
     seconds: float
 
     def __add__(self, other: "Totals") -> "Totals":
-        return Totals(
-            self.steps + other.steps,
-            self.samples + other.samples,
-            self.tokens + other.tokens,
-            self.seconds + other.seconds,
-        )
+        return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @property
-    def rates(self) -> tuple[float, float, float]:
-        """Steps, samples and tokens per second."""
-        return self.steps / self.seconds, self.samples / self.seconds, self.tokens / self.seconds
+    def steps_per_second(self) -> float:
+        return self.steps / self.seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """The measurement of one configuration. `compiling` is the seconds before the clocks started. `exact` is the number
-    of validation lines that equal their target, with the weights at the end of these steps."""
+    """The measurement of one configuration.
+
+    Attributes:
+        name: the name of the configuration.
+        gpus: the number of processes, one per GPU.
+        cache: whether the decoder has a cache.
+        train: the training steps.
+        validation: the validation steps.
+        compile_seconds: the seconds before the clocks started.
+        exact: the number of validation lines that equal their target, with the weights at the end of these steps.
+    """
 
     name: str
     gpus: int
     cache: bool
     train: Totals
     validation: Totals
-    compiling: float
+    compile_seconds: float
     exact: int
 
     @property
     def overall(self) -> Totals:
         return self.train + self.validation
+
+    @property
+    def exact_match(self) -> float:
+        return self.exact / self.validation.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +107,7 @@ class Table:
     missing: dict[str, str]
 
     @property
-    def cached_gain(self) -> float | None:
+    def cached_over_uncached(self) -> float | None:
         """The time of validation without a cache as a multiple of the time with a cache, on one GPU. None if either is
         missing."""
         seconds = {row.name: row.validation.seconds / row.validation.samples for row in self.rows}
@@ -114,17 +127,14 @@ def validation_steps(steps: int, rows: int, epoch: Epoch) -> int:
     return max(1, min(round(steps * lines / epoch.samples), lines // rows))
 
 
-def measure(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: Say) -> Table:
+def measure(setup: Setup, steps: int, world: World) -> Table:
     """Measures all rows that the processes of `world` can run. Rank 0 first measures the rows of one process, while the
     others wait.
 
     Args:
-        spec: the spec of a model of pairs.
-        target: the target to run.
-        lock: the measured kernels.
+        setup: the setup of the benchmark. Its spec is of a model of pairs.
         steps: the number of training steps.
         world: the processes.
-        say: reports progress.
 
     Returns:
         The table.
@@ -133,19 +143,18 @@ def measure(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: 
         BatchError: if a batch cannot be divided evenly.
         RunFailure: if there are fewer held-out lines than a batch, a loss is not finite, or a decoder is broken.
     """
-    micro_batches(spec.train, spec.model.window, world.size)  # before anything is measured
+    micro_batches(setup.spec.train, setup.spec.model.window, world.size)  # before anything is measured
     rows: list[TableRow] = []
     if world.rank == 0:
-        rows += _rows(spec, target, lock, steps, World.alone().on(world.device), say)
+        rows += _rows(setup, steps, World.alone().on(world.device))
     missing = {}
     world.wait()
     if world.size > 1:
-        rows += _rows(spec, target, lock, steps, world, say)
+        rows += _rows(setup, steps, world)
     else:
-        reason = _why_alone(world.device)
-        missing = {names[1]: reason for names in NAMES}
-    order = {name: i for i, name in enumerate((BASELINE, SEVERAL, CACHE, BOTH))}
-    return Table(tuple(sorted(rows, key=lambda row: order[row.name])), missing)
+        missing = dict.fromkeys((SEVERAL, BOTH), _why_alone(world.device))
+    order = (BASELINE, SEVERAL, CACHE, BOTH)
+    return Table(tuple(sorted(rows, key=lambda row: order.index(row.name))), missing)
 
 
 def _why_alone(device: torch.device) -> str:
@@ -156,9 +165,10 @@ def _why_alone(device: torch.device) -> str:
     return f"one process ran: --gpus {count} measures it" if count > 1 else "it needs more GPUs than this machine's one"
 
 
-def _rows(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: Say) -> Iterator[TableRow]:
+def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
     """Yields the two rows of one number of processes. Both share one training measurement, because training does not
     depend on the cache."""
+    spec, say = setup.spec, setup.say
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     say(f"table, {processes}: compiles, then trains {steps} steps")
     torch.compiler.reset()
@@ -167,97 +177,88 @@ def _rows(spec: Spec, target: str, lock: Lock, steps: int, world: World, say: Sa
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specc-bench-")))
         began = time.perf_counter()
         torch.manual_seed(spec.train.seed)
-        loaded = instantiate(spec, target, folder / "model", lock=lock)
+        loaded = instantiate(spec, setup.target, folder / "model", lock=setup.lock)
         initialize(loaded, spec.train.seed)
         rendered = time.perf_counter() - began
         opened = source_of(spec).ready(spec, ()).open(spec.train.data.usual, folder, stack)
-        epoch = opened.epoch
-        assert epoch is not None
-        tokenizer = characters_of(spec)
-        scored = _Scored.of(epoch, tokenizer, steps, spec.train.rows(spec.model.window), world)
+        assert opened.epoch is not None
+        rows = spec.train.rows(spec.model.window)
+        scored = _Scored.of(opened.epoch, loaded, steps, rows, world)
         supply = opened.supply(loaded, world, stack)
-        trainer, warming = _warm(loaded, supply, world)
+        began = time.perf_counter()
+        trainer = _warm(loaded, supply, world)
+        (warming,) = world.most(time.perf_counter() - began)
         train = _train(trainer, supply, steps)
-        say(f"  {train.rates[0]:.4g} steps/s, {train.rates[1]:,.0f} samples/s")
+        say(f"  {train.steps_per_second:.4g} steps/s, {train.samples_per_second:,.0f} samples/s")
+        batch, device, gpu = rows // world.size, world.device, world.device.type == "cuda"
         for cache in (False, True):
-            before = time.perf_counter()
-            decoder = _decoder(loaded, tokenizer, world, folder / "rerun", cache)
-            made = time.perf_counter() - before
+            began = time.perf_counter()
+            if cache:
+                decoder = translator(loaded.model, spec, characters_of(spec), device, batch=batch, compiled=gpu)
+            else:
+                decoder = uncached_translator(loaded, folder / "rerun", device, batch)
+            building = time.perf_counter() - began
             first, _ = scored.time(decoder)
             validation, exact = scored.time(decoder)
-            compiling = rendered + warming + made + max(0.0, first.seconds - validation.seconds)
+            compiling = rendered + warming + building + max(0.0, first.seconds - validation.seconds)
             row = TableRow(NAMES[cache][world.size > 1], world.size, cache, train, validation, compiling, exact)
-            say(f"  {row.name}: {validation.rates[1]:,.0f} lines/s decoded")
+            say(f"  {row.name}: {validation.samples_per_second:,.0f} lines/s decoded")
             yield row
             del decoder
     del trainer, supply
-    gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release(world.device)
 
 
-def _warm(loaded: Loaded, supply: Supply, world: World) -> tuple[Trainer, float]:
-    """Returns a compiled trainer, and the seconds that compilation took."""
-    began, train, gpu = time.perf_counter(), loaded.spec.train, world.device.type == "cuda"
+def _warm(loaded: Loaded, supply: Supply, world: World) -> Trainer:
+    """Returns a compiled trainer."""
     window, params = loaded.spec.model.window, loaded.programs.params
-    trainer = Trainer(TrainableModel(loaded.model, params, window, "bench"), train, supply.training, world, gpu)
+    model = TrainableModel(loaded.model, params, window, "bench")
+    trainer = Trainer(model, loaded.spec.train, supply.training, world, world.device.type == "cuda")
     trainer.warm_up(supply.validation.vocabulary)
-    wait(trainer)
-    return trainer, world.most(time.perf_counter() - began)[0]
+    wait(world.device)
+    return trainer
 
 
 def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
     samples, tokens = supply.training.feed.counted()
-    wait(trainer)
+    wait(trainer.device)
     trainer.world.wait()
     began = time.perf_counter()
     for _ in range(steps):
         trainer.advance()
     trainer.settle()
     (seconds,) = trainer.world.most(time.perf_counter() - began)
-    more, written = supply.training.feed.counted()
-    return Totals(steps, (more or 0) - (samples or 0), written - tokens, seconds)
-
-
-def _decoder(loaded: Loaded, tokenizer: CharTokenizer, world: World, folder: Path, cache: bool) -> Translator:
-    spec, gpu = loaded.spec, world.device.type == "cuda"
-    batch = spec.train.rows(spec.model.window) // world.size
-    if cache:
-        return translator(loaded.model, spec, tokenizer, world.device, batch=batch, compiled=gpu)
-    window = spec.model.window
-    steps = Rerun(rerun_model(loaded, folder), window, gpu)
-    return Translator(steps, tokenizer, window, spec.model.reads_pads, world.device, batch)
+    all_samples, all_tokens = supply.training.feed.counted()
+    return Totals(steps, (all_samples or 0) - (samples or 0), all_tokens - tokens, seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """This process's part of the validation lines, and the totals over all processes."""
+    """This process's part of the validation lines, and the totals over all processes, whose seconds are not known."""
 
     sources: list[str]
     targets: list[str]
-    steps: int
-    samples: int
-    tokens: int
+    totals: Totals
     world: World
 
     @classmethod
-    def of(cls, epoch: Epoch, tokenizer: CharTokenizer, training_steps: int, rows: int, world: World) -> "_Scored":
+    def of(cls, epoch: Epoch, loaded: Loaded, training_steps: int, rows: int, world: World) -> "_Scored":
         steps = validation_steps(training_steps, rows, epoch)
-        every = epoch.held_out[: steps * rows]
-        mine = every[world.rank :: world.size]
-        tokens = int(lengths(every.source).sum() + lengths(every.target).sum())
-        sources, targets = (tokenizer.decode_rows(side) for side in (mine.source, mine.target))
-        return cls(sources, targets, steps, len(every), tokens, world)
+        lines = epoch.held_out[: steps * rows]
+        local = lines[world.rank :: world.size]
+        tokens = int(lengths(lines.source).sum() + lengths(lines.target).sum())
+        sources, targets = (characters_of(loaded.spec).decode_rows(side) for side in (local.source, local.target))
+        return cls(sources, targets, Totals(steps, len(lines), tokens, 0.0), world)
 
     def time(self, decoder: Translator) -> tuple[Totals, int]:
         """Decodes the lines, one step at a time, and counts the exact matches. The seconds are those of the slowest
         process."""
-        each = len(self.sources) // self.steps
+        each = len(self.sources) // self.totals.steps
         self.world.wait()
         began, exact = time.perf_counter(), 0
-        for start in range(0, each * self.steps, each):
+        for start in range(0, each * self.totals.steps, each):
             texts = decoder.translate(self.sources[start : start + each])
             exact += sum(a == b for a, b in zip(texts, self.targets[start : start + each], strict=True))
         (seconds,) = self.world.most(time.perf_counter() - began)
-        (right,) = self.world.totals(torch.tensor([float(exact)], dtype=torch.float64).numpy())
-        return Totals(self.steps, self.samples, self.tokens, seconds), int(right)
+        (matches,) = self.world.totals(np.array([float(exact)]))
+        return replace(self.totals, seconds=seconds), int(matches)

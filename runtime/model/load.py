@@ -134,23 +134,28 @@ def choose_target(spec: Targeted, wanted: str | None) -> str:
 
     Raises TargetError if the spec does not list `wanted`, and RunFailure if none of its targets runs on this machine.
     """
-    import torch
-
     if wanted is not None:
         if wanted not in spec.targets:
             raise TargetError(f"{spec.name} is not built for {wanted}", f"its targets are {', '.join(spec.targets)}")
         return wanted
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        here = major * 10 + minor
-        fitting = [name for name in spec.targets if TARGETS[name].arch and runs_on(TARGETS[name], here)]
-        if fitting:
-            return max(fitting, key=lambda name: TARGETS[name].arch)
-    if "cpu" in spec.targets:
-        return "cpu"
-    raise RunFailure(
-        f"no target of {spec.name} runs on this machine", f"add cpu to its targets ({', '.join(spec.targets)})"
-    )
+    fitting = [name for name in spec.targets if unavailable(TARGETS[name]) is None]
+    if not fitting:
+        raise RunFailure(
+            f"no target of {spec.name} runs on this machine", f"add cpu to its targets ({', '.join(spec.targets)})"
+        )
+    return max(fitting, key=lambda name: TARGETS[name].arch)
+
+
+def unavailable(target: Target) -> str | None:
+    """Returns the reason why this machine cannot run a target's code, such as "needs a GPU of ..."; None if it can."""
+    import torch
+
+    if not target.arch:
+        return None
+    if not torch.cuda.is_available():
+        return f"needs a GPU of {target.title}, and torch finds none"
+    major, minor = torch.cuda.get_device_capability()
+    return None if runs_on(target, major * 10 + minor) else f"needs {target.title}; this GPU is sm{major}{minor}"
 
 
 def runs_on(target: Target, capability: int) -> bool:

@@ -13,6 +13,7 @@ from specc.compiler.plan.plan import Plan
 from specc.compiler.report.step import POINTWISE, REST, Step, StepRow, step_of
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import step as bench_step
+from specc.runtime.bench.environment import Setup
 from specc.runtime.bench.plain import bare_product, plain_site
 from specc.runtime.bench.profile import Profile, generated_names
 from specc.runtime.bench.timing import alternate
@@ -100,15 +101,16 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
     with tempfile.TemporaryDirectory(prefix="specc-tune-step-") as name:
         folder = Path(name)
         names = generated_names(plan, instantiate(spec, plan.target.name, folder / "names", lock=lock).directory)
-        builds = bench_step.measure(spec, plan.target.name, lock, device, STEPS, names, folder, say, unfused=False)
+        setup = Setup(spec, plan.target.name, device, folder, say, lock)
+        builds = bench_step.measure(setup, STEPS, names, unfused=False)
         (build,) = builds.values()
-    if build.memory is None or build.profile is None:
+    if build.peak_bytes is None or build.profile is None:
         raise RunFailure("a step is measured on a GPU alone", "tune a GPU target")
     return StepTiming(
         key=step.key,
         tokens=step.tokens,
         ms=float(f"{build.step.ms:.4g}"),
-        memory=build.memory,
+        memory=build.peak_bytes,
         classes=classes_of(build.profile),
     )
 
@@ -116,7 +118,7 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
 def classes_of(profile: Profile) -> dict[str, float]:
     """Returns the milliseconds per step of the work between the nodes of a plan, and of the rest of a step including
     idle time."""
-    known = profile.classes
-    rest = profile.idle + sum(known.get(kind, 0.0) for kind in REST_KERNELS)
+    known = {kind: total["ms"] for kind, total in profile.classes.items()}
+    rest = profile.idle_ms + sum(known.get(kind, 0.0) for kind in REST_KERNELS)
     times = {POINTWISE: known.get("pointwise", 0.0), REST: rest}
     return {name: float(f"{ms:.4g}") for name, ms in times.items() if ms > 0}

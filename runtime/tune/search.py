@@ -16,9 +16,9 @@ from specc.compiler.plan.lock import Entry, Lock, Machine, refuse_fewer_rows, ti
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import ceilings
-from specc.runtime.bench.ceilings import Ceilings
-from specc.runtime.bench.environment import device_for, environment
-from specc.runtime.bench.kernels import cost_of, written_by
+from specc.runtime.bench.ceilings import Ceilings, Work
+from specc.runtime.bench.environment import device_for, machine_of
+from specc.runtime.bench.kernels import work_of
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.support.native import cache_folder, find_cutlass, find_nvcc, nvcc_version
@@ -122,7 +122,7 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
     if options.compile_only:
         return tuple(_compiled(choice, plan, say) for choice in choices)
     device = device_for(target)
-    machine = environment(device).machine
+    machine = machine_of(device)
     if not options.fresh:
         rows = spec.train.at_once() * spec.model.window
         refuse_fewer_rows(options.lock, target, machine, (choice.site for choice in choices), rows)
@@ -203,7 +203,7 @@ def _rounded(ms: float) -> float:
 def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, ceiling: Ceilings, say: Say) -> Found:
     spec, site = options.spec, choice.site
     rows = spec.train.at_once() * spec.model.window
-    cost = cost_of(choice, sizes_of(spec))
+    work = work_of(choice, sizes_of(spec))
     every = {candidate: key(candidate) for candidate in candidates(site, plan.source)}
     journal = Journal(machine, site.key, rows)
     if options.fresh:
@@ -212,10 +212,10 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
     new = [candidate for candidate in every if candidate not in results]
     say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} known from before")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
-        measurement = Measurement(choice, sizes_of(spec), cost.bytes, Path(folder), device_for(plan.target.name))
+        measurement = Measurement(choice, sizes_of(spec), work.bytes, Path(folder), device_for(plan.target.name))
         for candidate, failed in list(measurement.prepared(new)):  # compile all before the first is timed
             best = min((ms for ms in results.values() if isinstance(ms, float)), default=float("inf"))
-            whole = ceiling.floor_ms(int(cost.flops * candidate.kernel.padding(site, rows)), 0, 0) / SLACK
+            whole = ceiling.floor_ms(Work(int(work.flops * candidate.kernel.padding(site, rows)), 0, 0)) / SLACK
             if failed is not None:
                 results[candidate] = failed.reason or ""
                 if failed.lasting:
@@ -230,7 +230,7 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
         Outcome(candidate, None, reason) for candidate in every if isinstance(reason := results[candidate], str)
     ]
     known = [*_by_time(again), *_by_time(timed)]  # the finalists first: they are known to run, and were timed together
-    floor = ceiling.floor_ms(cost.flops, cost.bytes, written_by(site, sizes_of(spec)))
+    floor = ceiling.floor_ms(work)
     return Found(site.label, symbol(site)[1], rows, floor, (*known, *rejected))
 
 

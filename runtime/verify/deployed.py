@@ -17,15 +17,16 @@ from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.quantized import LARGEST, Int8Linear
 from specc.compiler.programs import reference
 from specc.compiler.spec.spec import Spec
+from specc.compiler.targets import TARGETS
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.calibration.input_ranges import input_ranges
-from specc.runtime.model.load import Loaded, device_of, instantiate
+from specc.runtime.model.load import Loaded, device_of, instantiate, unavailable
 from specc.runtime.open_model import realize_stored
 from specc.runtime.quantize.quantizer import IntegerInputs, Quantizer, Statistics
 from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.verify.judge import PEAK, RMS, Judge, inputs_of, sizes_of
 from specc.runtime.verify.random_inputs import int8_operands
-from specc.runtime.verify.verify import STEPPED, Check, batch_of, not_here, traces
+from specc.runtime.verify.verify import STEPPED, Check, batch_of, traces
 
 ROWS = (1, 7, 16, 33, 129)
 SAMPLES = 16
@@ -49,7 +50,7 @@ def verify_deployed(spec: Spec, targets: tuple[str, ...], seed: int = 0) -> Iter
             continue
         with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder:
             yield from traces(instantiate(spec, target, Path(folder), deployed=True), "deployed")
-        if reason := not_here(target):
+        if reason := unavailable(TARGETS[target]):
             yield Check(target, "values, kernels, cache, deployed", None, reason)
             continue
         torch.manual_seed(seed)

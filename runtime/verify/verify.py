@@ -29,7 +29,7 @@ from specc.compiler.render.program import METHODS
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
 from specc.runtime.dtypes import DTYPES
-from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, runs_on
+from specc.runtime.model.load import Loaded, device_of, instantiate, replace_fuse, unavailable
 from specc.runtime.train.sources.feed import shifted
 from specc.runtime.verify.judge import FEW, Composed, Errors, Judge, inputs_of, sizes_of
 
@@ -69,7 +69,7 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
         An iterator over the results, in order of targets.
     """
     for target in targets:
-        reason = not_here(target)
+        reason = unavailable(TARGETS[target])
         with tempfile.TemporaryDirectory(prefix="specc-verify-") as folder:
             plain = instantiate(spec, target, Path(folder) / "plain", fuse=False)
             try:
@@ -92,19 +92,6 @@ def verify(spec: Spec, targets: tuple[str, ...], seed: int = 0, lock: Lock = NO_
             yield from _kernels(spec, fused, lock)
             yield from _causality(fused)
             yield from _cache(spec, fused)
-
-
-def not_here(target: str) -> str | None:
-    """Returns the reason why this machine cannot run a target's code; None if it can."""
-    row = TARGETS[target]
-    if not row.arch:
-        return None
-    if not torch.cuda.is_available():
-        return f"needs a GPU of {row.title}; only the traces were checked here"
-    major, minor = torch.cuda.get_device_capability()
-    if not runs_on(row, major * 10 + minor):
-        return f"needs {row.title}; this GPU is sm{major}{minor}"
-    return None
 
 
 def traces(loaded: Loaded, name: str) -> Iterator[Check]:

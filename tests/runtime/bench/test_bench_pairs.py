@@ -117,13 +117,14 @@ def test_a_model_of_text_is_not_cut() -> None:
 
 def test_rates_are_totals_over_totals() -> None:
     train, validation = Totals(104, 79_872, 2_400_000, 8.0), Totals(13, 9_984, 300_000, 2.0)
-    assert train.rates == (13.0, 9_984.0, 300_000.0)
+    assert (train.steps_per_second, train.samples_per_second, train.tokens_per_second) == (13.0, 9_984.0, 300_000.0)
     # the mean of the two rates, which is not the rate of the whole, would be 9.75 steps/s
-    assert (train + validation).rates == (11.7, 8_985.6, 270_000.0)
+    assert train + validation == Totals(117, 89_856, 2_700_000, 10.0)
+    assert (train + validation).steps_per_second == 11.7
     slow = TableRow(table.BASELINE, 1, False, train, Totals(13, 9_984, 300_000, 6.0), 1.0, 0)
     fast = TableRow(table.CACHE, 1, True, train, validation, 1.0, 0)
-    assert Table((slow, fast), {}).cached_gain == pytest.approx(3.0)
-    assert Table((slow,), {}).cached_gain is None
+    assert Table((slow, fast), {}).cached_over_uncached == pytest.approx(3.0)
+    assert Table((slow,), {}).cached_over_uncached is None
     assert fast.overall == train + validation
 
 
@@ -213,9 +214,9 @@ def test_an_int8_kernel_with_wrong_values_gets_no_time() -> None:
     products._require_right("int8_x", want + 1e-6, want)
     products._require_right("int8_x", want.to(torch.int8) + 1, want.to(torch.int8))
     for bad in (want + 1e-3, want.fill_(0).clone().fill_(float("nan"))):
-        with pytest.raises(RunFailure, match="int8_x is wrong"):
+        with pytest.raises(RunFailure, match="int8_x: off by up to"):
             products._require_right("int8_x", bad, torch.zeros(2, 2))
-    with pytest.raises(RunFailure, match="2 off at most, and 1 is rounding"):
+    with pytest.raises(RunFailure, match="off by up to 2; rounding explains at most 1"):
         products._require_right("int8_x", torch.tensor([2], dtype=torch.int8), torch.tensor([0], dtype=torch.int8))
 
 

@@ -16,7 +16,7 @@ from specc.compiler.programs import reference
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import kernels
 from specc.runtime.bench.groups import hosts, members_of
-from specc.runtime.bench.kernels import cost_of
+from specc.runtime.bench.kernels import work_of
 from specc.runtime.bench.plain import bare_product, plain_nodes, plain_site
 from specc.runtime.errors import RunFailure
 from specc.runtime.model.load import instantiate
@@ -74,7 +74,7 @@ def test_costs_are_the_compilers() -> None:
     spec = spec_of("relu(x) ** 2")
     plan = pipeline.plan(spec, "cpu", "")
     up = next(choice for choice in plan.choices if choice.site.label == "blocks.*.mlp.up + act")
-    cost = cost_of(up, sizes_of(spec))
+    cost = work_of(up, sizes_of(spec))
     rows = spec.train.micro_batch * spec.model.window
     assert (cost.flops, cost.bytes) == (2 * rows * 8 * 12, 4 * (rows * 8 + 8 * 12 + rows * 12))
 

@@ -94,15 +94,17 @@ TRACE = [
 
 def test_a_profile_by_hand() -> None:
     seen = read(TRACE, 2, frozenset())
-    assert seen.wall == pytest.approx(2.0 / 2)  # from 1000 to 3000 us, in two steps
-    assert seen.idle == pytest.approx((2.0 - 1.3) / 2)  # 600 + 500 + 100 + 100 us are covered
-    assert seen.classes == pytest.approx({"GEMM": 0.2, "pointwise": 0.15, "optimizer": 0.3, "copy": 0.05})
+    assert seen.wall_ms == pytest.approx(2.0 / 2)  # from 1000 to 3000 us, in two steps
+    assert seen.idle_ms == pytest.approx((2.0 - 1.3) / 2)  # 600 + 500 + 100 + 100 us are covered
+    assert {kind: total["ms"] for kind, total in seen.classes.items()} == pytest.approx(
+        {"GEMM": 0.2, "pointwise": 0.15, "optimizer": 0.3, "copy": 0.05}
+    )
     assert [(kernel.kind, kernel.name) for kernel in seen.kernels[:2]] == [("optimizer", GEMM), ("GEMM", GEMM)]
-    assert seen.calls("optimizer") == 1.0 and seen.calls("GEMM") == 0.5
+    assert seen.classes["optimizer"]["calls"] == 1.0 and seen.classes["GEMM"]["calls"] == 0.5
 
 
 def test_a_trace_without_kernels_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="saw no kernel"):
+    with pytest.raises(RuntimeError, match="recorded no kernel"):
         read([entry for entry in TRACE if entry.get("cat") not in ("kernel", "gpu_memcpy")], 1, frozenset())
 
 

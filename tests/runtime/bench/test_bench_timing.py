@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specc.runtime.bench.ceilings import Ceilings, measure
+from specc.runtime.bench.ceilings import Ceilings, Work, measure
 from specc.runtime.bench.kernels import Row
 from specc.runtime.bench.timing import Measured, alternate
 
@@ -52,25 +52,25 @@ def test_small_calls_find_a_cold_cache() -> None:
 
 def test_floors_by_hand() -> None:
     assert CEILINGS.flops_per_second == pytest.approx(0.5e12) and CEILINGS.bytes_per_second == pytest.approx(2e12)
-    assert CEILINGS.floor_ms(10**9, 10**9, 10**8) == pytest.approx(2.0)
-    assert CEILINGS.floor_ms(10**8, 10**9, 10**8) == pytest.approx(0.5)
-    assert [CEILINGS.bound(flops, 10**9, 10**8) for flops in (10**9, 10**8)] == ["FLOPs", "bytes"]
+    assert CEILINGS.floor_ms(Work(10**9, 10**9, 10**8)) == pytest.approx(2.0)
+    assert CEILINGS.floor_ms(Work(10**8, 10**9, 10**8)) == pytest.approx(0.5)
+    assert [CEILINGS.bound(Work(flops, 10**9, 10**8)) for flops in (10**9, 10**8)] == ["FLOPs", "bytes"]
 
 
 def test_what_writes_next_to_nothing_is_held_to_reading() -> None:
-    assert CEILINGS.read_per_second == pytest.approx(2.5e12)
-    assert CEILINGS.floor_ms(1, 10**9, 0) == CEILINGS.floor_ms(1, 10**9, 10**9 // 16) == pytest.approx(0.4)
-    assert CEILINGS.floor_ms(1, 10**9, 10**9 // 16 + 1) == pytest.approx(0.5)
-    assert CEILINGS.bound(225 * 10**6, 10**9, 0) == "FLOPs" != CEILINGS.bound(225 * 10**6, 10**9, 10**8)
+    assert CEILINGS.read_bytes_per_second == pytest.approx(2.5e12)
+    assert CEILINGS.floor_ms(Work(1, 10**9, 0)) == CEILINGS.floor_ms(Work(1, 10**9, 10**9 // 16)) == pytest.approx(0.4)
+    assert CEILINGS.floor_ms(Work(1, 10**9, 10**9 // 16 + 1)) == pytest.approx(0.5)
+    assert CEILINGS.bound(Work(225 * 10**6, 10**9, 0)) == "FLOPs" != CEILINGS.bound(Work(225 * 10**6, 10**9, 10**8))
     slow = replace(CEILINGS, read=Measured(9.0, 0.0))  # a sum that waits for its additions
-    assert slow.floor_ms(1, 10**9, 0) == pytest.approx(0.5)
+    assert slow.floor_ms(Work(1, 10**9, 0)) == pytest.approx(0.5)
 
 
 def test_ratios() -> None:
-    row = Row("up", "k", 1, 1, 1, {"generated": Measured(3.0, 0.0), "eager": Measured(4.0, 0.0)})
-    assert row.own.ms == 3.0 and row.ratio("eager") == 0.75 and row.ratio("compile") is None
-    library = Row("up", "library", 1, 1, 1, {"library": Measured(3.0, 0.0)})
-    assert library.own.ms == 3.0 and library.ratio("eager") is None
+    row = Row("up", "k", Work(1, 1, 1), {"generated": Measured(3.0, 0.0), "eager": Measured(4.0, 0.0)})
+    assert row.time.ms == 3.0 and row.ratio("eager") == 0.75 and row.ratio("compile") is None
+    library = Row("up", "library", Work(1, 1, 1), {"library": Measured(3.0, 0.0)})
+    assert library.time.ms == 3.0 and library.ratio("eager") is None
 
 
 def test_ceilings_of_this_machine() -> None:

@@ -19,7 +19,6 @@ from specc.compiler.plan.lock import NO_LOCK, Entry, Lock, read_lock, tile_data
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.spec.check import load
 from specc.runtime.bench.ceilings import Ceilings
-from specc.runtime.bench.environment import Environment
 from specc.runtime.bench.timing import Measured
 from specc.runtime.tune import journal, search
 from specc.runtime.tune import prepare as preparing
@@ -87,7 +86,7 @@ def bench(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
     one = Measured(1.0, 0.0)
     monkeypatch.setattr(search, "Measurement", made.made)
     monkeypatch.setattr(search, "device_for", lambda target: "cpu")
-    monkeypatch.setattr(search, "environment", lambda device: Environment(MACHINE, "3.11", "today"))
+    monkeypatch.setattr(search, "machine_of", lambda device: MACHINE)
     monkeypatch.setattr(search.ceilings, "measure", lambda *given: Ceilings("bfloat16", 1 << 20, one, 1, one, one))
     return made
 

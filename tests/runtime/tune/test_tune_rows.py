@@ -1,7 +1,6 @@
 """What was measured on the rows of training is not replaced by what is measured on fewer, unless one asks for it."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("find_nvcc", "nvcc_version", "find_cutlass"):
         monkeypatch.setattr(search, name, lambda *_: None)
     monkeypatch.setattr(search, "device_for", lambda _: torch.device("cpu"))
-    monkeypatch.setattr(search, "environment", lambda _: SimpleNamespace(machine=MACHINE))
+    monkeypatch.setattr(search, "machine_of", lambda _: MACHINE)
     monkeypatch.setattr(search.ceilings, "measure", begun)
 
 

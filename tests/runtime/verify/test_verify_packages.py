@@ -26,7 +26,9 @@ def test_a_missing_package_is_told_and_the_next_target_checked(
     words = {"kernel": "flash_attention_4", "rows": 24, "ms": 0.25, "floor_ms": 0.125}
     entry = Entry.model_validate({"node": site.label, "key": site.key, **words})
     lock = NO_LOCK.with_entry("sm90", choice.rendered.module, entry, MACHINE)
-    monkeypatch.setattr("specc.runtime.verify.verify.not_here", lambda target: None if there else "no GPU")
+    monkeypatch.setattr(
+        "specc.runtime.verify.verify.unavailable", lambda target: None if there or not target.arch else "no GPU"
+    )
     spec, _ = load(SPEC, WIDE)
     seen = []
     for check in verify(spec, ("sm90", "cpu"), lock=lock):
