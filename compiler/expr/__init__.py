@@ -6,10 +6,10 @@ from .derive import derive, homogeneous_degree
 from .evaluate import number, torch_value
 from .name import name_of
 from .parse import parse, reread
+from .primitives import PRIMITIVES
 from .simplify import simplify
 from .spell import cuda_functions, cuda_text, decided, torch_text, triton_text
 from .values import (
-    FUNCTIONS,
     Binary,
     Call,
     Compare,
@@ -23,8 +23,8 @@ from .values import (
 )
 
 __all__ = [
-    "FUNCTIONS",
     "KEEPS",
+    "PRIMITIVES",
     "Backward",
     "Binary",
     "Call",

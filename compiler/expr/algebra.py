@@ -15,6 +15,7 @@ from fractions import Fraction
 from functools import lru_cache, reduce
 from operator import mul
 
+from .primitives import PRIMITIVES
 from .values import ZERO, Binary, Call, Compare, Const, Expr, ExprError, Neg, Var, children
 
 Factor = tuple[Expr, Fraction]  # base, exponent; the base is not a product or number, and a quotient only by a sum
@@ -223,7 +224,7 @@ def nonnegative(expr: Expr) -> bool:
     match expr:
         case Const(value):
             return value >= 0
-        case Call("exp" | "sigmoid" | "relu" | "abs" | "sqrt", _):
+        case Call(function, _) if PRIMITIVES[function].sign:
             return True
         case Call("where", (_, a, b)) | Call("min", (a, b)):
             return nonnegative(a) and nonnegative(b)
@@ -242,8 +243,8 @@ def positive(expr: Expr) -> bool:
     match expr:
         case Const(value):
             return value > 0
-        case Call("exp" | "sigmoid", _):
-            return True
+        case Call(function, _):
+            return PRIMITIVES[function].sign == "> 0"
         case Binary("+", a, b):
             return nonnegative(expr) and (positive(a) or positive(b))
     return False

@@ -27,6 +27,7 @@ from typing import Literal, get_args
 from .algebra import const, key, monomial_key, nonnegative, positive, split
 from .derive import derive, homogeneous_degree
 from .evaluate import number
+from .primitives import PRIMITIVES
 from .simplify import simplify
 from .values import (
     ONE,
@@ -46,13 +47,6 @@ from .values import (
 )
 
 STEEPEST = 2.0  # largest factor by which the relative error of y may grow in the gradient
-
-# Approximate instruction counts per element, to compare ways of computing a value.
-COSTS = {
-    "relu": 1, "leaky_relu": 2, "abs": 1, "min": 1, "max": 1, "where": 1, "sqrt": 4, "exp": 4, "log": 4,
-    "sigmoid": 8, "tanh": 8, "silu": 9, "erf": 12, "gelu": 15, "gelu_tanh": 14,
-}  # fmt: skip
-
 
 Named = tuple[tuple[str, Expr], ...]
 Keep = Literal["derivative", "input"]
@@ -242,7 +236,7 @@ def _cost(exprs: Iterable[Expr]) -> int:
 def _own_cost(expr: Expr) -> int:
     match expr:
         case Call(function, _):
-            return COSTS[function]
+            return PRIMITIVES[function].cost
         case Binary("**", _, b):
             exponent = number(b)
             return int(exponent).bit_length() if exponent > 0 and exponent.is_integer() else 8

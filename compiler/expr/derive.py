@@ -1,12 +1,13 @@
 """Derivatives, comparison of expressions by case distinction, and degrees of homogeneity."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from fractions import Fraction
 from math import isclose
 
 from .algebra import addends, exponent_of, is_sum, key, settle
 from .evaluate import number
 from .parse import parse
+from .primitives import PRIMITIVES
 from .simplify import assume, compare, simplify
 from .values import (
     ONE,
@@ -23,27 +24,6 @@ from .values import (
     substitute,
     variables,
 )
-
-# d f(x) / dx as expressions of the language. At kinks these are Torch's subgradients.
-DERIVATIVES: Mapping[str, Expr] = {
-    name: parse(text)
-    for name, text in {
-        "relu": "where(x > 0, 1, 0)",
-        "gelu": "0.5 * (1 + erf(0.7071067811865476 * x)) + 0.3989422804014327 * x * exp(-0.5 * x ** 2)",
-        # gelu_tanh is x * sigmoid(2 * c * (x + 0.044715 * x ** 3)) with c = sqrt(2 / pi)
-        "gelu_tanh": "sigmoid(1.5957691216057308 * x * (1 + 0.044715 * x ** 2))"
-        " * (1 + 1.5957691216057308 * x * (1 + 0.134145 * x ** 2)"
-        " * sigmoid(-1.5957691216057308 * x * (1 + 0.044715 * x ** 2)))",
-        "silu": "sigmoid(x) * (1 + x * (1 - sigmoid(x)))",
-        "sigmoid": "sigmoid(x) * (1 - sigmoid(x))",
-        "tanh": "1 - tanh(x) ** 2",
-        "exp": "exp(x)",
-        "log": "1 / x",
-        "sqrt": "0.5 / sqrt(x)",
-        "erf": "1.1283791670955126 * exp(-(x ** 2))",
-        "abs": "where(x > 0, 1, where(x < 0, -1, 0))",
-    }.items()
-}
 
 CASES = 64  # maximum number of case distinctions
 SAMPLES = (-71.0, -3.3, -0.83, -0.0197, 0.0231, 0.71, 4.1, 67.0)  # no common function has a kink at these
@@ -78,15 +58,14 @@ def _derive(expr: Expr, var: str) -> Expr:
                 return _derive_quotient(simplify(expr), var)
             less = float(exponent_of(exponent) - 1)  # exact for rational exponents, unlike 1.6667 - 1 in floats
             return exponent * a**less * _derive(a, var) if exponent else ZERO
-        case Call("leaky_relu", (a, slope)):
-            return Call("where", (Compare(">", a, ZERO), ONE, slope)) * _derive(a, var)
         case Call("where", (condition, a, b)):
             return Call("where", (condition, _derive(a, var), _derive(b, var)))
         case Call("min" | "max" as name, (a, b)):
             slope_a, slope_b = _derive(a, var), _derive(b, var)
             return _extremum(name, a, b, slope_a, slope_b)
-        case Call(name, (a,)):
-            return substitute(DERIVATIVES[name], {"x": a}) * _derive(a, var)
+        case Call(name, args):
+            slope = substitute(parse(PRIMITIVES[name].derivative), dict(zip("xs", args, strict=False)))
+            return slope * _derive(args[0], var)
     return ZERO
 
 

@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import NoReturn
 
 from .evaluate import apply
-from .values import FUNCTIONS, Binary, Call, Compare, Const, Expr, ExprError, Var
+from .primitives import PRIMITIVES
+from .values import Binary, Call, Compare, Const, Expr, ExprError, Var
 
 LONGEST = 500  # maximum length in characters
 DEEPEST = 64  # maximum levels of nesting
@@ -31,10 +32,6 @@ ELSEWHERE = {
     "square": "write x ** 2", "softcap": "write c * tanh(x / c)",
     "swiglu": "write silu(gate) * x", "geglu": "write gelu(gate) * x",
     "clamp": "write min(max(x, low), high)",
-}  # fmt: skip
-SIGNATURES = {
-    "leaky_relu": "leaky_relu(x, 0.01)", "where": "where(x > 0, a, b)", "min": "min(a, b)",
-    "max": "max(a, b)",
 }  # fmt: skip
 
 
@@ -151,8 +148,8 @@ class _Reader:
         )
 
     def name(self, name: str, node: ast.expr) -> Expr:
-        if name in FUNCTIONS:
-            fail(f"{name} is a function", node, f"write {SIGNATURES.get(name, f'{name}(x)')}")
+        if name in PRIMITIVES:
+            fail(f"{name} is a function", node, f"write {PRIMITIVES[name].example}")
         if self.variables is not None and name not in self.variables:
             known = sorted(self.variables)
             fail(
@@ -165,18 +162,20 @@ class _Reader:
     def call(
         self, name: str, args: list[ast.expr], keywords: list[ast.keyword], node: ast.expr, depth: int
     ) -> tuple[Expr, float | None]:
-        if name not in FUNCTIONS:
-            hint = ELSEWHERE.get(name) or suggest(name, FUNCTIONS) or f"known are {', '.join(sorted(FUNCTIONS))}"
+        primitive = PRIMITIVES.get(name)
+        if primitive is None:
+            hint = ELSEWHERE.get(name) or suggest(name, PRIMITIVES) or f"known are {', '.join(sorted(PRIMITIVES))}"
             fail(f"unknown function {name}", node, hint)
-        signature = f"write {SIGNATURES.get(name, f'{name}(x)')}"
+        example = f"write {primitive.example}"
         if keywords:
-            fail(f"{name} takes no named arguments", keywords[0].value, signature)
-        if len(args) != FUNCTIONS[name]:
-            fail(f"{name} takes {FUNCTIONS[name]} arguments, not {len(args)}", node, signature)
+            fail(f"{name} takes no named arguments", keywords[0].value, example)
+        if len(args) != primitive.arity:
+            fail(f"{name} takes {primitive.arity} arguments, not {len(args)}", node, example)
         first = self.condition(args[0], depth + 1) if name == "where" else self.read(args[0], depth + 1)
         read = (first, *(self.read(arg, depth + 1) for arg in args[1:]))
-        if name == "leaky_relu" and read[1][1] is None:
-            fail("the slope of leaky_relu is a constant", args[1], "write where(x > 0, x, slope * x)")
+        if primitive.derivative and any(value is None for _, value in read[1:]):
+            hint = f"write {primitive.definition}" if primitive.definition else example
+            fail(f"the arguments of {name} after the first must be constants", args[1], hint)
         return Call(name, tuple(arg for arg, _ in read)), fold(name, tuple(value for _, value in read), node)
 
     def condition(self, node: ast.expr, depth: int) -> tuple[Expr, float | None]:

@@ -13,12 +13,6 @@ from functools import lru_cache
 from math import isfinite
 from typing import ClassVar
 
-# Number of arguments per function. The second of leaky_relu is a constant, the first of where a comparison.
-FUNCTIONS: Mapping[str, int] = {
-    "relu": 1, "leaky_relu": 2, "gelu": 1, "gelu_tanh": 1, "silu": 1, "sigmoid": 1, "tanh": 1, "exp": 1,
-    "log": 1, "sqrt": 1, "erf": 1, "abs": 1, "min": 2, "max": 2, "where": 3,
-}  # fmt: skip
-
 
 class ExprError(ValueError):
     """Raised for an invalid expression.
@@ -116,7 +110,7 @@ class Var(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Call(Expr):
-    """A call of one of `FUNCTIONS`. The arguments of `where` are (Compare, then, otherwise)."""
+    """A call of one of `PRIMITIVES`. The arguments of `where` are (Compare, then, otherwise)."""
 
     __hash__ = Expr.__hash__
     function: str

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from specc.compiler.expr import Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
+from specc.compiler.expr import PRIMITIVES, Expr, ExprError, Var, cuda_text, reread, substitute, triton_text, variables
 from specc.compiler.ir.graph import BYTES, TensorType
 from specc.compiler.kernels.kernel import Site
 from specc.compiler.ops.linear import Product
@@ -21,8 +21,7 @@ OURS = """
     have found wants range min max code programs workspace stream status arguments tree hardware
     gemm cute cutlass collective fusion stride_x stride_w stride_y Auto Element Row Tile Cluster
     Kernel Gemm Tree Epilogue Fragment Compute Part Aux Stored TileLoad TileStore ColumnLoad Raster
-    Functor kRound z t tail swizzle raster call given quick_erf quick_bell high s logf sqrtf fabsf tanhf fminf fmaxf
-    powf larger smaller
+    Functor kRound z t tail swizzle raster call given high s logf sqrtf fabsf tanhf fminf fmaxf powf
 """
 CPP = """
     alignas alignof auto bool break case catch char class const constexpr continue default delete do
@@ -31,7 +30,8 @@ CPP = """
     struct switch template this throw true try typedef typename union unsigned using virtual void
     volatile while
 """
-RESERVED = frozenset((*keyword.kwlist, *OURS.split(), *CPP.split()))
+HELPERS = [name for primitive in PRIMITIVES.values() for name in primitive.cuda_helpers]
+RESERVED = frozenset((*keyword.kwlist, *OURS.split(), *CPP.split(), *HELPERS))
 
 
 @dataclass(frozen=True, slots=True)

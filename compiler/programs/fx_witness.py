@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from specc.compiler.expr import Binary, Call, Compare, Expr, Neg, Var, decided, number, reread, variables
+from specc.compiler.expr import PRIMITIVES, Binary, Call, Compare, Expr, Neg, Var, decided, number, reread, variables
 from specc.compiler.ir.graph import Graph, Input, Node, TensorType, TorchCall, node_of
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.region import Fused, Scan
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "**": "pow"}
 COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
 MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
-# pointwise functions with another name in Torch
-SPELLED = {"gelu_tanh": "gelu", "abs": "abs", "max": "maximum", "min": "minimum"}
+KEYWORDS = {keyword for primitive in PRIMITIVES.values() for keyword in primitive.torch_keywords}
 TORCH_DTYPES = {
     "f32": "float32",
     "bf16": "bfloat16",
@@ -318,9 +317,10 @@ class _Comparison:
                 op, a, b = MIRRORED[op], b, a
             self.operation(node, COMPARISONS[op], (a, b), values, found)
         elif isinstance(expr, Call):
-            form = found.kwargs.get("approximate", "none") if hasattr(found, "kwargs") else "none"
-            self.expect((form == "tanh") == (expr.function == "gelu_tanh"), node.name, f"has {expr.function}", found)
-            self.operation(node, SPELLED.get(expr.function, expr.function), expr.args, values, found)
+            primitive = PRIMITIVES[expr.function]
+            keywords = {k: value for k, value in getattr(found, "kwargs", {}).items() if k in KEYWORDS}
+            self.expect(keywords == primitive.torch_keywords, node.name, f"has {expr.function}", found)
+            self.operation(node, primitive.torch.partition(".")[2], expr.args, values, found)
 
     def operation(self, node: Node, name: str, parts: tuple[Expr, ...], values: Mapping[str, str], found: Any) -> None:
         self.expect(self.called(found) == name, node.name, f"has {name}", found)

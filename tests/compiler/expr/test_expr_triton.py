@@ -11,7 +11,7 @@ import pytest
 import torch
 from expr_samples import NAMES, POINTS, check_nan, check_single, expressions, values, with_nan
 
-from specc.compiler.expr import FUNCTIONS, Expr, derive, parse, plan_backward, triton_text
+from specc.compiler.expr import PRIMITIVES, Expr, derive, parse, plan_backward, triton_text
 
 CALLS = {
     "leaky_relu": "leaky_relu(x, 0.3)",
@@ -19,7 +19,7 @@ CALLS = {
     "min": "min(x, gate)",
     "max": "max(1, x)",
 }
-EVERY_FUNCTION = [parse(CALLS.get(name, f"{name}(x)")) for name in FUNCTIONS]
+EVERY_FUNCTION = [parse(CALLS.get(name, f"{name}(x)")) for name in PRIMITIVES]
 MODEL = [
     parse(text)
     for text in (

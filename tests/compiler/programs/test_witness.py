@@ -7,7 +7,7 @@ import torch
 from expr_samples import expressions
 from torch.nn import functional as F
 
-from specc.compiler.expr import FUNCTIONS, Var, parse, variables
+from specc.compiler.expr import PRIMITIVES, Var, parse, variables
 from specc.compiler.ir.graph import Builder, Graph, TensorType
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.programs import fx_witness as witness
@@ -48,7 +48,7 @@ def test_numbers_are_found(text: str) -> None:
 
 
 def test_every_function_is_among_them() -> None:
-    assert all(any(f"{name}(" in text for text in CONSTANTS) for name in FUNCTIONS)
+    assert all(any(f"{name}(" in text for text in CONSTANTS) for name in PRIMITIVES)
 
 
 @pytest.mark.parametrize(
