@@ -11,6 +11,7 @@ from pathlib import Path
 from specc.compiler.build import Built, compile_loaded
 from specc.compiler.generated_folder import MANIFEST
 from specc.compiler.plan.lock import lock_path, read_lock
+from specc.compiler.report.step import Work
 from specc.compiler.report.summary import Summary, milliseconds, quantity
 from specc.compiler.spec.check import load
 
@@ -37,20 +38,21 @@ class Comparison:
         A spec that has no lock uses the lock of the other spec, so that a renamed or copied spec still selects the
         measured tiles. Raises SpecError if either spec does not build.
         """
-        specs, locks = [load(path) for path in (before, after)], []
-        for path, (spec, _) in zip((before, after), specs, strict=True):
-            locks.append(read_lock(lock_path(path, spec.name)))
+        paths = (before, after)
+        specs = [load(path) for path in paths]
+        locks = [read_lock(lock_path(path, spec.name)) for path, (spec, _) in zip(paths, specs, strict=True)]
         old, new = (
             compile_loaded(spec, source, (), lock if lock.targets else other)
             for (spec, source), lock, other in zip(specs, locks, reversed(locks), strict=True)
         )
-        left, right = (path.read_text(encoding="utf-8").splitlines() for path in (before, after))
+        left, right = (path.read_text(encoding="utf-8").splitlines() for path in paths)
         spec_diff = difflib.unified_diff(left, right, str(before), str(after), n=1, lineterm="")
         return cls(before, after, old, new, tuple(spec_diff))
 
     @cached_property
     def summaries(self) -> tuple[Summary, Summary]:
-        return _summary_of(self.old), _summary_of(self.new)
+        old, new = (Summary(built.spec, built.plans, built.deployed) for built in (self.old, self.new))
+        return old, new
 
     @property
     def equal(self) -> bool:
@@ -79,15 +81,11 @@ class Comparison:
 
     def _times(self) -> Iterator[str]:
         old, new = self.summaries
-        yield f"step         {_change(old.whole, new.whole)} on {new.step.target}"
-        works = {work.name: work for work in old.step.works}
-        for work in new.step.works:
-            before = works.pop(work.name, None)
-            was = _time(before.ms, before.floor_ms) if before is not None else "none"
-            if was != (now := _time(work.ms, work.floor_ms)):
-                yield f"  {work.name:<24} {_change(was, now)}"
-        for work in works.values():
-            yield f"  {work.name:<24} {_change(_time(work.ms, work.floor_ms), 'none')}"
+        yield f"step         {_change(old.step_time, new.step_time)} on {new.step.target}"
+        before, after = ({work.name: _time(work) for work in summary.step.works} for summary in self.summaries)
+        for name in {**after, **before}:
+            if before.get(name) != after.get(name):
+                yield f"  {name:<24} {_change(before.get(name, 'none'), after.get(name, 'none'))}"
         yield f"memory       {_change(old.memory, new.memory)}"
         yield f"backward     {self._saved()}"
 
@@ -127,15 +125,11 @@ class Comparison:
         yield from _folded("stored as", [f"{count} tensors {change}" for change, count in sorted(forms.items())])
 
     def _files(self) -> Iterator[str]:
-        pairs = self._pairs
-        replaced = [f"{a} -> {Path(b).name}" for a, b in sorted(pairs.items()) if a != b and not self._quiet(a)]
-        yield from _folded("replaced", replaced)
+        renamed = [(a, b) for a, b in sorted(self._pairs.items()) if a != b and not self._quiet(a)]
+        yield from _folded("replaced", [f"{a} -> {Path(b).name}" for a, b in renamed])
+        for word, names in self._unpaired():
+            yield from _folded(word, names)
         left, right = self.old.files, self.new.files
-        for word, names in (
-            ("removed", left.keys() - right.keys() - pairs.keys()),
-            ("added", right.keys() - left.keys() - set(pairs.values())),
-        ):
-            yield from _folded(word, sorted(name for name in names if not self._quiet(name)))
         changed = [n for n in sorted(left.keys() & right.keys()) if left[n] != right[n] and n not in (MANIFEST, PLAN)]
         yield f"changed      {_named(changed) if changed else 'nothing'}"
 
@@ -144,10 +138,19 @@ class Comparison:
         """Maps each old file to the new file that computes the same node."""
         return dict(_pairs(self.old, self.new))
 
+    def _unpaired(self) -> Iterator[tuple[str, list[str]]]:
+        """Yields the old files without a counterpart as `removed`, and the new ones as `added`."""
+        left, right = self.old.files.keys(), self.new.files.keys()
+        for word, names in (
+            ("removed", left - right - self._pairs.keys()),
+            ("added", right - left - set(self._pairs.values())),
+        ):
+            yield word, sorted(name for name in names if not self._quiet(name))
+
     def _quiet(self, name: str) -> bool:
         """Returns True if `name` belongs to the CPU target while another target of either spec is a GPU.
 
-        Such files are plain Torch, so their diffs are not shown.
+        Such files are plain Torch, and their diffs are not shown.
         """
         target = name.partition("/")[0]
         plans = {**self.old.plans, **self.new.plans}
@@ -174,10 +177,8 @@ class Comparison:
             before, after = _body(_renamed(left[a], a, b)), _body(right[b])
             lines += difflib.unified_diff(before, after, f"a/{a}", f"b/{b}", n=CONTEXT, lineterm="")
         if quiet:
-            lines.append(f"cpu: {quiet} files change with it, all by Torch")
-        for word, names in (("removed", left.keys() - pairs.keys()), ("added", right.keys() - set(pairs.values()))):
-            shown = sorted(name for name in names if not self._quiet(name))
-            lines += [f"{word}: {name}" for name in shown]
+            lines.append(f"cpu: {quiet} files also change, all by Torch")
+        lines += [f"{word}: {name}" for word, names in self._unpaired() for name in names]
         return tuple(lines)
 
     def markdown(self) -> str:
@@ -190,12 +191,7 @@ class Comparison:
 
     def text(self) -> str:
         """Returns the summary and, if the specs differ, an empty line and the details."""
-        parts = [*self.summary, *(("", *self.details) if not self.equal else ())]
-        return "\n".join(parts)
-
-
-def _summary_of(built: Built) -> Summary:
-    return Summary(built.spec, built.plans, built.deployed)
+        return "\n".join(self.summary if self.equal else (*self.summary, "", *self.details))
 
 
 def _code(built: Built) -> dict[str, str]:
@@ -227,8 +223,8 @@ def _change(old: str, new: str, difference: int | None = None) -> str:
     return f"{old} -> {new}" + (f" ({difference:+,})" if difference is not None else "")
 
 
-def _time(ms: float | None, floor: float) -> str:
-    return f"{milliseconds(ms)} ms" if ms is not None else f"at least {milliseconds(floor)} ms"
+def _time(work: Work) -> str:
+    return f"{milliseconds(work.ms)} ms" if work.ms is not None else f"at least {milliseconds(work.floor_ms)} ms"
 
 
 def _named(names: list[str]) -> str:

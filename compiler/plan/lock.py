@@ -76,7 +76,7 @@ class GroupEntry(StrictModel):
     @model_validator(mode="after")
     def _has_a_time(self) -> "GroupEntry":
         if self.keep not in self.ms:
-            raise ValueError(f"what is saved, {self.keep}, has no time")
+            raise ValueError(f"`keep` is {self.keep}, which has no time in `ms`")
         return self
 
 
@@ -86,7 +86,7 @@ Model = TypeVar("Model", bound=StrictModel)
 def _with_one_of(entry: Model, new: str, old: str) -> Model:
     """Returns the entry. Raises ValueError if it does not have exactly one of the fields `new` and `old`."""
     if (getattr(entry, new) is None) == (getattr(entry, old) is None):
-        raise ValueError(f"an entry has a {new}, or in locks of earlier versions a {old}")
+        raise ValueError(f"an entry must have exactly one of `{new}` and `{old}`")
     return entry
 
 
@@ -279,20 +279,14 @@ def refuse_fewer_rows(lock: Lock, target: str, machine: Machine, sites: Iterable
     locked = lock.targets.get(target)
     known = (lock.entry(target, site) for site in sites if locked is not None and locked.machine == machine)
     if larger := next((entry for entry in known if entry is not None and entry.rows > rows), None):
-        what = f"{larger.node} was measured on {larger.rows:,} rows, and would now be on {rows:,}"
-        raise SpeccError(what, "tune the micro-batch that is trained with; to replace what was measured, --fresh")
+        what = f"{larger.node} was measured on {larger.rows:,} rows, but this search has only {rows:,}"
+        raise SpeccError(what, "use the micro-batch of training, or replace the measurement with --fresh")
 
 
 def site_digest(site: Site) -> str:
     """Returns the node's key in locks of earlier versions: twelve hex digits over `repr` of the op and epilogue."""
-    words = (
-        site.target.name,
-        repr(site.node.op),
-        repr(site.epilogue),
-        *map(str, site.inputs),
-        *map(str, site.node.types),
-    )
-    return _digest("\n".join(words))
+    types = map(str, (*site.inputs, *site.node.types))
+    return _digest("\n".join((site.target.name, repr(site.node.op), repr(site.epilogue), *types)))
 
 
 def group_digest(options: Sites) -> str:
@@ -334,27 +328,24 @@ def locked_kernel(entry: Entry) -> Kernel:
     Raises SpeccError if this compiler does not have the kernel, or if the tile is not valid for it.
     """
     known_kernels: dict[str, Kernel] = {kernel.name: kernel for kernel in catalog(kernels, Kernel).values()}
-    kernel = known_kernels.get(entry.kernel)
-    hint = MEASURE_AGAIN
+    kernel, node = known_kernels.get(entry.kernel), entry.node
     if kernel is None:
-        raise SpeccError(
-            f"the lock names kernel {entry.kernel} for {entry.node}, which this compiler does not have", hint
-        )
+        raise SpeccError(f"{node}: {entry.kernel} is not a kernel of this compiler", MEASURE_AGAIN)
     if entry.tile is None and kernel.TILE is None:
         return kernel
     if entry.tile is None:
-        raise SpeccError(f"the lock gives {entry.kernel} no tile for {entry.node}, and it was measured with one", hint)
+        raise SpeccError(f"{node}: the entry has no tile; {entry.kernel} needs one", MEASURE_AGAIN)
     if kernel.TILE is None:
-        raise SpeccError(f"the lock gives {entry.kernel} a tile for {entry.node}, but it has none", hint)
-    known = {field.name for field in fields(kernel.TILE)}
-    if unknown := sorted(set(entry.tile) - known):
-        raise SpeccError(f"the lock's tile for {entry.node} has {unknown[0]}, which tiles of {entry.kernel} lack", hint)
+        raise SpeccError(f"{node}: the entry has a tile; {entry.kernel} takes none", MEASURE_AGAIN)
+    if unknown := sorted(set(entry.tile) - {field.name for field in fields(kernel.TILE)}):
+        raise SpeccError(f"{node}: {unknown[0]} is not a valid key of a tile of {entry.kernel}", MEASURE_AGAIN)
     try:
-        tile: Any = TypeAdapter(kernel.TILE).validate_json(json.dumps(dict(entry.tile)), strict=True)
-        settings: dict[str, Any] = {"tile": tile}
+        settings: dict[str, Any] = {
+            "tile": TypeAdapter(kernel.TILE).validate_json(json.dumps(dict(entry.tile)), strict=True)
+        }
         return replace(kernel, **settings)
     except ValidationError as error:
         first = error.errors()[0]
-        place = "".join(f"{word}: " for word in (".".join(map(str, first["loc"])),) if word)
+        place = "".join(f"{key}: " for key in first["loc"])
         what = place + first["msg"].removeprefix("Value error, ")
-        raise SpeccError(f"the lock's tile for {entry.node} is not one of {entry.kernel}: {what}", hint) from None
+        raise SpeccError(f"{node}: the tile is not valid for {entry.kernel}: {what}", MEASURE_AGAIN) from None

@@ -1,7 +1,7 @@
 """Explains which kernel computes a node, and why the other kernels do not."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specc.compiler.ir.graph import Node, TensorType
@@ -32,8 +32,7 @@ class Explained:
     def data(self) -> dict[str, Any]:
         """Returns the row as JSON data."""
         rejected = [{"kernel": kernel, "reason": reason} for kernel, reason in self.rejected]
-        plain = {name: getattr(self, name) for name in ("target", "node", "label", "op", "kernel", "tile")}
-        return {**plain, "files": list(self.files), "rejected": rejected}
+        return {**asdict(self), "rejected": rejected}
 
 
 def explain(plan: Plan, node: str | None, folder: str = "") -> Iterator[Explained]:
@@ -77,11 +76,8 @@ def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
     for graph in programs.graphs:
         for node in graph.nodes:
             if not isinstance(node.op, Call | Fused) and plan.choice(graph, node) is None:
-                yield (
-                    place_pattern(programs, (graph.name,), node.name),
-                    node,
-                    f"in {graph.name} the node is in no fused group",
-                )
+                path = place_pattern(programs, (graph.name,), node.name)
+                yield path, node, f"in {graph.name} the node is in no fused group"
     for group in programs.groups:
         for graph in (group.forward, group.backward):
             for node in graph.nodes:
@@ -90,8 +86,8 @@ def _without_choice(plan: Plan) -> Iterator[tuple[str, Node, str]]:
                     yield group_pattern(programs, group, node.name), node, reason
 
 
-def _covers(asked: str, path: str) -> bool:
-    return asked == path or matches(asked, path) or matches(path, asked)
+def _covers(node: str, path: str) -> bool:
+    return node == path or matches(node, path) or matches(path, node)
 
 
 def text_of(row: Explained) -> str:

@@ -14,7 +14,7 @@ from specc.compiler.plan.plan import Choice, Plan
 class ProductRow:
     """One product [M, K] x [N, K]^T.
 
-    `m` is an expression in the programs' sizes. `whole_n` and `whole_k` are the extents of the model; `n` and `k` are
+    `m` is an expression in the programs' sizes. `model_n` and `model_k` are the extents of the model; `n` and `k` are
     those of the kernel, which are padded with zeros.
     """
 
@@ -26,22 +26,22 @@ class ProductRow:
     m: str
     n: int
     k: int
-    whole_n: int
-    whole_k: int
+    model_n: int
+    model_k: int
 
     @property
     def extents(self) -> str:
         """The extents N and K as text, e.g. `N 31 -> 32, K 128` if N is padded from 31 to 32."""
         n, k = (
-            f"{whole} -> {given}" if whole != given else str(given)
-            for whole, given in ((self.whole_n, self.n), (self.whole_k, self.k))
+            f"{extent} -> {padded}" if extent != padded else str(padded)
+            for extent, padded in ((self.model_n, self.n), (self.model_k, self.k))
         )
         return f"N {n}, K {k}"
 
     def data(self) -> dict[str, Any]:
         """Returns the row as JSON data."""
         names = ("node", "kernel", "language", "module", "tile", "m", "n", "k")
-        padded = {"n": [self.whole_n, self.n], "k": [self.whole_k, self.k]}
+        padded = {"n": [self.model_n, self.n], "k": [self.model_k, self.k]}
         shown = {name: pair for name, pair in padded.items() if pair[0] != pair[1]}
         return {**{name: getattr(self, name) for name in names}, "padded": shown}
 
@@ -55,7 +55,7 @@ def products(plan: Plan) -> Iterator[ProductRow]:
             continue
         n, k = op.extent(types[op.stored])
         graph = next(graph for graph in plan.programs.graphs if graph.name == choice.graph)
-        whole_n, whole_k = _whole(graph, choice.site.node, n)
+        model_n, model_k = _model_extents(graph, choice.site.node, n)
         row = ProductRow(
             path_of(choice),
             choice.rendered.module,
@@ -65,8 +65,8 @@ def products(plan: Plan) -> Iterator[ProductRow]:
             " x ".join(map(str, graph.types[choice.site.node.inputs[0]].shape[:-1])),
             n,
             k,
-            whole_n,
-            whole_k,
+            model_n,
+            model_k,
         )
         if row not in rows:  # several programs may contain the same node
             rows.add(row)
@@ -78,14 +78,14 @@ def path_of(choice: Choice) -> str:
     return choice.site.label.split(" ")[0].removesuffix(".padded")
 
 
-def _whole(graph: Graph, product: Node, n: int) -> tuple[int, int]:
+def _model_extents(graph: Graph, product: Node, n: int) -> tuple[int, int]:
     """Returns N and K before padding."""
     for reader in graph.consumers[product.name]:
         if isinstance(reader.op, CropColumns):
             n = reader.op.columns
     read = product.inputs[0]
-    while (maker := graph.by_name.get(node_of(read))) is not None and isinstance(maker.op, TimeMajor | QuantizeRows):
-        read = maker.inputs[0]
+    while (node := graph.by_name.get(node_of(read))) is not None and isinstance(node.op, TimeMajor | QuantizeRows):
+        read = node.inputs[0]
     k = graph.types[read].width
     assert isinstance(k, int)
     return n, k

@@ -6,15 +6,14 @@ from specc.compiler import fusions
 from specc.compiler.catalog import catalog
 from specc.compiler.expr import KEEPS
 from specc.compiler.fusions.fusion import Fusion
-from specc.compiler.ir.graph import TensorType
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.quantized import QuantizeRows, padded
 from specc.compiler.ops.shape import CropColumns
 from specc.compiler.passes.select_kernels import group_pattern
-from specc.compiler.plan.plan import Choice, Plan, SaveChoice, SaveChoices, place_pattern
+from specc.compiler.plan.plan import Choice, Plan, SaveChoices, place_pattern
 from specc.compiler.programs.programs import Programs
 from specc.compiler.report.step import Step, StepRow, step_of, words_of
-from specc.compiler.report.summary import Summary, by, milliseconds, percent
+from specc.compiler.report.summary import Summary, by, milliseconds, percent, quantity
 from specc.compiler.targets import Target
 
 HEADS = ("node", "what", "kernel, tile", "ms x calls", "floor")
@@ -22,8 +21,9 @@ HEADS = ("node", "what", "kernel, tile", "ms x calls", "floor")
 
 def plan_page(summary: Summary) -> str:
     """Returns the text of PLAN.md."""
-    main = summary.main
-    lines = [f"# {summary.spec.name}: plan", "", summary.head, "", *_step_table(summary), "", *_facts(summary)]
+    main, flops = summary.main, f"{quantity(3 * summary.forward_flops)}FLOP a token forward and backward"
+    head = f"{summary.spec.model.title}: {summary.parameters:,} parameters, {flops}"
+    lines = [f"# {summary.spec.name}: plan", "", head, "", *_step_table(summary), "", *_facts(summary)]
     lines += ["", f"## {main.target.name}: a row per node; ms of one call x calls a step", ""]
     lines += [*_rows(summary.step, main), *_saved(main), *_not_chosen(main)]
     for target, plan in summary.plans.items():
@@ -58,16 +58,20 @@ def _facts(summary: Summary) -> Iterator[str]:
     facts += (f"{warning[0].upper()}{warning[1:]}." for warning in summary.storage.warnings)
     facts += [f"Largest gap of what was measured: {summary.gap}."] if summary.gap else []
     facts += (f"Backward: {text}." for text in summary.saved)
-    if summary.missing:
+    if summary.unmeasured:
+        missing = ", ".join(f"{work.name} {percent(summary.step.share(work))}" for work in summary.unmeasured)
         tune = f"`specc tune {main.source} --target {main.target.name}`"
-        facts.append(f"Not measured: {summary.missing}, shares by floors where times are missing; {tune}.")
+        facts.append(f"Not measured: {missing}, shares by floors where times are missing; {tune}.")
     facts.append(_ceilings(main.target))
     if (machine := summary.step.machine) is not None:
         facts.append(f"Measured on {machine.gpu}: {', '.join(machine.versions)}.")
     yield from (f"- {fact}" for fact in facts)
     yield ""
     heads = ("stored as", "tensors", "parameters", "bytes, at most about", "rule")
-    rows = [(r.label, str(r.tensors), f"{r.parameters:,}", f"{r.bytes:,}", r.rule) for r in summary.storage.rows]
+    rows = [
+        (r.stored_as, str(r.tensors), f"{r.parameters:,}", f"{r.estimated_bytes:,}", r.rule)
+        for r in summary.storage.rows
+    ]
     rows.append(("header and spec", "", "", f"{summary.storage.overhead:,}", ""))
     yield from table(heads, rows)
 
@@ -89,9 +93,9 @@ def _rows(step: Step, plan: Plan) -> list[str]:
     for choice in plan.choices:
         if choice.site.key not in trained and choice.site.node.op.planned:
             ms = milliseconds(choice.measured.ms) if choice.measured is not None else "?"
-            cells = (choice.site.label, words_of(choice.site), kernel_words(choice), f"{ms}, not in training", "")
+            cells = (*_kernel_cells(choice), f"{ms}, not in training", "")
             rows += [cells] if cells not in rows else []
-    rows += [(path, f"{op} {types}", "torch", "", "") for path, op, types in _shape_changes(plan.programs)]
+    rows += [(path, what, "torch", "", "") for path, what in _shape_changes(plan.programs)]
     return table(HEADS, rows)
 
 
@@ -100,6 +104,10 @@ def _cells(row: StepRow) -> tuple[str, ...]:
     floor = milliseconds(row.floor_ms) if row.floor_ms is not None else ""
     kernel = kernel_words(row.choice) if row.choice is not None else row.kernel
     return (row.node, row.what, kernel, f"{ms} x {row.calls}", floor)
+
+
+def _kernel_cells(choice: Choice) -> tuple[str, ...]:
+    return choice.site.label, words_of(choice.site), kernel_words(choice)
 
 
 def kernel_words(choice: Choice) -> str:
@@ -121,18 +129,12 @@ def _saved(plan: Plan) -> Iterator[str]:
 
 
 def _save_line(choices: SaveChoices) -> str:
-    chosen, measured = choices.chosen, choices.measured
-    others = [option for option in choices.options if option is not chosen]
-    words = {option.group.keep: _saved_words(option) for option in choices.options}
+    keep, measured = choices.chosen.group.keep, choices.measured
+    words = {o.group.keep: f"the {o.group.keep} ({', '.join(o.saved)})" for o in choices.options}
     if measured is None:
-        return f"- {choices.label}: {words[chosen.group.keep]}; by rule: fewest bytes, else the {KEEPS[0]}"
-    times = ", ".join(f"{words[other.group.keep]} {measured.ms[other.group.keep]}" for other in others)
-    why = f"measured, {measured.ms[chosen.group.keep]} ms forward and backward; {times}"
-    return f"- {choices.label}: {words[chosen.group.keep]}; {why}"
-
-
-def _saved_words(option: SaveChoice) -> str:
-    return f"the {option.group.keep} ({', '.join(option.saved)})"
+        return f"- {choices.label}: {words[keep]}; by rule: fewest bytes, else the {KEEPS[0]}"
+    times = ", ".join(f"{words[other]} {measured.ms[other]}" for other in words if other != keep)
+    return f"- {choices.label}: {words[keep]}; measured, {measured.ms[keep]} ms forward and backward; {times}"
 
 
 def _not_chosen(plan: Plan) -> Iterator[str]:
@@ -168,11 +170,13 @@ def _refused(programs: Programs) -> Iterator[str]:
     Only fusions that can contain the op are listed.
     """
     for graph in programs.graphs:
-        for node in graph.nodes if _whole(programs, graph.name) else ():
+        if graph.name not in programs.whole[:1] and not graph.name.endswith((".forward", ".step")):
+            continue
+        for node in graph.nodes:
             for fusion in catalog(fusions, Fusion).values() if node.op.matrix else ():
                 if node.op.name in fusion.ops and (reason := fusion.refusal(graph, (node,))):
-                    path = place_pattern(programs, _alike(programs, node.name), node.name)
-                    yield f"- {path}: {fusion.name} {reason}"
+                    functions = tuple(other.name for other in programs.functions if node.name in other.by_name)
+                    yield f"- {place_pattern(programs, functions, node.name)}: {fusion.name} {reason}"
 
 
 def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
@@ -180,12 +184,8 @@ def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
     if all(choice.kernel.language == "torch" for choice in plan.choices):
         yield f"The same nodes, all by Torch: `specc explain {plan.source} NODE --target {plan.target.name}`."
         return
-    main = {_identity(choice): kernel_words(choice) for choice in summary.main.choices}
-    rows = [
-        (choice.site.label, words_of(choice.site), kernel_words(choice))
-        for choice in plan.choices
-        if main.get(_identity(choice)) != kernel_words(choice)
-    ]
+    main = {(c.graph, c.site.node.name): kernel_words(c) for c in summary.main.choices}
+    rows = [_kernel_cells(c) for c in plan.choices if main.get((c.graph, c.site.node.name)) != kernel_words(c)]
     step = step_of(summary.spec, plan)
     if step.expected_ms:
         times = f"{milliseconds(step.expected_ms)} ms, floor {milliseconds(step.floor_ms)}"
@@ -198,14 +198,9 @@ def _difference(summary: Summary, plan: Plan) -> Iterator[str]:
     yield from table(HEADS[:3], list(dict.fromkeys(rows)))
 
 
-def _identity(choice: Choice) -> tuple[str, str]:
-    return choice.graph, choice.site.node.name
-
-
 def _deployed(plan: Plan) -> list[str]:
     """Returns the table of the nodes with kernels of a deployed plan."""
-    rows = [(choice.site.label, words_of(choice.site), kernel_words(choice)) for choice in plan.choices]
-    return table(HEADS[:3], list(dict.fromkeys(rows)))
+    return table(HEADS[:3], list(dict.fromkeys(map(_kernel_cells, plan.choices))))
 
 
 def _padding(programs: Programs) -> Iterator[str]:
@@ -213,23 +208,26 @@ def _padding(programs: Programs) -> Iterator[str]:
     lines: list[str] = []
     for graph in programs.graphs:
         for node in graph.nodes:
+            extent: tuple[str, object, object]  # the dimension, its extent in the model and in the kernel
+            name = node.name
             if isinstance(node.op, CropColumns):
-                width = graph.types[node.inputs[0]].width
-                path = place_pattern(programs, (graph.name,), node.name)
-                lines.append(f"- {path}: N {node.op.columns} is padded to {width}")
-            elif isinstance(node.op, QuantizeRows) and (k := graph.types[node.inputs[0]].width) != node.op.columns:
-                name = node.name.removesuffix("_input").removesuffix("_second")
-                path = place_pattern(programs, (graph.name,), name)
-                lines.append(f"- {path}: K {k} is padded to {node.op.columns}")
-            elif isinstance(node.op, Int8LstmStep) and isinstance(h := node.type.width, int) and h != padded(h):
-                path = place_pattern(programs, (graph.name,), node.name)
-                lines.append(f"- {path}: K {h} is padded to {padded(h)}")
+                extent = "N", node.op.columns, graph.types[node.inputs[0]].width
+            elif isinstance(node.op, QuantizeRows):
+                extent = "K", graph.types[node.inputs[0]].width, node.op.columns
+                name = name.removesuffix("_input").removesuffix("_second")
+            elif isinstance(node.op, Int8LstmStep) and isinstance(h := node.type.width, int):
+                extent = "K", h, padded(h)
+            else:
+                continue
+            dim, size, width = extent
+            if size != width:
+                lines.append(f"- {place_pattern(programs, (graph.name,), name)}: {dim} {size} is padded to {width}")
     if lines:
         yield from ("Padded to multiples of 16, with zeros:", "", *dict.fromkeys(lines), "")
 
 
-def _shape_changes(programs: Programs) -> Iterator[tuple[str, str, str]]:
-    """Yields the path, op and types of each distinct node in fused groups that pads or crops."""
+def _shape_changes(programs: Programs) -> Iterator[tuple[str, str]]:
+    """Yields the path of each distinct node in fused groups that pads or crops, and its op with types."""
     seen: set[tuple[str, str]] = set()
     for group in programs.groups:
         for graph in (group.forward, group.backward):
@@ -237,16 +235,5 @@ def _shape_changes(programs: Programs) -> Iterator[tuple[str, str, str]]:
                 path = group_pattern(programs, group, node.name)
                 if node.op.listed and (path, node.op.name) not in seen:
                     seen.add((path, node.op.name))
-                    yield path, node.op.name, _types([graph.types[ref] for ref in node.inputs], node.types)
-
-
-def _whole(programs: Programs, name: str) -> bool:
-    return name in programs.whole[:1] or name.endswith((".forward", ".step"))
-
-
-def _alike(programs: Programs, node: str) -> tuple[str, ...]:
-    return tuple(graph.name for graph in programs.functions if node in graph.by_name)
-
-
-def _types(inputs: Sequence[TensorType], outputs: Sequence[TensorType]) -> str:
-    return " x ".join(map(str, inputs)) + " -> " + ", ".join(map(str, outputs))
+                    inputs = " x ".join(str(graph.types[ref]) for ref in node.inputs)
+                    yield path, f"{node.op.name} {inputs} -> {', '.join(map(str, node.types))}"

@@ -17,7 +17,7 @@ from specc.compiler.passes.select_kernels import group_pattern, together
 from specc.compiler.plan.lock import Machine, StepTiming
 from specc.compiler.plan.plan import Choice, Plan
 from specc.compiler.programs.cost import graph_costs
-from specc.compiler.programs.programs import Programs, flatten
+from specc.compiler.programs.programs import flatten
 from specc.compiler.spec.spec import Spec
 
 LIBRARY, FUSED, POINTWISE, REST = "library products", "fused products", "pointwise outside groups", "rest of the step"
@@ -60,16 +60,24 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A class of work of a step.
-
-    `ms` is its time in a step, None unless all of it was measured. `floor_ms` is its floor.
-    """
+    """A class of work of a step."""
 
     name: str
-    ms: float | None
-    floor_ms: float
-    flops: int
     rows: tuple[StepRow, ...]
+
+    @property
+    def ms(self) -> float | None:
+        """The time in a step; None unless all rows were measured."""
+        times = [row.ms * row.calls for row in self.rows if row.ms is not None]
+        return sum(times) if len(times) == len(self.rows) else None
+
+    @property
+    def floor_ms(self) -> float:
+        return sum((row.floor_ms or 0.0) * row.calls for row in self.rows)
+
+    @property
+    def flops(self) -> int:
+        return sum(row.flops * row.calls for row in self.rows)
 
     @property
     def expected_ms(self) -> float:
@@ -98,9 +106,8 @@ class Step:
     @cached_property
     def works(self) -> tuple[Work, ...]:
         """The classes of work, the most expensive first and the rest of the step last."""
-        works = [
-            _work(name, [r for r in self.rows if r.work == name]) for name in dict.fromkeys(r.work for r in self.rows)
-        ]
+        names = dict.fromkeys(row.work for row in self.rows)
+        works = [Work(name, tuple(row for row in self.rows if row.work == name)) for name in names]
         return tuple(sorted(works, key=lambda work: (work.name == REST, -work.expected_ms, -work.flops)))
 
     @property
@@ -122,17 +129,6 @@ class Step:
         return work.flops / max(1, sum(other.flops for other in self.works))
 
 
-def _work(name: str, rows: Sequence[StepRow]) -> Work:
-    known = [row.ms * row.calls for row in rows if row.ms is not None]
-    return Work(
-        name,
-        sum(known) if len(known) == len(rows) else None,
-        sum((row.floor_ms or 0.0) * row.calls for row in rows),
-        sum(row.flops * row.calls for row in rows),
-        tuple(rows),
-    )
-
-
 def step_of(spec: Spec, plan: Plan) -> Step:
     """Returns the training step of a plan.
 
@@ -152,8 +148,9 @@ def step_of(spec: Spec, plan: Plan) -> Step:
         rows += (replace(row, calls=micro_batches) for row in _rows_of(plan, graph, node, sizes))
         if isinstance(node.op, Fused):
             group = programs.group(node.op.group)
-            own = [type for name, type in group.backward.inputs if name in set(group.saved) - _names(group.forward)]
-            saved[group_pattern(programs, group, group.scope)] += sum(type.bytes(sizes) for type in own)
+            computed = set(group.saved) - {name for name, _ in group.forward.inputs}
+            size = sum(type.bytes(sizes) for name, type in group.backward.inputs if name in computed)
+            saved[group_pattern(programs, group, group.scope)] += size
     count = sum(param.count for param in programs.params)
     moved = 3 * _pointwise_bytes(graph, sizes)  # the backward reads and writes a gradient per value
     for name, bytes, calls in ((POINTWISE, moved, micro_batches), (REST, OPTIMIZER_BYTES * count, 1)):
@@ -251,12 +248,12 @@ def _site(plan: Plan, node: Node, inputs: tuple[TensorType, ...], path: str) -> 
 
 def _row(plan: Plan, site: Site, choice: Choice | None, sizes: Mapping[str, int]) -> StepRow:
     """Returns the row of one call of a node."""
-    op, own = site.node.op, choice is not None and bool(choice.rendered.function)
+    op, fused = site.node.op, choice is not None and bool(choice.rendered.function)
     flops = op.flops(site.inputs[: op.arity] if site.node.epilogue else site.inputs, site.node.types, sizes)
     between = choice.kernel.between(site) if choice is not None else ()
     moved = sum(type.bytes(sizes) for type in (*site.inputs, *site.node.types, *between))
-    work = op.work if op.work != "products" else FUSED if own else LIBRARY
-    kernel = choice.kernel.made_of if choice is not None and own else TORCH
+    work = op.work if op.work != "products" else FUSED if fused else LIBRARY
+    kernel = choice.kernel.made_of if choice is not None and fused else TORCH
     return StepRow(
         choice.site.label if choice is not None else site.label,
         work,
@@ -278,9 +275,9 @@ def _plain_row(plan: Plan, node: str, work: str, what: str, flops: int, moved: i
 
 def _measured(plan: Plan, site: Site, choice: Choice | None, rows: int) -> float | None:
     """Returns the locked time of a node in ms, scaled to a call over `rows` rows; None if it was not measured."""
-    timing = choice.measured if choice is not None else None
-    timed = timing or (plan.locked.timings.get(site.key) if plan.locked is not None else None)
-    return timed.ms * rows / timed.rows if timed is not None else None
+    entry = choice.measured if choice is not None else None
+    timing = entry or (plan.locked.timings.get(site.key) if plan.locked is not None else None)
+    return timing.ms * rows / timing.rows if timing is not None else None
 
 
 def words_of(site: Site) -> str:
@@ -307,10 +304,6 @@ def _pattern(name: str) -> str:
     return ".".join("*" if word.isdigit() else re.sub(r"_run\d+$", "", word) for word in name.split("."))
 
 
-def _names(graph: Graph) -> set[str]:
-    return {name for name, _ in graph.inputs}
-
-
 def _aliases(graph: Graph, sizes: Mapping[str, int]) -> Mapping[str, str]:
     """Maps each value that is a view to the value it is a view of.
 
@@ -320,8 +313,8 @@ def _aliases(graph: Graph, sizes: Mapping[str, int]) -> Mapping[str, str]:
     for node in graph.nodes:
         inputs = [ref for ref in node.inputs if ref[0] not in "@$"]
         if len(inputs) == len(node.types) == 1 and not _barrier(node):
-            given, type = graph.types[inputs[0]], node.types[0]
-            same = given.dtype == type.dtype and given.count(sizes) == type.count(sizes)
+            source, type = graph.types[inputs[0]], node.types[0]
+            same = source.dtype == type.dtype and source.count(sizes) == type.count(sizes)
             if same and node.op.flops([graph.types[ref] for ref in node.inputs], node.types, sizes) == 0:
                 views[node.outputs[0]] = views.get(inputs[0], inputs[0])
     return views
@@ -339,21 +332,21 @@ def _pointwise_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     value that other kernels read once.
     """
     views = _aliases(graph, sizes)
-    made: dict[str, tuple[int, bool]] = {}  # value -> stage, and whether a kernel between barriers computes it
+    computed: dict[str, tuple[int, bool]] = {}  # value -> stage, and whether a kernel between barriers computes it
     read: set[tuple[int, str]] = set()
     written: set[str] = set()
     for node in graph.nodes:
         inputs = [views.get(ref, ref) for ref in node.inputs if ref[0] != "$"]
-        stage = max((made.get(ref, (0, False))[0] for ref in inputs), default=0)
+        stage = max((computed.get(ref, (0, False))[0] for ref in inputs), default=0)
         between = not _barrier(node) and node.outputs[0] not in views
         for ref in inputs:
-            before, ours = made.get(ref, (0, False))
-            if between and not (ours and before == stage):
+            before, pointwise = computed.get(ref, (0, False))
+            if between and not (pointwise and before == stage):
                 read.add((stage, ref))
-            if ours and (not between or before < stage) and node.outputs[0] not in views:
+            if pointwise and (not between or before < stage) and node.outputs[0] not in views:
                 written.add(ref)
         for ref in node.outputs:
-            made[ref] = (stage + _barrier(node), between)
+            computed[ref] = (stage + _barrier(node), between)
     types = graph.types
     return sum(types[ref].bytes(sizes) for _, ref in read) + sum(types[ref].bytes(sizes) for ref in written)
 
@@ -366,10 +359,3 @@ def _saved_bytes(graph: Graph, sizes: Mapping[str, int]) -> int:
     views = _aliases(graph, sizes)
     refs = {views.get(ref, ref) for node in graph.nodes if _barrier(node) for ref in node.inputs if ref[0] not in "@$"}
     return sum(graph.types[ref].bytes(sizes) for ref in refs if graph.types[ref].floating)
-
-
-def step_programs(programs: Programs) -> frozenset[str]:
-    """Returns the names of the fused groups' graphs that run in a training step."""
-    graph = flatten(programs, programs.program("train"), groups=False)
-    groups = [programs.group(node.op.group) for node in graph.nodes if isinstance(node.op, Fused)]
-    return frozenset(inner.name for group in groups for inner in (group.forward, group.backward))

@@ -1,4 +1,4 @@
-"""The bytes of an artifact before there are weights: what each stored form takes at most, and what may not fit."""
+"""Estimates the bytes of an artifact from the spec alone, and warns if the budget may be too small."""
 
 import json
 import zlib
@@ -13,25 +13,41 @@ from specc.compiler.quant.artifact_sections import DATA_DIGEST_BYTES, overhead_b
 from specc.compiler.quant.variants import variants
 from specc.compiler.spec.spec import QuantSpec, Spec
 
-ROW_BYTES = 24  # of a row of the table of arrays of int8 products, compressed
-ROUNDED = 1024  # so that another learning rate in the spec changes no promise
-FRAME_BYTES = 24  # that compressing a section adds at most, however little it holds
+ROW_BYTES = 24  # compressed size of a row of the table of arrays of int8 products
+ROUNDED = 1024  # the overhead is rounded up, so that small changes of the spec, as to a rate, do not change it
+FRAME_BYTES = 24  # the most bytes that compression adds to a section
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAs:
-    """All parameters of one stored form: tensors, parameters, bytes at most about, and the rule that gives the form."""
+    """The parameters of one storage form.
 
-    label: str
+    Attributes:
+        stored_as: the label of the form.
+        tensors: the number of tensors.
+        parameters: the number of elements.
+        estimated_bytes: an upper estimate of their bytes in an artifact.
+        rule: the rules of `quant` that select the form.
+    """
+
+    stored_as: str
     tensors: int
     parameters: int
-    bytes: int
+    estimated_bytes: int
     rule: str
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes of an artifact. `overhead` counts its header, its spec and its table of arrays."""
+    """The estimated bytes of an artifact.
+
+    Attributes:
+        rows: the storage forms.
+        overhead: the bytes of the header, the spec and the table of arrays.
+        budget: the limit of `quant.budget_bytes`; None if there is none.
+        chosen: the choice that quantization makes in addition to the rules, in words.
+        warnings: the reasons why the artifact may not fit.
+    """
 
     rows: tuple[StoredAs, ...]
     overhead: int
@@ -41,11 +57,17 @@ class Storage:
 
     @property
     def bytes(self) -> int:
-        return sum(row.bytes for row in self.rows) + self.overhead
+        return sum(row.estimated_bytes for row in self.rows) + self.overhead
 
 
 def storage_of(spec: Spec, programs: Programs, target: str) -> Storage:
-    """The stored form of every parameter of a spec, by the rules of `quant`."""
+    """Returns the estimated bytes of an artifact of `spec`, by the rules of `quant`.
+
+    Args:
+        spec: the spec.
+        programs: its programs, for the parameters.
+        target: the name of a target to lower to for the warnings.
+    """
     schemes = allocation(spec.quant, programs.params)
     rows = tuple(_rows(spec, schemes, programs))
     overhead = _overhead(spec, schemes, programs)
@@ -72,7 +94,7 @@ def _rows(spec: Spec, schemes: Allocation, programs: Programs) -> Iterator[Store
 
 
 def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
-    """Bytes at most about of what is no array. The spec of an artifact has a rule for each tensor."""
+    """Returns the estimated bytes of an artifact besides its arrays. The spec in an artifact has a rule per tensor."""
     data = spec.model_dump(mode="json")
     if spec.quant is not None:
         data["quant"]["rules"] = [{"match": name, **scheme.model_dump(mode="json")} for name, scheme in schemes.items()]
@@ -86,7 +108,7 @@ def _overhead(spec: Spec, schemes: Allocation, programs: Programs) -> int:
 
 
 def choice_of_bits(quant: QuantSpec | None) -> str:
-    """The choices of quantization beyond the rules, in words; empty if there are none."""
+    """Returns the choice of bits that quantization makes in addition to the rules, in words; empty if there is none."""
     if quant is None:
         return ""
     if quant.allocate is not None:
@@ -103,8 +125,8 @@ def choice_of_bits(quant: QuantSpec | None) -> str:
 
 
 def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> Iterator[str]:
-    """A warning where what `quant.allocate` can choose may exceed the budget however it chooses, in two lines: about
-    how many bytes there are at the least, and the largest parameters that it does not choose for."""
+    """Yields two lines if no choice of `quant.allocate` may fit the budget: the least bytes, and the largest parameters
+    with fixed bits."""
     if (quant := spec.quant) is None or (wish := quant.allocate) is None or quant.budget_bytes is None:
         return
     programs, total, fixed = lower(spec, target), overhead, dict[tuple[str, str], int]()
@@ -124,6 +146,6 @@ def _too_large(spec: Spec, target: str, schemes: Allocation, overhead: int) -> I
         return
     largest = sorted(fixed.items(), key=lambda item: -item[1])[:3]
     named = "; ".join(f"{name} {size:,} ({label})" for (name, label), size in largest)
-    yield f"may not fit: with the fewest bits that `allocate` may choose still about {total:,} bytes"
+    yield f"may not fit: about {total:,} bytes with the fewest bits that `allocate` can choose"
     if named:
-        yield f"not for it to choose: {named}"
+        yield f"fixed by rules: {named}"

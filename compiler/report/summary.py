@@ -1,7 +1,7 @@
 """The summary of a plan, which `specc plan` prints, PLAN.md begins with and `specc diff` compares."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -65,13 +65,7 @@ class Summary:
         return step_of(self.spec, self.main)
 
     @property
-    def head(self) -> str:
-        """The title of the model, its number of parameters, and its operations per token."""
-        flops = f"{quantity(3 * self.forward_flops)}FLOP a token forward and backward"
-        return f"{self.spec.model.title}: {self.parameters:,} parameters, {flops}"
-
-    @property
-    def whole(self) -> str:
+    def step_time(self) -> str:
         """The time of a step in words: measured, or a lower bound."""
         step = self.step
         if step.timing is not None:
@@ -97,11 +91,6 @@ class Summary:
         return tuple(work for work in self.step.works if work.ms is None)
 
     @property
-    def missing(self) -> str:
-        """The classes of work that were not measured, with their estimated shares; empty if all were measured."""
-        return ", ".join(f"{work.name} {percent(self.step.share(work))}" for work in self.unmeasured)
-
-    @property
     def stored(self) -> str:
         """The bytes of an artifact in words, and whether other bits than those of the rules are chosen later."""
         storage = self.storage
@@ -121,14 +110,14 @@ class Summary:
     @property
     def saved(self) -> tuple[str, ...]:
         """The values that each group saves for its backward, with their bytes in a micro-batch."""
-        return tuple(self._saved(choices) for choices in self.main.save_choices)
+        return tuple(map(self._saved, self.main.save_choices))
 
     @property
     def saved_names(self) -> dict[str, str]:
         """The values that each group computes and saves, by path. Groups without such values are omitted."""
         groups = [group for group in self.main.programs.groups if group.backward.outputs]
-        own = {group_pattern(self.main.programs, g, g.scope): SaveChoice(g, ()).saved for g in groups}
-        return {place: ", ".join(names) for place, names in own.items() if names}
+        saved = {group_pattern(self.main.programs, g, g.scope): SaveChoice(g, ()).saved for g in groups}
+        return {place: ", ".join(names) for place, names in saved.items() if names}
 
     def _saved(self, choices: SaveChoices) -> str:
         size = self.step.saved.get(choices.label, 0)
@@ -139,23 +128,22 @@ class Summary:
 
 def lines(summary: Summary) -> tuple[str, ...]:
     """Returns the lines of `specc plan`: at most 25 lines of at most 120 columns."""
-    step = summary.step
-    rows = [f"{summary.spec.name}: {summary.spec.model.title}"]
-    forward = summary.forward_flops
-    tensors = len(summary.main.programs.params)
-    rows.append(f"parameters   {summary.parameters:,} in {tensors} tensors")
-    rows.append(f"FLOP a token {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward")
-    rows.append(f"artifact     {summary.stored}")
-    storage = summary.storage
+    step, storage, forward = summary.step, summary.storage, summary.forward_flops
+    rows = [
+        f"{summary.spec.name}: {summary.spec.model.title}",
+        f"parameters   {summary.parameters:,} in {len(summary.main.programs.params)} tensors",
+        f"FLOP a token {quantity(forward)}FLOP forward, {quantity(3 * forward)}FLOP forward and backward",
+        f"artifact     {summary.stored}",
+    ]
     if storage.budget and storage.bytes > storage.budget and not storage.chosen:
-        rows.append("  may not fit: `quant.allocate` chooses among widths, fewer bits too, so that it does")
+        rows.append("  may not fit: `quant.allocate` can choose fewer bits")
     rows += (f"  {warning}" for warning in storage.warnings)
     rows += [
-        f"  {r.label:<22} {r.tensors:>4} tensors {r.parameters:>12,} parameters {r.bytes:>12,} bytes"
+        f"  {r.stored_as:<22} {r.tensors:>4} tensors {r.parameters:>12,} parameters {r.estimated_bytes:>12,} bytes"
         for r in storage.rows[:4]
     ]
     rows += [f"  {summary.choice}"] if summary.choice else []
-    rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.whole}; memory {summary.memory}")
+    rows.append(f"step         {step.tokens:,} tokens on {step.target}: {summary.step_time}; memory {summary.memory}")
     if summary.deployed:  # their products have separate lines
         rows.append("  " + ", ".join(f"{work.name} {percent(step.share(work))}" for work in step.works))
     else:
@@ -169,7 +157,7 @@ def lines(summary: Summary) -> tuple[str, ...]:
     rows += [f"{name:<12} {kernels}" for name, kernels in named.items() if kernels][:4]
     rows += product_lines(summary.deployed)
     if len(rows) > LINES:
-        rows[LINES - 1 :] = [f"  and {len(rows) - LINES + 1} more lines, which PLAN.md has"]
+        rows[LINES - 1 :] = [f"  and {len(rows) - LINES + 1} more lines in PLAN.md"]
     return tuple(row if len(row) <= WIDTH else f"{row[: WIDTH - 3]}..." for row in rows)
 
 
@@ -188,10 +176,10 @@ def by(work: Work) -> str:
 
 
 def _kernels(plan: Plan) -> str:
-    own = [choice for choice in plan.choices if choice.rendered.files]
-    if own and all(choice.kernel.language == "torch" for choice in own):
+    choices = [choice for choice in plan.choices if choice.rendered.files]
+    if choices and all(choice.kernel.language == "torch" for choice in choices):
         return "all by Torch"
-    return ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in own))
+    return ", ".join(dict.fromkeys(f"{c.rendered.module} ({c.kernel.language})" for c in choices))
 
 
 def data(summary: Summary) -> dict[str, Any]:
@@ -205,16 +193,7 @@ def data(summary: Summary) -> dict[str, Any]:
         "flops_per_token": {"forward": summary.forward_flops, "forward_and_backward": 3 * summary.forward_flops},
         "estimated_bytes": storage.bytes,
         "budget_bytes": storage.budget,
-        "stored": [
-            {
-                "stored_as": row.label,
-                "tensors": row.tensors,
-                "parameters": row.parameters,
-                "estimated_bytes": row.bytes,
-                "rule": row.rule,
-            }
-            for row in storage.rows
-        ],
+        "stored": [asdict(row) for row in storage.rows],
         "promotion": storage.chosen,
         "step": {
             "target": step.target,

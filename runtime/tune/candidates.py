@@ -33,22 +33,21 @@ class Candidate:
 
     @property
     def source(self) -> tuple[str, str] | None:
-        """The name and text of its CUDA C++, or None."""
+        """The name and text of its CUDA C++ file; None if it has no such file."""
         return next(((name, text) for name, text in self.files.items() if name.endswith(".cu")), None)
 
 
 def tuned_choices(plan: Plan) -> tuple[Choice, ...]:
-    """Returns the choices with a kernel of their own, one per kernel file, in the order of the plan."""
+    """Returns the choices whose kernels have generated files, one per file, in the order of the plan."""
     return tuple({c.rendered.module: c for c in reversed(plan.choices) if c.rendered.function}.values())[::-1]
 
 
 def all_choices(plan: Plan) -> tuple[Choice, ...]:
     """Returns `tuned_choices`, followed by the choices of all other save choices."""
     modules = {choice.rendered.module: choice for choice in tuned_choices(plan)}
-    for choices in plan.save_choices:
-        for option in choices.options:
-            for choice in option.kernels:
-                modules.setdefault(choice.rendered.module, choice)
+    for choice in plan.every_choice:
+        if choice.rendered.function:
+            modules.setdefault(choice.rendered.module, choice)
     return tuple(modules.values())
 
 

@@ -30,9 +30,8 @@ def key(candidate: Candidate) -> str:
     facts = [candidate.digest]
     if candidate.source is not None:
         facts += [nvcc_version(find_nvcc()), find_cutlass()[0], *FLAGS]
-    kernel = candidate.kernel
-    if kernel.package:
-        facts.append(_installed(kernel.package))
+    if candidate.kernel.package:
+        facts.append(_installed(candidate.kernel.package))
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
 

@@ -10,7 +10,7 @@ import torch
 from specc.compiler.build import plan_loaded
 from specc.compiler.plan.lock import Lock, Machine, StepTiming, Timing
 from specc.compiler.plan.plan import Plan
-from specc.compiler.report.step import POINTWISE, REST, Step, StepRow, step_of
+from specc.compiler.report.step import LIBRARY, POINTWISE, REST, Step, StepRow, step_of
 from specc.compiler.spec.spec import Spec
 from specc.runtime.bench import step as bench_step
 from specc.runtime.bench.environment import Setup
@@ -59,15 +59,13 @@ def measure_rest(
             say(f"step: {timed.ms:.1f} ms, {timed.memory / 1e9:.1f} GB")
             merged(path, methodcaller("with_step", target, timed, machine))
     except torch.OutOfMemoryError as error:
-        hint = "free it of other programs, or lower train.micro_batch in the spec"
+        hint = "stop other programs on the GPU, or lower train.micro_batch in the spec"
         raise RunFailure("out of GPU memory", hint) from error
 
 
 def library_rows(step: Step, only: str = "") -> tuple[StepRow, ...]:
     """Returns the products of a step that a library computes, one row per shape."""
-    rows = (row for row in step.rows if row.site is not None and row.site.node.op.work == "products")
-    without = [row for row in rows if row.choice is None or not row.choice.rendered.function]
-    return tuple(row for row in without if only in row.node)
+    return tuple(row for row in step.rows if row.work == LIBRARY and row.site is not None and only in row.node)
 
 
 def time_row(row: StepRow, spec: Spec, device: torch.device) -> Timing:
@@ -105,7 +103,7 @@ def time_step(spec: Spec, plan: Plan, step: Step, lock: Lock, device: torch.devi
         builds = bench_step.measure(setup, STEPS, names, unfused=False)
         (build,) = builds.values()
     if build.peak_bytes is None or build.profile is None:
-        raise RunFailure("a step is measured on a GPU alone", "tune a GPU target")
+        raise RunFailure("a training step is measured only on a GPU", "select a GPU target with --target")
     return StepTiming(
         key=step.key,
         tokens=step.tokens,

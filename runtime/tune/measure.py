@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def refusal(judge: Judge, call: Callable[..., Any], deterministic: bool = True) 
             return f"output {i} {error.words}"
     for _ in range(REPEATS if deterministic else 0):
         if not all(map(torch.equal, outputs, many(call(*judge.inputs)))):
-            return "other bits when it is called again"
+            return "returns different bits when called again"
     return None
 
 
@@ -55,8 +56,8 @@ class Measurement:
     ) -> None:
         self._site, self._rendered, self._device = choice.site, choice.rendered, device
         self._moved, self._folder = moved, folder
-        few = Judge.of(choice.site, inputs_of(choice.site, CHECKED, device, seed=1))
-        self._judges = [judge for judge in (few, Judge.many(choice.site, device, seed=2)) if judge is not None]
+        small = Judge.of(choice.site, inputs_of(choice.site, CHECKED, device, seed=1))
+        self._judges = [judge for judge in (small, Judge.many(choice.site, device, seed=2)) if judge is not None]
         self._inputs = inputs_of(choice.site, sizes, device)
 
     def _place(self, candidate: Candidate) -> Path:
@@ -68,24 +69,27 @@ class Measurement:
         return folder
 
     def prepared(self, listed: Sequence[Candidate]) -> Iterator[tuple[Candidate, Prepared | None]]:
-        """Yields the candidates as they are compiled, each with the reason against it, or None. Candidates with the
-        same CUDA source differ only in constants of their Python file: the first of them compiles it for all."""
-        alike: dict[object, list[Candidate]] = {}
-        for candidate in listed:
-            alike.setdefault(candidate.source or candidate.digest, []).append(candidate)
-        groups = list(alike.values())
-        folders = [(i, self._place(group[0])) for i, group in enumerate(groups)]
-        for done in prepare(folders, self._rendered.module, self._rendered.function, self._site, self._device):
-            yield from ((one, done if done.reason else None) for one in groups[done.index])
+        """Yields the candidates as they are compiled, each with its failure, or None if it can be called.
 
-    def _call(self, candidate: Candidate) -> Callable[[], object]:
-        function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
-        return lambda: function(*self._inputs)
+        Candidates with the same CUDA source differ only in constants of their Python file. Such a source is compiled
+        once.
+        """
+        by_source: dict[object, list[Candidate]] = {}
+        for candidate in listed:
+            by_source.setdefault(candidate.source or candidate.digest, []).append(candidate)
+        groups = list(by_source.values())
+        folders = [(i, self._place(group[0])) for i, group in enumerate(groups)]
+        for result in prepare(folders, self._rendered.module, self._rendered.function, self._site, self._device):
+            failure = result if result.reason else None
+            yield from ((candidate, failure) for candidate in groups[result.index])
+
+    def _function(self, candidate: Candidate) -> Callable[..., Any]:
+        return loaded(self._place(candidate), self._rendered.module, self._rendered.function)
 
     def first_time(self, candidate: Candidate) -> float | str:
         """Returns the candidate's time in ms, or the reason why it must not be used."""
         try:
-            function = loaded(self._place(candidate), self._rendered.module, self._rendered.function)
+            function = self._function(candidate)
             for judge in self._judges:
                 if reason := refusal(judge, function, candidate.kernel.deterministic):
                     return reason
@@ -101,7 +105,7 @@ class Measurement:
         """Returns the time of each candidate in ms, measured in turn."""
         if not chosen:
             return {}
-        calls = {str(i): self._call(candidate) for i, candidate in enumerate(chosen)}
+        calls = {str(i): partial(self._function(candidate), *self._inputs) for i, candidate in enumerate(chosen)}
         with torch.no_grad():
             times = alternate(calls, self._device, self._moved)
         return {candidate: times[str(i)].ms for i, candidate in enumerate(chosen)}

@@ -27,7 +27,7 @@ WORKERS = 32
 LONGEST = 200  # characters of a reason
 DEADLINE = 900.0  # seconds; nvcc needs 100 to 200 when every core runs one
 TICK = 0.2  # seconds between two checks of the deadline
-ENDING = 30.0  # seconds that a process has to exit when it is done, or after a kill
+ENDING = 30.0  # seconds within which a process must exit after its result or after a kill
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Prepared:
 
     Attributes:
         index: the index of the candidate's folder.
-        reason: why the candidate cannot be used, or None.
-        lasting: False if the reason may not recur: the process was killed, perhaps because of another's memory, or a
-            package is missing.
+        reason: why the candidate cannot be used; None if it can.
+        lasting: False if a later search may succeed: the process was killed, perhaps because other processes used the
+            memory, or a package is missing.
     """
 
     index: int
@@ -56,7 +56,7 @@ def prepare(
     """Compiles the kernel in each folder and, if `site` is given, calls it once on few rows and once on many.
 
     A candidate that takes longer than DEADLINE is killed with all processes that it has started. Compiled code is
-    stored in the compilers' caches on disk, where the caller finds it again.
+    stored in the compilers' caches on disk, from which the caller loads it.
 
     Args:
         folders: (index, folder) pairs.
@@ -79,7 +79,9 @@ def prepare(
         for done in as_completed(waiting):
             kind, text = done.result()
             if kind == "environment":
-                raise EnvironmentFailure(text, "tune needs nvcc, the CUTLASS headers and a cache of its own to write")
+                raise EnvironmentFailure(
+                    text, "install nvcc and the CUTLASS headers, and make the cache directory writable"
+                )
             yield Prepared(waiting[done], text or None, kind not in ("died", "missing"))
     finally:
         stop.set()
@@ -90,14 +92,14 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
     """Compiles one candidate in a separate process. Returns the kind of its outcome and the reason."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_one, args=(there, *arguments), daemon=True)
+    process = context.Process(target=_compile, args=(there, *arguments), daemon=True)
     process.start()
     there.close()
     began = time.monotonic()
     while not here.poll(TICK):
         if stop.is_set() or time.monotonic() - began > DEADLINE:
             _end(process)
-            return "refused", f"did not end in {DEADLINE:.0f} s"
+            return "refused", f"did not finish within {DEADLINE:.0f} s"
     try:
         outcome: tuple[str, str] = here.recv()
     except EOFError:
@@ -105,7 +107,9 @@ def _apart(stop: threading.Event, arguments: tuple[object, ...]) -> tuple[str, s
     process.join(ENDING)
     if process.is_alive():
         _end(process)
-    return ("died", f"its process ended with {process.exitcode} too early") if outcome == ("died", "") else outcome
+    return (
+        ("died", f"its process ended early with exit code {process.exitcode}") if outcome == ("died", "") else outcome
+    )
 
 
 def _end(process: BaseProcess) -> None:
@@ -125,7 +129,8 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _one(to: Connection, folder: Path, module: str, function: str, site: Site | None, device: str) -> None:
+def _compile(to: Connection, folder: Path, module: str, function: str, site: Site | None, device: str) -> None:
+    """Compiles and calls the candidate in `folder`. Sends the kind of its outcome and the reason through `to`."""
     os.setsid()  # a separate group, which can be killed as a whole and which Ctrl-C does not reach
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from specc.runtime.support.native import compile_only
@@ -142,7 +147,9 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
             call(*inputs_of(site, within(site, SIZES), device))
             if (sizes := many_sizes(site, device)) is not None:
                 torch.cuda.synchronize()
-                with contextlib.suppress(torch.OutOfMemoryError):  # many run at once here; the search has more memory
+                with contextlib.suppress(
+                    torch.OutOfMemoryError
+                ):  # many processes share the memory here; the search has it alone
                     call(*inputs_of(site, sizes, device))
                 torch.cuda.synchronize()
     except RunFailure as error:
@@ -160,7 +167,7 @@ def _one(to: Connection, folder: Path, module: str, function: str, site: Site | 
 
 def short(text: str) -> str:
     """Returns the first nonempty line, cut to LONGEST characters."""
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "unknown reason")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 3]}..."
 
 

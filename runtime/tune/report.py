@@ -4,41 +4,40 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from specc.compiler.plan.lock import tile_data
-from specc.runtime.tune.search import Found
+from specc.runtime.tune.search import NodeResult
 
 
-def data(found: Sequence[Found]) -> list[dict[str, Any]]:
+def data(results: Sequence[NodeResult]) -> list[dict[str, Any]]:
     """Returns every node with all its candidates, as JSON data."""
     return [
         {
-            "node": one.label,
-            "symbol": one.symbol,
-            "rows": one.rows,
-            "floor_ms": one.floor_ms,
+            "node": result.label,
+            "symbol": result.symbol,
+            "rows": result.rows,
+            "floor_ms": result.floor_ms,
             "candidates": [
                 {
-                    "kernel": outcome.candidate.kernel.name,
-                    "tile": tile_data(outcome.candidate.kernel),
-                    "ms": outcome.ms,
-                    "reason": outcome.reason or None,
+                    "kernel": candidate.kernel.name,
+                    "tile": tile_data(candidate.kernel),
+                    "ms": result.times.get(candidate),
+                    "reason": result.reasons.get(candidate),
                 }
-                for outcome in one.outcomes
+                for candidate in (*result.times, *result.reasons)
             ],
         }
-        for one in found
+        for result in results
     ]
 
 
-def text(found: Sequence[Found]) -> str:
+def text(results: Sequence[NodeResult]) -> str:
     """Returns a table per node: times, then the rejected candidates with reasons."""
-    return "\n\n".join("\n".join(_lines(one)) for one in found)
+    return "\n\n".join("\n".join(_lines(result)) for result in results)
 
 
-def _lines(one: Found) -> Iterator[str]:
-    yield f"{one.label} ({one.symbol}), {one.rows:,} rows, floor {one.floor_ms:.4f} ms" if one.rows else one.label
-    for outcome in one.outcomes:
-        if outcome.ms is not None:
-            yield f"  {outcome.ms:8.4f} ms  {one.floor_ms / outcome.ms:4.0%} of floor  {outcome.candidate.label}"
-    for outcome in one.outcomes:
-        if outcome.ms is None:
-            yield f"  {outcome.candidate.label}: {outcome.reason}"
+def _lines(result: NodeResult) -> Iterator[str]:
+    title = f"{result.label} ({result.symbol}), {result.rows:,} rows, floor {result.floor_ms:.4f} ms"
+    yield title if result.rows else result.label
+    for candidate, ms in result.times.items():
+        yield f"  {ms:8.4f} ms  {result.floor_ms / ms:4.0%} of floor  {candidate.label}"
+    for candidate, reason in result.reasons.items():
+        yield f"  {candidate.label}: {reason}"

@@ -1,5 +1,4 @@
-"""The selection of a group's save choice (what it saves for its backward pass): the option with the least total kernel
-time."""
+"""Selects the save choice of a group, the values that it saves for its backward, by the least total kernel time."""
 
 from specc.compiler.expr import Keep
 from specc.compiler.plan.lock import GroupEntry, Lock, group_key
@@ -7,9 +6,11 @@ from specc.compiler.plan.plan import SaveChoices
 
 
 def fastest(choices: SaveChoices, target: str, lock: Lock) -> GroupEntry | None:
-    """Returns the save choice with the least sum of times in `lock` over its kernels, forward and backward. Work that
-    the library computes is the same in all options and does not count. Returns None until all kernels of all options
-    are measured."""
+    """Returns the save choice with the least sum of times in `lock` over its kernels, forward and backward.
+
+    Work of the library does not count: it is the same in all options. Returns None until all kernels of all options
+    are measured.
+    """
     times: dict[Keep, float] = {}
     for option in choices.options:
         entries = [lock.entry(target, choice.site) for choice in option.kernels]

@@ -5,7 +5,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
+from operator import itemgetter, methodcaller
 from pathlib import Path
 
 import torch
@@ -64,51 +64,43 @@ class TuneOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The outcome of one candidate: a time in ms, or the reason for none."""
+class NodeResult:
+    """The results of one node.
 
-    candidate: Candidate
-    ms: float | None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The results of one node: its floor, and the outcome of every candidate, the fastest first, then the rejected
-    candidates."""
+    Attributes:
+        label: the path of the node.
+        symbol: the name of the kernel's file.
+        rows: the rows of each call; 0 if nothing was measured.
+        floor_ms: the time of the node's bytes and operations at the machine's ceilings.
+        times: the times in ms of the usable candidates, the fastest first.
+        reasons: the reasons why the other candidates must not be used.
+    """
 
     label: str
     symbol: str
     rows: int
     floor_ms: float
-    outcomes: tuple[Outcome, ...]
-
-    @property
-    def best(self) -> Outcome | None:
-        return next((outcome for outcome in self.outcomes if outcome.ms is not None), None)
+    times: Mapping[Candidate, float]
+    reasons: Mapping[Candidate, str]
 
     @property
     def others(self) -> dict[str, float]:
         """The times in ms of all kernels except the fastest, each with its best tile."""
         best: dict[str, float] = {}
-        for outcome in self.outcomes:
-            if outcome.ms is not None:
-                name = outcome.candidate.kernel.name
-                best[name] = min(best.get(name, outcome.ms), outcome.ms)
-        return {
-            name: _rounded(ms) for name, ms in best.items() if self.best and name != self.best.candidate.kernel.name
-        }
+        for candidate, ms in self.times.items():
+            best[candidate.kernel.name] = min(best.get(candidate.kernel.name, ms), ms)
+        return {name: _rounded(ms) for name, ms in list(best.items())[1:]}
 
 
 class TuneError(RuntimeFailure):
-    """The requested search is not possible."""
+    """Raised if the requested search is not possible. Exit code 2."""
 
     exit_code = 2
 
 
-def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
-    """Searches node after node, for every save choice of its group, and then selects the fastest save choices. Each
-    result is merged into the lock on disk as soon as it is known, along with concurrent changes of others.
+def tune(options: TuneOptions, say: Say) -> tuple[NodeResult, ...]:
+    """Searches the nodes in turn, for every save choice of their groups, and then selects the fastest save choices.
+    Each result is merged into the lock on disk as soon as it is known. Changes by concurrent searches are kept.
 
     Raises:
         TuneError: if there is nothing to search.
@@ -128,37 +120,37 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
         refuse_fewer_rows(options.lock, target, machine, (choice.site for choice in choices), rows)
     known = options.lock.targets.get(target)
     if known is not None and known.machine != machine:
-        say(f"{len(known.kernels)} entries of another machine or other versions leave the lock")
+        say(f"the lock drops {len(known.kernels)} entries, which another machine or other versions measured")
     say("ceilings")
     ceiling = ceilings.measure(device, DTYPES[plan.target.dtype])
     lock, results = options.lock, []
     needed = {choice.rendered.module for choice in tuned_choices(plan)}
     for choice in choices:
         try:
-            found = _search(options, choice, plan, machine, ceiling, say)
+            result = _search(options, choice, plan, machine, ceiling, say)
         except torch.OutOfMemoryError as error:
-            hint = "free it of other programs, or lower train.micro_batch in the spec: tiles are for the rows of a step"
+            hint = "stop other programs on the GPU, or lower train.micro_batch in the spec"
             raise RunFailure("out of GPU memory", hint) from error
-        results.append(found)
-        best = found.best
-        if best is None or best.ms is None:
-            reasons = "; ".join(sorted({outcome.reason for outcome in found.outcomes})[:5])
+        results.append(result)
+        if not result.times:
+            reasons = "; ".join(sorted(set(result.reasons.values()))[:5])
             if choice.rendered.module in needed:
-                raise RunFailure(f"no candidate for {found.label} is left", reasons)
-            say(f"{found.symbol}: no candidate is left, so its group is not compared: {reasons}")
+                raise RunFailure(f"every candidate for {result.label} was rejected", reasons)
+            say(f"{result.symbol}: every candidate was rejected, so its group is not compared: {reasons}")
             continue
-        say(f"{found.symbol}: {best.candidate.label}, {best.ms:.4f} ms")
+        best, ms = next(iter(result.times.items()))
+        say(f"{result.symbol}: {best.label}, {ms:.4f} ms")
         entry = Entry(
-            node=found.label,
+            node=result.label,
             key=choice.site.key,
-            kernel=best.candidate.kernel.name,
-            tile=tile_data(best.candidate.kernel),
-            rows=found.rows,
-            ms=_rounded(best.ms),
-            floor_ms=_rounded(found.floor_ms),
-            others=found.others,
+            kernel=best.kernel.name,
+            tile=tile_data(best.kernel),
+            rows=result.rows,
+            ms=_rounded(ms),
+            floor_ms=_rounded(result.floor_ms),
+            others=result.others,
         )
-        lock = merged(options.path, methodcaller("with_entry", target, found.symbol, entry, machine))
+        lock = merged(options.path, methodcaller("with_entry", target, result.symbol, entry, machine))
     for group in plan.save_choices:
         fastest_choice = fastest(group, target, lock)
         if fastest_choice is not None:
@@ -172,15 +164,16 @@ def tune(options: TuneOptions, say: Say) -> tuple[Found, ...]:
 def _chosen(options: TuneOptions, plan: Plan) -> tuple[Choice, ...]:
     """Returns the choices to search. Raises TuneError or EnvironmentFailure if this machine cannot search them."""
     if not plan.target.arch:
-        raise TuneError(f"on {plan.target.name} no kernel has tiles to search", "tune a GPU target: --target")
+        raise TuneError(f"{plan.target.name} has no kernels with tiles to search", "select a GPU target with --target")
     every = all_choices(plan)
     chosen = tuple(choice for choice in every if options.only in choice.site.label)
     if not chosen:
-        raise TuneError(f"no node has {options.only!r} in its path", f"nodes with a kernel: {_labels(every)}")
-    compiled = tuple(choice for choice in chosen if _is_compiled(choice, plan))
+        raise TuneError(f"the path of no node contains {options.only!r}", f"nodes with a kernel: {_labels(every)}")
+    cuda = tuple(choice for choice in every if any(c.source for c in candidates(choice.site, plan.source)))
+    compiled = tuple(choice for choice in chosen if choice in cuda)
     if options.compile_only and not compiled:
-        others = _labels(tuple(choice for choice in every if _is_compiled(choice, plan)))
-        raise TuneError(f"{_labels(chosen)}: no candidate is CUDA C++", f"nodes that have some to compile: {others}")
+        others = _labels(cuda)
+        raise TuneError(f"{_labels(chosen)} has no CUDA C++ candidates", f"nodes with CUDA C++ candidates: {others}")
     if compiled:
         nvcc_version(find_nvcc()), find_cutlass(), cache_folder()  # each raises if nothing could be compiled
     return compiled if options.compile_only else chosen
@@ -191,16 +184,14 @@ def _labels(choices: Sequence[Choice]) -> str:
     return ", ".join(dict.fromkeys(choice.site.label for choice in choices)) or "none"
 
 
-def _is_compiled(choice: Choice, plan: Plan) -> bool:
-    """Returns whether a candidate of the node has CUDA C++ to compile."""
-    return any(candidate.source for candidate in candidates(choice.site, plan.source))
-
-
 def _rounded(ms: float) -> float:
     return float(f"{ms:.4g}")
 
 
-def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, ceiling: Ceilings, say: Say) -> Found:
+def _search(
+    options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, ceiling: Ceilings, say: Say
+) -> NodeResult:
+    """Returns the results of all candidates of a node: those in the journal, and those measured now."""
     spec, site = options.spec, choice.site
     rows = spec.train.at_once() * spec.model.window
     work = work_of(choice, sizes_of(spec))
@@ -210,37 +201,37 @@ def _search(options: TuneOptions, choice: Choice, plan: Plan, machine: Machine, 
         journal.forget()
     results = {candidate: journal.results[name] for candidate, name in every.items() if name in journal.results}
     new = [candidate for candidate in every if candidate not in results]
-    say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} known from before")
+    say(f"{site.label} ({symbol(site)[1]}): {len(every)} candidates, {len(results)} already measured")
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as folder:
         measurement = Measurement(choice, sizes_of(spec), work.bytes, Path(folder), device_for(plan.target.name))
         for candidate, failed in list(measurement.prepared(new)):  # compile all before the first is timed
-            best = min((ms for ms in results.values() if isinstance(ms, float)), default=float("inf"))
-            whole = ceiling.floor_ms(Work(int(work.flops * candidate.kernel.padding(site, rows)), 0, 0)) / SLACK
+            best = next(iter(_times(results).values()), float("inf"))
+            least = ceiling.floor_ms(Work(int(work.flops * candidate.kernel.padding(site, rows)), 0, 0)) / SLACK
             if failed is not None:
                 results[candidate] = failed.reason or ""
                 if failed.lasting:
                     journal.add(every[candidate], failed.reason or "")
-            elif whole > best:
-                results[candidate] = f"its whole tiles take {whole:.4f} ms, the best {best:.4f}"
+            elif least > best:
+                results[candidate] = f"its padded tiles take at least {least:.4f} ms; the fastest takes {best:.4f}"
             else:
                 results[candidate] = _tried(measurement, candidate, journal, say)
-        again = _finals(measurement, results, set(new))
-    timed = {candidate: ms for candidate, ms in results.items() if isinstance(ms, float) and candidate not in again}
-    rejected = [
-        Outcome(candidate, None, reason) for candidate in every if isinstance(reason := results[candidate], str)
-    ]
-    known = [*_by_time(again), *_by_time(timed)]  # the finalists first: they are known to run, and were timed together
+        finals = _times(_finals(measurement, results, set(new)))
+    # the finalists come first: they were called in this search and timed together
+    times = finals | {candidate: ms for candidate, ms in _times(results).items() if candidate not in finals}
+    reasons = {candidate: reason for candidate in every if isinstance(reason := results[candidate], str)}
     floor = ceiling.floor_ms(work)
-    return Found(site.label, symbol(site)[1], rows, floor, (*known, *rejected))
+    return NodeResult(site.label, symbol(site)[1], rows, floor, times, reasons)
 
 
-def _by_time(times: Mapping[Candidate, float]) -> list[Outcome]:
-    return [Outcome(candidate, ms) for candidate, ms in sorted(times.items(), key=lambda item: item[1])]
+def _times(results: Mapping[Candidate, float | str]) -> dict[Candidate, float]:
+    """Returns the times among `results`, the fastest first."""
+    times = {candidate: result for candidate, result in results.items() if isinstance(result, float)}
+    return dict(sorted(times.items(), key=itemgetter(1)))
 
 
 def _finals(
     measurement: Measurement, results: dict[Candidate, float | str], ready: set[Candidate]
-) -> dict[Candidate, float]:
+) -> Mapping[Candidate, float]:
     """Returns the times of the fastest candidates, measured in turn.
 
     Candidates that an earlier search measured, and that are therefore not `ready`, are first compiled and called. If
@@ -248,11 +239,10 @@ def _finals(
     fastest replaces it.
     """
     while True:
-        timed = {candidate: ms for candidate, ms in results.items() if isinstance(ms, float)}
-        chosen = sorted(timed, key=lambda candidate: timed[candidate])[:FINALISTS]
-        unknown = [candidate for candidate in chosen if candidate not in ready]
+        finalists = list(_times(results))[:FINALISTS]
+        unknown = [candidate for candidate in finalists if candidate not in ready]
         if not unknown:
-            return measurement.side_by_side(chosen)
+            return measurement.side_by_side(finalists)
         for candidate, failed in list(measurement.prepared(unknown)):
             ready.add(candidate)
             if failed is not None:
@@ -260,13 +250,15 @@ def _finals(
 
 
 def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say: Say) -> float | str:
-    """Returns the time of a candidate, or the reason for none, and adds it to the journal. A kernel that hangs on the
-    device ends the search process: nothing else can end it."""
+    """Returns the time of a candidate in ms, or the reason to reject it, and adds it to the journal.
+
+    A kernel that hangs on the device ends the search process, because a running kernel cannot be stopped.
+    """
 
     def hangs() -> None:
-        reason = f"did not end in {LONGEST:.0f} s"
+        reason = f"did not finish within {LONGEST:.0f} s"
         journal.add(key(candidate), reason)
-        say(f"error: {candidate.label} {reason}; run it again: it is left out then")
+        say(f"error: {candidate.label} {reason}; run the command again: it then skips this candidate")
         os._exit(RunFailure.exit_code)
 
     watch = threading.Timer(LONGEST, hangs)
@@ -277,21 +269,23 @@ def _tried(measurement: Measurement, candidate: Candidate, journal: Journal, say
     except torch.AcceleratorError as error:  # the device cannot measure anything more
         reason = short(f"breaks the device: {error}")
         journal.add(key(candidate), reason)
-        raise RunFailure(f"{candidate.label}: {reason}", "run it again: what broke is left out then") from error
+        raise RunFailure(
+            f"{candidate.label}: {reason}", "run the command again: it then skips this candidate"
+        ) from error
     finally:
         watch.cancel()
     journal.add(key(candidate), result)
     return result
 
 
-def _compiled(choice: Choice, plan: Plan, say: Say) -> Found:
+def _compiled(choice: Choice, plan: Plan, say: Say) -> NodeResult:
     """Compiles the CUDA C++ of all candidates of a node into the cache."""
     sources: dict[tuple[str, str], Candidate] = {}
     for candidate in candidates(choice.site, plan.source):
         if candidate.source is not None:
             sources.setdefault(candidate.source, candidate)
     say(f"{choice.site.label} ({symbol(choice.site)[1]}): {len(sources)} sources")
-    outcomes = []
+    reasons: dict[Candidate, str] = {}
     with tempfile.TemporaryDirectory(prefix="specc-tune-") as name:
         folders: list[tuple[int, Path]] = []
         for i, (source, text) in enumerate(sources):
@@ -300,10 +294,10 @@ def _compiled(choice: Choice, plan: Plan, say: Say) -> Found:
             (folder / source).write_text(text, encoding="utf-8")
             folders.append((i, folder))
         listed = list(sources.values())
-        for done in prepare(folders, choice.rendered.module, choice.rendered.function, None):
-            outcome = Outcome(listed[done.index], None, done.reason or COMPILED)
-            outcomes.append(outcome)
-            say(f"  {outcome.candidate.label}: {outcome.reason}")
-    if outcomes and all(outcome.reason != COMPILED for outcome in outcomes):
-        raise RunFailure(f"no candidate for {choice.site.label} compiles", outcomes[0].reason)
-    return Found(choice.site.label, symbol(choice.site)[1], 0, 0.0, tuple(outcomes))
+        for result in prepare(folders, choice.rendered.module, choice.rendered.function, None):
+            candidate = listed[result.index]
+            reasons[candidate] = result.reason or COMPILED
+            say(f"  {candidate.label}: {reasons[candidate]}")
+    if reasons and COMPILED not in reasons.values():
+        raise RunFailure(f"no candidate for {choice.site.label} compiles", next(iter(reasons.values())))
+    return NodeResult(choice.site.label, symbol(choice.site)[1], 0, 0.0, {}, reasons)

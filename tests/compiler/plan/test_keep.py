@@ -134,7 +134,7 @@ def test_variants_of_a_spec_share_a_lock() -> None:
 def test_a_lock_has_the_time_of_what_is_kept() -> None:
     with pytest.raises(ValueError, match="keep"):
         locked(GELU, "sm90", "mask")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="what is saved, input, has no time"):
+    with pytest.raises(ValueError, match="`keep` is input, which has no time in `ms`"):
         locked(GELU, "sm90", "input", ms={"derivative": 1.0})
     elsewhere = MACHINE.model_copy(update={"gpu": "NVIDIA H100"})
     kept = GroupEntry(key="0" * 12, keep="input", ms={"input": 1.0})

@@ -33,7 +33,7 @@ def test_every_product_has_a_row_with_its_extents_and_what_is_padded() -> None:
     for target, plan in built.deployed.items():
         rows = {(row.node, row.m): row for row in products(plan)}
         head = rows["head.logits", "B x T"]
-        assert (head.n, head.k, head.whole_n, head.whole_k) == (32, 128, 31, 128)
+        assert (head.n, head.k, head.model_n, head.model_k) == (32, 128, 31, 128)
         assert head.extents == "N 31 -> 32, K 128" and head.data()["padded"] == {"n": [31, 32]}
         assert rows["decoder.lstm.step", "B"].extents == "N 512, K 128" and rows["head.logits", "B"].n == 32
         assert rows["encoder.lstm.forward_x", "S x B"].module == "int8_linear_i16_add_f32__n256_k64"

@@ -20,7 +20,7 @@ from specc.runtime.tune.candidates import candidates, tuned_choices
 from specc.runtime.tune.journal import Journal
 from specc.runtime.tune.measure import forget
 from specc.runtime.tune.prepare import LONGEST, prepare, short
-from specc.runtime.tune.search import Found, Outcome, TuneError, TuneOptions, tune
+from specc.runtime.tune.search import NodeResult, TuneError, TuneOptions, tune
 
 ROOT = Path(__file__).parents[3]
 SPEC = ROOT / "specs/gpt_mini.yaml"
@@ -103,14 +103,14 @@ def test_a_candidate_is_forgotten_when_it_was_timed(tmp_path: Path) -> None:
 
 def test_reasons_are_one_short_line() -> None:
     assert short("\n  first \nsecond") == "first" and len(short("x" * 999)) == LONGEST
-    assert short("") == "no reason given"
+    assert short("") == "unknown reason"
 
 
 def test_the_cpu_has_nothing_to_tune(tmp_path: Path) -> None:
     spec, _ = load(SPEC)
-    with pytest.raises(TuneError, match="no kernel has tiles to search"):
+    with pytest.raises(TuneError, match="cpu has no kernels with tiles to search"):
         tune(TuneOptions(spec, "cpu", NO_LOCK, tmp_path / "lock.json"), print)
-    with pytest.raises(TuneError, match="no node has 'typo' in its path") as error:
+    with pytest.raises(TuneError, match="the path of no node contains 'typo'") as error:
         tune(TuneOptions(spec, "sm90", NO_LOCK, tmp_path / "lock.json", only="typo"), print)
     labels = error.value.hint.removeprefix("nodes with a kernel: ").split(", ")
     assert "blocks.*.mlp.up + act" in labels and len(set(labels)) == len(labels)
@@ -119,12 +119,12 @@ def test_the_cpu_has_nothing_to_tune(tmp_path: Path) -> None:
         options = TuneOptions(
             targets, "sm90" if only else "sm80", NO_LOCK, tmp_path / "lock.json", only=only, compile_only=True
         )
-        with pytest.raises(TuneError, match="no candidate is CUDA C") as error:
+        with pytest.raises(TuneError, match="has no CUDA C") as error:
             tune(options, print)
         assert error.value.hint == (
-            "nodes that have some to compile: blocks.*.mlp.up + act, blocks.*.mlp.down.dgrad + act.grad"
+            "nodes with CUDA C++ candidates: blocks.*.mlp.up + act, blocks.*.mlp.down.dgrad + act.grad"
             if only
-            else "nodes that have some to compile: none"
+            else "nodes with CUDA C++ candidates: none"
         )
 
 
@@ -142,14 +142,12 @@ def test_without_nvcc_nothing_is_searched(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_report_has_times_first_and_then_reasons(plan: Plan) -> None:
     choice = tuned_choices(plan)[0]
     fast, slow, bad = list(candidates(choice.site, plan.source))[:3]
-    outcomes = (Outcome(fast, 0.5), Outcome(slow, 1.0), Outcome(bad, None, "spills"))
-    found = Found("mlp.up", "linear", 1024, 0.25, outcomes)
-    assert found.best is outcomes[0]
-    lines = report.text([found]).splitlines()
+    result = NodeResult("mlp.up", "linear", 1024, 0.25, {fast: 0.5, slow: 1.0}, {bad: "spills"})
+    lines = report.text([result]).splitlines()
     assert lines[0] == "mlp.up (linear), 1,024 rows, floor 0.2500 ms"
     assert lines[1].split()[:3] == ["0.5000", "ms", "50%"] and lines[3] == f"  {bad.label}: spills"
-    (data,) = json.loads(json.dumps(report.data([found])))
-    assert [one["ms"] for one in data["candidates"]] == [0.5, 1.0, None]
+    (data,) = json.loads(json.dumps(report.data([result])))
+    assert [row["ms"] for row in data["candidates"]] == [0.5, 1.0, None]
     assert data["candidates"][2]["reason"] == "spills" and data["floor_ms"] == 0.25
 
 
@@ -173,4 +171,4 @@ def test_tune_writes_a_lock_that_build_follows(tmp_path: Path, cache: Path) -> N
     entry = lock.kernels[choice.rendered.module]
     assert choice.site.key == entry.key and choice.kernel.name == entry.kernel
     again = subprocess.run(run, capture_output=True, text=True)
-    assert "0 known from before" not in again.stderr and "known from before" in again.stderr
+    assert "0 already measured" not in again.stderr and "already measured" in again.stderr

@@ -27,7 +27,7 @@ from specc.runtime.tune.journal import Journal, key
 from specc.runtime.tune.measure import Measurement
 from specc.runtime.tune.merge import merged
 from specc.runtime.tune.prepare import Prepared, prepare
-from specc.runtime.tune.search import Found, TuneOptions, tune
+from specc.runtime.tune.search import NodeResult, TuneOptions, tune
 from specc.runtime.verify import judge
 
 ROOT = Path(__file__).parents[3]
@@ -91,7 +91,7 @@ def bench(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Bench
     return made
 
 
-def searched(path: Path, lock: Lock = NO_LOCK, only: str = "mlp.up", fresh: bool = False) -> tuple[Found, ...]:
+def searched(path: Path, lock: Lock = NO_LOCK, only: str = "mlp.up", fresh: bool = False) -> tuple[NodeResult, ...]:
     spec, _ = load(SPEC)
     return tune(TuneOptions(spec, "sm90", lock, path, only=only, fresh=fresh), lambda line: None)
 
@@ -99,20 +99,18 @@ def searched(path: Path, lock: Lock = NO_LOCK, only: str = "mlp.up", fresh: bool
 def test_what_was_measured_before_and_cannot_be_called_now_is_rejected(tmp_path: Path, bench: Bench) -> None:
     path = tmp_path / "lock.json"
     first = searched(path)[0]
-    labels = [name_of(outcome.candidate) for outcome in first.outcomes]
+    labels = [name_of(candidate) for candidate in (*first.times, *first.reasons)]
     assert sorted(bench.timed) == sorted(set(bench.timed)) and set(labels) <= set(bench.timed) and len(labels) > 10
     bench.timed.clear(), bench.prepared_names.clear()
     bench.gone = set(labels[:2])
     again = searched(path)[0]
     assert bench.timed == [] and set(labels[:6]) <= set(bench.prepared_names)
-    assert [name_of(outcome.candidate) for outcome in again.outcomes[:4]] == labels[2:6]
-    assert {name_of(o.candidate): o.reason for o in again.outcomes if o.ms is None} == dict.fromkeys(
-        labels[:2], "it has gone"
-    )
-    best = again.outcomes[0].candidate.kernel
+    assert [name_of(candidate) for candidate in again.times][:4] == labels[2:6]
+    assert {name_of(c): reason for c, reason in again.reasons.items()} == dict.fromkeys(labels[:2], "it has gone")
+    best = next(iter(again.times)).kernel
     assert read_lock(path).targets["sm90"].kernels[again.symbol].tile == tile_data(best)
     bench.gone = set()  # installed again: what an earlier search found still holds
-    assert [name_of(outcome.candidate) for outcome in searched(path)[0].outcomes] == labels and bench.timed == []
+    assert [name_of(candidate) for candidate in searched(path)[0].times] == labels and bench.timed == []
 
 
 def entry(name: str) -> Entry:
@@ -230,7 +228,7 @@ def test_a_candidate_that_does_not_end_is_ended_with_its_compiler(
         waiting = pool.submit(lambda: list(prepare([(0, tmp_path)], "kernel", "kernel", None)))
         compiler = written(pid, lambda: not waiting.done())
         monkeypatch.setattr(preparing, "DEADLINE", 0.0)
-        assert waiting.result() == [Prepared(0, "did not end in 0 s", lasting=True)]
+        assert waiting.result() == [Prepared(0, "did not finish within 0 s", lasting=True)]
     assert gone(compiler)
 
 
@@ -278,6 +276,6 @@ def test_a_call_that_hangs_ends_the_search_and_is_left_out_of_the_next(
         searched(tmp_path / "lock.json")
     assert codes == [4] and bench.timed == []
     bench.meanwhile = []
-    found = searched(tmp_path / "lock.json")[0]
-    (hung,) = [outcome for outcome in found.outcomes if outcome.reason == "did not end in 0 s"]
-    assert name_of(hung.candidate) not in bench.timed and len(bench.timed) > 10
+    result = searched(tmp_path / "lock.json")[0]
+    (hung,) = [candidate for candidate, reason in result.reasons.items() if reason == "did not finish within 0 s"]
+    assert name_of(hung) not in bench.timed and len(bench.timed) > 10

@@ -59,7 +59,7 @@ def test_fewer_rows_are_refused(tmp_path: Path, machine: None) -> None:
     with pytest.raises(SpeccError) as error:
         tune(options(tmp_path, rows + 1), print)
     assert error.value.exit_code == 2 and "--fresh" in error.value.hint
-    assert error.value.message.endswith(f"was measured on {rows + 1:,} rows, and would now be on {rows:,}")
+    assert error.value.message.endswith(f"was measured on {rows + 1:,} rows, but this search has only {rows:,}")
     assert not (tmp_path / "gpt_mini.lock.json").exists()
 
 

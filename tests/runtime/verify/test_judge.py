@@ -95,7 +95,7 @@ def test_other_bits_the_next_time_are_refused(site: Site, judge: Judge) -> None:
         calls.append(None)
         return y if len(calls) < 50 else y.nextafter(torch.tensor(torch.inf, dtype=y.dtype))
 
-    assert refusal(judge, kernel(site, flicker)) == "other bits when it is called again"
+    assert refusal(judge, kernel(site, flicker)) == "returns different bits when called again"
     assert len(calls) == 50
 
 
