@@ -124,7 +124,7 @@ def measure(setup: Setup, weights: Path | None) -> Decoding:
     rows: list[DecodeRow] = []
     missing: dict[str, str] = {}
     with ExitStack() as stack:
-        opened = source_of(spec).ready(spec, ()).open(spec.train.data.usual, setup.folder, stack)
+        opened = source_of(spec)(spec, ()).open(spec.train.data.usual, setup.folder, stack)
         source = _weights(setup, weights)
         for i, (dtype, build) in enumerate(_builds(setup, source, opened, missing)):
             setup.say(f"decode, {dtype}: builds")

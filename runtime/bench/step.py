@@ -123,10 +123,10 @@ def _measure(setup: Setup, fuse: bool, steps: int, generated: frozenset[str], st
     folder = setup.folder / ("step_fused" if fuse else "step_plain")
     loaded = instantiate(spec, setup.target, folder, fuse, setup.lock)
     initialize(loaded, spec.train.seed)
-    data = source_of(spec).drill(spec, loaded, BATCHES, stack)
+    feed = source_of(spec).drill(spec, loaded, BATCHES, stack)
     model = TrainableModel(loaded.model, loaded.programs.params, window, "bench")
     # without `lengths`: full windows, as at the end of the run
-    trainer = Trainer(model, spec.train.model_copy(update={"lengths": None}), data, World.alone().on(device), gpu)
+    trainer = Trainer(model, spec.train.model_copy(update={"lengths": None}), feed, World.alone().on(device), gpu)
     warm = [_advance(trainer, 1)[0] for _ in range(WARM_UP)]
     start = time.perf_counter() - began
     memory = torch.cuda.max_memory_allocated() - before if gpu else None

@@ -180,7 +180,7 @@ def _rows(setup: Setup, steps: int, world: World) -> Iterator[TableRow]:
         loaded = instantiate(spec, setup.target, folder / "model", lock=setup.lock)
         initialize(loaded, spec.train.seed)
         rendered = time.perf_counter() - began
-        opened = source_of(spec).ready(spec, ()).open(spec.train.data.usual, folder, stack)
+        opened = source_of(spec)(spec, ()).open(spec.train.data.usual, folder, stack)
         assert opened.epoch is not None
         rows = spec.train.rows(spec.model.window)
         scored = _Scored.of(opened.epoch, loaded, steps, rows, world)
@@ -213,14 +213,14 @@ def _warm(loaded: Loaded, supply: Supply, world: World) -> Trainer:
     """Returns a compiled trainer."""
     window, params = loaded.spec.model.window, loaded.programs.params
     model = TrainableModel(loaded.model, params, window, "bench")
-    trainer = Trainer(model, loaded.spec.train, supply.training, world, world.device.type == "cuda")
+    trainer = Trainer(model, loaded.spec.train, supply.feed, world, world.device.type == "cuda")
     trainer.warm_up(supply.validation.vocabulary)
     wait(world.device)
     return trainer
 
 
 def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
-    samples, tokens = supply.training.feed.counted()
+    samples, tokens = supply.feed.counted()
     wait(trainer.device)
     trainer.world.wait()
     began = time.perf_counter()
@@ -228,7 +228,7 @@ def _train(trainer: Trainer, supply: Supply, steps: int) -> Totals:
         trainer.advance()
     trainer.settle()
     (seconds,) = trainer.world.most(time.perf_counter() - began)
-    all_samples, all_tokens = supply.training.feed.counted()
+    all_samples, all_tokens = supply.feed.counted()
     return Totals(steps, (all_samples or 0) - (samples or 0), all_tokens - tokens, seconds)
 
 

@@ -52,12 +52,12 @@ class Heartbeat:
                 store.add(f"beat/{self._rank}", _LEFT if leaves else 1)
                 if leaves:
                     return
-                count, found = store.add(f"beat/{self._watched}", 0), store.add("found", 0)
+                count, reported = store.add(f"beat/{self._watched}", 0), store.add("reported", 0)
                 self._answered = time.monotonic()
                 if count != before or not 0 < count < _LEFT:  # it is counting, has not begun to, or has exited
                     before, changed = count, self._answered
-                if found or self._answered - changed > PATIENCE:
-                    self._end(self._watched, reports=not found and store.add("found", 1) == 1)
+                if reported or self._answered - changed > PATIENCE:
+                    self._end(self._watched, reports=not reported and store.add("reported", 1) == 1)
         except RuntimeError:  # the store and rank 0 are gone, which is detected without a heartbeat
             self._ends.set()
 
@@ -71,7 +71,6 @@ class Heartbeat:
     def _end(self, rank: int, reports: bool) -> NoReturn:
         if reports:
             message = f"rank {rank} has not answered for {PATIENCE:.0f} s: it is stopped, or hangs"
-            hint = f"see what its process does (rank {self._rank} tells this); --resume auto continues the run"
-            sys.stderr.write(f"error: {message}\n  = help: {hint}\n")
-            sys.stderr.flush()
+            hint = f"see what its process does (rank {self._rank} reports this); --resume auto continues the run"
+            print(f"error: {message}\n  = help: {hint}", file=sys.stderr, flush=True)
         os._exit(RunFailure.exit_code if reports else PEER_LOST)

@@ -11,23 +11,21 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 
 from specc.compiler.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from specc.compiler.spec.spec import Spec
 from specc.compiler.targets import TARGETS
+from specc.runtime.distributed.signals import handled_signals
 from specc.runtime.errors import EnvironmentFailure, RunFailure
 from specc.runtime.model.load import choose_target, device_of
 from specc.runtime.storage.run_directory import Run
 
 PEER_LOST = 76  # exit code of a process that ends because another failed; never the exit code of a command
 GRACE = 20.0  # seconds that the other processes have to end by themselves after a failure
-_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _LAUNCHER = "SPECC_LAUNCHER"
 
 
@@ -51,7 +49,7 @@ def place() -> tuple[int, int, int, int]:
 
 
 def require_devices(count: int, spec: Spec, target: str | None) -> None:
-    """Checks that `count` processes can run here: on one GPU each, or on the CPU if that is the `target`.
+    """Checks that `count` processes can run here: on one GPU each, or on the CPU if `target` runs there.
 
     Raises:
         EnvironmentFailure: if there are fewer GPUs than processes.
@@ -63,8 +61,8 @@ def require_devices(count: int, spec: Spec, target: str | None) -> None:
 
     if target is not None:
         choose_target(spec, target)
-    if (found := torch.cuda.device_count()) < count:
-        message = f"--gpus {count} needs {count} NVIDIA GPU{'s' if count > 1 else ''}, and torch finds {found}"
+    if (present := torch.cuda.device_count()) < count:
+        message = f"--gpus {count} needs {count} NVIDIA GPU{'s' if count > 1 else ''}, and torch finds {present}"
         raise EnvironmentFailure(message, "with --target cpu, so many processes run on the CPU")
 
 
@@ -84,11 +82,11 @@ def own_cpu(path: Path, spec: Spec) -> str | None:
     """Returns the CPU target that the run at `path` was trained on, or that is the only target of the artifact at
     `path`. Returns None if there is no such target, or if a target of the spec runs on a GPU here. Raises as
     `Run.open`."""
-    own = Run.open(path).target if path.is_dir() else spec.targets[0]
-    alone = path.is_dir() or len(spec.targets) == 1
-    if not alone or device_of(TARGETS[own]) != "cpu" or device_of(TARGETS[choose_target(spec, None)]) != "cpu":
+    if not path.is_dir() and len(spec.targets) > 1:
         return None
-    return own
+    target = Run.open(path).target if path.is_dir() else spec.targets[0]
+    devices = {device_of(TARGETS[name]) for name in (target, choose_target(spec, None))}
+    return target if devices == {"cpu"} else None
 
 
 def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int:
@@ -98,29 +96,27 @@ def launch(size: int, command: Sequence[str], say: Callable[[str], None]) -> int
     failure, the other processes have GRACE seconds to end. If this process is killed, they receive SIGTERM.
     """
     with ExitStack() as stack:
-        environment = {**os.environ, **_defaults(size), "MASTER_PORT": str(stack.enter_context(_reserved_port()))}
+        environment = {**_environment(size), "MASTER_PORT": str(stack.enter_context(_reserved_port()))}
         processes: list[subprocess.Popen[bytes]] = []
-        came = stack.enter_context(_noted())
+        received: list[int] = []
+        stack.enter_context(handled_signals(received.append))
         stack.callback(_kill, processes)
         for rank in range(size):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             # a new session: Ctrl-C then reaches it only through this process, once
-            processes.append(subprocess.Popen([*command], env=own, start_new_session=True))
-        return _outcome(_ended(processes, came), size, came, say)
+            processes.append(subprocess.Popen([*command], env={**environment, **ranks}, start_new_session=True))
+        return _outcome(_ended(processes, received), size, received, say)
 
 
-def _defaults(size: int) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    given = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        _LAUNCHER: str(os.getpid()),
-    }
-    wanted = {"OMP_NUM_THREADS": str(max(1, cores // size))}
-    if sys.platform == "linux":
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo uses the address that the host name resolves to
-    return {**{name: value for name, value in wanted.items() if name not in os.environ}, **given}
+def _environment(size: int) -> dict[str, str]:
+    """Returns the environment of `size` processes, without what differs between them. OMP_NUM_THREADS and
+    GLOO_SOCKET_IFNAME keep their values in the environment of this process."""
+    linux = sys.platform == "linux"
+    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count() or 1
+    # without an interface, gloo uses the address that the host name resolves to
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // size)), **({"GLOO_SOCKET_IFNAME": "lo"} if linux else {})}
+    places = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    return {**defaults, **os.environ, **places, _LAUNCHER: str(os.getpid())}
 
 
 @contextmanager
@@ -132,32 +128,10 @@ def _reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-@contextmanager
-def _noted() -> Iterator[list[int]]:
-    """A context manager that records the signals that end a run, in a list that grows. A signal that is ignored, such
-    as SIGHUP under nohup, stays ignored."""
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can catch signals
-        yield came
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-
-    numbers = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ended(processes: Sequence["subprocess.Popen[bytes]"], came: Sequence[int]) -> list[tuple[int, int]]:
-    """Waits for all processes, and forwards the signals in `came`. Returns (rank, return code) of the processes that
-    ended by themselves, in the order in which they ended."""
+def _ended(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> list[tuple[int, int]]:
+    """Waits for all processes, and forwards the signals in `received`. Kills the rest GRACE seconds after a failure.
+    Returns (rank, return code) of the processes that ended by themselves, in the order in which they ended."""
     ended: dict[int, int] = {}
-    killed: set[int] = set()
     until = math.inf
     sent = 0
     while len(ended) < len(processes):
@@ -165,25 +139,25 @@ def _ended(processes: Sequence["subprocess.Popen[bytes]"], came: Sequence[int]) 
             if rank not in ended and (code := process.poll()) is not None:
                 ended[rank] = code
                 until = min(until, time.monotonic() + GRACE) if code else until
-        for number in came[sent:]:
+        for number in received[sent:]:
             sent += 1
             for process in processes:
                 process.send_signal(number)
         if time.monotonic() > until:
-            killed |= {rank for rank in range(len(processes)) if rank not in ended}
             _kill(processes)
+            break
         time.sleep(0.02)
-    return [(rank, code) for rank, code in ended.items() if rank not in killed]
+    return list(ended.items())
 
 
-def _outcome(ended: Sequence[tuple[int, int]], size: int, came: Sequence[int], say: Callable[[str], None]) -> int:
+def _outcome(ended: Sequence[tuple[int, int]], size: int, received: Sequence[int], say: Callable[[str], None]) -> int:
     causes = [(rank, code) for rank, code in ended if code not in (0, PEER_LOST)]
     if not causes:
         return RunFailure.exit_code if any(code for _, code in ended) else 0
     rank, code = causes[0]
     if code > 0:
         return code
-    if -code in came:  # the signal arrived before Python ran, so there was nothing to save
+    if -code in received:  # the signal arrived before Python ran, so there was nothing to save
         return EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_PREEMPTED
     say(f"error: rank {rank} of {size} was ended by signal {-code} ({signal.strsignal(-code)})")
     return RunFailure.exit_code

@@ -82,13 +82,14 @@ class World:
         if self.size == 1 or device.type != "cuda":
             return replace(self, device=device)
         if self.local_rank >= torch.cuda.device_count():
-            message = f"rank {self.rank} needs GPU {self.local_rank} of its host, and torch finds "
-            raise EnvironmentFailure(message + f"{torch.cuda.device_count()}", "start one process a GPU")
-        own = torch.device("cuda", self.local_rank)
+            count = torch.cuda.device_count()
+            message = f"rank {self.rank} needs GPU {self.local_rank} of its host, and torch finds {count}"
+            raise EnvironmentFailure(message, "start one process per GPU")
+        gpu = torch.device("cuda", self.local_rank)
         patience = PATIENCE if self._one_host else NCCL_PATIENCE
         with _peers():
-            wire = dist.new_group(backend="nccl", timeout=patience, device_id=own)
-        return replace(self, device=own, _wire=wire)
+            wire = dist.new_group(backend="nccl", timeout=patience, device_id=gpu)
+        return replace(self, device=gpu, _wire=wire)
 
     def add(self, tensor: Tensor) -> None:
         """Replaces a tensor on `device` by its sum over all ranks, bitwise equal on each.
@@ -99,34 +100,30 @@ class World:
             with _peers():
                 dist.all_reduce(tensor, group=self._wire)
 
-    def add_parts(self, whole: Tensor, own: Tensor) -> "Waiting":
+    def add_parts(self, whole: Tensor, part: Tensor) -> "Waiting":
         """Begins a reduce-scatter: writes this rank's equal part, along the first axis, of the sum of all ranks'
-        `whole` into `own`. Both are contiguous, on `device`."""
+        `whole` into `part`. Both are contiguous, on `device`."""
         with _peers():
-            return Waiting(_reduce_scatter(own, whole, group=self._wire, async_op=True))
+            return Waiting(_reduce_scatter(part, whole, group=self._wire, async_op=True))
 
-    def join_parts(self, own: Tensor, whole: Tensor) -> "Waiting":
-        """Begins an all-gather: writes all ranks' `own`, concatenated along the first axis, into `whole`."""
+    def join_parts(self, part: Tensor, whole: Tensor) -> "Waiting":
+        """Begins an all-gather: writes all ranks' `part`, concatenated along the first axis, into `whole`."""
         with _peers():
-            return Waiting(_all_gather(whole, own, group=self._wire, async_op=True))
+            return Waiting(_all_gather(whole, part, group=self._wire, async_op=True))
 
     def totals(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the sums of small float64 arrays over all ranks, on the host."""
-        if self.size == 1:
-            return values
-        total = torch.from_numpy(values.copy())
-        with _peers():
-            dist.all_reduce(total)
-        return total.numpy()
+        return self._reduced(torch.from_numpy(values.copy()), dist.ReduceOp.SUM).numpy()
 
     def most(self, *values: float) -> tuple[float, ...]:
         """Returns the maximum of each value over all ranks, on the host."""
-        if self.size == 1:
-            return values
-        maxima = torch.tensor(values, dtype=torch.float64)
-        with _peers():
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        return tuple(maxima.tolist())
+        return tuple(self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX).tolist())
+
+    def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.size > 1:
+            with _peers():
+                dist.all_reduce(values, op=operation)
+        return values
 
     def first(self, make: Callable[[], T]) -> T:
         """Broadcasts the result of `make`, which runs only on rank 0 while the others wait. The result is pickled."""
@@ -163,14 +160,13 @@ class World:
         """Raises RunFailure on each rank on which a fact differs from that of rank 0."""
         if self.size == 1:
             return
-        wanted = self.first(lambda: dict(facts))
-        differs = [name for name in {**wanted, **facts} if wanted.get(name) != facts.get(name)]
-        if differs:
+        expected = self.first(lambda: dict(facts))
+        if differs := [name for name in {**expected, **facts} if expected.get(name) != facts.get(name)]:
             more = f" and {len(differs) - 1} more" if len(differs) > 1 else ""
             message = f"rank {self.rank} has another {what} than rank 0: {differs[0]}{more}"
             raise RunFailure(message, "all processes need the same code, spec, data, checkpoints and kind of device")
 
-    def speaks(self, error: BaseException) -> bool:
+    def reports(self, error: BaseException) -> bool:
         """Returns whether this process should show `error`. Only the first process that fails does: the others end
         because of its failure, or have the same error."""
         if self._store is None:
@@ -178,10 +174,10 @@ class World:
         try:
             if self.rank:
                 self._poll(lambda: self._store.check(["failed"]))
-            speaks = bool(self._store.add("failed", 1) == 1)
+            is_first = bool(self._store.add("failed", 1) == 1)
             if self._store.add("seen", 1) < self.size and not self.rank:  # the store ends with rank 0
                 self._poll(lambda: self._store.add("seen", 0) >= self.size)
-            return speaks
+            return is_first
         except RuntimeError:
             return not isinstance(error, PeerLost)
 
@@ -220,7 +216,7 @@ def joined() -> Iterator[World]:
     try:
         yield world
     except BaseException as error:  # no teardown: it could wait for ranks that have ended
-        if not world.speaks(error):
+        if not world.reports(error):
             code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 70)
             raise SystemExit(code) from None
         if world.rank:

@@ -21,7 +21,7 @@ class AdamW(UpdateRule[AdamWSpec]):
         super().__init__(spec, parameters, world)
         self._tensors: list[Tensor] = list(parameters.values())
         fused = self._tensors[0].is_cuda
-        self._tapers = isinstance(spec.weight_decay, Taper)
+        # Torch passes its weight decay as a launch constant, which a CUDA graph cannot change: `update` tapers it.
         decay = 0.0 if isinstance(spec.weight_decay, Taper) else spec.weight_decay
         self._torch = torch.optim.AdamW(
             self._tensors, spec.lr, spec.betas, spec.eps, decay, fused=fused, foreach=False, capturable=fused
@@ -41,7 +41,7 @@ class AdamW(UpdateRule[AdamWSpec]):
     @torch.no_grad()
     def update(self, numbers: Sequence[Tensor]) -> None:
         lr, decay = numbers
-        if self._tapers:  # Torch passes its weight decay as a launch constant, which a CUDA graph cannot change
+        if isinstance(self.spec.weight_decay, Taper):
             torch._foreach_mul_(self._tensors, 1 - lr * decay)
         self._torch.param_groups[0]["lr"] = lr
         self._torch.step()

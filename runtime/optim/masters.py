@@ -1,6 +1,6 @@
 """Master weights: f32 parameters and gradients for the optimizers, for any compute dtype of the model."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from specc.compiler.quant.scheme import Scheme
+from specc.runtime.distributed.world import World
+from specc.runtime.optim.bank import Bank
 from specc.runtime.optim.fake_quantized import FakeQuantized
 
+_ALONE = World.alone()
 ALIGNMENT = 64  # in elements, of each gradient in a flat buffer, so that kernels can use vector loads
 
 
@@ -31,6 +34,7 @@ class Masters:
         tensors: the masters.
         model_parameters: the model's own parameters, which it computes with.
         gradients: f32, in the order of `tensors`. Views of `sums`.
+        quantized: the quantized weights that the model computes with. None if it computes with the masters.
         loss: f32 [], the last element of `sums`, in which the caller accumulates the losses.
         sums: f32 [N], one buffer of everything that a step sums.
         common: the end of `sums`, without the gradients of `sharded`. Several processes sum it in one call.
@@ -47,7 +51,7 @@ class Masters:
         copied: Collection[str] = (),
     ) -> None:
         self.model_parameters = dict(model.named_parameters())
-        self._quantized: FakeQuantized | None = None
+        self.quantized: FakeQuantized | None = None
         if self.model_parameters.keys() != dtypes.keys():
             raise ValueError(f"model and plan differ in {sorted(self.model_parameters.keys() ^ dtypes.keys())}")
         self.tensors: dict[str, nn.Parameter] = {}
@@ -82,23 +86,19 @@ class Masters:
         Raises:
             ValueError: if a parameter to be rounded is its own master.
         """
-        before = self._quantized.schemes if self._quantized is not None else None
+        before = self.quantized.schemes if self.quantized is not None else None
         if schemes is not None and before == schemes:
             return False
-        parameters = self.model_parameters
-        quantized = FakeQuantized(self.tensors, parameters, schemes, input_shares) if schemes is not None else None
-        self._quantized = quantized
-        names = quantized.names if quantized is not None else ()
+        parameters, names = self.model_parameters, frozenset[str]()
+        self.quantized = None
+        if schemes is not None:
+            self.quantized = FakeQuantized(self.tensors, parameters, schemes, input_shares)
+            names = self.quantized.names
         copied = [n for n in parameters if self.tensors[n] is not parameters[n] and n not in names]
         self._copies: list[Tensor] = [parameters[name] for name in copied]
         self._sources: list[Tensor] = [self.tensors[name] for name in copied]
         self.refresh()
         return before != schemes
-
-    @property
-    def fake_quantizes(self) -> bool:
-        """True if the model computes with quantized weights."""
-        return self._quantized is not None
 
     def _lay_out(self, dtypes: Mapping[str, torch.dtype], sharded: Collection[str]) -> None:
         """Allocates one f32 buffer for all gradients, those of one compute dtype adjacent, and the loss."""
@@ -135,32 +135,37 @@ class Masters:
             group.collect()
 
     def finish(
-        self,
-        passes: int,
-        clip_norm: float | None,
-        local: Sequence[Tensor] = (),
-        add: Callable[[Tensor], None] = lambda squares: None,
+        self, micro_batches: int, clip_norm: float | None, banks: Sequence[Bank] = (), world: World = _ALONE
     ) -> Tensor:
-        """Converts sums of gradients into means and clips them.
+        """Replaces the sums of this process by means over all micro-batches of all processes, and clips them.
+
+        The host does not wait for a GPU, on which the sums over the processes overlap.
 
         Args:
-            passes: the number of backward passes that were summed, over all processes.
+            micro_batches: the number of micro-batches of one process.
             clip_norm: the largest 2-norm over all gradients. None for no limit.
-            local: this process's part of the gradients of sharded parameters, scaled in the same way. The entries of
-                `gradients` for sharded parameters stay unchanged.
-            add: replaces a tensor by its sum over all processes.
+            banks: the banks of the sharded parameters. Each receives the mean of this process's part of its matrices;
+                the entries of `gradients` for sharded parameters are not used.
+            world: the processes.
 
         Returns:
-            The 2-norm over all gradients before clipping, f32 [], without waiting for the device.
+            The 2-norm over all gradients before clipping, f32 [], with the same bits on every rank.
         """
-        if passes > 1:
-            self.common.mul_(1 / passes)
-            for tensor in local:
+        self.attach()
+        local: list[Tensor] = []
+        if world.size > 1:
+            pending = [bank.add_up() for bank in banks]
+            world.add(self.common)
+            for sum_of_parts in pending:
+                sum_of_parts.wait()
+            local = [bank.gradient for bank in banks if bank.gradient is not None]
+        if (passes := micro_batches * world.size) > 1:
+            for tensor in (self.common, *local):
                 tensor.mul_(1 / passes)
         norm = get_total_norm(self._common)
         if local:
             squares = get_total_norm(local).square()
-            add(squares)
+            world.add(squares)
             norm = (norm.square() + squares).sqrt()
         if clip_norm is not None:
             factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -168,7 +173,6 @@ class Masters:
             factor = torch.where(norm.isfinite(), factor, 1.0)
             for tensor in (self.common[:-1], *local):
                 tensor.mul_(factor)
-        self.attach()
         return norm
 
     @torch.no_grad()
@@ -176,8 +180,8 @@ class Masters:
         """Casts, or quantizes, the masters into the model's parameters."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._sources)
-        if self._quantized is not None:
-            self._quantized.write()
+        if self.quantized is not None:
+            self.quantized.write()
 
     @torch.no_grad()
     def restore(self, weights: Mapping[str, Tensor]) -> None:
@@ -208,11 +212,9 @@ class Masters:
         Values are checked first: one step later, all gradients may be non-finite, but the values still identify the
         parameters that were hit first.
         """
-        for tensors in (list(self.tensors.values()), self.gradients):
-            for name, tensor in zip(self.tensors, tensors, strict=True):
-                if not bool(torch.isfinite(tensor).all()):
-                    return name
-        return None
+        gradients = zip(self.tensors, self.gradients, strict=True)
+        pairs = (*self.tensors.items(), *gradients)
+        return next((name for name, tensor in pairs if not bool(torch.isfinite(tensor).all())), None)
 
     def digests(self) -> dict[str, int]:
         """Returns the sum of each master's bits, read as i32, by name. Equal weights have equal sums on any device."""
@@ -235,20 +237,17 @@ class _Group:
 
     @torch.no_grad()
     def collect(self) -> None:
-        grads = [param.grad for param in self._params]
+        gradients = {index: param.grad for index, param in enumerate(self._params) if param.grad is not None}
         for param in self._params:
             param.grad = None
-        present = [(index, grad) for index, grad in enumerate(grads) if grad is not None]
-        if not present:
+        if not gradients:
             return
-        into = self.totals if self._staging is None else self._staged
-        targets, sources = [into[index] for index, _ in present], [grad for _, grad in present]
         if self._staging is None:
-            torch._foreach_add_(targets, sources)
+            torch._foreach_add_([self.totals[index] for index in gradients], list(gradients.values()))
             return
-        if len(present) < len(grads):
+        if len(gradients) < len(self._params):
             self._staging.zero_()  # the values of the previous pass must not count again
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_([self._staged[index] for index in gradients], list(gradients.values()))
         self._flat.add_(self._staging)
 
 

@@ -53,19 +53,14 @@ class Optimizers:
         """The banks of the sharded parameters."""
         return [bank for rule in self._rules for bank in rule.banks]
 
-    def step(self, multiplier: float, step: int, done: float = 0.0) -> None:
-        """Performs one update.
+    def set(self, multiplier: float, step: int, done: float = 0.0) -> None:
+        """Writes the numbers of the next update to the device, without waiting for it.
 
         Args:
             multiplier: the factor of all learning rates.
             step: the number of updates before this one.
             done: the share of the run that is complete, 0 to 1.
         """
-        self.set(multiplier, step, done)
-        self.update()
-
-    def set(self, multiplier: float, step: int, done: float = 0.0) -> None:
-        """Writes the numbers of the next update to the device, without waiting for it. Args as in `step`."""
         values = [number for rule in self._rules for number in rule.numbers(multiplier, step, done)]
         tensor = torch.tensor(values, dtype=torch.float64).to(self._numbers.dtype)
         self._numbers.copy_(tensor.pin_memory() if self._numbers.is_cuda else tensor, non_blocking=True)
@@ -78,8 +73,8 @@ class Optimizers:
 
     def gather(self) -> None:
         """Gathers the whole state on every process. All processes must call this."""
-        for rule in self._rules:
-            rule.gather()
+        for bank in self.banks:
+            bank.gather()
 
     def state(self) -> dict[str, Tensor]:
         """Returns all state, not copied, under the keys `kind.slot/parameter`, e.g. `adamw.exp_avg/blocks.0.mlp.up`."""

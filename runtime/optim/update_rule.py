@@ -59,8 +59,3 @@ class UpdateRule(ABC, Generic[S]):
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Returns the tensors that persist between updates, not copied: slot -> parameter name -> tensor. All exist
         before the first update, with their final shapes."""
-
-    def gather(self) -> None:
-        """Gathers the whole state on every process. All processes must call this."""
-        for bank in self.banks:
-            bank.gather()

@@ -171,7 +171,7 @@ class _RunModel:
         if text is not None:
             rows = ({"ids": ids, "targets": targets} for ids, targets in text.windows(calibrate.batch))
         else:
-            ready = source_of(self.run.spec).ready(self.run.spec, self.opened.search)
+            ready = source_of(self.run.spec)(self.run.spec, self.opened.search)
             data = ready.open(self._data, self._cache, self.stack)
             rows = data.calibration(calibrate.sequences, calibrate.batch)
         batches = ({name: ids.to(self.device) for name, ids in batch.items()} for batch in rows)

@@ -55,8 +55,8 @@ from specc.runtime.submission.model import (
 from specc.runtime.submission.names import WEIGHTS
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop
-from specc.runtime.train.sources.feed import TrainingData, Windows
-from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
+from specc.runtime.train.sources.feed import Windows
+from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 DATA = f"data/datasets/fineweb10B_sp{plan.TOKENIZER[1]}"  # the challenge's shard folder for this vocabulary size
@@ -219,10 +219,9 @@ def train(world: World, target: str, steps: int | None, streams: Sequence[TokenS
     model = initialized(target)
     order, rows = spec.data.order, spec.at_once(world.size)  # type: ignore[attr-defined]
     with Loader(streams[0], rows, window, order, spec.seed, world.rank, world.size) as loader:
-        quantization = FakeQuantization(plan.BASE) if spec.qat is not None else None
-        trainable = TrainableModel(model, plan.PARAMS[target], window, plan.SPEC_DIGEST, plan.PHASES, quantization)
-        data = TrainingData(loader, Windows(spec.rows(window) * window))
-        trainer = Trainer(trainable, spec, data, world, compiled)
+        schemes = plan.BASE if spec.qat is not None else None
+        trainable = TrainableModel(model, plan.PARAMS[target], window, plan.SPEC_DIGEST, plan.PHASES, schemes)
+        trainer = Trainer(trainable, spec, Windows(loader, spec.rows(window) * window), world, compiled)
         if compiled:
             compile_ahead(folder(target))
         validation = Validation(streams[1], TOKENIZER, plan.EVAL.batch, spec.validate_tokens)

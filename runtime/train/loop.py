@@ -1,6 +1,7 @@
 """The training loop: steps, validation, checkpoints, a log, and an orderly end after any failure."""
 
 import platform
+import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specc.runtime.distributed.signals import Stopped, handled_signals
 from specc.runtime.errors import RunFailure, RuntimeFailure
 from specc.runtime.log import Reporter, Step
 from specc.runtime.metrics.validation import Measured, Validates
 from specc.runtime.storage.checkpoint import Snapshot
-from specc.runtime.train.signals import Signals, Stopped
 from specc.runtime.train.trainer import Trainer
 
 _MEMORY = "lower train.micro_batch; the size of a step may stay"
@@ -104,7 +105,7 @@ class Loop:
         self._run, self._trainer, self._validation = run, trainer, validation
         self._limits, self._save = limits, save
         self._log, self._progress, self._say = reporter.log, reporter.progress, reporter.say
-        self._signals = Signals()
+        self._signal = 0  # the number of the first signal received
         self._began = time.monotonic()
         self._elapsed = 0.0
 
@@ -116,11 +117,12 @@ class Loop:
             DataError: if more data cannot be read.
             Preempted, Interrupted: after a signal, with everything committed.
         """
-        with self._signals:
+        with handled_signals(self._note_signal):
             try:
                 self._train()
                 return self._finish()
             except Stopped as stop:
+                self._trainer.clock.stop()
                 failure = stop.failure(f"saved as {self._commit()}; continue with: {self._run.resume_command}")
                 self._log.write("stopped", step=self._trainer.step, message=failure.message)
                 raise failure from None
@@ -131,6 +133,11 @@ class Loop:
             except RuntimeFailure as error:
                 self._log_failure(error)
                 raise
+
+    def _note_signal(self, number: int) -> None:
+        if number == signal.SIGINT == self._signal:  # the second Ctrl-C
+            raise KeyboardInterrupt
+        self._signal = self._signal or number
 
     def _log_failure(self, error: RuntimeFailure) -> None:
         with suppress(RunFailure):  # a full disk cannot hold the log entry either; the raised error is reported anyway
@@ -154,8 +161,8 @@ class Loop:
             began = time.monotonic()
             trainer.warm_up(self._validation.vocabulary)  # before the clock starts, so that compilation does not count
             if left := trainer.segments_left:
-                took = time.monotonic() - began
-                self._say(f"compiled {left + 1} segments of the run in {took:.1f} s, before its clock starts")
+                seconds = time.monotonic() - began
+                self._say(f"compiled {left + 1} segments of the run in {seconds:.1f} s, before its clock starts")
         self._began = time.monotonic()
         self._agree()
         trainer.clock.start()
@@ -184,7 +191,7 @@ class Loop:
         trainer = self._trainer
         leads = trainer.world.rank == 0
         number, seconds, self._elapsed = trainer.world.most(
-            self._signals.received,
+            self._signal,
             trainer.clock.seconds if leads else 0.0,
             time.monotonic() - self._began if leads else 0.0,
         )
@@ -209,23 +216,22 @@ class Loop:
         path = self._commit()
         complete = trainer.done >= 1
         raw = self._validate("raw", None)
-        average = trainer.average
-        if average is not None and not average.begun:
+        averaged = None
+        if trainer.average is not None and trainer.average.begun:
+            averaged = self._validate("average", trainer.average.tensors)
+        elif trainer.average is not None:
             self._say("the average never began: the run ends with the weights as they are")
-        averaged = self._validate("average", average.tensors) if average is not None and average.begun else None
-        ends_with = "raw" if averaged is None else "average"
-        totals = trainer.totals()
-        self._log.write(
-            "end", step=trainer.step, seconds=trainer.clock.seconds, complete=complete, weights=ends_with, **totals
-        )
+        step, seconds, totals = trainer.step, trainer.clock.seconds, trainer.totals()
+        weights = "raw" if averaged is None else "average"
+        self._log.write("end", step=step, seconds=seconds, complete=complete, weights=weights, **totals)
         if totals:
             self._say(
-                f"{totals['samples']:,} samples and {totals['tokens']:,} tokens in {trainer.clock.seconds:.1f} s: "
+                f"{totals['samples']:,} samples and {totals['tokens']:,} tokens in {seconds:.1f} s: "
                 f"{totals['samples_per_second']:,.0f} samples/s, {totals['tokens_per_second']:,.0f} tokens/s"
             )
         if not complete:
-            self._say(f"ended early after step {trainer.step:,}; continue with: {self._run.resume_command}")
-        return TrainResult(self._run.directory, path, trainer.step, trainer.clock.seconds, complete, raw, averaged)
+            self._say(f"ended early after step {step:,}; continue with: {self._run.resume_command}")
+        return TrainResult(self._run.directory, path, step, seconds, complete, raw, averaged)
 
     def _report(self, steps: list[Step]) -> None:
         for step in steps:
@@ -246,7 +252,7 @@ class Loop:
         trainer = self._trainer
 
         def check_signals(done: int, total: int) -> None:
-            if self._signals.received:
+            if self._signal:
                 raise _SignalReceived
 
         try:

@@ -1,8 +1,8 @@
 """Trains a spec in a run directory: creates or resumes the run, loads model and data, and runs the loop."""
 
 import shutil
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -37,8 +37,8 @@ from specc.runtime.storage.run_directory import (
 )
 from specc.runtime.support.native import compile_ahead
 from specc.runtime.train.loop import Limits, Loop, TrainResult
-from specc.runtime.train.sources.source import OpenData, Ready, source_of
-from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
+from specc.runtime.train.sources.source import OpenData, source_of
+from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 
@@ -106,10 +106,11 @@ def train(options: TrainOptions, say: Say, world: World | None = None) -> TrainR
 
 
 def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> TrainResult:
-    spec = options.spec
-    world, ready = _fitting(options, world)
+    spec, device = options.spec, _device(options)
+    source = source_of(spec)(spec, options.search)
+    world = world.on(device)
     leads = world.rank == 0
-    say = say if leads else _nothing
+    say = say if leads else lambda line: None
     resumed = world.first(lambda: _to_resume(options))
     if resumed is None and options.run is not None:
         world.first(lambda: require_free(options.run))  # type: ignore[arg-type]
@@ -120,7 +121,7 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
         begun.with_data(data)
     # Open the data before anything is written, so that a failure leaves no folder.
     with world.in_turn("data"):  # rank 0 tokenizes; the others read its cache
-        opened = ready.open(data, options.cache, stack)
+        opened = source.open(data, options.cache, stack)
     directory = world.first(lambda: resumed or options.run or default_run(spec.name))
     if leads:
         if begun is None:
@@ -137,15 +138,13 @@ def _train(options: TrainOptions, say: Say, world: World, stack: ExitStack) -> T
     if begun is not None:
         _resume(begun, run, trainer, say)
     elif leads:  # only after all checks, so that a failed start can be repeated in the same directory
-        run.create(ready.files)
+        run.create(source.files)
+    reporter = Reporter(Silence(), Silence(), say)
+    if leads:
+        log = stack.enter_context(closing(RunLog(run.log)))
+        reporter = Reporter(log, stack.enter_context(open_progress(say)), say)
     limits = Limits(options.stop_after_steps, options.max_seconds)
-    save = partial(checkpoint.save, run.checkpoints)
-    if not leads:
-        return Loop(run, trainer, validation, Reporter(Silence(), Silence(), say), limits, save).run()
-    log = RunLog(run.log)
-    stack.callback(log.close)
-    progress = stack.enter_context(open_progress(say))
-    return Loop(run, trainer, validation, Reporter(log, progress, say), limits, save).run()
+    return Loop(run, trainer, validation, reporter, limits, partial(checkpoint.save, run.checkpoints)).run()
 
 
 def _to_resume(options: TrainOptions) -> Path | None:
@@ -162,58 +161,52 @@ def _remove_unused(directory: Path, existed: bool) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _nothing(line: str) -> None: ...
-
-
-def _fitting(options: TrainOptions, world: World) -> tuple[World, Ready]:
-    """Returns the world on its device and the reader of the data. Checks both before anything is written."""
+def _device(options: TrainOptions) -> torch.device:
+    """Returns the device of the run. Raises EnvironmentFailure if it is a GPU and there is none."""
     device = torch.device(options.device or device_of(TARGETS[options.target]))
     if device.type == "cuda" and not torch.cuda.is_available():
         message = f"target {options.target} needs an NVIDIA GPU, and torch finds none"
         raise EnvironmentFailure(message, "train another target of the spec")
-    ready = source_of(options.spec).ready(options.spec, options.search)
-    return world.on(device), ready
+    return device
 
 
 def _prepare(
     run: Run, options: TrainOptions, world: World, opened: OpenData, stack: ExitStack
 ) -> tuple[Trainer, Validates]:
     """Returns the trainer of a run at step 0, and its validation data."""
-    spec, device = run.spec, world.device
+    spec, gpu = run.spec, world.device.type == "cuda"
     torch.manual_seed(spec.train.seed)
     with world.in_turn("prepare"):  # rank 0 writes the generated code and starts to compile its kernels
         loaded = instantiate(spec, run.target, run.generated, lock=run.lock)
-        if device.type == "cuda" and world.rank == 0:
+        if gpu and world.rank == 0:
             compile_ahead(loaded.directory)
     digests = opened.digests
     world.require_same("part of the run", {"spec": run.spec_digest, "data": [digests.train, digests.val]})
     initialize(loaded, spec.train.seed)
-    supply, parameters = opened.supply(loaded, world, stack), loaded.programs.params
-    takes, gives = (name for name, _ in loaded.programs.program("train").inputs), supply.training.feed.names
-    if tuple(takes) != gives:
-        raise TypeError(f"{spec.train.data.kind} gives {gives}, which the program train does not take")
-    loaded.model.to(device)
-    quantization = _fake_quantization(run, loaded, opened, world) if spec.train.qat is not None else None
-    model = TrainableModel(
-        loaded.model, parameters, spec.model.window, run.spec_digest, loaded.programs.phases, quantization
-    )
-    compiled = options.compiled and device.type == "cuda"
-    return Trainer(model, spec.train, supply.training, world, compiled), supply.validation
+    supply, programs = opened.supply(loaded, world, stack), loaded.programs
+    inputs = tuple(name for name, _ in programs.program("train").inputs)
+    if inputs != supply.feed.names:
+        raise TypeError(f"{spec.train.data.kind} gives {supply.feed.names}, and the program train takes {inputs}")
+    loaded.model.to(world.device)
+    model = TrainableModel(loaded.model, programs.params, spec.model.window, run.spec_digest, programs.phases)
+    if spec.train.qat is not None:
+        assert spec.quant is not None
+        schemes = allocation(spec.quant, programs.params)
+        scales = _input_scales(run, loaded, schemes, opened, world)
+        model = replace(model, schemes=schemes, input_scales=scales)
+    return Trainer(model, spec.train, supply.feed, world, options.compiled and gpu), supply.validation
 
 
-def _fake_quantization(run: Run, loaded: Loaded, opened: OpenData, world: World) -> FakeQuantization:
-    """Returns the fake quantization of the run. The input scales of int8 products are measured on the rows that `specc
-    quantize` calibrates with."""
+def _input_scales(run: Run, loaded: Loaded, schemes: Allocation, opened: OpenData, world: World) -> InputScales | None:
+    """Returns the input scales of the int8 products, measured on the rows that `specc quantize` calibrates with. None
+    if no product will be int8."""
     assert run.spec.quant is not None
-    schemes: Allocation = allocation(run.spec.quant, loaded.programs.params)
     calibrate, programs = run.spec.quant.calibrate, lower(run.spec, run.target)
     sources = integer_products(programs, schemes)
-    if not sources:
-        return FakeQuantization(schemes)
     rows = partial(opened.calibration, calibrate.sequences, calibrate.batch)
     leaders = {source.weight: source.leader for source in sources}
     measure = partial(input_scales, programs, sources, schemes, rows)
-    return FakeQuantization(schemes, InputScales(loaded.model, leaders, measure, world))
+    return InputScales(loaded.model, leaders, measure, world) if sources else None
 
 
 def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
@@ -251,7 +244,6 @@ def _resume(begun: Run, run: Run, trainer: Trainer, say: Say) -> None:
         if trainer.world.rank == 0:
             run.record()
     say(f"resuming after step {trainer.step} from {path}")
-    threads = checkpoint.read_state(path).threads
-    if threads != torch.get_num_threads():
-        now = torch.get_num_threads()
-        say(f"the run used {threads} threads and now has {now}: its sums are rounded in another order from here on")
+    before, now = checkpoint.read_state(path).threads, torch.get_num_threads()
+    if before != now:
+        say(f"the run used {before} threads and now has {now}: its sums are rounded in another order from here on")

@@ -11,19 +11,6 @@ from specc.runtime.calibration.input_scales import InputScales
 
 
 @dataclass(frozen=True, slots=True)
-class FakeQuantization:
-    """The quantization that a model computes with once `train.qat` has begun.
-
-    Attributes:
-        schemes: the storage scheme of each parameter, by name.
-        inputs: the input scales of int8 products. None if no product will be int8.
-    """
-
-    schemes: Mapping[str, Scheme]
-    inputs: InputScales | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TrainableModel:
     """A model to train.
 
@@ -35,7 +22,8 @@ class TrainableModel:
         window: tokens per row.
         spec_digest: SHA-256 of the canonical spec, stored in checkpoints.
         phases: the phases of the run, as in `Programs`.
-        fake_quantization: the quantization for `train.qat`.
+        schemes: the storage scheme of each parameter, by name, for `train.qat`. None without it.
+        input_scales: the input scales of int8 products. None if no product will be int8.
     """
 
     module: nn.Module
@@ -43,4 +31,5 @@ class TrainableModel:
     window: int
     spec_digest: str
     phases: Sequence[Phase] = ()
-    fake_quantization: FakeQuantization | None = None
+    schemes: Mapping[str, Scheme] | None = None
+    input_scales: InputScales | None = None

@@ -20,11 +20,10 @@ from specc.runtime.log import Step
 from specc.runtime.metrics.share import Share, Sums
 from specc.runtime.metrics.validation import Measured, Scorer, Validates
 from specc.runtime.model.cuda_graph import Captured
-from specc.runtime.optim import schedule
-from specc.runtime.optim.average import averaging
+from specc.runtime.optim.average import Average
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.optimizers import Optimizers, sharded_parameters
-from specc.runtime.optim.reduce import mean_gradients
+from specc.runtime.optim.schedule import Moment, moment
 from specc.runtime.storage.checkpoint import Snapshot, require_match
 from specc.runtime.train.clock import Clock
 from specc.runtime.train.precision import products_in_tf32
@@ -36,7 +35,7 @@ from specc.runtime.train.segments import (
     run_segments,
     segment_at,
 )
-from specc.runtime.train.sources.feed import Batch, TrainingData
+from specc.runtime.train.sources.feed import Batch, Feed
 from specc.runtime.train.sources.micro_batches import micro_batches
 from specc.runtime.train.trainable_model import TrainableModel
 
@@ -66,7 +65,7 @@ class Trainer:
     Args:
         model: the model.
         train: the `train` section of the spec.
-        data: the source of this process's part of the rows of each step.
+        feed: this process's part of the rows of each step.
         world: the processes that train together, on their devices.
         compiled: whether to use torch.compile, and CUDA graphs on a GPU.
 
@@ -76,24 +75,22 @@ class Trainer:
     """
 
     def __init__(
-        self, model: TrainableModel, train: TrainSpec, data: TrainingData, world: World, compiled: bool = False
+        self, model: TrainableModel, train: TrainSpec, feed: Feed, world: World, compiled: bool = False
     ) -> None:
-        self.train, self.loader, self.feed, self.window = train, data.loader, data.feed, model.window
+        self.train, self.feed, self.loader, self.window = train, feed, feed.loader, model.window
         self.world, self.device, self.compiled = world, world.device, compiled
         self.micro_batches = micro_batches(train, model.window, world.size)
         self._module, self._spec_digest = model.module.to(self.device), model.spec_digest
         shapes = {parameter.name: parameter.shape for parameter in model.parameters}
         dtypes = {parameter.name: DTYPES[parameter.dtype] for parameter in model.parameters}
-        quantization = model.fake_quantization if train.qat is not None else None
-        self._schemes = quantization.schemes if quantization is not None else None
-        self._input_scales = quantization.inputs if quantization is not None else None
+        self._schemes, self._input_scales = model.schemes, model.input_scales
         copied = [name for name, scheme in (self._schemes or {}).items() if scheme.has_grid]
         sharded = sharded_parameters(shapes, train.optimizers) if world.size > 1 else frozenset[str]()
         self.masters = Masters(self._module, dtypes, sharded, copied)
         self.optimizers = Optimizers(self.masters.tensors, train.optimizers, world)
-        self.average = averaging(train.average, self.masters.tensors) if train.average else None
+        self.average = Average(train.average, self.masters.tensors) if train.average else None
         self._norm = torch.zeros((), device=self.device)
-        self._reduce = self._replayed(self._reduce_gradients, collective=True)
+        self._finish_gradients = self._replayed(self._mean_gradients, collective=True)
         self._segments = run_segments(model.phases, train.lengths or (), model.window)
         state, unused = self.optimizers.state(), dict.fromkeys(segment.phase.rests for segment in self._segments)
         self._unused = {names: UnusedParameters(names, self.masters.tensors, state) for names in unused}
@@ -111,7 +108,7 @@ class Trainer:
         self.clock = Clock()
         self._launched: deque[_Launched] = deque()
         self._last_seconds = 0.0
-        self._last_tokens, self._last_samples = 0, 0
+        self._last: tuple[int | None, int] = (None, 0)  # samples and tokens up to the last step that was returned
 
     @property
     def segment(self) -> RunSegment:
@@ -126,19 +123,20 @@ class Trainer:
     @property
     def fake_quantizes(self) -> bool:
         """True if the model currently computes with quantized weights."""
-        return self.masters.fake_quantizes
+        return self.masters.quantized is not None
 
     @property
     def calibrates_next(self) -> bool:
         """True if the next update begins by measuring the input scales of int8 products."""
-        moment = schedule.moment(self.train, self.step, self.clock.common)
-        begins = self._is_quantized_at(moment, segment_at(self._segments, moment.done))
-        return begins and self._input_scales is not None and not self._input_scales.measured
+        if self._input_scales is None or self._input_scales.measured:
+            return False
+        next_update = moment(self.train, self.step, self.clock.common)
+        return self._is_quantized_at(next_update, segment_at(self._segments, next_update.done))
 
     @property
     def done(self) -> float:
         """The share of the run that is complete, 0 to 1. The run ends at 1."""
-        return schedule.progress(self.train, self.step, self.clock.common)
+        return moment(self.train, self.step, self.clock.common).done
 
     def advance(self) -> list[Step]:
         """Performs one update and returns the steps whose results have arrived: this step on the CPU, the previous step
@@ -147,17 +145,16 @@ class Trainer:
         Raises RunFailure if the loss or a gradient of a returned step is not finite. On the CPU the weights are then
         those from before the step.
         """
-        moment = schedule.moment(self.train, self.step, self.clock.common)
-        index = segment_at(self._segments, moment.done)
-        self._fake_quantize_from(moment, index)
+        now = moment(self.train, self.step, self.clock.common)
+        index = segment_at(self._segments, now.done)
+        self._fake_quantize_from(now, index)
         if index != self._index:
             self._enter(index)
-        self._done_before = moment.done
-        self._gradients(self._arguments(self.loader.next() for _ in range(self.micro_batches)))
-        norm = self._mean_gradients()
-        self._launch(moment.multiplier, torch.stack((self.masters.loss, norm)))
+        self._done_before = now.done
+        self._gradients(self.loader.next() for _ in range(self.micro_batches))
+        self._launch(now.multiplier, torch.stack((self.masters.loss, self._norm)))
         steps = self._arrived(lag=1 if self.device.type == "cuda" else 0)
-        self._update(moment)
+        self._update(now)
         self.step += 1
         return steps
 
@@ -172,9 +169,11 @@ class Trainer:
         """A context manager in which the clock is stopped. Call `settle` first, or work still on the device is not
         counted."""
         self.clock.stop()
-        yield
-        self.clock.start()
-        self._last_seconds = self.clock.seconds
+        try:
+            yield
+        finally:
+            self.clock.start()
+            self._last_seconds = self.clock.seconds
 
     def warm_up(self, vocabulary: int) -> None:
         """Compiles everything that a step runs, in the current and all later segments, by running steps on random
@@ -182,13 +181,12 @@ class Trainer:
         before = self.snapshot().copied()
         generator = torch.Generator().manual_seed(0)
         shape = (self.train.at_once(self.world.size), self.window)
-        for index in [index for index in range(self._index, len(self._segments)) for _ in range(WARM_UP_STEPS)]:
+        for index in range(self._index, len(self._segments)):
             self._enter(index)
-            batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
-            self._gradients(self._arguments(batches))
-            self.world.wait()  # wait on the host: a device collective would time out while another rank compiles
-            self._mean_gradients()
-            self._update(schedule.Moment())
+            for _ in range(WARM_UP_STEPS):
+                batches = (self.feed.random_batch(shape, vocabulary, generator) for _ in range(self.micro_batches))
+                self._gradients(batches, wait=True)
+                self._update(Moment())
         self.restore(before)
 
     def evaluate(
@@ -240,9 +238,13 @@ class Trainer:
         samples, tokens = self.feed.counted()
         if samples is None:
             return {}
-        seconds = max(self.clock.seconds, 1e-9)
-        rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
-        return {"samples": samples, "tokens": tokens, **rates}
+        rate = 1 / max(self.clock.seconds, 1e-9)
+        return {
+            "samples": samples,
+            "tokens": tokens,
+            "samples_per_second": samples * rate,
+            "tokens_per_second": tokens * rate,
+        }
 
     def require_same(self) -> None:
         """Raises RunFailure on each rank whose weights differ from those of rank 0."""
@@ -265,10 +267,9 @@ class Trainer:
             self.masters.tensors,
             self.average.tensors if self.average is not None else None,
             {
-                k: t
-                for part in (self.optimizers, self.average, self._input_scales)
-                if part
-                for k, t in part.state().items()
+                **self.optimizers.state(),
+                **(self.average.state() if self.average is not None else {}),
+                **(self._input_scales.state() if self._input_scales is not None else {}),
             },
             rng,
             self.loader.state(),
@@ -301,24 +302,23 @@ class Trainer:
         self.step = snapshot.step
         self.clock.set(snapshot.seconds)
         if self.step:
-            self._fake_quantize_from(schedule.moment(self.train, self.step - 1, self.clock.common), self._index)
-        self._last_seconds = snapshot.seconds
-        samples, self._last_tokens = self.feed.counted()
-        self._last_samples = samples or 0
+            self._fake_quantize_from(moment(self.train, self.step - 1, self.clock.common), self._index)
+        self._last_seconds, self._last = snapshot.seconds, self.feed.counted()
         self._launched.clear()
 
-    def _arguments(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the arguments of each pass of the next step, on the device."""
-        for part, batch in enumerate(batches):
-            placed = tuple(tensor.to(self.device) for tensor in batch)
-            yield self.feed.arguments(placed, self.step, part, self.segment.phase)
-
-    def _gradients(self, passes: Iterable[Batch]) -> None:
-        """Accumulates the gradients and losses of this process's micro-batches in the masters."""
+    def _gradients(self, batches: Iterable[Batch], wait: bool = False) -> None:
+        """Computes the mean loss and the clipped mean gradients over all micro-batches of all processes in the masters,
+        and the norm before clipping in `_norm`. With `wait`, all processes first wait for each other on the host: a
+        collective call on the device would time out while another rank compiles."""
         self.masters.clear()
         with products_in_tf32(self.train.tf32 and self.device.type == "cuda"):
-            for arguments in passes:
-                self._passes[self._index](*arguments)
+            for part, batch in enumerate(batches):
+                batch = tuple(tensor.to(self.device) for tensor in batch)
+                self._passes[self._index](*self.feed.arguments(batch, self.step, part, self.segment.phase))
+        if wait:
+            self.world.wait()
+        self._finish_gradients()
+        self.masters.attach()  # sets Python attributes, which a graph replay does not
 
     def _pass(self, train: Function, tokens: int, *arguments: Tensor) -> None:
         """Adds the gradients and the loss of one micro-batch to the masters. May be captured as a CUDA graph."""
@@ -347,40 +347,33 @@ class Trainer:
         self._index = index
         self._unused[self._segments[index].phase.rests].save()
 
-    def _fake_quantize_from(self, moment: schedule.Moment, index: int) -> None:
+    def _fake_quantize_from(self, now: Moment, index: int) -> None:
         """Switches the model to quantized weights once the spec requires it. `index` is that of the next segment."""
-        if self._schemes is not None and self._is_quantized_at(moment, index):
+        if self._schemes is not None and self._is_quantized_at(now, index):
             if self._input_scales is not None and not self._input_scales.measured:
                 self._input_scales.measure(self.masters.tensors)
             self._fake_quantize(self._schemes)
 
-    def _is_quantized_at(self, moment: schedule.Moment, index: int) -> bool:
+    def _is_quantized_at(self, now: Moment, index: int) -> bool:
         """Returns True if weights are quantized at a moment in a segment."""
         if any(segment.phase.rounds for segment in self._segments):  # weights and programs switch together
             return self._segments[index].phase.rounds
-        return self.train.qat is not None and moment.warm_down < self.train.qat.below
+        return self.train.qat is not None and now.warm_down < self.train.qat.below
 
     def _fake_quantize(self, schemes: Mapping[str, Scheme] | None) -> None:
         shares = self._input_scales.shares() if self._input_scales is not None else None
         if self.masters.fake_quantize(schemes, shares):
             self._updates = self._update_functions()  # the captured graphs still write the previous copies
 
-    def _mean_gradients(self) -> Tensor:
-        """Replaces the gradients by their means over all micro-batches of all processes, clipped. Returns the norm
-        before clipping, f32 []."""
-        self._reduce()
-        self.masters.attach()  # sets Python attributes, which a graph replay does not
-        return self._norm
-
-    def _reduce_gradients(self) -> None:
+    def _mean_gradients(self) -> None:
         banks, clip_norm = self.optimizers.banks, self.train.clip_norm
-        self._norm.copy_(mean_gradients(self.masters, banks, self.world, self.micro_batches, clip_norm))
+        self._norm.copy_(self.masters.finish(self.micro_batches, clip_norm, banks, self.world))
 
-    def _update(self, moment: schedule.Moment) -> None:
-        self.optimizers.set(moment.multiplier, self.step, moment.done)
+    def _update(self, now: Moment) -> None:
+        self.optimizers.set(now.multiplier, self.step, now.done)
         self._updates[self.segment.phase.rests]()
         if self.average is not None:
-            self.average.update(self.step + 1, moment)
+            self.average.update(self.step + 1, now)
 
     def _apply(self, unused: UnusedParameters) -> None:
         self.optimizers.update()
@@ -407,11 +400,10 @@ class Trainer:
                 first = f"; the first parameter hit is {place}" if place is not None else ""
                 message = f"step {launched.step}: the loss is {loss} and the gradient norm {norm}{first}"
                 raise RunFailure(message, _NOT_FINITE)
-            seconds = self.clock.seconds
-            since = max(seconds - self._last_seconds, 1e-9)
-            samples, tokens = launched.counted
-            rate = (tokens - self._last_tokens) / since
-            rows = None if samples is None else (samples - self._last_samples) / since
-            self._last_seconds, self._last_tokens, self._last_samples = seconds, tokens, samples or 0
+            seconds, (samples, tokens), (last_samples, last_tokens) = self.clock.seconds, launched.counted, self._last
+            elapsed = max(seconds - self._last_seconds, 1e-9)
+            rows = None if samples is None else (samples - (last_samples or 0)) / elapsed
+            rate = (tokens - last_tokens) / elapsed
             steps.append(Step(launched.step, loss, launched.multiplier, norm, rate, seconds, rows))
+            self._last_seconds, self._last = seconds, launched.counted
         return steps

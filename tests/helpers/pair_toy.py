@@ -14,7 +14,7 @@ from specc.runtime.data.lines.pairs import Pairs
 from specc.runtime.data.lines.polynomial import SYMBOLS, draw
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.distributed.world import World
-from specc.runtime.train.sources.feed import Forced, TrainingData
+from specc.runtime.train.sources.feed import Forced
 from specc.runtime.train.sources.micro_batches import micro_batches
 from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
@@ -78,6 +78,6 @@ def pair_trainer(
     torch.manual_seed(train.seed)
     rows, passes = train.at_once(world.size), micro_batches(train, WIDTH, world.size)
     loader = PairLoader(FixedSet(pairs(), train.seed, device), rows, passes, device, world.rank, world.size)
-    feed = Forced(model, train.forcing, 200, train.seed, loader)
+    feed = Forced(loader, model, train.forcing, 200, train.seed)
     trainable = TrainableModel(model, parameters(), WIDTH, "digest")
-    return Trainer(trainable, train, TrainingData(loader, feed), world.on(device), compiled)
+    return Trainer(trainable, train, feed, world.on(device), compiled)

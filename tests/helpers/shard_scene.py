@@ -16,7 +16,6 @@ from specc.compiler.spec.train import TrainSpec
 from specc.runtime.distributed.world import World, joined
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.optimizers import Optimizers, sharded_parameters
-from specc.runtime.optim.reduce import mean_gradients
 
 # Five, three and one of a shape: no number of ranks takes all of them in equal parts.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -67,8 +66,9 @@ def advance(masters: Masters, optimizers: Optimizers, world: World, step: int, r
         for name, param in masters.model_parameters.items():
             param.grad = gradient(name, step, rank).to(param.device, param.dtype)
         masters.collect()
-    norm = mean_gradients(masters, optimizers.banks, world, len(ranks), 1.5)
-    optimizers.step(1 / (step + 1), step, step / STEPS)
+    norm = masters.finish(len(ranks), 1.5, optimizers.banks, world)
+    optimizers.set(1 / (step + 1), step, step / STEPS)
+    optimizers.update()
     masters.refresh()
     return float(norm)
 

@@ -17,8 +17,8 @@ from specc.runtime.data.windows.loader import Loader
 from specc.runtime.data.windows.stream import TokenStream, open_stream
 from specc.runtime.distributed.world import World
 from specc.runtime.log import Step
-from specc.runtime.train.sources.feed import TrainingData, Windows
-from specc.runtime.train.trainable_model import FakeQuantization, TrainableModel
+from specc.runtime.train.sources.feed import Windows
+from specc.runtime.train.trainable_model import TrainableModel
 from specc.runtime.train.trainer import Trainer
 
 WINDOW = 8
@@ -126,13 +126,12 @@ def trainer(
     train, world = train or train_spec(), world or World.alone()
     torch.manual_seed(train.seed)
     loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed, world.rank, world.size)
-    return Trainer(trainable(model or Toy(), dtype, grids), train, data_of(train, loader), world)
+    return Trainer(trainable(model or Toy(), dtype, grids), train, feed_of(train, loader), world)
 
 
 def trainable(model: nn.Module, dtype: str = "f32", schemes: Mapping[str, Scheme] | None = None) -> TrainableModel:
-    quantization = FakeQuantization(schemes) if schemes is not None else None
-    return TrainableModel(model, parameters(dtype), WINDOW, "digest", fake_quantization=quantization)
+    return TrainableModel(model, parameters(dtype), WINDOW, "digest", schemes=schemes)
 
 
-def data_of(train: TrainSpec, loader: Loader, window: int = WINDOW) -> TrainingData:
-    return TrainingData(loader, Windows(train.rows(window) * window))
+def feed_of(train: TrainSpec, loader: Loader, window: int = WINDOW) -> Windows:
+    return Windows(loader, train.rows(window) * window)

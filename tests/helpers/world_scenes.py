@@ -20,6 +20,7 @@ from toy import Toy, Watch, stream, train_spec, trainer
 
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.distributed.signals import Preempted
 from specc.runtime.distributed.world import World, joined
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.log import Reporter, RunLog, Silence, Step
@@ -29,7 +30,6 @@ from specc.runtime.storage.checkpoint import latest
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train import clock
 from specc.runtime.train.loop import Limits, Loop, TrainResult
-from specc.runtime.train.signals import Preempted
 
 TRAIN = train_spec(tokens_per_step=8 * 8, validate_every=7)
 

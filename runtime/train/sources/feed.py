@@ -1,11 +1,12 @@
-"""Feeds: convert batches into the arguments of the program `train`."""
+"""Feeds: batches, their conversion into the arguments of the program `train`, and the loss of a pass."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -30,15 +31,19 @@ class Batches(Protocol):
 
     def restore(self, state: Mapping[str, int]) -> None: ...
 
-    def close(self) -> None: ...
 
+class Feed(ABC):
+    """Batches, and their conversion into the inputs of micro-batches.
 
-class Feed(Protocol):
-    """Converts batches into the inputs of a micro-batch. `names` are the inputs of the program `train`, in order."""
+    Attributes:
+        names: the inputs of the program `train`, in order.
+        loader: the batches of this process.
+    """
 
-    @property
-    def names(self) -> tuple[str, ...]: ...
+    names: ClassVar[tuple[str, ...]]
+    loader: Batches
 
+    @abstractmethod
     def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
         """Returns the arguments of one pass.
 
@@ -51,54 +56,42 @@ class Feed(Protocol):
         Returns:
             The arguments of the pass, on the device.
         """
-        ...
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
         """Returns the loss of a pass, f32 [], given its `arguments`. May be captured in a CUDA graph, with the
         arguments at fixed addresses."""
-        ...
+        return train(*arguments)
 
+    @abstractmethod
     def random_batch(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
         """Returns a batch of random tokens on the CPU; `shape` is (rows, window)."""
-        ...
 
+    @abstractmethod
     def counted(self) -> tuple[int | None, int]:
         """Returns the samples and tokens supplied so far to all ranks. Samples are None if steps are counted in tokens
         alone."""
-        ...
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingData:
-    """Batches, and the feed that converts them into arguments."""
-
-    loader: Batches
-    feed: Feed
-
-
-class Windows:
+class Windows(Feed):
     """Batches of text. The program accepts ids and targets, i64 [B, T], unchanged; a step has `tokens` tokens."""
 
     names = ("ids", "targets")
 
-    def __init__(self, tokens: int) -> None:
-        self._tokens, self._given = tokens, 0
+    def __init__(self, loader: Batches, tokens: int) -> None:
+        self.loader, self._step_tokens, self._tokens = loader, tokens, 0
 
     def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
-        self._given += self._tokens if part == 0 else 0
+        self._tokens += self._step_tokens if part == 0 else 0
         return batch
-
-    def loss(self, train: Program, *arguments: Tensor) -> Tensor:
-        return train(*arguments)
 
     def random_batch(self, shape: tuple[int, int], vocabulary: int, generator: torch.Generator) -> Batch:
         return tuple(torch.randint(vocabulary, (2, *shape), generator=generator))
 
     def counted(self) -> tuple[int | None, int]:
-        return None, self._given
+        return None, self._tokens
 
 
-class Forced:
+class Forced(Feed):
     """Batches of pairs with teacher forcing: (source, target, weight) become (source, inputs, target, weight).
 
     `inputs`, i64 [B, T], are the decoder inputs: the start token, then the target's tokens except the last. At
@@ -108,44 +101,41 @@ class Forced:
     number is below the probability times 2 ** 32. The result therefore does not depend on the number of ranks.
 
     Args:
+        loader: the loader of the pairs.
         model: predicts the tokens at unforced positions, with its current weights.
         schedule: the probability of the truth. None for 1 throughout.
         epoch: samples per epoch.
         seed: the seed of the draws.
-        loader: the loader of the pairs.
     """
 
     names = ("source", "inputs", "target")
 
     def __init__(
-        self, model: nn.Module, schedule: ForcingSpec | None, epoch: int, seed: int, loader: PairLoader
+        self, loader: PairLoader, model: nn.Module, schedule: ForcingSpec | None, epoch: int, seed: int
     ) -> None:
-        self._model, self._schedule, self._epoch, self._seed, self._loader = model, schedule, epoch, seed, loader
+        self.loader: PairLoader = loader
+        self._model, self._schedule, self._epoch, self._seed = model, schedule, epoch, seed
 
     def probability(self, step: int) -> float:
         """Returns the probability that a position receives the truth, in the update after `step` others."""
-        if self._schedule is None:
+        schedule = self._schedule
+        if schedule is None:
             return 1.0
-        return forced_at(
-            self._schedule, step if self._schedule.by == "step" else step * self._loader.rows / self._epoch
-        )
+        return forced_at(schedule, step if schedule.by == "step" else step * self.loader.rows / self._epoch)
 
     def arguments(self, batch: Batch, step: int, part: int, phase: Phase) -> Batch:
         source, target, weight = batch
         probability = self.probability(step)
         if probability >= 1:
             return source, shifted(target), target, weight
-        forcing = torch.from_numpy(self._drawn(probability, step, part, target.shape[1])).to(target.device)
+        forcing = self._forced_positions(probability, step, part, target.shape[1]).to(target.device)
         return source, fed(self._model, source, target, forcing, phase.writes), target, weight
 
-    def _drawn(
-        self, probability: float, step: int, part: int, width: int
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def _forced_positions(self, probability: float, step: int, part: int, width: int) -> Tensor:
         """Returns the forced positions of this rank's rows, bool [B, T]."""
-        count = self._loader.rows * width
-        words = hashlib.shake_256(f"specc forcing {self._seed} {step}".encode()).digest(4 * count)
-        forced = np.frombuffer(words, "<u4").reshape(-1, width) < probability * 2**32
-        return np.ascontiguousarray(forced[self._loader.local_rows(part)])
+        digest = hashlib.shake_256(f"specc forcing {self._seed} {step}".encode()).digest(4 * self.loader.rows * width)
+        forced = np.frombuffer(digest, "<u4").reshape(-1, width) < probability * 2**32
+        return torch.from_numpy(np.ascontiguousarray(forced[self.loader.local_rows(part)]))
 
     def loss(self, train: Program, *arguments: Tensor) -> Tensor:
         source, inputs, target, weight = arguments
@@ -156,7 +146,7 @@ class Forced:
         return source, target, torch.ones(())
 
     def counted(self) -> tuple[int | None, int]:
-        return self._loader.samples, self._loader.tokens
+        return self.loader.samples, self.loader.tokens
 
 
 def shifted(target: Tensor) -> Tensor:
@@ -170,9 +160,9 @@ def shifted(target: Tensor) -> Tensor:
 def forced_at(schedule: ForcingSpec, when: float) -> float:
     """Returns the probability of the truth at `when`, a step or a fractional epoch."""
     points = schedule.points
-    after = next((i for i, (start, _) in enumerate(points) if start > when), len(points))
+    after = bisect_right(points, when, key=lambda point: point[0])
     start, value = points[after - 1]
     if schedule.between == "hold" or after == len(points):
         return value
-    end, coming = points[after]
-    return value + (coming - value) * (when - start) / (end - start)
+    end, next_value = points[after]
+    return value + (next_value - value) * (when - start) / (end - start)

@@ -24,33 +24,43 @@ from specc.runtime.distributed.world import World
 from specc.runtime.metrics.exact_match import PairValidation
 from specc.runtime.model.load import Loaded, device_of
 from specc.runtime.storage.data_digests import DataDigests
-from specc.runtime.train.sources.feed import Forced, TrainingData
+from specc.runtime.train.sources.feed import Feed, Forced
 from specc.runtime.train.sources.micro_batches import micro_batches
-from specc.runtime.train.sources.source import Epoch, Source, Supply
+from specc.runtime.train.sources.source import Epoch, OpenData, Source, Supply
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadyLines:
-    spec: Spec
-    tokenizer: CharTokenizer
-    files: Sequence[Path] = ()  # nothing to copy into a run: a task needs no file, and `--data` names a file of lines
+class Lines(Source):
+    """Pairs of lines. A run copies no files: a task needs none, and `--data` names a file of lines."""
 
-    def open(self, data: str, cache: Path, stack: ExitStack) -> _OpenLines:
+    name = "lines"
+
+    def __init__(self, spec: Spec, search: Sequence[Path]) -> None:
+        self._spec, self._tokenizer = spec, characters_of(spec)
+
+    def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
         """Generates the lines if `data` is the name of the task. Otherwise `data` is a file of lines, of which one in
         ten is used for validation."""
-        task, width = task_of(self.spec.train.data), self.spec.model.window
-        assert isinstance(self.spec.eval, ExactMatchSpec)
+        spec, tokenizer, width = self._spec, self._tokenizer, self._spec.model.window
+        task = task_of(spec.train.data)
+        assert isinstance(spec.eval, ExactMatchSpec)
         if data == task.name:
-            scored = task.held_out(task.splits[0], self.spec.eval.lines)
+            scored = task.held_out(task.splits[0], spec.eval.lines)
             digests = DataDigests(train=task.training.digest, val=scored.digest)
-            train, val = (Pairs.of(lines, self.tokenizer, width) for lines in (task.training, scored))
-            stream = task.stream() if task.fresh else None
-            return _OpenLines(self.spec, self.tokenizer, train, val, digests, stream)
+            train, val = (Pairs.of(lines, tokenizer, width) for lines in (task.training, scored))
+            return _OpenLines(spec, tokenizer, train, val, digests, task.stream() if task.fresh else None)
         if task.fresh:
             raise DataError("`fresh: true` draws samples, and a file has none to draw", "train without --data")
-        file = LineFile.read(Path(data).expanduser(), self.tokenizer, width)
+        file = LineFile.read(Path(data).expanduser(), tokenizer, width)
         file.require_both_splits()
-        return _OpenLines(self.spec, self.tokenizer, file.train, file.val, file.digests, None)
+        return _OpenLines(spec, tokenizer, file.train, file.val, file.digests)
+
+    @staticmethod
+    def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
+        window, tokenizer = spec.model.window, characters_of(spec)
+        lines = task_of(spec.train.data).first(batches * spec.train.rows(window))
+        pairs, digests = Pairs.of(lines, tokenizer, window), DataDigests(train=lines.digest, val=lines.digest)
+        world = World.alone().on(torch.device(device_of(loaded.target)))
+        return _OpenLines(spec, tokenizer, pairs, pairs, digests).supply(loaded, world, stack).feed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class _OpenLines:
     train: Pairs
     val: Pairs
     digests: DataDigests
-    stream: LineStream | None
+    stream: LineStream | None = None
 
     @property
     def epoch(self) -> Epoch | None:
@@ -75,9 +85,9 @@ class _OpenLines:
         )
         rows, passes = plan.at_once(world.size), micro_batches(plan, window, world.size)
         loader = stack.enter_context(PairLoader(samples, rows, passes, world.device, world.rank, world.size))
-        feed = Forced(loaded.model, plan.forcing, len(self.train), plan.seed, loader)
+        feed = Forced(loader, loaded.model, plan.forcing, len(self.train), plan.seed)
         validation = PairValidation(self.val.within(plan.validate_tokens), self.tokenizer, self.spec)
-        return Supply(TrainingData(loader, feed), validation)
+        return Supply(feed, validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
         """Yields batches of lines of equal length, without pads: a decoder that has stopped reads no pads, so they must
@@ -93,18 +103,3 @@ class _OpenLines:
                 part = sample[alike[start : start + batch]]
                 sides = {"source": part.source[:, :source], "target": part.target[:, :target]}
                 yield {name: torch.from_numpy(side.astype(np.int64)) for name, side in sides.items()}
-
-
-def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> TrainingData:
-    window, tokenizer = spec.model.window, characters_of(spec)
-    lines = task_of(spec.train.data).first(batches * spec.train.rows(window))
-    pairs, digests = Pairs.of(lines, tokenizer, window), DataDigests(train=lines.digest, val=lines.digest)
-    data = _OpenLines(spec, tokenizer, pairs, pairs, digests, None)
-    return data.supply(loaded, World.alone().on(torch.device(device_of(loaded.target))), stack).training
-
-
-def _ready(spec: Spec, search: Sequence[Path]) -> _ReadyLines:
-    return _ReadyLines(spec, characters_of(spec))
-
-
-LINES = Source("lines", _ready, _drill)

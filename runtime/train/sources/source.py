@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from specc.compiler.catalog import catalog
+from specc.compiler.catalog import classes
 from specc.compiler.spec.spec import Spec
 from specc.runtime.data.lines.pairs import Pairs
 from specc.runtime.distributed.world import World
@@ -18,14 +19,14 @@ from specc.runtime.metrics.validation import Validates
 from specc.runtime.model.load import Loaded
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.train import sources
-from specc.runtime.train.sources.feed import TrainingData
+from specc.runtime.train.sources.feed import Feed
 
 
 @dataclass(frozen=True, slots=True)
 class Supply:
     """The data to train on and the data to score on."""
 
-    training: TrainingData
+    feed: Feed
     validation: Validates
 
 
@@ -68,36 +69,42 @@ class OpenData(Protocol):
         ...
 
 
-class Ready(Protocol):
-    @property
-    def files(self) -> Sequence[Path]:
-        """The files that a run copies, so that the run directory can be opened on its own."""
-        ...
+class Source(ABC):
+    """The reader of one form of data. Each subclass is one form, in a file of this package.
 
-    def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
-        """Opens `data`, as given to `--data`. Results that are slow to compute are stored in `cache`. Raises DataError
-        if the data cannot be read or do not fit the spec."""
-        ...
+    The constructor checks that everything needed is present and fits the model, before a run writes anything.
 
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """The reader of one form of data.
+    Args:
+        spec: the resolved spec.
+        search: the folders to search for files.
 
     Attributes:
         name: the form, equal to `DataKind.gives`.
-        ready: checks that everything needed is present and fits the model, before a run writes anything. Its arguments
-            are a spec and folders to search for files. Raises DataError if something is missing or does not fit.
-        drill: returns data for one process that only measures the speed of its steps: at least the given number of
-            batches, from no file.
+        files: the files that a run copies, so that the run directory can be opened on its own.
+
+    Raises:
+        DataError: if something is missing or does not fit.
     """
 
-    name: str
-    ready: Callable[[Spec, Sequence[Path]], Ready]
-    drill: Callable[[Spec, Loaded, int, ExitStack], TrainingData]
+    name: ClassVar[str]
+    files: Sequence[Path] = ()
+
+    @abstractmethod
+    def __init__(self, spec: Spec, search: Sequence[Path]) -> None: ...
+
+    @abstractmethod
+    def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
+        """Opens `data`, as given to `--data`. Results that are slow to compute are stored in `cache`. Raises DataError
+        if the data cannot be read or do not fit the spec."""
+
+    @staticmethod
+    @abstractmethod
+    def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
+        """Returns the feed of one process that only measures the speed of its steps: at least `batches` batches, from
+        no file."""
 
 
-def source_of(spec: Spec) -> Source:
+def source_of(spec: Spec) -> type[Source]:
     """Returns the source of the data that the spec trains on."""
-    known: Mapping[str, Source] = catalog(sources, Source)
-    return known[spec.train.data.gives]
+    kinds: Mapping[str, type[Source]] = classes(sources, Source)
+    return kinds[spec.train.data.gives]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,32 @@ from specc.runtime.distributed.world import World
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import Loaded
 from specc.runtime.storage.data_digests import DataDigests
-from specc.runtime.train.sources.feed import TrainingData, Windows
-from specc.runtime.train.sources.source import Epoch, Source, Supply
+from specc.runtime.train.sources.feed import Feed, Windows
+from specc.runtime.train.sources.source import Epoch, OpenData, Source, Supply
 
 
-@dataclass(frozen=True, slots=True)
-class _Text:
-    spec: Spec
-    tokenizer: Tokenizer
-    files: Sequence[Path]
+class Text(Source):
+    """Text, jsonl or token shards. A run copies the files of its tokenizer."""
 
-    def open(self, data: str, cache: Path, stack: ExitStack) -> _Streams:
-        streams = [open_stream(data, split, self.tokenizer, cache) for split in ("train", "val")]
+    name = "text"
+
+    def __init__(self, spec: Spec, search: Sequence[Path]) -> None:
+        assert isinstance(spec.train.data, TextData)
+        self._spec, self._tokenizer = spec, tokenizer_of(spec, search)
+        self.files = tokenizer_files(spec.train.data.tokenizer, search)
+
+    def open(self, data: str, cache: Path, stack: ExitStack) -> OpenData:
+        streams = [open_stream(data, split, self._tokenizer, cache) for split in ("train", "val")]
         for stream in streams:
             stack.callback(stream.close)
-        return _Streams(self.spec, self.tokenizer, *streams)
+        return _Streams(self._spec, self._tokenizer, *streams)
+
+    @staticmethod
+    def drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> Feed:
+        train, window = spec.train, spec.model.window
+        return Windows(
+            RandomTokens(train.at_once(), window, spec.model.vocabulary, batches), train.rows(window) * window
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +71,15 @@ class _Streams:
     def supply(self, loaded: Loaded, world: World, stack: ExitStack) -> Supply:
         plan, window, data = self.spec.train, self.spec.model.window, self.spec.train.data
         assert isinstance(data, TextData) and isinstance(self.spec.eval, BitsSpec)
-        rows = plan.at_once(world.size)
-        share = world.rank, world.size
-        loader = Loader(self.train, rows, window, data.order, plan.seed, *share, device=world.device)
+        rows, ranks = plan.at_once(world.size), (world.rank, world.size)
+        loader = Loader(self.train, rows, window, data.order, plan.seed, *ranks, device=world.device)
         stack.enter_context(loader)
         validation = Validation(self.val, self.tokenizer, self.spec.eval.batch, plan.validate_tokens)
-        return Supply(TrainingData(loader, Windows(plan.rows(window) * window)), validation)
+        return Supply(Windows(loader, plan.rows(window) * window), validation)
 
     def calibration(self, rows: int, batch: int) -> Iterator[Mapping[str, Tensor]]:
-        wanted = Calibrate(sequences=rows, batch=batch)
-        windows = calibration_windows(self.train, wanted, self.spec.model.window, self.spec.train.seed)
+        settings = Calibrate(sequences=rows, batch=batch)
+        windows = calibration_windows(self.train, settings, self.spec.model.window, self.spec.train.seed)
         yield from ({"ids": ids, "targets": targets} for ids, targets in windows)
 
 
@@ -78,34 +89,14 @@ class RandomTokens:
 
     def __init__(self, batch: int, length: int, vocabulary: int, count: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._batches = torch.randint(vocabulary, (count, 2, batch, length), generator=generator)
-        self._given = 0
+        batches = torch.randint(vocabulary, (count, 2, batch, length), generator=generator)
+        self._batches = cycle(tuple(batch) for batch in batches)
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        ids, targets = self._batches[self._given % len(self._batches)]
-        self._given += 1
-        return ids, targets
+    def next(self) -> tuple[Tensor, ...]:
+        return next(self._batches)
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Does nothing: there is no state to restore."""
-
-    def close(self) -> None:
-        """Does nothing: nothing is open."""
-
-
-def _drill(spec: Spec, loaded: Loaded, batches: int, stack: ExitStack) -> TrainingData:
-    train, window = spec.train, spec.model.window
-    tokens = RandomTokens(train.at_once(), window, spec.model.vocabulary, batches)
-    return TrainingData(tokens, Windows(train.rows(window) * window))
-
-
-def _ready(spec: Spec, search: Sequence[Path]) -> _Text:
-    tokenizer, data = tokenizer_of(spec, search), spec.train.data
-    assert isinstance(data, TextData)
-    return _Text(spec, tokenizer, tokenizer_files(data.tokenizer, search))
-
-
-TEXT = Source("text", _ready, _drill)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import Toy
 
-from specc.runtime.optim.average import Exponential
+from specc.compiler.spec.train import EmaSpec
+from specc.runtime.optim.average import Average
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.schedule import Moment
 
@@ -206,7 +207,7 @@ def test_names_must_be_those_of_the_plan() -> None:
 
 def test_the_average_is_the_recurrence() -> None:
     weights = {"w": nn.Parameter(torch.zeros(5))}
-    average = Exponential(weights, 0.9)
+    average = Average(EmaSpec(kind="ema", decay=0.9), weights)
     expected = torch.zeros(5, dtype=torch.float64)
     for step in range(50):
         with torch.no_grad():

@@ -6,7 +6,19 @@ import pytest
 
 from specc.compiler.spec.optimizers.schedules import Ramp, Taper
 from specc.compiler.spec.train import ScheduleSpec, TrainSpec
-from specc.runtime.optim.schedule import by_clock, by_steps, moment, multiplier, progress, tapered, value_at
+from specc.runtime.optim.schedule import moment, tapered, value_at
+
+COMMON = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}
+
+
+def by_steps(schedule: ScheduleSpec, steps: int, step: int) -> float:
+    train = TrainSpec.model_validate({**COMMON, "steps": steps, "schedule": schedule})
+    return moment(train, step, 1e9).multiplier
+
+
+def by_clock(schedule: ScheduleSpec, budget: float, step: int, seconds: float) -> float:
+    train = TrainSpec.model_validate({**COMMON, "budget_seconds": budget, "schedule": schedule})
+    return moment(train, step, seconds).multiplier
 
 
 def test_a_fraction_of_a_run_is_a_whole_number_of_steps_where_people_say_so() -> None:
@@ -70,13 +82,12 @@ def test_by_clock_warms_up_by_steps() -> None:
 
 
 def test_the_spec_decides_which_of_the_two() -> None:
-    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}
     schedule = {"warmdown_steps": 10}
-    steps = TrainSpec.model_validate({**common, "steps": 20, "schedule": schedule})
-    clock = TrainSpec.model_validate({**common, "budget_seconds": 20.0, "schedule": schedule})
-    assert multiplier(steps, 15, 1e9) == 0.5 and progress(steps, 15, 1e9) == 0.75
-    assert multiplier(clock, 15, 15.0) == 0.5 and progress(clock, 15, 15.0) == 0.75
-    assert progress(steps, 20, 0.0) == progress(clock, 1, 21.0) == 1
+    steps = TrainSpec.model_validate({**COMMON, "steps": 20, "schedule": schedule})
+    clock = TrainSpec.model_validate({**COMMON, "budget_seconds": 20.0, "schedule": schedule})
+    for now in (moment(steps, 15, 1e9), moment(clock, 15, 15.0)):
+        assert now.multiplier == 0.5 and now.done == 0.75
+    assert moment(steps, 20, 0.0).done == moment(clock, 1, 21.0).done == 1
 
 
 def test_ramps_end_and_stay() -> None:
@@ -99,11 +110,10 @@ def test_tapers_begin_at_their_share_of_the_run() -> None:
 def test_a_warm_down_by_fraction_is_the_same_by_steps_and_by_the_clock(length: dict[str, float]) -> None:
     """Over the last 3/4 of the run, whatever a step takes; the floor and the warm-up hold."""
     schedule = {"warmdown_fraction": 0.75, "floor": 0.1, "warmup_steps": 4}
-    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},)}
-    train = TrainSpec.model_validate({**common, **length, "schedule": schedule})
+    train = TrainSpec.model_validate({**COMMON, **length, "schedule": schedule})
     for step in range(41):
         wanted = min(1.0, (step + 1) / 4, max((40 - step) / 30, 0.1))
-        assert multiplier(train, step, float(step)) == pytest.approx(wanted)
+        assert moment(train, step, float(step)).multiplier == pytest.approx(wanted)
 
 
 def test_a_warm_up_by_fraction_goes_by_the_clock_too() -> None:
@@ -117,9 +127,8 @@ def test_a_warm_up_by_fraction_goes_by_the_clock_too() -> None:
 
 
 def test_what_begins_late_does_not_begin_in_the_warm_up() -> None:
-    common = {"tokens_per_step": 8, "optimizers": ({"kind": "adamw", "match": "*", "lr": 0.1},), "steps": 20}
     schedule = {"warmup_steps": 10, "warmdown_steps": 10}
-    train = TrainSpec.model_validate({**common, "schedule": schedule})
+    train = TrainSpec.model_validate({**COMMON, "steps": 20, "schedule": schedule})
     moments = [moment(train, step, 0.0) for step in range(20)]
     assert [one.multiplier for one in moments[:3]] == [0.1, 0.2, 0.3]
     assert [one.warm_down < 0.35 for one in moments] == [False] * 17 + [True] * 3

@@ -250,7 +250,8 @@ def test_weight_decay_tapers_by_the_share_of_the_run() -> None:
     for step, decay in ((0.0, 0.3), (0.2, 0.3), (0.6, 0.2), (1.0, 0.1)):
         for param in params.values():
             param.grad = torch.zeros_like(param)
-        optimizers.step(0.5, 0, step)
+        optimizers.set(0.5, 0, step)
+        optimizers.update()
         expected *= 1 - 0.1 * 0.5 * decay
         for param in params.values():
             torch.testing.assert_close(param.detach(), torch.full_like(param, expected), rtol=1e-6, atol=0)
@@ -291,7 +292,8 @@ def test_a_graph_of_the_update_takes_new_numbers(method: str) -> None:
                 params[name].grad.copy_(grad)  # type: ignore[union-attr]
         graphed.set(1 / (step + 1), step, step / 5)
         graph.replay()
-        launched.step(1 / (step + 1), step, step / 5)
+        launched.set(1 / (step + 1), step, step / 5)
+        launched.update()
     for name in shapes:
         torch.testing.assert_close(captured[name], plain[name], rtol=0, atol=1e-6)
         moved = (captured[name].detach() - weights[name]).abs().max()

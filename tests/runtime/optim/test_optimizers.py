@@ -44,7 +44,8 @@ def step(params: dict[str, nn.Parameter], optimizers: Optimizers, number: int) -
     generator = torch.Generator().manual_seed(100 + number)
     for name in SHAPES:
         params[name].grad = torch.randn(SHAPES[name], generator=generator)
-    optimizers.step(1 / (number + 1), number)
+    optimizers.set(1 / (number + 1), number)
+    optimizers.update()
 
 
 def test_each_parameter_has_one_owner_that_takes_it() -> None:
@@ -103,7 +104,8 @@ def test_rates_and_momentum_follow_the_step() -> None:
     buffer, found = 0.0, []
     for number in range(6):
         params["w"].grad = torch.eye(3)
-        optimizers.step(0.0, number)
+        optimizers.set(0.0, number)
+        optimizers.update()
         now: Tensor = optimizers.state()["muon.momentum/w"]
         found.append((float(now[0, 0]) - 1) / buffer if buffer else 0.5)
         buffer = float(now[0, 0])

@@ -18,7 +18,8 @@ from specc.compiler.quant.int8 import Int8
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme, Seen
-from specc.runtime.optim.average import Uniform
+from specc.compiler.spec.train import SwaSpec
+from specc.runtime.optim.average import Average
 from specc.runtime.optim.masters import Masters
 from specc.runtime.optim.schedule import Moment
 from specc.runtime.storage import checkpoint
@@ -46,7 +47,7 @@ def stored(name: str, weight: Tensor) -> Tensor:
 
 def test_swa_is_the_mean_of_what_it_took() -> None:
     weights = {"w": nn.Parameter(torch.zeros(5))}
-    average = Uniform(weights, every=3, below=0.5)
+    average = Average(SwaSpec(kind="swa", every=3, below=0.5), weights)
     taken = []
     for step in range(1, 31):
         with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from log_lines import read_log
 from run_samples import gpt_mini
 from test_optim_late import SCHEMES
-from toy import WINDOW, Toy, Watch, data_of, stream, train_spec, trainable, trainer
+from toy import WINDOW, Toy, Watch, feed_of, stream, train_spec, trainable, trainer
 
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.train import TrainSpec
@@ -40,7 +40,7 @@ def gpu_trainer(
     loader = Loader(stream(folder), train.micro_batch, WINDOW, train.data.order, train.seed)
     model = model or Toy(noise=0.0)
     world = World.alone().on(torch.device("cuda"))
-    return Trainer(trainable(model, "bf16", grids), train, data_of(train, loader), world, compiled)
+    return Trainer(trainable(model, "bf16", grids), train, feed_of(train, loader), world, compiled)
 
 
 def test_numbers_come_a_step_late_and_are_those_of_the_cpu(tmp_path: Path) -> None:

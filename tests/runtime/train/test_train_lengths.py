@@ -8,7 +8,7 @@ import pytest
 import torch
 from run_samples import one_thread, small_spec, write_text
 from test_golf_phases import saved, trained
-from toy import data_of
+from toy import feed_of
 
 from specc.compiler.programs.programs import Phase
 from specc.compiler.spec.spec import Spec
@@ -47,7 +47,7 @@ def trainer_of(spec: Spec, folder: Path, target: str = "cpu", compiled: bool = F
     loader = Loader(stream, spec.train.at_once(), spec.model.window, "coprime_stride", spec.train.seed)
     device, window = torch.device("cpu" if target == "cpu" else "cuda"), spec.model.window
     model = TrainableModel(loaded.model, loaded.programs.params, window, "digest", loaded.programs.phases)
-    return Trainer(model, spec.train, data_of(spec.train, loader, window), World.alone().on(device), compiled)
+    return Trainer(model, spec.train, feed_of(spec.train, loader, window), World.alone().on(device), compiled)
 
 
 def test_a_step_is_of_the_same_tokens_in_shorter_rows(tmp_path: Path) -> None:

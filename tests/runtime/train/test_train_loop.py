@@ -21,13 +21,13 @@ from toy import Hook, Toy, Watch, stream, train_spec, trainer
 from specc.compiler.spec.train import TrainSpec
 from specc.runtime.data.errors import DataIntegrityError
 from specc.runtime.data.tokenizers.byte_level import ByteTokenizer
+from specc.runtime.distributed.signals import Interrupted, Preempted
 from specc.runtime.errors import EnvironmentFailure, RunFailure
 from specc.runtime.log import Lines, Reporter, RunLog, Step
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.run_directory import Run
 from specc.runtime.train.loop import Limits, Loop, TrainResult
-from specc.runtime.train.signals import Interrupted, Preempted
 
 
 def go(

@@ -120,7 +120,7 @@ def test_forcing_is_the_same_however_a_step_is_cut(drawn: list[Tensor]) -> None:
         from specc.runtime.distributed.world import World
 
         feed = pair_trainer(pair_spec(**spec), world=World(rank, 2)).feed
-        part = feed._drawn(0.3, 0, 0, WIDTH)  # type: ignore[attr-defined]
+        part = feed._forced_positions(0.3, 0, 0, WIDTH)  # type: ignore[attr-defined]
         assert np.array_equal(part, first[0].numpy()[rank::2])
 
 

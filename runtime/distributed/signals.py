@@ -1,0 +1,57 @@
+"""Deferred handling of SIGTERM, SIGHUP and Ctrl-C, so that work can be saved before the process ends."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from specc.runtime.errors import RuntimeFailure
+
+
+class Preempted(RuntimeFailure):
+    """SIGTERM or SIGHUP was received. The work is saved and can be resumed."""
+
+    exit_code = 75
+
+
+class Interrupted(RuntimeFailure):
+    """Ctrl-C was received. The work is saved and can be resumed."""
+
+    exit_code = 130
+
+
+class Stopped(Exception):
+    """A signal was received by this process or by another process of the same run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self._number = number
+
+    def failure(self, hint: str) -> RuntimeFailure:
+        """Returns the exception that the command should end with."""
+        if self._number == signal.SIGINT:
+            return Interrupted("interrupted", hint)
+        return Preempted(f"pre-empted by {self}", hint)
+
+
+@contextmanager
+def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
+    """A context manager in which SIGTERM, SIGHUP and SIGINT only call `handle` with their number.
+
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored. Signals can be caught only in the main thread;
+    in another thread the context manager has no effect.
+    """
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        handle(number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
