@@ -114,10 +114,10 @@ def test_bench_decodes_with_what_the_run_was_quantized_to(
     (tmp_path / "tiny.yaml").write_text(canonical(small()))
     words = ["bench", str(tmp_path / "tiny.yaml"), "--target", "cpu", "--only", "decode", "--weights"]
     assert command([*words, str(tmp_path / "run")]) == 0
-    assert "int8: as" not in capsys.readouterr().err
+    assert "int8: the weights of" not in capsys.readouterr().err
     artifact = quantize(tmp_path / "run", QuantizeOptions(), lambda line: None).artifact
     assert command([*words, str(tmp_path / "run")]) == 0
-    assert f"int8: as {artifact.parent} keeps it" in "".join(capsys.readouterr().err.splitlines())
+    assert f"int8: the weights of {artifact.parent}" in "".join(capsys.readouterr().err.splitlines())
 
 
 def test_another_scheme_than_that_of_training_is_calibrated(run: TrainResult, tmp_path: Path) -> None:
