@@ -4,9 +4,9 @@ deployed model will."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from specc.compiler.int8.editor import Editor, Source, Unfit, covering
 from specc.compiler.int8.fake_quantized_lstm import cells_apart
-from specc.compiler.int8.form import Factor, Int8Form
-from specc.compiler.int8.products import Editor, Source, Unfit, covering, factors_of, integer_products, sites
+from specc.compiler.int8.products import factors_of, integer_products, places_of, rewritten
 from specc.compiler.ir.graph import Graph, Node, TensorType, walk
 from specc.compiler.ops.region import Call, Scan
 from specc.compiler.ops.rounded import RoundRows
@@ -135,9 +135,7 @@ class _Copied:
             LoweringError: If a time loop other than an LSTM contains int8 products.
             Unfit: If a product cannot be computed in int8.
         """
-        places: dict[str, list[str]] = {}
-        for graph, at in sites(replace(self._all, programs=(program,))):
-            places.setdefault(graph.name, []).append(at)
+        places = places_of(replace(self._all, programs=(program,)))
         called = [graph for graph in self._all.functions if graph.name in places]
         self._refuse_loops((*called, program), places)
         for graph in (*called, program):
@@ -178,7 +176,7 @@ class _Copied:
         unchanged if there is nothing to round."""
         integer = {f"@{name}" for name, _ in graph.params if self._schemes[places[0] + name].integer}
         editor = _Rounding(cells_apart(graph, integer), places, self._schemes, self._sources, self.made)
-        edited = editor.run()
+        edited = rewritten(editor, fake=True)
         nodes = tuple(self._calling(node) for node in edited.nodes)
         for at in places:
             self.buffers |= {at + name: type for name, type in editor.added.items()}
@@ -195,9 +193,6 @@ class _Copied:
 
 class _Rounding(Editor):
     """A graph in which the inputs of products are being rounded."""
-
-    def take(self, form: Int8Form, node: Node, factors: Sequence[Factor]) -> None:
-        form.fake_quantize(self, node, factors)
 
     def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
         rounding = RoundRows(self.input_bits(weight))

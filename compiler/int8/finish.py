@@ -1,27 +1,13 @@
-"""The final rewrites of graphs with int8 products: removes dead nodes, lets products write codes directly, copies
+"""The final rewrites of graphs with int8 products: lets products write codes directly, copies
 operands to contiguous rows, and gives each epilogue a unique title."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from specc.compiler.ir.graph import Graph, Node, node_of
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear, QuantizeRows
 from specc.compiler.ops.shape import RowByRow
-
-
-def without_dead_nodes(nodes: Sequence[Node], outputs: Sequence[str], made: Collection[str]) -> list[Node]:
-    """Returns `nodes` without those nodes of the names `made` that neither another node nor the refs `outputs` read.
-
-    An int8 form computes all outputs of the op it replaces, but the graph may read only some outputs of a recurrence.
-    """
-    read = set(map(node_of, outputs))
-    nodes_read: list[Node] = []
-    for node in reversed(nodes):
-        if node.name in read or node.name not in made:
-            nodes_read.append(node)
-            read.update(map(node_of, node.inputs))
-    return nodes_read[::-1]
 
 
 def finished(graph: Graph) -> Graph:

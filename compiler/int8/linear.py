@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specc.compiler.expr import Binary, Expr, ExprError, Var, cuda_text, reread, substitute
-from specc.compiler.int8.form import Editing, Factor, Int8Form, sums_of, title_of, weighed
+from specc.compiler.int8.editor import Editor, Factor
+from specc.compiler.int8.form import Int8Form, sums_of, title_of, weighed
 from specc.compiler.ir.graph import Graph, Node, Op
 from specc.compiler.ops.linear import Linear
 from specc.compiler.ops.pointwise import Pointwise
@@ -31,16 +32,16 @@ class Int8LinearForm(Int8Form):
         biased = _biased(graph, node)
         return (Factor(node.inputs[1], _other(biased, node.name) if biased else "", (0,)),)
 
-    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def rewrite(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
         (factor,) = factors
         members, last = [node.name], node
         biased = _biased(edit.graph, node) if factor.bias else None
         if biased is not None and edit.integer(factor.bias):
             last, members = biased, [node.name, biased.name]
             edit.replace(node)
-        width = edit.type(factor.weight).shape[0]
+        width = edit.types[factor.weight].shape[0]
         codes, offset, scale = sums_of(edit, factor.weight, factor.bias)
-        rows = edit.type(codes).shape[0]
+        rows = edit.types[codes].shape[0]
         given = edit.codes(node.inputs[0], factor.weight, node)
         expr, operands = weighed(edit, node.name, given, factor.weight, (codes, offset, scale), node)
         while (epilogue := _tail(edit, last, operands)) is not None and (rows == width or not _given(epilogue, last)):
@@ -65,7 +66,7 @@ class Int8LinearForm(Int8Form):
             ref = edit.add_op(node.name, CropColumns(width), (ref,), last)
         edit.replace(last, ref)
 
-    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
         (factor,) = factors
         x, *weights = node.inputs
         edit.add(replace(node, inputs=(*edit.codes(x, factor.weight, node), *weights)), node)
@@ -90,19 +91,19 @@ def _other(reader: Node, name: str) -> str:
     return next(ref for ref in reader.inputs if ref != name)
 
 
-def _tail(edit: Editing, last: Node, operands: Mapping[str, str]) -> Node | None:
+def _tail(edit: Editor, last: Node, operands: Mapping[str, str]) -> Node | None:
     """Returns the pointwise node that can join the epilogue after `last`, or None."""
     graph = edit.graph
     readers = graph.consumers[last.name]
     if graph.uses(last.name) != 1 or not readers or not isinstance(readers[0].op, Pointwise):
         return None
     (epilogue,) = readers
-    if edit.taken(epilogue):  # it reads two products, and has joined the other
+    if epilogue.name in edit.gone:  # it reads two products, and has joined the other
         return None
     if len(epilogue.types) != 1 or epilogue.type.shape != last.type.shape or epilogue.epilogue is not None:
         return None
     shapes = (last.type.shape, (last.type.width,))
-    types = [edit.type(ref) for ref in _given(epilogue, last)]
+    types = [edit.types[ref] for ref in _given(epilogue, last)]
     whole = all(type.shape in shapes and type.dtype in ("f32", "bf16", "f16") for type in types)
     return epilogue if whole and not any(edit.integer(ref) for ref in epilogue.inputs) else None
 

@@ -3,20 +3,22 @@ computes the next state."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from specc.compiler.int8.fake_quantized_lstm import fake_quantized, loop_of
-from specc.compiler.int8.form import Editing, Factor, Int8Form, sums_of, title_of, weighed
+from specc.compiler.int8.editor import Editor, Factor
+from specc.compiler.int8.fake_quantized_lstm import fake_quantized_gates
+from specc.compiler.int8.form import Int8Form, sums_of, title_of, weighed
+from specc.compiler.int8.lstm_loop import Step, add_loop
 from specc.compiler.ir.graph import Builder, Graph, Node, Op, TensorType, TypeRuleError
 from specc.compiler.ops.int8_lstm import Int8LstmStep
 from specc.compiler.ops.pointwise import Pointwise
 from specc.compiler.ops.quantized import Int8Linear, wide
 from specc.compiler.ops.recurrent import Lstm, LstmCell
-from specc.compiler.ops.sequence import AsStep, Concat, Reversed
+from specc.compiler.ops.sequence import Concat
 from specc.compiler.ops.shape import Last, Part, TimeMajor
 
-# Adds one direction: (graph, original node, name, x, (h, c), factors, whether it runs backward in time) -> (y, h, c).
-Direction = Callable[[Editing, Node, str, str, Sequence[str], Sequence[Factor], bool], tuple[str, str, str]]
+# Adds the gates: (graph, original node, name, x, factors, whether it runs backward in time) -> (gates, step).
+Direction = Callable[[Editor, Node, str, str, Sequence[Factor], bool], tuple[str, Step]]
 
 
 def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Factor, ...]:
@@ -29,9 +31,9 @@ def _factors(node: Node, first: int, biases: int, directions: int) -> tuple[Fact
     return tuple(factors)
 
 
-def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
+def _check(edit: Editor, node: Node, factors: Sequence[Factor]) -> int:
     """Returns the hidden size. Raises TypeRuleError if it is not a multiple of 4, or if a bias is not int8."""
-    _, size = edit.type(factors[1].weight).shape
+    _, size = edit.types[factors[1].weight].shape
     assert isinstance(size, int)
     if size % 4:
         raise TypeRuleError(f"{node.name} has {size} features, and int8 gates want a multiple of 4")
@@ -41,16 +43,16 @@ def _check(edit: Editing, node: Node, factors: Sequence[Factor]) -> int:
     return size
 
 
-def _gates_of(edit: Editing, node: Node, name: str, codes: Sequence[str], factor: Factor) -> str:
+def _gates_of(edit: Editor, node: Node, name: str, codes: Sequence[str], factor: Factor) -> str:
     """Adds the contribution of x to the gates, f32 [..., 4H], as a node `name`. Returns its ref."""
     held = sums_of(edit, factor.weight, factor.bias)
     expr, operands = weighed(edit, name, codes, factor.weight, held, node)
-    gates = TensorType((*edit.type(codes[0]).shape[:-1], edit.type(held[0]).shape[0]), "f32")
+    gates = TensorType((*edit.types[codes[0]].shape[:-1], edit.types[held[0]].shape[0]), "f32")
     epilogue = Pointwise((str(expr),), ("p", "scale", *operands.values()), title=title_of(expr, gates))
     return edit.add(Node(name, Int8Linear(), (codes[0], *held, *operands), (gates,), epilogue, (name,)), node)
 
 
-def _held(edit: Editing, hidden: Factor) -> tuple[str, str, str, str]:
+def _held(edit: Editor, hidden: Factor) -> tuple[str, str, str, str]:
     """Returns the constants of a step's product with h: codes, offset, scale and inverse."""
     return *sums_of(edit, hidden.weight, hidden.bias), edit.inverse(hidden.weight)
 
@@ -65,7 +67,7 @@ class Int8CellForm(Int8Form):
         assert isinstance(node.op, LstmCell)
         return _factors(node, 3, node.op.biases, 1)
 
-    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def rewrite(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
         x, h, c, *_ = node.inputs
         _check(edit, node, factors)
         codes = edit.codes(x, factors[0].weight, node)
@@ -87,16 +89,16 @@ class Int8LstmForm(Int8Form):
         assert isinstance(node.op, Lstm)
         return _factors(node, 3, node.op.biases, node.op.directions)
 
-    def rewrite(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
+    def rewrite(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
         for d in range(0, len(factors), 2):
             _check(edit, node, factors[d : d + 2])
-        self._replace(edit, node, factors, _direction)
+        self._replace(edit, node, factors, _gates_of_steps)
 
-    def fake_quantize(self, edit: Editing, node: Node, factors: Sequence[Factor]) -> None:
-        self._replace(edit, node, factors, fake_quantized)
+    def fake_quantize(self, edit: Editor, node: Node, factors: Sequence[Factor]) -> None:
+        self._replace(edit, node, factors, fake_quantized_gates)
 
-    def _replace(self, edit: Editing, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
-        """Replaces the node by the nodes that `direction` adds for each direction, and concatenates their outputs."""
+    def _replace(self, edit: Editor, node: Node, factors: Sequence[Factor], direction: Direction) -> None:
+        """Replaces the node by a loop over the gates of each direction, and concatenates the outputs of the loops."""
         x, h, c, *_ = node.inputs
         directions, scope = len(factors) // 2, node.name.rpartition(".")[0]
         parts: list[tuple[str, str, str]] = []
@@ -106,7 +108,8 @@ class Int8LstmForm(Int8Form):
                 edit.add_op(f"{name}_{word}", Part(d, directions), (ref,), node) if directions > 1 else ref
                 for word, ref in (("h", h), ("c", c))
             ]
-            parts.append(direction(edit, node, name, x, state, both, bool(d)))
+            gates, step = direction(edit, node, name, x, both, bool(d))
+            parts.append(add_loop(edit, node, name, (x, *state, gates), step, bool(d)))
         if directions == 1:
             edit.replace(node, *parts[0])
             return
@@ -117,44 +120,26 @@ class Int8LstmForm(Int8Form):
         edit.replace(node, *joined)
 
 
-def _direction(
-    edit: Editing, node: Node, name: str, x: str, state: Sequence[str], factors: Sequence[Factor], backward: bool
-) -> tuple[str, str, str]:
-    """Adds one direction. Returns refs of y [B, T, H] and of the final h and c. The gates are laid out time-major, so
-    that those of a step are contiguous."""
-    codes = edit.codes(x, factors[0].weight, node)
-    words = ("codes", "second")
+def _gates_of_steps(
+    edit: Editor, node: Node, name: str, x: str, factors: Sequence[Factor], backward: bool
+) -> tuple[str, Step]:
+    """Adds the gates of one direction, laid out time-major, so that those of a step are contiguous."""
+    into, hidden = factors
+    codes = edit.codes(x, into.weight, node)
     major = [
         edit.add_op(f"{name}_{word}", TimeMajor(backward), (ref,), node)
-        for word, ref in zip(words, codes, strict=False)
+        for word, ref in zip(("codes", "second"), codes, strict=False)
     ]
-    gates = _gates_of(edit, node, f"{name}_x", major, factors[0])
+    gates = _gates_of(edit, node, f"{name}_x", major, into)
+    constants = dict(zip(("codes", "offset", "scale", "inverse"), _held(edit, hidden), strict=True))
+    bits = edit.input_bits(hidden.weight)
+
+    def update(b: Builder, h: str, c: str, x: str, constants: Sequence[str]) -> str:
+        row = b.add("recurrent.x", Last(), (x,))
+        return b.add("recurrent.step", Int8LstmStep(bits), (h, c, row, *constants))
+
     steps = edit.add_op(f"{name}_steps", TimeMajor(back=True), (gates,), node)
-    inputs = (*state, steps, *_held(edit, factors[1]))
-    bits = edit.input_bits(factors[1].weight)
-    step = edit.function(_step([edit.type(ref) for ref in inputs], bits))
-    types = [edit.type(ref) for ref in state]
-    y = edit.type(x).with_shape(*edit.type(x).shape[:-1], types[0].width)
-    loop = edit.add(Node(f"{name}_loop", loop_of(step, name, backward, (*types, y)), inputs, (*types, y)), node)
-    out = f"{loop}:2"
-    if backward:
-        out = edit.add_op(f"{name}_y", Reversed(), (out,), node)
-    return out, loop, f"{loop}:1"
-
-
-def _step(types: Sequence[TensorType], bits: Literal[8, 16]) -> Graph:
-    """Returns the function of one step. `types` are those of h, c, the gates of x over all steps, and the constants
-    that all steps read."""
-    names = ("h", "c", "x", "codes", "offset", "scale", "inverse")
-    b = Builder(f"lstm_{types[0].width}{wide(bits)}_steps.step")
-    h, c, x, *held = (
-        b.input(name, type.with_shape(type.shape[0], 1, type.width) if name == "x" else type)
-        for name, type in zip(names, types, strict=True)
-    )
-    row = b.add("recurrent.x", Last(), (x,))
-    step = b.add("recurrent.step", Int8LstmStep(bits), (h, c, row, *held))
-    y = b.add("recurrent.y", AsStep(), (step,))
-    return b.build({"next_h": step, "next_c": f"{step}:1", "y": y})
+    return steps, Step(f"{wide(bits)}_steps", constants, update)
 
 
 INT8_CELL = Int8CellForm("int8_lstm_cell")

@@ -1,7 +1,7 @@
 """Assigns a quantization scheme to each parameter: that of the rule that names it, else the default. Also checks that
 the choices a spec leaves open until there are weights can be made."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 
 from specc.compiler.ir.graph import Op
@@ -11,8 +11,7 @@ from specc.compiler.pattern import matches
 from specc.compiler.programs.programs import LoweringError, Parameter, Programs, flatten
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.rows import correctable, largest_rank
-from specc.compiler.quant.scheme import Scheme, SchemeError
-from specc.compiler.quant.variants import variants
+from specc.compiler.quant.scheme import Scheme, variants
 from specc.compiler.spec.spec import QuantSpec
 from specc.compiler.strict import Path, Problem
 
@@ -69,8 +68,7 @@ def allocation(
         chosen[param.name] = scheme
     for path, reasons in refused.items():
         hint = keeping(chosen[reasons[0][0]], pattern_of(name for name, _ in reasons), "f16")
-        more = f" (and {len(reasons) - 1} more parameters)" if len(reasons) > 1 else ""
-        problems.append(Problem(path, "S307", f"{reasons[0][0]}: {reasons[0][1]}{more}", hint))
+        problems.append(Problem(path, "S307", f"{reasons[0][0]}: {reasons[0][1]}{and_more(reasons)}", hint))
     problems += [_blind(path, names, chosen) for path, names in blind.items()]
     known = frozenset(chosen) if seen is None else seen
     problems += _promotion_problems(quant, chosen, known)
@@ -104,12 +102,16 @@ def keeping(scheme: Scheme, pattern: str, dtype: str = "f32") -> str:
     return f"a parameter has one rule: {narrowed}; then keep what it cannot take, e.g. {exception}"
 
 
+def and_more(items: Sized) -> str:
+    """Returns the end of a message that names the first of some parameters."""
+    return f" (and {len(items) - 1} more parameters)" if len(items) > 1 else ""
+
+
 def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
     """Returns the problem of parameters whose scheme needs the inputs of their product although calibration observes
     none, e.g. tables that are only looked up."""
-    more = f" (and {len(names) - 1} more parameters)" if len(names) > 1 else ""
-    scheme = chosen[names[0]]
-    message = f"{names[0]}: {scheme.label()} needs inputs of its product, and calibration sees none{more}"
+    needs = f"{chosen[names[0]].label()} needs inputs of its product"
+    message = f"{names[0]}: {needs}, and calibration sees none{and_more(names)}"
     rule = f'{{match: "{pattern_of(names)}", scheme: round, bits: 8}}'
     return Problem(path, "S307", message, f"`scheme: round` needs none, e.g. by a rule {rule}")
 
@@ -117,23 +119,18 @@ def _blind(path: Path, names: list[str], chosen: Allocation) -> Problem:
 def _promotion_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[str]) -> Iterator[Problem]:
     """Yields a problem if a promotion matches nothing, if no matched parameter can have more bits, or if fewer can than
     it counts."""
-    if quant.promote is None:
+    if (wish := quant.promote) is None:
         return
-    covered = [name for name in chosen if matches(quant.promote.match, name)]
-    if not covered:
-        yield _unmatched(("quant", "promote"), f"promote {quant.promote.match}", chosen)
+    known = _calibrated(("quant", "promote"), f"promote {wish.match}", wish.match, chosen, seen, "product")
+    if isinstance(known, Problem):
+        yield known
         return
-    if not seen.intersection(covered):
-        yield _unseen(("quant", "promote"), f"promote {quant.promote.match}", "product")
-        return
-    able = [name for name in covered if name in seen and _has_more_bits(chosen[name], quant.promote.bits)]
+    able = [name for name in known if _has_more_bits(chosen[name], wish.bits)]
     if not able:
-        message = f"promote to {quant.promote.bits} bits gives no parameter more than it has"
+        message = f"promote to {wish.bits} bits gives no parameter more than it has"
         yield Problem(("quant", "promote", "bits"), "S311", message, "promote to more bits than the default has")
-    elif quant.promote.count is not None and quant.promote.count > len(able):
-        message = (
-            f"promote counts {quant.promote.count} tensors, but only {len(able)} can have {quant.promote.bits} bits"
-        )
+    elif wish.count is not None and wish.count > len(able):
+        message = f"promote counts {wish.count} tensors, but only {len(able)} can have {wish.bits} bits"
         yield Problem(("quant", "promote", "count"), "S311", message, f"use at most {len(able)}")
 
 
@@ -142,19 +139,15 @@ def _allocation_problems(quant: QuantSpec, chosen: Allocation, seen: frozenset[s
     calibrated parameter has several options."""
     if (wish := quant.allocate) is None:
         return
-    covered = [name for name in chosen if matches(wish.match, name)]
-    if not covered:
-        yield _unmatched(("quant", "allocate", "match"), f"allocate {wish.match}", chosen)
-        return
-    known = [name for name in covered if name in seen]
-    if not known:
-        yield _unseen(("quant", "allocate", "match"), f"allocate {wish.match}", "product or lookup")
+    path: Path = ("quant", "allocate", "match")
+    known = _calibrated(path, f"allocate {wish.match}", wish.match, chosen, seen, "product or lookup")
+    if isinstance(known, Problem):
+        yield known
         return
     options = {name: len(variants(chosen[name], wish.bits, wish.clip_stds)) for name in known}
     named, path = ", ".join(map(str, sorted(set(wish.bits)))), ("quant", "allocate", "bits")
     if left := [name for name in known if not options[name] and _widths(chosen[name])]:
-        more = f" (and {len(left) - 1} more parameters)" if len(left) > 1 else ""
-        message = f"{left[0]}: {chosen[left[0]].label()} can have none of {named} bits{more}"
+        message = f"{left[0]}: {chosen[left[0]].label()} can have none of {named} bits{and_more(left)}"
         hint = f"it can have {_widths(chosen[left[0]])}: name some of them, or narrow allocate's match"
         yield Problem(path, "S311", message, hint)
     elif max(options.values()) < 2:
@@ -193,9 +186,25 @@ def _correction_problems(
         yield Problem(("quant", "correct", "rank"), "S311", message, hint)
 
 
-def _unseen(path: Path, what: str, use: str) -> Problem:
+def _calibrated(
+    path: Path, what: str, pattern: str, chosen: Allocation, seen: frozenset[str], use: str
+) -> list[str] | Problem:
+    """Returns the parameters of a pattern that calibration observes, or the problem that there are none.
+
+    Args:
+        path: The path of the pattern in the spec.
+        what: The choice and its pattern, as the problem states them.
+        pattern: The pattern.
+        chosen: The scheme of each parameter.
+        seen: Names of the parameters that calibration observes.
+        use: The use of a parameter that calibration observes.
+    """
+    covered = [name for name in chosen if matches(pattern, name)]
+    if not covered:
+        return _unmatched(path, what, chosen)
     hint = 'cover matrices that a model of text multiplies with, e.g. `match: "blocks.*"`'
-    return Problem(path, "S311", f"{what} covers nothing whose {use} calibration sees", hint)
+    nothing = Problem(path, "S311", f"{what} covers nothing whose {use} calibration sees", hint)
+    return [name for name in covered if name in seen] or nothing
 
 
 def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
@@ -204,13 +213,7 @@ def _unmatched(path: Path, what: str, params: Iterable[str]) -> Problem:
 
 def _has_more_bits(scheme: Scheme, bits: int) -> bool:
     """Whether a scheme has a variant with `bits` and currently has fewer."""
-    if scheme.bits_per_value() >= bits:
-        return False
-    try:
-        scheme.with_bits(bits)
-    except SchemeError:
-        return False
-    return True
+    return scheme.bits_per_value() < bits and bool(variants(scheme, (bits,), ()))
 
 
 def assign_quant(programs: Programs, quant: QuantSpec | None) -> Programs:

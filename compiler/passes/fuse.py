@@ -34,17 +34,15 @@ def fuse(programs: Programs, points: FusePoints) -> Programs:
         except ExprError as error:
             hint = "; or ".join(filter(None, (error.hint, "take it out of the fusion point")))
             problems.append(Problem(("fuse", i, pattern), "S402", f"{pattern}: {error.message}", hint))
-        except _Unmatched as error:
-            problems.append(Problem(("fuse", i, pattern), error.code, str(error), error.hint))
+        except LoweringError as error:
+            problems += (problem.under("fuse", i, pattern) for problem in error.problems)
     if problems:
         raise LoweringError(tuple(problems))
     return programs
 
 
-class _Unmatched(Exception):
-    def __init__(self, code: str, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.code, self.hint = code, hint
+def _unmatched(code: str, message: str, hint: str) -> LoweringError:
+    return LoweringError((Problem((), code, message, hint),))
 
 
 def _sites(programs: Programs) -> Iterator[tuple[Graph, str]]:
@@ -74,7 +72,7 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
     chosen = [key for key, covered in places.items() if any(covered.values())]
     if not chosen:
         known = sorted({f"{at}.{scope}" if at else scope for (_, scope), ats in places.items() for at in ats})
-        raise _Unmatched(
+        raise _unmatched(
             "S302", f"fusion point {pattern} matches no part of the model", f"its parts are {_short(known)}"
         )
     for key in chosen:
@@ -82,7 +80,7 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
         if not all(covered.values()):
             left = [at for at, hit in covered.items() if not hit]
             hint = "let the pattern cover all blocks that share their code, e.g. `blocks.*.mlp`"
-            raise _Unmatched("S303", f"fusion point {pattern} covers some blocks but leaves out {_short(left)}", hint)
+            raise _unmatched("S303", f"fusion point {pattern} covers some blocks but leaves out {_short(left)}", hint)
     fusable = [key for key in chosen if _complete(programs, key, members)]
     taken = [member for member in members if any(_taken(programs, key, member) for key in fusable or chosen)]
     if not fusable:
@@ -94,10 +92,10 @@ def _fuse_point(programs: Programs, pattern: str, members: tuple[str, ...]) -> P
         ]
         unknown = [member for member in members if member not in known and member not in taken]
         if unknown:
-            raise _Unmatched("S302", f"{pattern} has no node {unknown[0]}", f"its nodes are {_short(known)}")
+            raise _unmatched("S302", f"{pattern} has no node {unknown[0]}", f"its nodes are {_short(known)}")
     if taken:
         hint = "let one of the two points have it, or make them one"
-        raise _Unmatched("S302", f"{pattern} has {taken[0]} in another fusion point already", hint)
+        raise _unmatched("S302", f"{pattern} has {taken[0]} in another fusion point already", hint)
     for name, scope in fusable:
         programs = _fuse_graph(programs, name, scope, members)
     return programs

@@ -57,7 +57,8 @@ def select_kernels(programs: Programs, target: Target, title: str, source: str, 
             chosen = save_choices[-1].chosen
         choices += chosen.choices
         groups.append(chosen.group)
-    others, further = _chosen(programs, _everywhere(programs), target, lock)
+    outside = ((None, graph, node) for graph in programs.graphs for node in graph.nodes if node.op.everywhere)
+    others, further = _chosen(programs, outside, target, lock)
     choices += others
     problems += further
     programs = replace(programs, groups=tuple(groups))
@@ -74,12 +75,6 @@ def _save_choice(programs: Programs, group: Group, target: Target, lock: Lock) -
     planned = ((group, graph, node) for graph in graphs for node in graph.nodes if node.op.planned)
     choices, problems = _chosen(programs, planned, target, lock)
     return SaveChoice(group, choices), problems
-
-
-def _everywhere(programs: Programs) -> Iterator[Planned]:
-    """Yields the nodes outside groups that need a kernel."""
-    for graph in programs.graphs:
-        yield from ((None, graph, node) for node in graph.nodes if node.op.everywhere)
 
 
 def _chosen(
@@ -129,19 +124,14 @@ def _moved(option: SaveChoice) -> int:
     return sum(cost.bytes for graph in graphs for cost in graph_costs(graph, sizes)) + sum(between)
 
 
-def _callers(programs: Programs, group: Group) -> tuple[str, ...]:
-    """Returns the names of the graphs that run a group."""
-    runs = (
+def group_pattern(programs: Programs, group: Group, node: str) -> str:
+    """Returns the path pattern of a group's node over all places that run the group."""
+    callers = (
         graph.name
         for graph in programs.graphs
         if any(isinstance(node.op, Fused) and node.op.group == group.name for node in graph.nodes)
     )
-    return tuple(runs)
-
-
-def group_pattern(programs: Programs, group: Group, node: str) -> str:
-    """Returns the path pattern of a group's node over all places that run the group."""
-    return place_pattern(programs, _callers(programs, group), node)
+    return place_pattern(programs, tuple(callers), node)
 
 
 def _place(programs: Programs, group: Group | None, graph: Graph, node: Node) -> tuple[str | int, ...]:
@@ -175,26 +165,17 @@ def _tail(member: str, part: str) -> str:
 
 
 def _choose(graph: Graph, site: Site, entry: Entry | None) -> Choice | tuple[tuple[str, str], ...]:
-    rejected: list[tuple[str, str]] = []
-    taking: list[Kernel] = []
-    known = tuple(kernel for kernel in catalog(kernels, Kernel).values() if isinstance(site.node.op, kernel.computes))
-    for kernel in known:
-        reason = missing(kernel, site.target) or kernel.rejects(site)
-        if reason is None:
-            taking.append(kernel)
-        else:
-            rejected.append((kernel.name, reason))
+    known = [kernel for kernel in catalog(kernels, Kernel).values() if isinstance(site.node.op, kernel.computes)]
+    reasons = [(kernel, missing(kernel, site.target) or kernel.rejects(site)) for kernel in known]
+    rejected = [(kernel.name, reason) for kernel, reason in reasons if reason is not None]
+    taking = [kernel for kernel, reason in reasons if reason is None]
     if not taking:
         return tuple(rejected)
     best = min(taking, key=lambda kernel: (kernel.rank(site), kernel.name))
     if entry is not None:
         best = _measured(site, entry, taking, rejected)
     others = [kernel for kernel in taking if kernel.name != best.name]
-    slower = (
-        "not the one that was measured fastest"
-        if entry is not None
-        else f"comes after {best.name} by rule; not measured"
-    )
+    slower = "not the one that was measured fastest" if entry else f"comes after {best.name} by rule; not measured"
     rejected += [(kernel.name, slower) for kernel in others]
     return Choice(graph.name, site, best, best.render(site), tuple(rejected), tuple(others), entry)
 

@@ -3,7 +3,7 @@ written so far."""
 
 from dataclasses import replace
 
-from specc.compiler.ir.graph import Graph, Named, Node, node_of, walk
+from specc.compiler.ir.graph import Graph, Named, Node, needed, node_of, walk
 from specc.compiler.ops.loss import CrossEntropy
 from specc.compiler.ops.region import Fused
 from specc.compiler.ops.sequence import Shift
@@ -35,13 +35,13 @@ def uncached(programs: Programs) -> Programs:
     passed = dict.fromkeys(ref for node in write for ref in node.inputs if ref not in inside and ref[0] not in "@$")
     passed.pop(shift.outputs[0], None)
     names = {ref: f"v{i}" for i, ref in enumerate(passed)}
-    nodes = _needed(read, list(passed))
+    nodes = needed(read, passed)
     types = score.types
     given = ((shift.outputs[0], shift.type), *((names[ref], types[ref]) for ref in passed))
     renamed = tuple(replace(node, inputs=tuple(names.get(ref, ref) for ref in node.inputs)) for node in write)
     halves = (
         _program(score, READ, score.inputs[:1], nodes, {f"state.encoder.{name}": ref for ref, name in names.items()}),
-        _program(score, WRITE, given, _needed(renamed, [logits]), {"logits": logits}),
+        _program(score, WRITE, given, needed(renamed, [logits]), {"logits": logits}),
     )
     table = {graph.name: graph for graph in programs.graphs}
     called = {graph.name for graph in walk(table, score)}
@@ -63,16 +63,6 @@ def _halves(score: Graph, shift: Node) -> tuple[tuple[Node, ...], tuple[Node, ..
         else:
             read.append(node)
     return tuple(read), tuple(write)
-
-
-def _needed(nodes: tuple[Node, ...], wanted: list[str]) -> tuple[Node, ...]:
-    """Returns the nodes that the values `wanted` depend on."""
-    refs, needed = set(wanted), []
-    for node in reversed(nodes):
-        if refs & set(node.outputs):
-            refs |= set(node.inputs)
-            needed.append(node)
-    return tuple(reversed(needed))
 
 
 def _program(

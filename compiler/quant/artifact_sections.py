@@ -35,17 +35,8 @@ class Kind(IntEnum):
     DATA_DIGESTS = 8
 
 
-ITEM_BYTES = {
-    Kind.SPEC: 1,
-    Kind.CODES: 1,
-    Kind.SCALES: 2,
-    Kind.F16: 2,
-    Kind.BF16: 2,
-    Kind.F32: 4,
-    Kind.I32: 4,
-    Kind.TABLE: 1,
-    Kind.DATA_DIGESTS: 1,
-}
+ITEM_BYTES = dict.fromkeys(Kind, 1)
+ITEM_BYTES |= {Kind.SCALES: 2, Kind.F16: 2, Kind.BF16: 2, Kind.F32: 4, Kind.I32: 4}
 TEXTS = (Kind.SPEC, Kind.TABLE, Kind.DATA_DIGESTS)  # at most one section each, before all others, in this order
 
 
@@ -53,11 +44,7 @@ def kind_of(stored: Stored) -> Kind:
     """Returns the kind of an array. Row scales have their own kind, because they compress worse among other floats."""
     if stored.dtype == "i8":
         return Kind.CODES
-    if stored.dtype == "i32":
-        return Kind.I32
-    if stored.dtype == "f16":
-        return Kind.SCALES if stored.suffix == "scale" else Kind.F16
-    return Kind.BF16 if stored.dtype == "bf16" else Kind.F32
+    return Kind.SCALES if (stored.suffix, stored.dtype) == ("scale", "f16") else Kind[stored.dtype.upper()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +96,7 @@ def overhead_bytes(layout: Sequence[tuple[str, Stored]], texts: Sequence[int]) -
     Args:
         layout: (parameter name, stored array) of all arrays in order, from `Scheme.stored`.
         texts: the bytes of each text section: the canonical JSON of the resolved spec, the table of arrays of int8
-            products
-            if there are any, and the 64 bytes of data digests.
+            products if there are any, and the 64 bytes of data digests.
     """
     sections = len(texts) + sum(1 for stream in streams(layout) for _ in stream.cuts())
     return PREFIX_BYTES + ENTRY_BYTES * sections + DIGEST_BYTES + sum(size + CODEC_BYTES for size in texts)

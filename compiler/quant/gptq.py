@@ -9,7 +9,7 @@ from pydantic import Field
 from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.gptq_solver import Factor, factorize, solve, weighted_error
 from specc.compiler.quant.rows import PerRow, arrays_of, dequantized, row_quantile
-from specc.compiler.quant.scheme import Array, SchemeError, Seen, check_finite, check_shape
+from specc.compiler.quant.scheme import Array, SchemeError, Seen, check_weight
 from specc.compiler.strict import Positive, PositiveFloat, later
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ class Gptq(PerRow):
         import torch
 
         shape = tuple(weight.shape)
-        check_shape(self, shape)
-        check_finite(weight)
+        check_weight(self, weight)
         if seen.hessian is None:
             raise SchemeError("gptq needs the Hessian of its input, and there is none")
         if tuple(seen.hessian.shape) != (shape[1], shape[1]):

@@ -12,7 +12,7 @@ from specc.compiler.ops.quantized import LARGEST_K, step_of
 from specc.compiler.quant.entropy import normal_bits
 from specc.compiler.quant.gptq_solver import factorize, solve, weighted_error
 from specc.compiler.quant.rows import LARGEST_SCALE, SMALLEST_SCALE, PerRow, arrays_of, dequantized
-from specc.compiler.quant.scheme import Array, Range, SchemeError, Seen, Stored, check_arrays, check_finite, check_shape
+from specc.compiler.quant.scheme import Array, Range, SchemeError, Seen, Stored, check_arrays, check_codes, check_weight
 from specc.compiler.strict import later
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ class Int8(PerRow):
         Raises SchemeError if these are missing, or if a value cannot be quantized.
         """
         shape = tuple(weight.shape)
-        check_shape(self, shape)
-        check_finite(weight)
+        check_weight(self, weight)
         if len(shape) == 1:
             return self._bias(weight, seen.weight)
         if seen.input_scale is None:
@@ -187,14 +186,12 @@ class Int8(PerRow):
             _check_scales("a scale", arrays["scale"], SMALLEST_INPUT * SMALLEST_SCALE, LARGEST_INPUT * LARGEST_SCALE)
             scale = torch.from_numpy(arrays["scale"].copy())
             codes = torch.from_numpy(arrays["codes"].copy())
-            if int(codes.long().abs().max()) > LARGEST_OFFSET:
-                raise SchemeError(f"a code is outside [-{LARGEST_OFFSET}, {LARGEST_OFFSET}]")
+            check_codes(codes, LARGEST_OFFSET)
             return (codes.double() * scale.double()).float()
         _check_scales("a row scale", arrays["scale"], SMALLEST_SCALE, LARGEST_SCALE)
         _check_scales("the scale of its input", arrays["input_scale"], SMALLEST_INPUT, LARGEST_INPUT)
         codes = torch.from_numpy(arrays["codes"].copy())
-        if bool((codes == -128).any()):
-            raise SchemeError(f"a code is outside [-{self.top}, {self.top}]")
+        check_codes(codes, self.top)
         return (dequantized(codes, torch.from_numpy(arrays["scale"].copy())) / _shares(arrays["input_scale"])).float()
 
     def estimate_bytes(self, shape: tuple[int, ...]) -> int:
@@ -234,6 +231,5 @@ def _check_scales(what: str, scale: Array, smallest: float, largest: float) -> N
     wrong = ~((scale >= smallest) & (scale <= largest))
     if wrong.any():
         where = int(wrong.argmax())
-        raise SchemeError(
-            f"{what}, number {where} of {len(scale)}, is {scale[where]:.6g}; wants {smallest:.3g} to {largest:.3g}"
-        )
+        bounds = f"it must be from {smallest:.3g} to {largest:.3g}"
+        raise SchemeError(f"{what}, number {where} of {len(scale)}, is {scale[where]:.6g}; {bounds}")

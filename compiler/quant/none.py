@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from specc.compiler.quant.scheme import ITEM_BYTES, Array, Scheme, SchemeError, Stored, check_arrays, check_finite
+from specc.compiler.quant.scheme import ITEM_BYTES, Array, Scheme, SchemeError, Stored, check_arrays, check_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class Unquantized(Scheme):
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
         import torch
 
-        check_finite(weight)
+        check_weight(self, weight)
         kind = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[self.dtype]
         value = weight.detach().to(kind).cpu().contiguous()
         if not bool(value.isfinite().all()):

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from specc.compiler.quant.entropy import normal_clip
 from specc.compiler.quant.rows import PerRow, arrays_of, row_quantile
-from specc.compiler.quant.scheme import Array, check_finite, check_shape
+from specc.compiler.quant.scheme import Array, check_weight
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,7 @@ class Round(PerRow):
 
     def quantize(self, weight: Tensor, hessian: Tensor | None) -> dict[str, Array]:
         shape = tuple(weight.shape)
-        check_shape(self, shape)
-        check_finite(weight)
+        check_weight(self, weight)
         rows = weight.detach().double().reshape(shape[0], -1)
         scale = self.scales(self.clip_without_data(rows))
         return self.mended(arrays_of(self.nearest(rows, scale), scale, shape), weight, None)

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from specc.compiler.quant import low_rank
 from specc.compiler.quant.entropy import normal_bits, normal_clip
-from specc.compiler.quant.scheme import Array, Scheme, SchemeError, Stored, check_arrays
+from specc.compiler.quant.scheme import Array, Scheme, SchemeError, Stored, check_arrays, check_codes
 from specc.compiler.strict import later
 
 if TYPE_CHECKING:
@@ -73,9 +73,7 @@ class PerRow(Scheme):
         check_arrays(self.stored(shape), arrays)
         codes = torch.from_numpy(arrays["codes"].copy())
         scale = torch.from_numpy(arrays["scale"].copy()).float()
-        # Compared as int16, because |-128| is -128 in int8.
-        if bool((codes.to(torch.int16).abs() > self.top).any()):
-            raise SchemeError(f"a code is outside [-{self.top}, {self.top}]")
+        check_codes(codes, self.top)
         if not bool((scale.isfinite() & (scale > 0)).all()):
             raise SchemeError("a row scale is not a positive number")
         plain = dequantized(codes, scale)

@@ -200,16 +200,34 @@ class Scheme(StrictModel):
         raise SchemeError(f"{self.label()} has no clip in standard deviations")
 
 
-def check_shape(scheme: Scheme, shape: tuple[int, ...]) -> None:
-    """Raises SchemeError with the scheme's reason if it rejects `shape`."""
-    if reason := scheme.rejects(shape):
+def variants(scheme: Scheme, bits: Sequence[int], clip_stds: Sequence[float]) -> tuple[Scheme, ...]:
+    """Returns the scheme with each supported number of bits and clip: ascending bits, then descending clip."""
+    schemes: list[Scheme] = []
+    for width in sorted(set(bits)):
+        try:
+            wider = scheme.with_bits(width)
+        except SchemeError:
+            continue
+        for clip in sorted(set(clip_stds), reverse=True) or (None,):
+            try:
+                schemes.append(wider if clip is None else wider.with_clip(clip))
+            except SchemeError:
+                schemes.append(wider)
+    return tuple(dict.fromkeys(schemes))
+
+
+def check_weight(scheme: Scheme, weight: Tensor) -> None:
+    """Raises SchemeError if `scheme` rejects the shape of `weight`, or if it holds NaN or infinity."""
+    if reason := scheme.rejects(tuple(weight.shape)):
         raise SchemeError(reason)
-
-
-def check_finite(weight: Tensor) -> None:
-    """Raises SchemeError if `weight` holds NaN or infinity."""
     if not bool(weight.isfinite().all()):
         raise SchemeError("it holds NaN or infinity")
+
+
+def check_codes(codes: Tensor, largest: int) -> None:
+    """Raises SchemeError if a code is outside [-largest, largest]."""
+    if bool(((codes > largest) | (codes < -largest)).any()):
+        raise SchemeError(f"a code is outside [-{largest}, {largest}]")
 
 
 def check_arrays(expected: tuple[Stored, ...], arrays: Mapping[str, Array]) -> None:

@@ -10,7 +10,7 @@ from specc.compiler.pattern import matches
 from specc.compiler.pipeline import lower
 from specc.compiler.programs.programs import Programs
 from specc.compiler.quant.artifact_sections import DATA_DIGEST_BYTES, overhead_bytes, streams
-from specc.compiler.quant.variants import variants
+from specc.compiler.quant.scheme import variants
 from specc.compiler.spec.spec import QuantSpec, Spec
 
 ROW_BYTES = 24  # compressed size of a row of the table of arrays of int8 products

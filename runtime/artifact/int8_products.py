@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specc.compiler.int8.products import Source
+from specc.compiler.int8.editor import Source
 from specc.compiler.ops.quantized import padded
 from specc.compiler.quant.int8 import steps
 from specc.runtime.artifact.layout import Layout

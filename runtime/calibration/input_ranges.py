@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from specc.compiler.int8.products import Source
+from specc.compiler.int8.editor import Source
 from specc.compiler.ir.graph import Node
 from specc.compiler.ops.quantized import LARGEST
 from specc.compiler.passes.assign_quant import Allocation

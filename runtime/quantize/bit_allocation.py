@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from specc.compiler.pattern import matches
-from specc.compiler.quant.scheme import Scheme
-from specc.compiler.quant.variants import variants
+from specc.compiler.quant.scheme import Scheme, variants
 from specc.compiler.spec.spec import Allocate
 from specc.runtime.calibration.gradients import Gradients
 from specc.runtime.errors import QuantizeError

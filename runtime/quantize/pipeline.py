@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specc.compiler.int8.products import Source, integer_products
+from specc.compiler.int8.editor import Source
+from specc.compiler.int8.products import integer_products
 from specc.compiler.pipeline import lower
 from specc.compiler.spec.spec import QuantSpec, Spec
 from specc.runtime.artifact.artifact import ArtifactSize

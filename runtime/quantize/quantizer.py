@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from specc.compiler.int8.products import Source
+from specc.compiler.int8.editor import Source
 from specc.compiler.quant.scheme import Range, Scheme, Seen, Solution
 from specc.runtime.artifact.quantized_model import QuantizedModel, entropy_bytes, quantize_tensors
 from specc.runtime.calibration.gradients import Gradients

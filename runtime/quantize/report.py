@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specc.compiler.int8.products import Source
+from specc.compiler.int8.editor import Source
 from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.quant.scheme import Range, Scheme, Solution
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, entropy_bytes

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from specc.compiler import pipeline
-from specc.compiler.int8.products import Source, integer_products
+from specc.compiler.int8.editor import Source
+from specc.compiler.int8.products import integer_products
 from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.calibration.input_ranges import input_ranges

@@ -1,0 +1,256 @@
+"""A graph whose products are being replaced by int8 products, and the products of a model."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from specc.compiler.int8.finish import finished
+from specc.compiler.ir.graph import Graph, Node, Op, TensorType, TypeRuleError, needed
+from specc.compiler.ops.quantized import QuantizeRows, padded
+from specc.compiler.passes.assign_quant import Allocation, keeping, pattern_of, stated
+from specc.compiler.spec.spec import QuantSpec
+from specc.compiler.strict import Problem
+
+STORAGE = "int8"
+
+
+class Unfit(Exception):
+    """Raised if a product cannot be computed in int8.
+
+    `names` are the full names of its parameters. If `at_once` is true, all of them must have the same scheme.
+    """
+
+    def __init__(self, message: str, names: Sequence[str], at_once: bool = False) -> None:
+        super().__init__(message)
+        self.message, self.names, self.at_once = message, tuple(names), at_once
+
+    def problem(self, quant: QuantSpec, schemes: Allocation) -> Problem:
+        """Returns the problem to report, at the path in the spec that requests int8."""
+        pattern = covering(self.names)
+        if self.at_once:
+            path = max((stated(quant, schemes[name]) for name in self.names), key=len)  # prefers a rule to the default
+            hint = f'give all of them one scheme, by a single rule {{match: "{pattern}", ...}} or by the default'
+            return Problem(path, "S312", self.message, hint)
+        scheme = next(schemes[name] for name in self.names if schemes[name].integer)
+        return Problem(stated(quant, scheme), "S312", self.message, keeping(scheme, pattern))
+
+
+def covering(names: Sequence[str]) -> str:
+    """Returns a pattern for these parameters and for parameters of the same name in other blocks."""
+    blocks = [".".join("*" if word.isdigit() else word for word in name.split(".")) for name in names]
+    places, last = {name.rpartition(".")[0] for name in blocks}, pattern_of(names)
+    if len(places) == 1:
+        return f"{places.pop()}{last[1:]}"
+    sides = {place.partition(".")[0] for place in places}
+    return f"{sides.pop()}.{last}" if len(sides) == 1 else last
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One product of the model. Names are full names in the model.
+
+    Attributes:
+        node: The node that contains the product.
+        weight: The weight.
+        bias: The bias, or "" if there is none in int8.
+        read: Indices of the node's inputs that are multiplied with the weight.
+        made: Indices of the node's outputs that are multiplied with the weight.
+        maker: The node or input that produces the first of the inputs.
+        leader: The first weight, in table order, of all products that share the scale of their input.
+        part: Index of the slice of the features that the weight is multiplied with.
+        parts: Number of such slices, which have equal sizes.
+    """
+
+    node: str
+    weight: str
+    bias: str
+    read: tuple[int, ...]
+    made: tuple[int, ...]
+    maker: str
+    leader: str
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A product inside a node.
+
+    The weight is multiplied with node inputs and, in a recurrence, with the node's own outputs. Of each such value, it
+    is multiplied with the `part`-th of `parts` equal slices of the features.
+
+    Attributes:
+        weight: Ref of the weight [N, K].
+        bias: Ref of the bias [N], or "" if there is none.
+        read: Indices of the node inputs that are multiplied with the weight.
+        made: Indices of the node outputs that are multiplied with the weight.
+        part: Index of the slice.
+        parts: Number of slices.
+    """
+
+    weight: str
+    bias: str
+    read: tuple[int, ...]
+    made: tuple[int, ...] = ()
+    part: int = 0
+    parts: int = 1
+
+
+@dataclass
+class Editor:
+    """A graph whose products are being replaced. Names and refs are those of the original graph, unless a new
+    node is meant.
+
+    Attributes:
+        graph: The original graph.
+        places: The prefixes of its names at which it runs.
+        schemes: The scheme of each parameter.
+        sources: The int8 products of the model, by weight.
+        functions: New functions, shared by all graphs.
+        added: Types of the declared constants, by name.
+        types: Types of all values, original and new.
+        new: New nodes, by the name of the original node before which they are inserted.
+        gone: Names of the removed nodes.
+        names: Ref of a removed value -> the ref that replaces it.
+        shared: (ref, leader) -> refs of the codes.
+    """
+
+    graph: Graph
+    places: tuple[str, ...]
+    schemes: Allocation
+    sources: Mapping[str, Source]
+    functions: dict[str, Graph]
+    added: dict[str, TensorType] = field(default_factory=dict)
+    types: dict[str, TensorType] = field(init=False)
+    new: dict[str, list[Node]] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
+    names: dict[str, str] = field(default_factory=dict)
+    shared: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.types = dict(self.graph.types)
+
+    def result(self) -> Graph:
+        """Returns the graph with the replacements, without new nodes that nothing reads.
+
+        An int8 form computes all outputs of the op it replaces, but the graph may read only some outputs of a
+        recurrence.
+        """
+        remaining = [node.name for node in self.graph.nodes if node.name not in self.gone]
+        nodes = [
+            replace(new, inputs=tuple(map(self._name, new.inputs)))
+            for node in self.graph.nodes
+            for new in (*self.new.get(node.name, ()), *((node,) if node.name not in self.gone else ()))
+        ]
+        outputs = tuple((label, self._name(ref)) for label, ref in self.graph.outputs)
+        live = needed(nodes, [*remaining, *(ref for _, ref in outputs)])
+        read = {ref for node in live for ref in node.inputs}
+        params = (*(entry for entry in self.graph.params if f"@{entry[0]}" in read), *self.added.items())
+        return finished(replace(self.graph, nodes=live, params=params, outputs=outputs))
+
+    def full_names(self, refs: Iterable[str]) -> list[str]:
+        """Returns the full names of those of `refs` that are parameters, for every place at which the graph runs."""
+        return [at + ref[1:] for ref in refs if ref[:1] == "@" for at in self.places]
+
+    def _name(self, ref: str) -> str:
+        while ref in self.names:
+            ref = self.names[ref]
+        return ref
+
+    def integer(self, ref: str) -> bool:
+        """Whether a value is a parameter that is stored as integers for int8 products."""
+        if ref[0] != "@" or self.places[0] + ref[1:] not in self.schemes:
+            return False
+        flags = {self.schemes[at + ref[1:]].integer for at in self.places}
+        if len(flags) > 1:
+            message = f"{self.places[0]}{ref[1:]} is int8 in some of the blocks that share its code, not in all"
+            raise Unfit(message, self.full_names([ref]), at_once=True)
+        return flags.pop()
+
+    def constant(self, weight: str, suffix: str, type: TensorType) -> str:
+        """Declares a tensor that is stored next to a weight, e.g. with suffix `codes`, `offset` or `scale`. Returns its
+        ref."""
+        name = f"{weight[1:]}_{suffix}"
+        self.added[name] = self.types[f"@{name}"] = replace(type, storage=STORAGE)
+        return f"@{name}"
+
+    def inverse(self, weight: str) -> str:
+        """Returns the ref of the constant, f32 [K], that the input of the product with `weight` is multiplied with
+        before it is rounded to codes."""
+        leader, width = self.leader(weight), self.types[weight].width
+        for at in self.places:
+            names = [name for name, source in self.sources.items() if source.leader == f"{at}{leader}"]
+            if len({self.schemes[name].input_by_feature for name in names}) > 1:
+                message = f"{names[0]} and others that share its input want one scale for it and one for each feature"
+                raise Unfit(message, names, at_once=True)
+        return self.constant(f"@{leader}", "inverse", TensorType((width,), "f32"))
+
+    def input_bits(self, weight: str) -> Literal[8, 16]:
+        """Returns the bits of the input of the product with `weight`."""
+        leaders = {self.sources[at + weight[1:]].leader for at in self.places}
+        names = [name for name, source in self.sources.items() if source.leader in leaders]
+        widths = {self.schemes[name].input_bits for name in names}
+        if len(widths) > 1:
+            message = f"{names[0]} and others that share its input or its code want it in 8 bits and in 16"
+            raise Unfit(message, names, at_once=True)
+        return widths.pop()
+
+    def leader(self, weight: str) -> str:
+        """Returns the first weight, in table order, of the products that share the input of `weight`."""
+        leaders = {self.sources[at + weight[1:]].leader.removeprefix(at) for at in self.places}
+        if len(leaders) > 1:
+            raise TypeRuleError(f"{self.places[0]}{weight[1:]} shares its input with other products elsewhere")
+        return leaders.pop()
+
+    def codes(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
+        """Returns the value `ref` as int8 codes for the product with `weight`.
+
+        An input of 16 bits has two codes per value, so two refs are returned. The codes are computed before the node
+        `before`, and all products of one value share them.
+        """
+        leader = self.leader(weight)
+        if (ref, leader) not in self.shared:
+            self.shared[ref, leader] = self.coded(ref, weight, before)
+        return self.shared[ref, leader]
+
+    def coded(self, ref: str, weight: str, before: Node) -> tuple[str, ...]:
+        """Adds the nodes that compute the codes of a value. Returns their refs."""
+        width, inputs = self.types[ref].width, (ref, self.inverse(weight))
+        assert isinstance(width, int)
+        names = (f"{weight[1:]}_input", f"{weight[1:]}_second")[: self.input_bits(weight) // 8]
+        return tuple(
+            self.add_op(name, QuantizeRows(padded(width), bool(i)), inputs, before) for i, name in enumerate(names)
+        )
+
+    def add(self, node: Node, at: Node) -> str:
+        """Inserts a new node at the position of the original node `at`. Returns the ref of its first output."""
+        node.op.infer([self.types[ref] for ref in node.inputs[: node.op.arity or len(node.inputs)]])
+        self.new.setdefault(at.name, []).append(node)
+        self.types |= zip(node.outputs, node.types, strict=True)
+        return node.name
+
+    def add_op(self, name: str, op: Op, inputs: Sequence[str], at: Node) -> str:
+        """Inserts a new node without an epilogue, with the output types that its op infers.
+
+        Args:
+            name: The name of the node.
+            op: Its op.
+            inputs: Refs of its inputs.
+            at: The original node at whose position it is inserted.
+
+        Returns:
+            The ref of its first output.
+        """
+        return self.add(Node(name, op, tuple(inputs), op.infer([self.types[ref] for ref in inputs])), at)
+
+    def function(self, graph: Graph) -> str:
+        """Adds a function, unless an equal function exists. Returns its name."""
+        if self.functions.setdefault(graph.name, graph) != graph:
+            raise TypeRuleError(f"two functions are named {graph.name}")
+        return graph.name
+
+    def replace(self, old: Node, *refs: str) -> None:
+        """Removes an original node and redirects the readers of its outputs to `refs`. Pass no `refs` if another node
+        has absorbed it."""
+        self.gone.add(old.name)
+        self.names |= {a: b for a, b in zip(old.outputs, refs, strict=False) if a != b}
