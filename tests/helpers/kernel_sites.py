@@ -5,7 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,6 +95,62 @@ def written(kernel: Kernel, site: Site, folder: Path) -> list[Path]:
         (folder / name).write_text(text, encoding="utf-8")
         paths.append(folder / name)
     return paths
+
+
+def check_clean(folder: Path, width: int = 110) -> None:
+    """Asserts that the generated files of `folder` are tidy, have lines of at most `width` columns, and pass Ruff."""
+    paths = [path for path in folder.rglob("*") if path.suffix in (".py", ".cu") and path.name != "__init__.py"]
+    assert paths
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        wide = [line for line in text.splitlines() if len(line) > width or line != line.rstrip()]
+        assert not wide, f"{path.name}: {wide}"
+        assert "\n\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
+        if path.suffix == ".py":
+            compile(text, str(path), "exec")
+    config = Path(__file__).parents[2] / "pyproject.toml"
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(config), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def machine_code(
+    module: ModuleType, site: Site, type_of: Callable[[str], str], constants: Mapping[str, int] | None = None
+) -> Any:
+    """Compiles the Triton kernel of a generated file for the target of its site, without a GPU.
+
+    Args:
+        module: the generated file.
+        site: the node.
+        type_of: the Triton type of a parameter by name; "constexpr" for a constant.
+        constants: the values of constants that are not values of the module.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: type_of(name) for name in inspect.signature(jitted(module, site).fn).parameters}
+    known = {**vars(module), **(constants or {})}
+    values = {name: known[name] for name, type in types.items() if type == "constexpr"}
+    aligned = (i for i, (name, type) in enumerate(types.items()) if type[0] == "*" or name.endswith("STRIDE"))
+    even = {(i,): [["tt.divisibility", 16]] for i in aligned if list(types.values())[i] != "constexpr"}
+    options = {"num_warps": module.WARPS} | ({"num_stages": module.STAGES} if hasattr(module, "STAGES") else {})
+    source = ASTSource(jitted(module, site), types, values, even)
+    return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
+
+
+def empty(type: TensorType, device: str = "meta", **sizes: int) -> Tensor:
+    """Returns zeros of a type, whose symbolic dims have `sizes`."""
+    dtype = {**DTYPES, "i64": torch.int64, "bool": torch.bool}[type.dtype]
+    return torch.zeros([dim if isinstance(dim, int) else sizes[dim] for dim in type.shape], dtype=dtype, device=device)
+
+
+def check_outputs(outputs: Tensor | Sequence[Tensor], site: Site, **sizes: int) -> None:
+    """Asserts that outputs are contiguous and have the types of the node, whose symbolic dims have `sizes`."""
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    for output, type in zip(outputs, site.node.types, strict=True):
+        want = empty(type, **sizes)
+        assert (output.shape, output.dtype, output.is_contiguous()) == (want.shape, want.dtype, True)
 
 
 def joined(sources: Iterable[Path], folder: Path) -> Path:

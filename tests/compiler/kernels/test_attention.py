@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attention_sites import SHAPES, attention_site, by_formula, relative, several
-from kernel_sites import imported, written
+from kernel_sites import check_clean, check_outputs, empty, imported, written
 from tiny_models import ATTENTION, MLP, tiny
 from torch import Tensor
 
@@ -181,33 +180,17 @@ def test_random_sites_render_as_clean_python(tmp_path: Path) -> None:
         )
         for name, kernel in EVERY.items():
             if isinstance(site.node.op, kernel.computes):
-                (path,) = written(kernel, site, tmp_path / f"site_{i}_{name}")
-                text = path.read_text(encoding="utf-8")
-                wide = [line for line in text.splitlines() if len(line) > 116 or line != line.rstrip()]
-                assert not wide, f"{path.name}: {wide}"
-                assert "\n\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
-                compile(text, str(path), "exec")
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+                written(kernel, site, tmp_path / f"site_{i}_{name}")
+    check_clean(tmp_path, 116)
 
 
 @pytest.mark.parametrize("name", [name for name, kernel in GPU.items() if kernel.made_of != "flash-attn-4"])
 def test_ops_state_their_types_without_a_gpu(name: str, tmp_path: Path) -> None:
     site = attention_site(SHAPES["golf"], "grad" in name)
     op = getattr(imported(EVERY[name], site, tmp_path / f"fake_{name}"), symbol(site)[0])
-    sizes = {"B": 3, "T": 5}
-
-    def empty(type: Any) -> Tensor:
-        dtype = torch.bfloat16 if type.dtype == "bf16" else torch.float32
-        return torch.empty([sizes.get(dim, dim) for dim in type.shape], dtype=dtype, device="meta")
-
-    found = several(op(*map(empty, site.inputs)))
-    for got, type in zip(found, site.node.types, strict=True):
-        want = empty(type)
-        assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+    check_outputs(op(*(empty(type, B=3, T=5) for type in site.inputs)), site, B=3, T=5)
     with pytest.raises(ValueError, match=r"is torch.bfloat16 .* on cpu; wants torch.bfloat16 .* on one GPU"):
-        op(*(torch.empty_like(empty(type), device="cpu") for type in site.inputs))
+        op(*(empty(type, "cpu", B=3, T=5) for type in site.inputs))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

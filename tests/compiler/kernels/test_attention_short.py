@@ -1,9 +1,6 @@
 """Attention over short sequences: what the kernels take and write, in Triton's interpreter, and as machine code."""
 
-import inspect
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from attention_sites import attention_site, several
-from kernel_sites import DTYPES, GUARD, check_guards, imported, interpret, jitted, written
+from kernel_sites import (
+    DTYPES,
+    GUARD,
+    check_clean,
+    check_guards,
+    check_outputs,
+    empty,
+    imported,
+    interpret,
+    machine_code,
+    written,
+)
 from torch import Tensor
 
 from specc.compiler.kernels.attention.short import (
@@ -49,15 +57,8 @@ def test_random_sites_render_as_clean_python(tmp_path: Path) -> None:
         kind, backward = rng.choice(WAYS)
         target, dtype = rng.choice(("sm80", "sm90", "sm120")), rng.choice(("bf16", "f16"))
         site = attention_site(shape, backward, target, dtype, kind, rng.randint(1, 128))
-        (path,) = written(kernel_of(site), site, tmp_path / f"site_{i}")
-        text = path.read_text(encoding="utf-8")
-        wide = [line for line in text.splitlines() if len(line) > 116 or line != line.rstrip()]
-        assert not wide, f"{path.name}: {wide}"
-        assert "\n\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
-        compile(text, str(path), "exec")
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+        written(kernel_of(site), site, tmp_path / f"site_{i}")
+    check_clean(tmp_path, 116)
 
 
 @pytest.mark.parametrize(("kind", "backward"), WAYS)
@@ -111,16 +112,9 @@ def test_ops_state_their_types_without_a_gpu(kind: str, backward: bool, tmp_path
     site = attention_site(POLY, backward, kind=kind, context=30)
     op = getattr(imported(kernel_of(site), site, tmp_path / f"fake_short_{kind}_{backward}"), symbol(site)[0])
     sizes = {"B": 3, "T": 5, "S": 7}
-
-    def empty(type: Any, device: str = "meta") -> Tensor:
-        dtype = torch.bool if type.dtype == "bool" else DTYPES[type.dtype]
-        return torch.zeros([sizes.get(dim, dim) for dim in type.shape], dtype=dtype, device=device)
-
-    for got, type in zip(several(op(*map(empty, site.inputs))), site.node.types, strict=True):
-        want = empty(type)
-        assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+    check_outputs(op(*(empty(type, **sizes) for type in site.inputs)), site, **sizes)
     with pytest.raises(ValueError, match=r"is torch.bfloat16 .* on cpu; wants torch.bfloat16 .* on one GPU"):
-        op(*(empty(type, "cpu") for type in site.inputs))
+        op(*(empty(type, "cpu", **sizes) for type in site.inputs))
 
 
 # --- Triton's interpreter ---
@@ -236,26 +230,15 @@ def test_what_a_sharp_weight_leaves_is_not_lost_in_the_rounding_of_y(tmp_path: P
 
 
 def compiled(site: Site, folder: Path, tile: PairTile | None = None) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    module = imported(kernel_of(site, tile), site, folder)
     element = {"bf16": "*bf16", "f16": "*fp16"}[site.inputs[0].dtype]
-    types: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    for name in inspect.signature(jitted(module, site).fn).parameters:
+
+    def type_of(name: str) -> str:
         tensor, _, kind = name.rpartition("_")
         if kind == "ptr":
-            types[name] = {"lse": "*fp32", "seen": "*i1"}.get(tensor, element)
-        elif name in ("B", "T", "S") or kind == "STRIDE":
-            types[name] = "i32"
-        else:
-            types[name], constants[name] = "constexpr", getattr(module, name)
-    even = (i for i, (name, type) in enumerate(types.items()) if type[0] == "*" or name.endswith("STRIDE"))
-    source = ASTSource(jitted(module, site), types, constants, {(i,): [["tt.divisibility", 16]] for i in even})
-    options = {"num_warps": module.WARPS, "num_stages": module.STAGES}
-    return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
+            return {"lse": "*fp32", "seen": "*i1"}.get(tensor, element)
+        return "i32" if name in ("B", "T", "S") or kind == "STRIDE" else "constexpr"
+
+    return machine_code(imported(kernel_of(site, tile), site, folder), site, type_of)
 
 
 @pytest.mark.parametrize(("kind", "backward"), WAYS)

@@ -1,10 +1,7 @@
 """A step of an int8 LSTM: the op and its kernels against float64, in the interpreter and as machine code; what is
 refused."""
 
-import inspect
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from kernel_sites import GUARD, check_guards, interpret, jitted
+from kernel_sites import GUARD, check_clean, check_guards, interpret, machine_code
 from step_sites import BITS, ROWS, SIZES, close, exact, imported, operands, step_site
 
 from specc.compiler import kernels
@@ -171,17 +168,7 @@ def test_generated_files_are_clean_python(tmp_path: Path) -> None:
                     site = step_site(size, target, dtype, label, bits)
                     module = imported(kernel, site, tmp_path / f"clean_{i}_{size}_{dtype}_{bits}_{len(label)}")
                     assert len(module.NODES) == label.count(" and ") + 1
-    wide = [
-        (path.name, line)
-        for path in tmp_path.rglob("*.py")
-        for line in path.read_text().splitlines()
-        if len(line) > 110 or line != line.rstrip()
-    ]
-    assert not wide
-    config = Path(__file__).parents[3] / "pyproject.toml"
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(config), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    check_clean(tmp_path)
 
 
 # --- values ---
@@ -243,24 +230,14 @@ def test_the_interpreted_kernel_gives_float64(case: Case, results: dict[Any, Any
 
 def compiled(kernel: Int8LstmTriton, site: Site, folder: Path) -> Any:
     """The kernel as machine code of its target."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    module = imported(kernel, site, folder)
     tensors = iter((*site.inputs, *site.node.types))
-    types, constants = {}, {}
-    for name in inspect.signature(jitted(module, site).fn).parameters:
+
+    def type_of(name: str) -> str:
         if name.endswith("_ptr"):
-            types[name] = POINTERS[next(tensors).dtype]
-        elif name in ("B", "h_quads", "c_quads"):
-            types[name] = "i32"
-        else:
-            types[name], constants[name] = "constexpr", getattr(module, name)
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    source = ASTSource(jitted(module, site), types, constants, aligned)
-    options = {"num_warps": module.WARPS, "num_stages": module.STAGES}
-    return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
+            return POINTERS[next(tensors).dtype]
+        return "i32" if name in ("B", "h_quads", "c_quads") else "constexpr"
+
+    return machine_code(imported(kernel, site, folder), site, type_of)
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -1,12 +1,10 @@
 """Generated Triton kernels compiled to machine code of GPUs that this machine need not have."""
 
-import inspect
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from kernel_sites import EPILOGUES, imported, jitted, make_site, parameters
+from kernel_sites import EPILOGUES, imported, machine_code, make_site, parameters
 
 from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
 from specc.compiler.kernels.kernel import Site
@@ -21,40 +19,23 @@ BLOCKS = {
 }
 
 
-def signature(module: ModuleType, site: Site) -> tuple[dict[str, str], dict[str, int]]:
-    """The types of the kernel's arguments as launch() passes them, and the values of its constants."""
+def compiled(site: Site, folder: Path) -> Any:
+    module = imported(LINEAR_TRITON, site, folder)
     tensors = dict(zip(parameters(module, site), (*site.inputs, *site.node.types), strict=True))
     first, *weights = list(tensors)[: site.node.op.arity]
-    sizes = {"BLOCK_M": module.BLOCK_M, "BLOCK_N": module.BLOCK_N, "BLOCK_K": module.BLOCK_K}
-    sizes["HALF_N"] = module.BLOCK_N // 2
-    types, constants = {}, {}
-    for name in inspect.signature(jitted(module, site).fn).parameters:
+    sizes = {**vars(module), "HALF_N": module.BLOCK_N // 2}
+
+    def type_of(name: str) -> str:
         tensor, _, kind = name.rpartition("_")
         if kind == "ptr":
-            types[name] = POINTERS[tensors[tensor].dtype]
-        elif kind == "desc":
+            return POINTERS[tensors[tensor].dtype]
+        if kind == "desc":
             role = "x" if tensor == first else site.node.op.layout if tensor in weights else "half"
             block = [sizes[word] for word in BLOCKS[role].split(", ")]
-            types[name] = f"tensordesc<{POINTERS[tensors[tensor].dtype][1:]}{block}>"
-        elif name == "M":
-            types[name] = "i32"
-        else:
-            types[name] = "constexpr"
-            constants[name] = 132 if name == "PROGRAMS" else getattr(module, name)
-    return types, constants
+            return f"tensordesc<{POINTERS[tensors[tensor].dtype][1:]}{block}>"
+        return "i32" if name == "M" else "constexpr"
 
-
-def compiled(site: Site, folder: Path) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    module = imported(LINEAR_TRITON, site, folder)
-    types, constants = signature(module, site)
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    source = ASTSource(jitted(module, site), types, constants, aligned)
-    options = {"num_warps": module.WARPS, "num_stages": module.STAGES}
-    return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options=options)
+    return machine_code(module, site, type_of, {"PROGRAMS": 132})
 
 
 @pytest.mark.parametrize("name", EPILOGUES)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_sites import DTYPES, EPILOGUES, imported, make_site, sample_inputs
+from kernel_sites import DTYPES, EPILOGUES, check_outputs, empty, imported, make_site, sample_inputs
 
 from specc.compiler.kernels.gemm.evt import GEMM_EVT
 from specc.compiler.kernels.gemm.triton import LINEAR_TRITON
@@ -27,12 +27,7 @@ def test_fakes_have_the_shapes_and_dtypes_of_the_node(
     kernel, target = WAYS[way]
     site = make_site(name, 64, 32, target, rows=rows, out="" if way == "evt" else "f32")
     module = imported(kernel, site, tmp_path / f"fake_{way}_{name}_{len(rows)}_{sum(rows)}")
-    inputs = [torch.empty(type.shape, dtype=DTYPES[type.dtype], device="meta") for type in site.inputs]
-    outputs = getattr(module, kernel.render(site).function)(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    assert [tuple(output.shape) for output in outputs] == [(*rows, 64)] * len(site.node.types)
-    assert [output.dtype for output in outputs] == [DTYPES[type.dtype] for type in site.node.types]
-    assert all(output.is_contiguous() for output in outputs)
+    check_outputs(getattr(module, kernel.render(site).function)(*map(empty, site.inputs)), site)
 
 
 @pytest.mark.parametrize("way", WAYS)

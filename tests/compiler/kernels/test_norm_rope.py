@@ -1,11 +1,9 @@
 """Norm, rotary embedding and gain: what the kernels take and write, in Torch, in Triton's interpreter, and as machine
 code."""
 
-import inspect
 import math
 import random
 import re
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +14,17 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from head_sites import PARTS, SHAPES, buffers, columns, expected, head_inputs, head_site, inside, several
-from kernel_sites import DTYPES, check_guards, imported, interpret, jitted, written
+from kernel_sites import (
+    DTYPES,
+    check_clean,
+    check_guards,
+    check_outputs,
+    empty,
+    imported,
+    interpret,
+    machine_code,
+    written,
+)
 from tiny_models import ATTENTION, tiny
 
 from specc.compiler import kernels
@@ -65,15 +73,8 @@ def test_random_sites_render_as_clean_python(tmp_path: Path) -> None:
     rng = random.Random(4)
     for i in range(80):
         site = random_site(rng)
-        (path,) = written(kernel_of(site), site, tmp_path / f"site_{i}")
-        text = path.read_text(encoding="utf-8")
-        wide = [line for line in text.splitlines() if len(line) > 110 or line != line.rstrip()]
-        assert not wide, f"{path.name}: {wide}"
-        assert "\n\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
-        compile(text, str(path), "exec")
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+        written(kernel_of(site), site, tmp_path / f"site_{i}")
+    check_clean(tmp_path)
 
 
 def test_names_tell_parts_and_sizes() -> None:
@@ -216,13 +217,10 @@ def test_fakes_have_the_shapes_and_dtypes_of_the_node(parts: str, backward: bool
     for i, rows in enumerate(((0,), (5,), (2, 3), (2, 0, 3))):
         site = head_site(parts, backward=backward, rows=rows)
         module = imported(NORM_ROPE_TRITON, site, tmp_path / f"fake_{parts}_{backward}_{i}")
-        inputs = [torch.empty(type.shape, dtype=DTYPES[type.dtype], device="meta") for type in site.inputs]
+        inputs = [*map(empty, site.inputs)]
         if not backward and inputs[0].dim() == 4:
             inputs[0] = inputs[0].transpose(0, 1).contiguous().transpose(0, 1)
-        found = several(getattr(module, symbol(site)[0])(*inputs))
-        assert [tuple(value.shape) for value in found] == [type.shape for type in site.node.types]
-        assert [value.dtype for value in found] == [DTYPES[type.dtype] for type in site.node.types]
-        assert all(value.is_contiguous() for value in found)
+        check_outputs(getattr(module, symbol(site)[0])(*inputs), site)
 
 
 def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None:
@@ -333,21 +331,14 @@ def test_interpreted_kernels_give_the_reference(case: Case, interpreted: dict[tu
 
 
 def compiled(site: Site, folder: Path, tile: HeadTile | None = None, stride: int | None = None) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     module = imported(with_tile(tile), site, folder)
     element = {"bf16": "*bf16", "f16": "*fp16", "f32": "*fp32"}[site.inputs[0].dtype]
     pointers = dict.fromkeys(("cos_ptr", "sin_ptr", "partial_ptr"), "*fp32")
-    types, constants = {}, {}
-    for name in inspect.signature(jitted(module, site).fn).parameters:
-        types[name] = "i32" if name in ("B", "T") else pointers.get(name, element) if "_ptr" in name else "constexpr"
-        if types[name] == "constexpr":
-            constants[name] = (stride or module.H * module.C) if name == "STRIDE" else getattr(module, name)
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    source = ASTSource(jitted(module, site), types, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options={"num_warps": module.WARPS})
+
+    def type_of(name: str) -> str:
+        return "i32" if name in ("B", "T") else pointers.get(name, element) if "_ptr" in name else "constexpr"
+
+    return machine_code(module, site, type_of, {"STRIDE": stride or module.H * module.C})
 
 
 def accesses(ptx: str, kind: str) -> dict[str, int]:

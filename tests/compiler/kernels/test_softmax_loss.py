@@ -1,16 +1,22 @@
 """The softmax loss: what its kernels take and write, in Torch, in Triton's interpreter, and as machine code."""
 
-import inspect
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernel_sites import DTYPES, check_guards, imported, interpret, jitted, written
+from kernel_sites import (
+    check_clean,
+    check_guards,
+    check_outputs,
+    empty,
+    imported,
+    interpret,
+    machine_code,
+    written,
+)
 from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, inside, loss_inputs, loss_site
 
 from specc.compiler import kernels
@@ -53,15 +59,8 @@ def test_random_sites_render_as_clean_python(tmp_path: Path) -> None:
     rng = random.Random(3)
     for i in range(60):
         site = random_site(rng)
-        (path,) = written(kernel_of(site), site, tmp_path / f"site_{i}")
-        text = path.read_text(encoding="utf-8")
-        wide = [line for line in text.splitlines() if len(line) > 110 or line != line.rstrip()]
-        assert not wide, f"{path.name}: {wide}"
-        assert "\n\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
-        compile(text, str(path), "exec")
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+        written(kernel_of(site), site, tmp_path / f"site_{i}")
+    check_clean(tmp_path)
 
 
 def test_names_tell_what_is_computed_and_of_how_many_tokens() -> None:
@@ -160,14 +159,7 @@ def test_fakes_have_the_shapes_and_dtypes_of_the_node(vocab: int, reduction: str
     for rows in ((0,), (5,), (2, 3)):
         site = loss_site(vocab, vocab + 8, CAP, reduction, rows=rows)
         module = imported(SOFTMAX_LOSS_TRITON, site, tmp_path / f"fake_{vocab}_{reduction}_{len(rows)}{rows[0]}")
-        inputs = [
-            torch.empty(type.shape, dtype=DTYPES.get(type.dtype, torch.int64), device="meta") for type in site.inputs
-        ]
-        found = getattr(module, symbol(site)[0])(*inputs)
-        found = found if isinstance(found, tuple) else (found,)
-        assert [tuple(value.shape) for value in found] == [type.shape for type in site.node.types]
-        assert [value.dtype for value in found] == [DTYPES[type.dtype] for type in site.node.types]
-        assert all(value.is_contiguous() for value in found)
+        check_outputs(getattr(module, symbol(site)[0])(*map(empty, site.inputs)), site)
 
 
 def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None:
@@ -252,22 +244,10 @@ def test_interpreted_kernels_give_the_reference(case: Case, interpreted: dict[tu
 
 
 def compiled(site: Site, folder: Path, tile: RowTile | None = None) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel = replace(SOFTMAX_LOSS_TRITON, tile=tile)
-    module = imported(kernel, site, folder)
+    module = imported(replace(SOFTMAX_LOSS_TRITON, tile=tile), site, folder)
     element = {"bf16": "*bf16", "f32": "*fp32"}[site.inputs[0].dtype]
     pointers = {"logits_ptr": element, "targets_ptr": "*i64", "nats_ptr": "*fp32", "grad_ptr": element}
-    types, constants = {}, {}
-    for name in inspect.signature(jitted(module, site).fn).parameters:
-        types[name] = pointers.get(name, "i32" if name == "M" else "constexpr")
-        if types[name] == "constexpr":
-            constants[name] = getattr(module, name)
-    aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
-    source = ASTSource(jitted(module, site), types, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", site.target.arch, 32), options={"num_warps": module.WARPS})
+    return machine_code(module, site, lambda name: pointers.get(name, "i32" if name == "M" else "constexpr"))
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])

@@ -12,7 +12,7 @@ from typing import Any
 import cuda_on_cpu
 import pytest
 import torch
-from kernel_sites import DTYPES, check_guards, imported, written
+from kernel_sites import check_clean, check_guards, check_outputs, empty, imported, written
 from loss_sites import CAP, FUNCTIONS, buffers, columns, expected, inside, loss_inputs, loss_site
 from torch import Tensor
 
@@ -59,15 +59,9 @@ def test_random_sites_render_as_clean_files(tmp_path: Path) -> None:
         for kernel in (SOFTMAX_LOSS_CUDA, *SOFTMAX_LOSS_CUDA.variants(site)[:2]):
             if kernel.rejects(site) is not None:
                 continue
-            for path in written(kernel, site, tmp_path / f"site_{made}"):
-                text = path.read_text(encoding="utf-8")
-                wide = [line for line in text.splitlines() if len(line) > 120 or line != line.rstrip()]
-                assert not wide, f"{path.name}: {wide}"
-                assert "\n\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
+            written(kernel, site, tmp_path / f"site_{made}")
             made += 1
-    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml")]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    check_clean(tmp_path, 120)
 
 
 def test_files_say_what_they_are_and_for_what_machine(tmp_path: Path) -> None:
@@ -296,13 +290,7 @@ def test_fakes_have_the_shapes_and_dtypes_of_the_node(reduction: str, tmp_path: 
     for rows in ((0,), (5,), (2, 3)):
         site = loss_site(9000, 9024, CAP, reduction, rows=rows)
         module = imported(SOFTMAX_LOSS_CUDA, site, tmp_path / f"fake_cuda_{reduction}_{len(rows)}{rows[0]}")
-        inputs = [
-            torch.empty(one.shape, dtype=DTYPES.get(one.dtype, torch.int64), device="meta") for one in site.inputs
-        ]
-        found = getattr(module, symbol(site)[0])(*inputs)
-        found = found if isinstance(found, tuple) else (found,)
-        assert [tuple(value.shape) for value in found] == [one.shape for one in site.node.types]
-        assert [value.dtype for value in found] == [DTYPES[one.dtype] for one in site.node.types]
+        check_outputs(getattr(module, symbol(site)[0])(*map(empty, site.inputs)), site)
 
 
 def test_wrong_inputs_are_refused_with_names_and_numbers(tmp_path: Path) -> None:
