@@ -23,9 +23,8 @@ from specc.compiler.spec.spec import Spec
 from specc.runtime.artifact.artifact import read_artifact
 from specc.runtime.artifact.deployment import Deployment, deployment_of
 from specc.runtime.artifact.int8_products import constants, fill, require_products
-from specc.runtime.artifact.layout import Layout
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
-from specc.runtime.artifact.table import require_values, unpacked
+from specc.runtime.artifact.table import Layout, require_values, unpacked
 from specc.runtime.data.tokenizers.characters import CharTokenizer
 from specc.runtime.data.tokenizers.from_spec import characters_of, tokenizer_of
 from specc.runtime.data.tokenizers.tokenizer import Tokenizer

@@ -10,41 +10,34 @@ import contextlib
 import hashlib
 import os
 import stat
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
-from specc.compiler.quant.artifact_sections import ITEM_BYTES, Kind, Stream, kind_of, streams
-from specc.compiler.quant.scheme import Stored
+from specc.compiler.quant.artifact_sections import CHUNK_BYTES, ITEM_BYTES, TEXTS, Kind, Stream, kind_of, streams
 from specc.runtime.artifact.codecs import Codec, compress
 from specc.runtime.artifact.sections import (
     MAX_SECTIONS,
     MAX_SPEC_BYTES,
     Header,
     Section,
-    raw_sizes,
     read_header,
     read_section,
     read_verified_bytes,
 )
-from specc.runtime.artifact.streams import choose, pack, raw_size, unpack
+from specc.runtime.artifact.streams import Transform, choose, pack, raw_size, unpack
+from specc.runtime.artifact.table import Array, Layout, Tensors
 from specc.runtime.errors import IntegrityError, RunFailure, RuntimeFailure
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.data_digests import DataDigests
 
-Array = npt.NDArray[Any]
-Layout = Sequence[tuple[str, Stored]]
-Tensors = Mapping[str, Mapping[str, Array]]
-
 READ_LIMIT = 8 * 2**30
-REMEMBERED = 256  # cached sections, about 90 MB; most sections are unchanged between trials of a bit allocation
-_remembered: OrderedDict[tuple[object, ...], tuple[Section, bytes]] = OrderedDict()
+CACHED_SECTIONS = 256  # at most 220 MB; most sections are unchanged between trials of a bit allocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,34 +60,15 @@ class ArtifactSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Artifact:
-    """A verified artifact.
-
-    Attributes:
-        spec: the resolved spec as canonical JSON.
-        code: the SHA-256 of the generated code at the time of writing.
-        tensors: read-only arrays by parameter name and suffix, with the dtypes and shapes of `Stored`.
-        table: the text of the table of arrays; empty if the file has none.
-        trained_on: digests of the training data; None if the file does not state them.
-    """
-
-    spec: bytes
-    code: bytes
-    tensors: Mapping[str, Mapping[str, Array]]
-    table: bytes
-    trained_on: DataDigests | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ArtifactContents:
-    """The contents of an artifact before compression.
+    """The uncompressed contents of an artifact, verified after reading or ready to be written.
 
     Attributes:
         spec: the resolved spec as canonical JSON.
         layout: the names, dtypes and shapes of the arrays, in file order.
-        tensors: the values of the arrays, by parameter name and suffix.
+        tensors: the arrays by parameter name and suffix; read-only after reading.
         interface: 32 bytes, the digest of parameter names, shapes and storage.
-        code: 32 bytes, the digest of the generated code.
+        code: 32 bytes, the digest of the generated code at the time of writing.
         table: the raw section of table.py; empty if no array is multiplied in its stored form.
         trained_on: digests of the training data; None if they are not known.
     """
@@ -106,13 +80,6 @@ class ArtifactContents:
     code: bytes = bytes(32)
     table: bytes = b""
     trained_on: DataDigests | None = None
-
-    @property
-    def texts(self) -> list[tuple[Kind, bytes]]:
-        """The sections that precede the array sections, as (kind, raw bytes)."""
-        digests = b"" if self.trained_on is None else self.trained_on.packed()
-        optional = ((Kind.TABLE, self.table), (Kind.DATA_DIGESTS, digests))
-        return [(Kind.SPEC, self.spec), *((kind, raw) for kind, raw in optional if raw)]
 
 
 def write_artifact(
@@ -137,20 +104,20 @@ def write_artifact(
         EnvironmentFailure: the file cannot be written, or `codec` is brotli, which is not installed.
     """
     header, bodies = _assemble(contents, quality, codec)
-    layout, tensors = contents.layout, contents.tensors
 
     def check(temporary: Path) -> None:
-        unreadable = IntegrityError(f"{path}: what was written does not read back", "check disk and memory")
+        unreadable = IntegrityError(f"{path}: the data read back differ from what was written", "check disk and memory")
         try:
-            back = read_artifact(temporary, lambda _: (contents.interface, layout), limit=2**62)
+            back = read_artifact(temporary, lambda _: (contents.interface, contents.layout), limit=2**62)
         except IntegrityError as error:
             raise unreadable from error
-        same = all(
-            back.tensors[name][stored.suffix].tobytes() == tensors[name][stored.suffix].tobytes()
-            for name, stored in layout
+        arrays = (
+            (back.tensors[name][stored.suffix], contents.tensors[name][stored.suffix])
+            for name, stored in contents.layout
         )
-        texts = (back.spec, back.code, back.table, back.trained_on)
-        if texts != (contents.spec, contents.code, contents.table, contents.trained_on) or not same:
+        if replace(back, tensors={}) != replace(contents, tensors={}) or any(
+            a.tobytes() != b.tobytes() for a, b in arrays
+        ):
             raise unreadable
 
     write_atomically(path, [header.pack(), *bodies], check)
@@ -171,7 +138,7 @@ def read_artifact(
     *,
     limit: int = READ_LIMIT,
     judge: Callable[[bytes], None] | None = None,
-) -> Artifact:
+) -> ArtifactContents:
     """Reads the artifact at `path` and verifies every byte.
 
     Args:
@@ -182,7 +149,7 @@ def read_artifact(
             decompressed. It raises IntegrityError to reject the file.
 
     Returns:
-        The verified artifact, with read-only arrays.
+        The verified contents, with read-only arrays.
 
     Raises:
         IntegrityError: the file cannot be read or is damaged, its interface digest or section sizes differ from
@@ -196,10 +163,10 @@ def read_artifact(
         except RuntimeFailure:
             raise
         except Exception as error:
-            raise IntegrityError(f"its spec is not one that this specc understands: {error}") from error
+            raise IntegrityError(f"its spec is not valid for this version of specc: {error}") from error
         if interface != header.interface:
             raise IntegrityError(
-                "its parameters are not those that this specc makes of its spec",
+                "its parameters differ from those that this version of specc derives from its spec",
                 "read it with the version of specc that wrote it",
             )
         if (needed := sum(stored.bytes for _, stored in layout)) > limit:
@@ -210,19 +177,15 @@ def read_artifact(
         )
         if judge is not None:
             judge(table)
-        plan = _planned(header, layout)
-        raws = [
-            read_section(file, section, f"section {i}", header.codec)
-            for i, section in enumerate(header.data, header.texts)
-        ]
-        tensors = _unpacked_1(layout, header, raws) if header.version == 1 else _unpacked(layout, header, plan, raws)
-    return Artifact(spec, header.code, tensors, table, DataDigests.unpacked(digests) if digests else None)
+        tensors = _read_tensors(file, header, layout)
+    trained_on = DataDigests.unpacked(digests) if digests else None
+    return ArtifactContents(spec, layout, tensors, interface, header.code, table, trained_on)
 
 
 def require_layout(path: Path, layout: Layout) -> None:
     """Checks the section sizes of the artifact at `path`. Raises IntegrityError if they are not those of `layout`."""
     with _opened(path) as (file, size):
-        _planned(read_header(file, size), layout)
+        _plan(read_header(file, size), layout)
 
 
 def peek_spec(path: Path) -> bytes:
@@ -271,103 +234,103 @@ def _assemble(contents: ArtifactContents, quality: int, codec: Codec) -> tuple[H
     if len(contents.interface) != 32 or len(contents.code) != 32:
         raise ValueError("the interface and code digests are 32 bytes each")
     if len(contents.spec) > MAX_SPEC_BYTES:
-        raise RunFailure(f"the resolved spec has {len(contents.spec):,} bytes; an artifact holds {MAX_SPEC_BYTES:,}")
+        raise RunFailure(f"the resolved spec has {len(contents.spec):,} bytes; the maximum is {MAX_SPEC_BYTES:,}")
     _check(contents.layout, contents.tensors)
-    parts: list[tuple[Stream | Kind, bytes]] = [*contents.texts, *_parts(contents.layout, contents.tensors)]
-    if len(parts) > MAX_SECTIONS:
-        raise RunFailure(f"the parameters need {len(parts):,} sections; an artifact holds {MAX_SECTIONS:,}")
-
-    def section(item: tuple[Stream | Kind, bytes]) -> tuple[Section, bytes]:
-        what, raw = item
-        if isinstance(what, Stream):
-            return _section(what, raw, quality, codec)
-        body = compress(raw, quality, codec)
-        return Section(what, len(body), len(raw), hashlib.sha256(body).digest()), body
-
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(parts))) as pool:
-        made = list(pool.map(section, parts))
-    sections = tuple(section for section, _ in made)
-    return Header(contents.interface, contents.code, sections, codec), [body for _, body in made]
+    raws = list(_raw_sections(contents))
+    if len(raws) > MAX_SECTIONS:
+        raise RunFailure(f"the parameters need {len(raws):,} sections; the maximum is {MAX_SECTIONS:,}")
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, len(raws))) as pool:
+        sections = list(pool.map(lambda raw: _section(*raw, quality, codec), raws))
+    header = Header(contents.interface, contents.code, tuple(section for section, _ in sections), codec)
+    return header, [body for _, body in sections]
 
 
-def _section(stream: Stream, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:
-    """Returns the section of whole rows of a stream, with the transform of `choose`; cached by its raw bytes."""
-    key = (stream.kind, stream.columns, hashlib.sha256(data).digest(), quality, codec)
-    made = _remembered.get(key)
-    if made is None:
-        transform = choose(data, stream, quality, codec)
-        raw = pack(data, stream, transform)
-        body = compress(raw, quality, codec)
-        made = Section(stream.kind, len(body), len(raw), hashlib.sha256(body).digest(), transform), body
-        _remembered[key] = made
-        while len(_remembered) > REMEMBERED:
-            with contextlib.suppress(KeyError):  # another thread may have emptied the cache
-                _remembered.popitem(last=False)
-    return made
-
-
-def _parts(layout: Layout, tensors: Tensors) -> Iterator[tuple[Stream, bytes]]:
-    """Yields the (stream, bytes) of each array section, which holds whole rows of the stream."""
-    for stream in streams(layout):
-        arrays = (tensors[name][stored.suffix] for name, stored in (layout[place] for place in stream.members))
-        whole, position = b"".join(array.tobytes() for array in arrays), 0
+def _raw_sections(contents: ArtifactContents) -> Iterator[tuple[Kind, int, bytes]]:
+    """Yields the kind, the items per row and the bytes of each section. Array sections hold whole rows of a stream."""
+    digests = b"" if contents.trained_on is None else contents.trained_on.packed()
+    yield Kind.SPEC, 1, contents.spec
+    yield from ((kind, 1, raw) for kind, raw in ((Kind.TABLE, contents.table), (Kind.DATA_DIGESTS, digests)) if raw)
+    for stream in streams(contents.layout):
+        arrays = (
+            contents.tensors[name][stored.suffix] for name, stored in map(contents.layout.__getitem__, stream.members)
+        )
+        data, position = b"".join(array.tobytes() for array in arrays), 0
         for rows in stream.cuts():
-            yield stream, whole[position : position + rows * stream.row_bytes]
+            yield stream.kind, stream.columns, data[position : position + rows * stream.row_bytes]
             position += rows * stream.row_bytes
 
 
-def _planned(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
-    """Returns the (stream, number of rows) of every array section; empty for format version 1.
+@lru_cache(CACHED_SECTIONS)
+def _section(kind: Kind, columns: int, data: bytes, quality: int, codec: Codec) -> tuple[Section, bytes]:
+    """Returns the header entry and the compressed bytes of a section. Array sections get the transform of `choose`."""
+    transform = Transform.PLAIN
+    if kind not in TEXTS:
+        stream = Stream(kind, columns, 0, ())
+        transform = choose(data, stream, quality, codec)
+        data = pack(data, stream, transform)
+    body = compress(data, quality, codec)
+    return Section(kind, len(body), len(data), hashlib.sha256(body).digest(), transform), body
+
+
+def _plan(header: Header, layout: Layout) -> list[tuple[Stream, int]]:
+    """Returns the (stream, number of rows) of every array section.
 
     Raises IntegrityError if the kinds or raw sizes of the sections are not those of the layout.
     """
-    data = header.data
-    plan = [(stream, rows) for stream in streams(layout) for rows in stream.cuts()] if header.version > 1 else []
     if header.version == 1:
-        wanted = raw_sizes(layout)
+        plan = list(_plan_1(layout))
     else:
-        wanted = [
-            (stream.kind, raw_size(stream, rows, section.transform))
-            for (stream, rows), section in zip(plan, data, strict=False)
-        ] + [(Kind.SPEC, 0)] * abs(len(plan) - len(data))
-    if [(section.kind, section.raw) for section in data] != wanted:
-        raise IntegrityError("its sections do not have the sizes that its spec asks for")
+        plan = [(stream, rows) for stream in streams(layout) for rows in stream.cuts()]
+    if len(plan) != len(header.data) or any(
+        (section.kind, section.raw) != (stream.kind, raw_size(stream, rows, section.transform))
+        for (stream, rows), section in zip(plan, header.data, strict=True)
+    ):
+        raise IntegrityError("its sections do not have the sizes that its spec requires")
     return plan
+
+
+def _plan_1(layout: Layout) -> Iterator[tuple[Stream, int]]:
+    """Yields `_plan` for format version 1: one stream per kind, in layout order, cut every CHUNK_BYTES."""
+    for kind in Kind:
+        members = tuple(i for i, (_, stored) in enumerate(layout) if stored.bytes and kind_of(stored) == kind)
+        items, step = sum(layout[i][1].bytes for i in members) // ITEM_BYTES[kind], CHUNK_BYTES // ITEM_BYTES[kind]
+        stream = Stream(kind, 1, items, members)
+        yield from ((stream, min(step, items - start)) for start in range(0, items, step))
 
 
 def _check(layout: Layout, tensors: Tensors) -> None:
     """Raises RunFailure if the names, dtypes or shapes of `tensors` are not those of `layout`."""
-    wanted = [(name, stored.suffix) for name, stored in layout]
-    given = {(name, suffix) for name, arrays in tensors.items() for suffix in arrays}
-    if len(set(wanted)) != len(wanted):
+    expected = {(name, stored.suffix): stored for name, stored in layout}
+    if len(expected) != len(layout):
         raise RunFailure("the layout names an array twice")
-    if given != set(wanted):
-        odd = sorted(given ^ set(wanted))[0]
-        raise RunFailure(f"the arrays to write differ from the layout: {odd[0]}, {odd[1]}")
-    for name, stored in layout:
-        array = tensors[name][stored.suffix]
-        if array.shape != stored.shape or array.dtype != stored.numpy_dtype():
-            raise RunFailure(
-                f"{name}, {stored.suffix}: it is {array.dtype}{list(array.shape)}, and the layout says "
-                f"{stored.numpy_dtype()}{list(stored.shape)}"
-            )
+    arrays = {(name, suffix): array for name, by_suffix in tensors.items() for suffix, array in by_suffix.items()}
+    if difference := sorted(arrays.keys() ^ expected.keys()):
+        raise RunFailure(f"the arrays to write differ from the layout: {', '.join(difference[0])}")
+    for key, stored in expected.items():
+        array, dtype = arrays[key], stored.numpy_dtype()
+        if array.shape != stored.shape or array.dtype != dtype:
+            form, layout_form = f"{array.dtype}{list(array.shape)}", f"{dtype}{list(stored.shape)}"
+            raise RunFailure(f"{', '.join(key)}: it is {form}, and the layout states {layout_form}")
 
 
-def _unpacked(
-    layout: Layout, header: Header, plan: list[tuple[Stream, int]], raws: list[bytes]
-) -> dict[str, dict[str, Array]]:
-    """Returns the arrays of `layout`. `_planned` has already checked the sizes of the sections."""
-    whole: dict[Stream, list[bytes]] = {}
-    for i, ((stream, rows), section) in enumerate(zip(plan, header.data, strict=True)):
-        label = f"section {header.texts + i}"
-        whole.setdefault(stream, []).append(unpack(raws[i], stream, rows, section.transform, label))
-        raws[i] = b""  # frees the raw section, so that peak memory is not twice the arrays
-    flat: dict[int, bytes | memoryview] = {}
-    for stream, pieces in whole.items():
-        data, position = memoryview(b"".join(pieces)), 0
+def _read_tensors(file: BinaryIO, header: Header, layout: Layout) -> dict[str, dict[str, Array]]:
+    """Reads the array sections and returns the arrays of `layout`.
+
+    Sections of version 1 hold pieces of a stream that was transformed as a whole.
+    """
+    pieces: dict[Stream, list[bytes]] = {}
+    for i, ((stream, rows), section) in enumerate(zip(_plan(header, layout), header.data, strict=True), header.texts):
+        raw = read_section(file, section, f"section {i}", header.codec)
+        data = raw if header.version == 1 else unpack(raw, stream, rows, section.transform, f"section {i}")
+        pieces.setdefault(stream, []).append(data)
+    flat: dict[int, memoryview] = {}
+    for stream, parts in pieces.items():
+        data, position = b"".join(parts), 0
+        if header.version == 1 and ITEM_BYTES[stream.kind] > 1:
+            data = unpack(data, stream, stream.rows, Transform.SHUFFLED, stream.kind.name)
         for place in stream.members:
             size = layout[place][1].bytes
-            flat[place], position = data[position : position + size], position + size
+            flat[place], position = memoryview(data)[position : position + size], position + size
     tensors: dict[str, dict[str, Array]] = {}
     for place, (name, stored) in enumerate(layout):
         array = np.frombuffer(flat.get(place, b""), np.uint8).view(stored.numpy_dtype()).reshape(stored.shape)
@@ -375,30 +338,10 @@ def _unpacked(
     return tensors
 
 
-def _unpacked_1(layout: Layout, header: Header, raws: list[bytes]) -> dict[str, dict[str, Array]]:
-    """Returns the arrays of `layout` from the sections of a file of format version 1."""
-    parts: dict[Kind, list[bytes]] = {}
-    for section, raw in zip(header.data, raws, strict=True):
-        parts.setdefault(section.kind, []).append(raw)
-    joined = {kind: _from_planes(b"".join(found), ITEM_BYTES[kind]) for kind, found in parts.items()}
-    position = dict.fromkeys(Kind, 0)
-    tensors: dict[str, dict[str, Array]] = {}
-    for name, stored in layout:
-        kind = kind_of(stored)
-        start, position[kind] = position[kind], position[kind] + stored.bytes
-        flat = np.frombuffer(joined.get(kind, b""), dtype=np.uint8)[start : position[kind]]
-        tensors.setdefault(name, {})[stored.suffix] = flat.view(stored.numpy_dtype()).reshape(stored.shape)
-    return tensors
-
-
-def _from_planes(data: bytes, item: int) -> bytes:
-    return data if item == 1 else np.frombuffer(data, np.uint8).reshape(item, -1).T.tobytes()
-
-
 def _size(header: Header) -> ArtifactSize:
-    rows: list[SectionSize] = []
-    for kind in Kind:
-        if mine := [section for section in header.sections if section.kind == kind]:
-            raw, compressed = sum(s.raw for s in mine), sum(s.compressed for s in mine)
-            rows.append(SectionSize(kind.name.lower(), compressed, raw, len(mine)))
-    return ArtifactSize(header.total, header.size, tuple(rows))
+    sizes = tuple(
+        SectionSize(kind.name.lower(), sum(s.compressed for s in sections), sum(s.raw for s in sections), len(sections))
+        for kind in Kind
+        if (sections := header.of(kind))
+    )
+    return ArtifactSize(header.total, header.size, sizes)

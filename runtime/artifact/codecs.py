@@ -52,7 +52,36 @@ def decompressed(compressed: bytes, declared: int, label: str, codec: Codec = Co
             `declared` + `SLACK_BYTES`.
         EnvironmentFailure: `codec` is brotli, which is not installed.
     """
-    return _from_lzma(compressed, declared, label) if codec == Codec.LZMA else _from_brotli(compressed, declared, label)
+    if codec == Codec.LZMA:
+        decoder: Any = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_LZMA)
+        decode: Any = decoder.decompress
+        failure: type[Exception] = lzma.LZMAError
+    else:
+        decoder = _brotli().Decompressor()
+        decode, failure = decoder.process, _brotli().error
+
+    def finished() -> bool:
+        return bool(decoder.eof if codec == Codec.LZMA else decoder.is_finished())
+
+    produced = position = 0
+    try:
+        while not finished():
+            # When its output buffer is full, the decoder accepts no input until the output is read. After the last
+            # input it may still have output pending.
+            hungry = decoder.needs_input if codec == Codec.LZMA else decoder.can_accept_more_data()
+            step = compressed[position : position + SLACK_BYTES] if hungry else b""
+            position += len(step)
+            piece = decode(step, SLACK_BYTES // 2)
+            if hungry and not (step or piece or finished()):
+                raise IntegrityError(f"{label} ends before its compressed stream does")
+            produced += len(piece)
+            if produced > declared + SLACK_BYTES:
+                raise IntegrityError(f"{label} expands past the {declared:,} bytes that it declares")
+            yield piece
+    except failure as error:
+        raise IntegrityError(f"{label} is not a valid {codec.name.lower()} stream") from error
+    if position != len(compressed) or (codec == Codec.LZMA and decoder.unused_data):
+        raise IntegrityError(f"{label} has bytes after its compressed stream")
 
 
 def _brotli() -> Any:
@@ -62,49 +91,3 @@ def _brotli() -> Any:
         hint = "install it, or export again with --codec lzma"
         raise EnvironmentFailure("the weights are compressed by brotli, which is not installed", hint) from None
     return brotli
-
-
-def _from_brotli(compressed: bytes, declared: int, label: str) -> Iterator[bytes]:
-    brotli = _brotli()
-    decoder = brotli.Decompressor()
-    given, position = 0, 0
-    try:
-        while not decoder.is_finished():
-            # When its output buffer is full, the decoder accepts no input until the output is read. After the last
-            # input it may still have output pending.
-            hungry = decoder.can_accept_more_data()
-            step = compressed[position : position + SLACK_BYTES] if hungry else b""
-            position += len(step)
-            piece = decoder.process(step, output_buffer_limit=SLACK_BYTES // 2)
-            if hungry and not (step or piece or decoder.is_finished()):
-                raise IntegrityError(f"{label} ends before its compressed stream does")
-            given += len(piece)
-            _bound(given, declared, label)
-            yield piece
-    except brotli.error as error:
-        raise IntegrityError(f"{label} is not a brotli stream") from error
-    if position != len(compressed):
-        raise IntegrityError(f"{label} has bytes after its compressed stream")
-
-
-def _from_lzma(compressed: bytes, declared: int, label: str) -> Iterator[bytes]:
-    decoder = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=_LZMA)
-    given, step = 0, compressed
-    try:
-        while not decoder.eof:
-            piece = decoder.decompress(step, max_length=SLACK_BYTES // 2)
-            if not (piece or step or decoder.eof):
-                raise IntegrityError(f"{label} ends before its compressed stream does")
-            step = b""
-            given += len(piece)
-            _bound(given, declared, label)
-            yield piece
-    except (lzma.LZMAError, EOFError) as error:
-        raise IntegrityError(f"{label} is not an LZMA stream") from error
-    if decoder.unused_data:
-        raise IntegrityError(f"{label} has bytes after its compressed stream")
-
-
-def _bound(given: int, declared: int, label: str) -> None:
-    if given > declared + SLACK_BYTES:
-        raise IntegrityError(f"{label} expands past the {declared:,} bytes that it declares")

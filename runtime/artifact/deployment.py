@@ -9,7 +9,7 @@ from specc.compiler.passes.assign_quant import allocation
 from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.check import problems_of
 from specc.compiler.spec.spec import Spec
-from specc.runtime.artifact.layout import Layout, layout
+from specc.runtime.artifact.table import Layout, layout
 from specc.runtime.errors import IntegrityError
 
 
@@ -64,4 +64,4 @@ def deployment_of(text: bytes) -> tuple[Spec, Deployment]:
             raise ValueError(problem.message)
         return spec, Deployment.of(spec)
     except Exception as error:
-        raise IntegrityError(f"its spec is not one that this specc understands: {error}") from error
+        raise IntegrityError(f"its spec is not valid for this version of specc: {error}") from error

@@ -3,7 +3,7 @@
 The checks of a file need only its table of arrays, so that they run before any array is decompressed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +11,8 @@ from torch import Tensor
 from specc.compiler.int8.editor import Source
 from specc.compiler.ops.quantized import padded
 from specc.compiler.quant.int8 import steps
-from specc.runtime.artifact.layout import Layout
-from specc.runtime.artifact.quantized_model import Array, QuantizedModel
-from specc.runtime.artifact.table import AGAIN, ROWS, Entry, entries, require_layout, unpacked
+from specc.runtime.artifact.quantized_model import QuantizedModel
+from specc.runtime.artifact.table import AGAIN, ROWS, Array, Entry, Layout, entries, require_layout, unpacked
 from specc.runtime.errors import IntegrityError
 from specc.runtime.model.load import Loaded
 
@@ -36,7 +35,7 @@ def require_products(
             array, the expected value and the stored value.
     """
     if not text:
-        raise IntegrityError("it does not say what the arrays of its int8 products are", AGAIN)
+        raise IntegrityError("it has int8 products but no table of arrays", AGAIN)
     table = unpacked(text)
     for source in sources:
         n, k = shapes[source.weight]
@@ -50,44 +49,39 @@ def require_product(source: Source, table: Table, extent: tuple[int, int]) -> No
     Raises IntegrityError if an array is missing or its dtype, shape or memory order differs. The message states the
     node, the expected value and the stored value.
     """
-    node, (n, k) = source.node, extent
-    codes, scale, shared = (
-        _entry(source, source.weight, suffix, table) for suffix in ("codes", "scale", "input_scale")
-    )
+    if problem := next(_mismatches(source, table, *extent), None):
+        raise IntegrityError(f"{source.node}: {problem}", AGAIN)
+
+
+def _mismatches(source: Source, table: Table, n: int, k: int) -> Iterator[str]:
+    """Yields the differences between the arrays of a product and its extent, the most basic first."""
+    arrays = [(source.weight, suffix) for suffix in ("codes", "scale", "input_scale")]
+    arrays += [(source.bias, suffix) for suffix in ("codes", "scale") if source.bias]
+    yield from (f"{', '.join(array)} is not in the file" for array in arrays if array not in table)
+    codes, scale, input_scale, *bias = (table[array] for array in arrays)
     if codes.dtype != "i8":
-        raise IntegrityError(f"{node}: the weight is stored as {codes.dtype}, and its product reads i8", AGAIN)
-    if codes.shape != (n, k):
+        yield f"the weight is stored as {codes.dtype}, and its product reads i8"
+    if len(codes.shape) != 2 or codes.shape[1] != k:
+        stored_k = codes.shape[1] if len(codes.shape) == 2 else list(codes.shape)
         transposed = ": it is stored transposed" if codes.shape == (k, n) else ""
-        if len(codes.shape) != 2 or codes.shape[1] != k:
-            wide = codes.shape[1] if len(codes.shape) == 2 else list(codes.shape)
-            message = f"{node}: K is {wide} in the weight but its input has {k} features ({source.maker}){transposed}"
-            raise IntegrityError(message, AGAIN)
-        raise IntegrityError(f"{node}: N is {codes.shape[0]} in the weight, and the model has {n}", AGAIN)
+        yield f"K is {stored_k} in the weight but its input has {k} features ({source.maker}){transposed}"
+    if codes.shape[0] != n:
+        yield f"N is {codes.shape[0]} in the weight, and the model has {n}"
     if codes.order != ROWS:
-        raise IntegrityError(f"{node}: the weight [{n}, {k}] is stored by {codes.order}, and read by {ROWS}", AGAIN)
+        yield f"the weight [{n}, {k}] is stored by {codes.order}, and read by {ROWS}"
     if scale.shape != (n,):
-        raise IntegrityError(f"{node}: N is {n} in the weight, and its scales are {list(scale.shape)}", AGAIN)
-    if shared.shape not in ((1,), (k,)):
-        message = f"{node}: its input has {k} features ({source.maker}), and the scales of it are {list(shared.shape)}"
-        raise IntegrityError(message, AGAIN)
-    if not source.bias:
+        yield f"N is {n} in the weight, and its scales are {list(scale.shape)}"
+    if input_scale.shape not in ((1,), (k,)):
+        yield f"its input has {k} features ({source.maker}), and the scales of it are {list(input_scale.shape)}"
+    if not bias:
         return
-    bias, steps = (_entry(source, source.bias, suffix, table) for suffix in ("codes", "scale"))
-    if bias.dtype != "i32":
-        raise IntegrityError(f"{node}: the bias is stored as {bias.dtype}, and its sums are i32", AGAIN)
-    if bias.shape != (n,):
-        found = f"{bias.shape[0]} numbers" if len(bias.shape) == 1 else f"the shape {list(bias.shape)}"
-        raise IntegrityError(f"{node}: N is {n} in the weight but its bias has {found}", AGAIN)
-    if steps.shape != (n,):
-        raise IntegrityError(
-            f"{node}: N is {n} in the weight, and the scales of its bias are {list(steps.shape)}", AGAIN
-        )
-
-
-def _entry(source: Source, name: str, suffix: str, table: Table) -> Entry:
-    if (name, suffix) not in table:
-        raise IntegrityError(f"{source.node}: {name}, {suffix} is not in the file", AGAIN)
-    return table[name, suffix]
+    if bias[0].dtype != "i32":
+        yield f"the bias is stored as {bias[0].dtype}, and its sums are i32"
+    if bias[0].shape != (n,):
+        size = f"{bias[0].shape[0]} numbers" if len(bias[0].shape) == 1 else f"the shape {list(bias[0].shape)}"
+        yield f"N is {n} in the weight but its bias has {size}"
+    if bias[1].shape != (n,):
+        yield f"N is {n} in the weight, and the scales of its bias are {list(bias[1].shape)}"
 
 
 def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Tensor]:
@@ -104,54 +98,53 @@ def constants(sources: Sequence[Source], stored: QuantizedModel) -> dict[str, Te
 
     Raises IntegrityError, which names the product, if arrays do not fit the product or each other.
     """
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     table = entries(stored.tensors)
     for source in sources:
         n, k = stored.shapes[source.weight]
-        weight = stored.tensors[source.weight]
+        weight, leader = stored.tensors[source.weight], stored.tensors[source.leader]
         require_product(source, table, (n, k))
-        shared = stored.tensors[source.leader]["input_scale"]
-        if weight["input_scale"].tobytes() != shared.tobytes():
-            said = f"share an input, but scale {_first_difference(weight['input_scale'], shared)}"
-            raise IntegrityError(f"{source.node}: {source.weight} and {source.leader} {said}", AGAIN)
-        scale = steps(weight)
+        if weight["input_scale"].tobytes() != leader["input_scale"].tobytes():
+            difference = _first_difference(weight["input_scale"], leader["input_scale"])
+            message = f"{source.weight} and {source.leader} share an input, but scale it by {difference}"
+            raise IntegrityError(f"{source.node}: {message}", AGAIN)
         codes = torch.zeros(padded(n), padded(k), dtype=torch.int8)
         codes[:n, :k] = torch.from_numpy(weight["codes"].copy())
+        scale = torch.ones(padded(n))
+        scale[:n] = steps(weight)
         offset = torch.zeros(padded(n), dtype=torch.int32)
         if source.bias:
             bias = stored.tensors[source.bias]
-            if bias["scale"].tobytes() != scale.numpy().tobytes():
-                message = f"{source.node}: {source.bias} was made for other scales than those of {source.weight}"
-                raise IntegrityError(message, AGAIN)
+            if bias["scale"].tobytes() != scale[:n].numpy().tobytes():
+                message = f"{source.bias} was quantized with other scales than those of {source.weight}"
+                raise IntegrityError(f"{source.node}: {message}", AGAIN)
             offset[:n] = torch.from_numpy(bias["codes"].copy())
         if stored.schemes[source.weight].input_bits == 16 and not source.made:
-            made[f"{source.weight}_zeros"] = torch.zeros_like(offset)
-        worth = torch.ones(padded(n))
-        worth[:n] = scale
-        made |= {f"{source.weight}_{name}": tensor for name, tensor in (("codes", codes), ("offset", offset))}
-        made[f"{source.weight}_scale"] = worth
-        inverse = 1.0 / torch.from_numpy(shared.copy())
-        made[f"{source.leader}_inverse"] = inverse.expand(stored.shapes[source.leader][1]).contiguous()
-    return made
+            tensors[f"{source.weight}_zeros"] = torch.zeros_like(offset)
+        for name, tensor in (("codes", codes), ("offset", offset), ("scale", scale)):
+            tensors[f"{source.weight}_{name}"] = tensor
+        inverse = 1.0 / torch.from_numpy(leader["input_scale"].copy())
+        tensors[f"{source.leader}_inverse"] = inverse.expand(stored.shapes[source.leader][1]).contiguous()
+    return tensors
 
 
-def _first_difference(mine: Array, leader: Array) -> str:
+def _first_difference(scale: Array, leader: Array) -> str:
     """Describes the first difference between the input scales of a weight and of its leader, for a message."""
-    if mine.shape != leader.shape:
-        return f"it by {mine.size} and {leader.size} numbers"
-    at = int((mine != leader).argmax())
-    return f"it by {float(mine[at]):.9g} and {float(leader[at]):.9g}, at number {at}"
+    if scale.shape != leader.shape:
+        return f"{scale.size} and {leader.size} numbers"
+    at = int((scale != leader).argmax())
+    return f"{float(scale[at]):.9g} and {float(leader[at]):.9g}, at number {at}"
 
 
 def fill(loaded: Loaded, tensors: Mapping[str, Tensor]) -> None:
     """Copies `tensors` into the buffers of a module. Raises IntegrityError if names, shapes or dtypes differ."""
-    found = dict(loaded.model.named_buffers())
-    if odd := sorted(found.keys() ^ tensors.keys()):
-        message = f"{len(odd)} constants have a place or a value, not both: {', '.join(odd[:5])}"
+    buffers = dict(loaded.model.named_buffers())
+    if unpaired := sorted(buffers.keys() ^ tensors.keys()):
+        message = f"{len(unpaired)} constants have a buffer or a value, not both: {', '.join(unpaired[:5])}"
         raise IntegrityError(message, AGAIN)
-    for name, buffer in found.items():
-        have, want = tensors[name], (buffer.dtype, buffer.shape)
-        if (have.dtype, have.shape) != want:
-            shown = f"{have.dtype} {list(have.shape)} in the file but {buffer.dtype} {list(buffer.shape)}"
-            raise IntegrityError(f"{name} is {shown} in the model", "the file is of another spec")
-        buffer.copy_(have)
+    for name, buffer in buffers.items():
+        stored = tensors[name]
+        if (stored.dtype, stored.shape) != (buffer.dtype, buffer.shape):
+            forms = f"{stored.dtype} {list(stored.shape)} in the file but {buffer.dtype} {list(buffer.shape)}"
+            raise IntegrityError(f"{name} is {forms} in the model", "the file belongs to another spec")
+        buffer.copy_(stored)

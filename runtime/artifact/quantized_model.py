@@ -2,18 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from specc.compiler.quant.scheme import Scheme, SchemeError, Seen
-from specc.runtime.artifact.layout import Layout, layout
-from specc.runtime.artifact.table import AGAIN
+from specc.runtime.artifact.table import AGAIN, Array, Layout, layout
 from specc.runtime.errors import IntegrityError, QuantizeError
 
-Array = npt.NDArray[Any]
 Progress = Callable[[str, int, int], None]
 
 
@@ -57,9 +53,8 @@ def quantize_tensors(
         QuantizeError: the names of `params` and `schemes` differ, a Hessian is missing, or a scheme refuses its
             parameter. The message names the parameter.
     """
-    if set(params) != set(schemes):
-        odd = sorted(set(params) ^ set(schemes))
-        raise QuantizeError(f"{len(odd)} names have a parameter or a scheme, not both: {', '.join(odd[:5])}")
+    if unpaired := sorted(params.keys() ^ schemes.keys()):
+        raise QuantizeError(f"{len(unpaired)} names have a parameter or a scheme, not both: {', '.join(unpaired[:5])}")
     tensors: dict[str, Mapping[str, Array]] = {}
     for name, scheme in schemes.items():
         try:
@@ -77,9 +72,8 @@ def dequantized(model: QuantizedModel) -> dict[str, Tensor]:
 
     Raises IntegrityError if arrays are missing or are not valid for their scheme.
     """
-    if not set(model.schemes) == set(model.shapes) == set(model.tensors):
-        odd = sorted(set(model.schemes) ^ set(model.tensors) | set(model.schemes) ^ set(model.shapes))
-        raise IntegrityError(f"stored parameters differ from the spec's: {', '.join(odd[:5])}", AGAIN)
+    if unpaired := sorted((model.schemes.keys() ^ model.tensors.keys()) | (model.schemes.keys() ^ model.shapes.keys())):
+        raise IntegrityError(f"stored parameters differ from the spec's: {', '.join(unpaired[:5])}", AGAIN)
     params: dict[str, Tensor] = {}
     for name, scheme in model.schemes.items():
         try:

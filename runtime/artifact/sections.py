@@ -31,7 +31,6 @@ layout order and cut every 512 KiB. Items wider than one byte are stored as byte
 
 import hashlib
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -42,9 +41,7 @@ from specc.compiler.quant.artifact_sections import (
     ITEM_BYTES,
     TEXTS,
     Kind,
-    kind_of,
 )
-from specc.compiler.quant.scheme import Stored
 from specc.runtime.artifact.codecs import Codec, decompressed
 from specc.runtime.errors import IntegrityError
 
@@ -128,12 +125,12 @@ def read_header(file: BinaryIO, size: int) -> Header:
     if prefix[: len(MAGIC)] != MAGIC:
         raise IntegrityError("it is not a .specc artifact: its first bytes are wrong")
     if len(prefix) < _PREFIX.size:
-        raise IntegrityError("its header is cut off")
+        raise IntegrityError("its header is truncated")
     _, version, codec, count, interface, code = _PREFIX.unpack(prefix)
     if version not in (1, VERSION):
-        raise IntegrityError(f"it has format version {version}, and this specc reads versions 1 and {VERSION}")
+        raise IntegrityError(f"its format version is {version}; this version of specc reads 1 and {VERSION}")
     if codec not in ((0,) if version == 1 else tuple(Codec)):
-        raise IntegrityError(f"it sets the flags {codec}, which version {version} does not have")
+        raise IntegrityError(f"its codec is {codec}, which version {version} does not have")
     rest = _ENTRY.size * count + DIGEST_BYTES
     # Checked before the read, so that a wrong count cannot cause a large allocation.
     if not 1 <= count <= MAX_SECTIONS or len(prefix) + rest > size:
@@ -145,37 +142,27 @@ def read_header(file: BinaryIO, size: int) -> Header:
     sections: list[Section] = []
     for kind, transform, zero, compressed, raw, digest in _ENTRY.iter_unpack(table[:-DIGEST_BYTES]):
         if kind not in ITEM_BYTES:
-            raise IntegrityError(f"section {len(sections)} is of the unknown kind {kind}")
+            raise IntegrityError(f"section {len(sections)} has the unknown kind {kind}")
         if zero or (transform and (version == 1 or kind in TEXTS)):
-            raise IntegrityError(f"section {len(sections)} sets bits that it does not have")
-        if raw > (MAX_SPEC_BYTES if kind in TEXTS else CHUNK_BYTES + ORDER_BYTES):
-            raise IntegrityError(f"section {len(sections)} declares {raw:,} bytes, more than one may hold")
+            raise IntegrityError(f"section {len(sections)} sets reserved bits")
+        if raw > (largest := MAX_SPEC_BYTES if kind in TEXTS else CHUNK_BYTES + ORDER_BYTES):
+            raise IntegrityError(f"section {len(sections)} declares {raw:,} bytes; the maximum is {largest:,}")
         sections.append(Section(Kind(kind), compressed, raw, digest, transform))
     if [i for i, section in enumerate(sections) if section.kind == Kind.SPEC] != [0]:
-        raise IntegrityError("its first section, and no other, must be the spec")
+        raise IntegrityError("its first section must be the spec, and no other section may be")
     texts = [section.kind for section in sections if section.kind in TEXTS]
     if texts != sorted(set(texts), key=TEXTS.index) or [section.kind for section in sections[: len(texts)]] != texts:
-        raise IntegrityError("a table of arrays and digests of data may only stand once, behind the spec")
+        raise IntegrityError(
+            "the table of arrays and the digests of data must follow the spec, in this order, at most once each"
+        )
     if version == 1 and len(texts) > 1:
-        raise IntegrityError("version 1 has neither a table of arrays nor digests of data")
+        raise IntegrityError("a file of version 1 has no table of arrays and no digests of data")
     if any(section.kind == Kind.DATA_DIGESTS and section.raw != DATA_DIGEST_BYTES for section in sections):
-        raise IntegrityError(f"its digests of data do not have {DATA_DIGEST_BYTES} bytes")
+        raise IntegrityError(f"its digests of data must have {DATA_DIGEST_BYTES} bytes")
     header = Header(interface, code, tuple(sections), Codec(codec), version)
     if header.total != size:
-        raise IntegrityError(f"its sections end at byte {header.total:,}, and the file at {size:,}")
+        raise IntegrityError(f"its sections end at byte {header.total:,}, and the file ends at byte {size:,}")
     return header
-
-
-def raw_sizes(layout: Sequence[tuple[str, Stored]]) -> list[tuple[Kind, int]]:
-    """Returns the (kind, raw size) of every array section of a version 1 artifact of this layout, in file order."""
-    totals = dict.fromkeys(list(Kind)[1:], 0)
-    for _, stored in layout:
-        totals[kind_of(stored)] += stored.bytes
-    return [
-        (kind, min(CHUNK_BYTES, total - start))
-        for kind, total in totals.items()
-        for start in range(0, total, CHUNK_BYTES)
-    ]
 
 
 def read_verified_bytes(file: BinaryIO, section: Section, label: str) -> bytes:

@@ -53,10 +53,10 @@ def raw_size(stream: Stream, rows: int, transform: int) -> int:
     Raises IntegrityError if `transform` is unknown or not allowed for the stream and the number of rows.
     """
     if transform & ~KNOWN:
-        raise IntegrityError(f"it has the unknown transform {transform}")
+        raise IntegrityError(f"a section has the unknown transform {transform}")
     ordered = bool(transform & T.ORDERED)
     if ordered and (rows > MAX_ORDERED or stream.kind != Kind.CODES):
-        raise IntegrityError(f"it says that {rows:,} rows of {stream.kind.name.lower()} were ordered")
+        raise IntegrityError(f"its {rows:,} rows of {stream.kind.name.lower()} cannot have the transform ORDERED")
     return rows * stream.row_bytes + (2 * rows if ordered else 0)
 
 
@@ -97,7 +97,7 @@ def unpack(raw: bytes, stream: Stream, rows: int, transform: int, label: str) ->
         return body
     order = np.frombuffer(_gathered(front, 2), "<u2")
     if (np.bincount(order, minlength=rows) != 1).any():
-        raise IntegrityError(f"{label} has an order of rows that is none")
+        raise IntegrityError(f"the row order of {label} is not a permutation")
     matrix = _matrix(body, stream)
     back = np.empty_like(matrix)
     back[order] = matrix

@@ -18,6 +18,8 @@ from specc.compiler.quant.scheme import NUMPY_TYPES, Scheme, Stored
 from specc.runtime.errors import IntegrityError
 
 Array = npt.NDArray[Any]
+Tensors = Mapping[str, Mapping[str, Array]]
+Layout = Sequence[tuple[str, Stored]]  # the arrays of all parameters, in file order
 AGAIN = "quantize the run again"  # the hint of errors about arrays that do not fit
 ROWS, COLUMNS = "rows", "columns"  # memory orders: the last axis is contiguous, or the first
 
@@ -42,29 +44,33 @@ class Entry:
     order: str
     checksum: int
 
-    @classmethod
-    def of(cls, name: str, suffix: str, array: Array) -> "Entry":
-        known = {np.dtype(spelt): word for word, spelt in NUMPY_TYPES.items()}
-        dtype = known.get(array.dtype, str(array.dtype))
-        return cls(name, suffix, dtype, array.shape, ROWS, zlib.crc32(array.tobytes()))
-
     @property
     def key(self) -> tuple[str, str]:
         return self.name, self.suffix
 
     @property
-    def words(self) -> str:
+    def form(self) -> str:
         """The dtype and shape as text, e.g. `i8[31,128]`."""
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def entries(tensors: Mapping[str, Mapping[str, Array]]) -> dict[tuple[str, str], Entry]:
+def layout(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """Returns the (name, stored array) pairs of parameters with these `shapes`, in the order of `schemes`."""
+    return tuple((name, stored) for name, scheme in schemes.items() for stored in scheme.stored(shapes[name]))
+
+
+def entries(tensors: Tensors) -> dict[tuple[str, str], Entry]:
     """Returns the table entries of arrays, by name and suffix."""
-    found = (Entry.of(name, suffix, array) for name, arrays in tensors.items() for suffix, array in arrays.items())
-    return {entry.key: entry for entry in found}
+    dtypes = {np.dtype(numpy_type): stored_type for stored_type, numpy_type in NUMPY_TYPES.items()}
+    table: dict[tuple[str, str], Entry] = {}
+    for name, arrays in tensors.items():
+        for suffix, array in arrays.items():
+            dtype = dtypes.get(array.dtype, str(array.dtype))
+            table[name, suffix] = Entry(name, suffix, dtype, array.shape, ROWS, zlib.crc32(array.tobytes()))
+    return table
 
 
-def described(schemes: Mapping[str, Scheme], tensors: Mapping[str, Mapping[str, Array]]) -> bytes:
+def described(schemes: Mapping[str, Scheme], tensors: Tensors) -> bytes:
     """Returns the raw table section of an artifact; empty if no array is multiplied in its stored form."""
     integer = any(scheme.integer for scheme in schemes.values())
     return packed(entries(tensors).values()) if integer else b""
@@ -78,49 +84,49 @@ def packed(table: Iterable[Entry]) -> bytes:
 
 def unpacked(data: bytes) -> dict[tuple[str, str], Entry]:
     """Parses a table section into entries by name and suffix. Raises IntegrityError if the section is malformed."""
-    found: dict[tuple[str, str], Entry] = {}
+    table: dict[tuple[str, str], Entry] = {}
     try:
         for line in data.decode().splitlines():
             name, suffix, dtype, shape, order, checksum = json.loads(line)
             entry = Entry(name, suffix, dtype, tuple(shape), order, checksum)
             texts, numbers = (name, suffix, dtype, order), (*entry.shape, checksum)
-            if not all(isinstance(word, str) for word in texts) or not all(type(n) is int for n in numbers):
+            if any(type(text) is not str for text in texts) or any(type(n) is not int for n in numbers):
                 raise ValueError(line)
-            if entry.key in found:
+            if entry.key in table:
                 raise ValueError(f"{name}, {suffix} twice")
-            found[entry.key] = entry
+            table[entry.key] = entry
     except (ValueError, TypeError, RecursionError) as error:
         raise IntegrityError("its table of arrays cannot be read", AGAIN) from error
-    return found
+    return table
 
 
-def require_layout(table: Mapping[tuple[str, str], Entry], layout: Sequence[tuple[str, Stored]]) -> None:
+def require_layout(table: Mapping[tuple[str, str], Entry], layout: Layout) -> None:
     """Checks a table against a layout.
 
     Raises IntegrityError, which names the array, if an array is missing or unexpected, has another dtype or shape, or
     is not stored in row-major order.
     """
-    wanted = {(name, stored.suffix): stored for name, stored in layout}
-    for key in [*wanted, *table]:
-        what = f"{key[0]}, {key[1]}"
+    expected = {(name, stored.suffix): stored for name, stored in layout}
+    for key in [*expected, *table]:
+        array = ", ".join(key)
         if key not in table:
-            raise IntegrityError(f"{what} is not in the file", AGAIN)
-        if key not in wanted:
-            raise IntegrityError(f"{what} is in the file, and its spec has no such array", AGAIN)
-        entry, stored = table[key], wanted[key]
-        shape = f"{stored.dtype}[{','.join(map(str, stored.shape))}]"
-        if entry.words != shape:
-            raise IntegrityError(f"{what} is {entry.words} in the file but {shape} in the model", AGAIN)
+            raise IntegrityError(f"{array} is not in the file", AGAIN)
+        if key not in expected:
+            raise IntegrityError(f"{array} is in the file, and its spec has no such array", AGAIN)
+        entry, stored = table[key], expected[key]
+        form = f"{stored.dtype}[{','.join(map(str, stored.shape))}]"
+        if entry.form != form:
+            raise IntegrityError(f"{array} is {entry.form} in the file but {form} in the model", AGAIN)
         if entry.order != ROWS:
-            raise IntegrityError(f"{what} is stored by {entry.order}, and is read by {ROWS}", AGAIN)
+            raise IntegrityError(f"{array} is stored by {entry.order}, and is read by {ROWS}", AGAIN)
 
 
-def require_values(table: Mapping[tuple[str, str], Entry], tensors: Mapping[str, Mapping[str, Array]]) -> None:
+def require_values(table: Mapping[tuple[str, str], Entry], tensors: Tensors) -> None:
     """Checks the values of arrays against their table.
 
     Raises IntegrityError, which names the array, if a checksum differs.
     """
-    for key, found in entries(tensors).items():
-        if found.checksum != table[key].checksum:
-            message = f"{key[0]}, {key[1]} {found.words} does not hold what its table of arrays says"
-            raise IntegrityError(message, "it was changed, or transposed, after it was written: quantize the run again")
+    for key, entry in entries(tensors).items():
+        if entry.checksum != table[key].checksum:
+            message = f"{', '.join(key)} {entry.form} does not have the checksum in its table of arrays"
+            raise IntegrityError(message, f"it was changed or transposed after it was written: {AGAIN}")

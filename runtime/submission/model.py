@@ -28,8 +28,8 @@ from specc.runtime.artifact.artifact import (
     write_artifact,
 )
 from specc.runtime.artifact.codecs import Codec
-from specc.runtime.artifact.layout import layout
 from specc.runtime.artifact.quantized_model import QuantizedModel
+from specc.runtime.artifact.table import layout
 from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.data.tokenizers.tokenizer import PieceBytes
 from specc.runtime.data.windows.stream import TokenStream

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specc.compiler.quant.scheme import Stored
-from specc.runtime.artifact.artifact import Artifact, ArtifactContents, write_artifact
+from specc.runtime.artifact.artifact import ArtifactContents, write_artifact
 
 Array = np.ndarray[Any, Any]
 Tensors = Mapping[str, Mapping[str, Array]]
@@ -58,7 +58,7 @@ def write(path: Path, layout: Layout = SMALL, seed: int = 0, **more: object) -> 
     return tensors
 
 
-def assert_same(artifact: Artifact, layout: Layout, tensors: Tensors) -> None:
+def assert_same(artifact: ArtifactContents, layout: Layout, tensors: Tensors) -> None:
     assert {n: set(a) for n, a in artifact.tensors.items()} == {n: set(a) for n, a in tensors.items()}
     for name, stored in layout:
         got, want = artifact.tensors[name][stored.suffix], tensors[name][stored.suffix]

@@ -263,14 +263,14 @@ def rewritten(artifact: Path, spec: bytes | None = None, code: bytes | None = No
     ("old", "new", "message"),
     [
         ('"heads":4', '"heads":5', "heads"),
-        ('"kind":"decoder"', '"kind":"robot"', "not one that this specc understands"),
-        ('"spec_version":1', '"spec_version":2', "not one that this specc understands"),
-        ('"name":"gpt_mini"', '"name":"../../etc"', "not one that this specc understands"),
+        ('"kind":"decoder"', '"kind":"robot"', "not valid for this version of specc"),
+        ('"spec_version":1', '"spec_version":2', "not valid for this version of specc"),
+        ('"name":"gpt_mini"', '"name":"../../etc"', "not valid for this version of specc"),
         ('"match":"blocks.0.mlp.up"', '"match":"blocks.9.mlp.up"', "matches no parameter"),
-        ('"dim":32', '"dim":40', "its parameters are not those"),
+        ('"dim":32', '"dim":40', "its parameters differ from those"),
         ('"count":2', '"count":1', "matches no parameter"),
-        ('"tied":true', '"tied":false', "its parameters are not those"),
-        ("{", "[", "not one that this specc understands"),
+        ('"tied":true', '"tied":false', "its parameters differ from those"),
+        ("{", "[", "not valid for this version of specc"),
     ],
 )
 def test_a_spec_that_makes_no_such_model_is_found(artifact: Path, old: str, new: str, message: str) -> None:

@@ -178,11 +178,11 @@ DAMAGE["a code of -128"] = (put(WEIGHT, "codes", lambda a: np.full_like(a, -128)
 DAMAGE["a bias beyond int32"] = (set_number(BIAS, "codes", 2**31 - 1), r"head\.logits_bias: a code is outside")
 DAMAGE["another input scale"] = (
     put(WEIGHT, "input_scale", lambda a: a * 2),
-    r"head\.logits: head\.logits_bias was made for other scales than those of head\.logits",
+    r"head\.logits: head\.logits_bias was quantized with other scales than those of head\.logits",
 )
 DAMAGE["another scale of a shared input"] = (
     put("decoder.cross.v", "input_scale", lambda a: a * 2),
-    r"decoder\.cross\.v_biased: decoder\.cross\.v_bias was made for other scales|share an input, but scale it by",
+    r"decoder\.cross\.v_biased: decoder\.cross\.v_bias was quantized with other scales|share an input, but scale it by",
 )
 
 
@@ -204,7 +204,9 @@ def test_a_square_weight_that_was_transposed_is_refused(tmp_path: Path) -> None:
     changed[SQUARE]["codes"] = np.ascontiguousarray(changed[SQUARE]["codes"].T)
     assert changed[SQUARE]["codes"].shape == arrays()[SQUARE]["codes"].shape
     path = sealed(tmp_path / "m.specc", changed, whole)
-    with pytest.raises(IntegrityError, match=r"decoder\.cross\.q, codes i8\[16,16\] does not hold what its table"):
+    with pytest.raises(
+        IntegrityError, match=r"decoder\.cross\.q, codes i8\[16,16\] does not have the checksum in its table"
+    ):
         read_verified(path)
 
 
@@ -224,7 +226,7 @@ def test_a_weight_column_by_column_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_without_its_table_is_refused(tmp_path: Path) -> None:
     path = sealed(tmp_path / "m.specc", arrays(), b"")
-    with pytest.raises(IntegrityError, match="does not say what the arrays of its int8 products are"):
+    with pytest.raises(IntegrityError, match="int8 products but no table of arrays"):
         read_verified(path)
 
 
@@ -249,7 +251,7 @@ def test_a_table_that_says_nothing_is_refused(text: bytes) -> None:
 def test_a_table_says_what_was_put_in() -> None:
     found = table.entries({"a": {"codes": np.arange(6, dtype=np.int8).reshape(2, 3).T}})
     assert table.unpacked(table.packed(found.values())) == found
-    assert found["a", "codes"].words == "i8[3,2]" and found["a", "codes"] == Entry(
+    assert found["a", "codes"].form == "i8[3,2]" and found["a", "codes"] == Entry(
         "a",
         "codes",
         "i8",

@@ -343,7 +343,11 @@ def test_arrays_that_do_not_fit_are_refused_with_what_was_expected(bits: int) ->
         ("head.logits", {"scale": weight["scale"][:5]}, r"N is 31 in the weight, and its scales are \[5\]"),
         ("head.logits_bias", {"codes": bias["codes"][:30]}, "N is 31 in the weight but its bias has 30 numbers"),
         ("head.logits_bias", {"codes": bias["codes"].astype(np.float32)}, "the bias is stored as f32"),
-        ("head.logits_bias", {"scale": bias["scale"] * 2}, "head.logits_bias was made for other scales than those of"),
+        (
+            "head.logits_bias",
+            {"scale": bias["scale"] * 2},
+            "head.logits_bias was quantized with other scales than those of",
+        ),
         ("decoder.attention.v", {"input_scale": weight["input_scale"] * 3}, "share an input, but scale it by"),
     ):
         with pytest.raises(IntegrityError, match=message):
