@@ -13,8 +13,9 @@ from specc.runtime.errors import cannot_write
 def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path], None]) -> None:
     """Writes `parts` to `path`, replacing an existing file.
 
-    After any failure `path` is unchanged and no temporary file remains. Temporary files of interrupted writers are
-    removed first.
+    Temporary files of interrupted writers are removed first. After an error no temporary file remains, and `path` is
+    unchanged, unless only the sync of its folder failed: then `path` has the new content, which a power failure may
+    still undo.
 
     Args:
         path: the file to write.

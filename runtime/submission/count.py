@@ -59,8 +59,9 @@ def is_submission(path: Path) -> bool:
     if (path / CODE).exists() or not path.is_dir() or is_run(path):
         return (path / CODE).exists()
     names = [entry.name for entry in path.iterdir()]
-    if not names or any(own in name for name in names for own in (CODE, WEIGHTS)):
-        message = f"{path} holds no submission: {CODE}, which is written last, is not there"
+    temporary = tuple(f".{name}." for name in (CODE, WEIGHTS))
+    if not names or any(name == WEIGHTS or (name.startswith(temporary) and name.endswith(".tmp")) for name in names):
+        message = f"{path} is not a complete submission: it has no {CODE}, which is written last"
         raise IntegrityError(message, "export it again: specc export RUN --format submission --force")
     return False
 

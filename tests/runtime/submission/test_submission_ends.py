@@ -85,7 +85,10 @@ def test_what_a_killed_export_leaves_is_no_submission(
         for more in ([], ["--plain"]):
             assert specc(["size", str(tmp_path / name), *more]) == 5
             told = capsys.readouterr().err
-            assert f"{name} holds no submission: {CODE}" in told and "export it again: specc export RUN" in told
+            assert (
+                f"{name} is not a complete submission: it has no {CODE}" in told
+                and "export it again: specc export RUN" in told
+            )
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("")
     assert specc(["size", str(tmp_path / "other")]) == 2 and "is not a run" in capsys.readouterr().err
