@@ -25,10 +25,6 @@ class QuantizedModel:
         """Returns the layout of the arrays, in the order of `schemes`."""
         return layout(self.schemes, self.shapes)
 
-    def only(self, name: str) -> "QuantizedModel":
-        """Returns a model with the parameter `name` only."""
-        return QuantizedModel({name: self.schemes[name]}, {name: self.shapes[name]}, {name: self.tensors[name]})
-
 
 def quantize_tensors(
     params: Mapping[str, Tensor],

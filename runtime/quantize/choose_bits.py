@@ -1,19 +1,23 @@
 """Chooses the bits of each parameter by the spec's `quant`: promotion or allocation, with low-rank corrections."""
 
+from collections.abc import Callable
+
 from specc.compiler.pattern import matches
 from specc.compiler.quant.rows import correctable, largest_rank
 from specc.compiler.spec.spec import Correct, QuantSpec
+from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.calibration.hessian import traces
 from specc.runtime.errors import QuantizeError
 from specc.runtime.log import Say
 from specc.runtime.quantize.bit_allocation import allocate_bits, largest_errors
-from specc.runtime.quantize.packer import Packer
-from specc.runtime.quantize.promotion import Allocation, promote_within_budget
+from specc.runtime.quantize.promotion import Allocation, promote
 from specc.runtime.quantize.quantizer import Quantizer
+
+Measure = Callable[[QuantizedModel], int]
 
 
 def choose_bits(
-    quantizer: Quantizer, quant: QuantSpec, base: Allocation, packer: Packer, say: Say, reserved: int = 0
+    quantizer: Quantizer, quant: QuantSpec, base: Allocation, measure: Measure, say: Say, reserved: int = 0
 ) -> Allocation:
     """Returns `base` with the bits and low-rank corrections chosen by `quant.promote`, `allocate` and `correct`.
 
@@ -24,7 +28,7 @@ def choose_bits(
         quantizer: quantizes the weights and estimates their cost and size.
         quant: supplies `promote`, `allocate`, `correct` and `budget_bytes`.
         base: the scheme of each parameter by the rules.
-        packer: measures the exact size of the artifact.
+        measure: returns the exact bytes of the artifact.
         say: called with a line of text for each allocation that is measured.
         reserved: bytes of the budget that the artifact must not use, for the code of a submission.
 
@@ -32,11 +36,11 @@ def choose_bits(
         The scheme of each parameter, in the order of `base`.
 
     Raises:
-        QuantizeError: under the conditions of `allocate_bits` and `promote_within_budget`.
+        QuantizeError: under the conditions of `allocate_bits` and `promote`.
     """
     if quant.budget_bytes is not None:
         quant = quant.model_copy(update={"budget_bytes": quant.budget_bytes - reserved})
-    schemes = _widths(quantizer, quant, base, packer, say, reserved)
+    schemes = _widths(quantizer, quant, base, measure, say, reserved)
     if quant.correct is None:
         return schemes
     names = _largest(quantizer, quant.correct, base, schemes)
@@ -46,7 +50,7 @@ def choose_bits(
         for name, scheme in base.items()
     }
     try:
-        return _widths(quantizer, quant, corrected, packer, say, reserved)
+        return _widths(quantizer, quant, corrected, measure, say, reserved)
     except QuantizeError as error:  # the artifact fits without corrections, or the first call had raised
         message = f"with corrections of rank {quant.correct.rank}, for {', '.join(names)}: {error.message}"
         raise QuantizeError(message, "lower quant.correct's rank or count; without them it fits") from error
@@ -64,16 +68,16 @@ def _largest(quantizer: Quantizer, correct: Correct, base: Allocation, schemes: 
 
 
 def _widths(
-    quantizer: Quantizer, quant: QuantSpec, base: Allocation, packer: Packer, say: Say, reserved: int
+    quantizer: Quantizer, quant: QuantSpec, base: Allocation, measure: Measure, say: Say, reserved: int
 ) -> Allocation:
     """Returns `base` with the bits chosen by `quant.allocate` or `quant.promote`."""
 
     def exact(schemes: Allocation) -> int:
-        return packer.measure(quantizer.model(schemes))
+        return measure(quantizer.model(schemes))
 
     if quant.allocate is None or quant.budget_bytes is None:
         hessians = traces(quantizer.statistics.hessians)
-        return promote_within_budget(quant, base, hessians, quantizer.estimate, exact, say, reserved)
+        return promote(quant, base, hessians, quantizer.estimate, exact, say, reserved)
     return allocate_bits(
         quant.allocate,
         quant.budget_bytes,

@@ -20,19 +20,17 @@ from torch import Tensor, nn
 from specc.compiler.int8.editor import Source
 from specc.compiler.int8.products import integer_products
 from specc.compiler.pipeline import lower
-from specc.compiler.spec.spec import QuantSpec, Spec
-from specc.runtime.artifact.artifact import ArtifactSize
+from specc.compiler.spec.spec import Calibrate, QuantSpec, Spec
+from specc.runtime.artifact.artifact import ArtifactSize, measured_bytes
 from specc.runtime.artifact.quantized_model import dequantized
 from specc.runtime.calibration.calibrate import calibration_windows
 from specc.runtime.calibration.hessian import traces
 from specc.runtime.calibration.input_ranges import input_ranges, trained_scales
-from specc.runtime.data.tokenizers.tokenizer import Tokenizer
 from specc.runtime.data.windows.stream import open_stream
 from specc.runtime.errors import QuantizeError, cannot_write
 from specc.runtime.eval.evaluate import METRICS, Scored
 from specc.runtime.eval.options import EvaluateOptions
 from specc.runtime.model.parameters import assign
-from specc.runtime.model.protocols import GeneratedText
 from specc.runtime.open_model import (
     OpenedModel,
     Say,
@@ -42,12 +40,12 @@ from specc.runtime.open_model import (
     realize_stored,
     token_cache,
 )
-from specc.runtime.quantize.packer import SpecPacker
 from specc.runtime.quantize.promotion import promoted
 from specc.runtime.quantize.quantizer import IntegerInputs, Progress
 from specc.runtime.quantize.report import InputRow, Row, clipped_line, input_report, report
 from specc.runtime.quantize.schemes import Allocation, base_schemes, resolved
-from specc.runtime.quantize.weights import QuantizedWeights, Windows, quantize_weights
+from specc.runtime.quantize.weights import QuantizedWeights, TrainedModel, Windows, quantize_weights
+from specc.runtime.quantize.written_artifact import artifact_contents, write_quantized
 from specc.runtime.quantize.written_text import WrittenText
 from specc.runtime.storage import checkpoint, committed
 from specc.runtime.storage.quantized_run import ARTIFACT, REPORT
@@ -119,10 +117,11 @@ class QuantizeOptions:
 
 
 @dataclass(frozen=True)
-class _RunModel:
-    """The trained model of a run, as `quantize_weights` accepts it."""
+class _Quantization:
+    """The quantization of one run: its inputs, and the modules and data to calibrate."""
 
     run: Run
+    quant: QuantSpec
     step: int
     opened: OpenedModel
     options: QuantizeOptions
@@ -133,38 +132,19 @@ class _RunModel:
     say: Say
 
     @property
-    def text_model(self) -> GeneratedText:
-        return self.opened.text_model
+    def model(self) -> TrainedModel:
+        spec = self.run.spec
+        return TrainedModel(self.opened, self.weights, spec.train.seed, spec.model.window, self._unfused, self._windows)
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.opened.tokenizer
-
-    @property
-    def device(self) -> Any:
-        return self.opened.device
-
-    @property
-    def seed(self) -> int:
-        return self.run.spec.train.seed
-
-    @property
-    def window(self) -> int:
-        return self.run.spec.model.window
-
-    @property
-    def quant(self) -> QuantSpec:
-        assert self.run.spec.quant is not None
-        return self.run.spec.quant
-
-    def unfused(self) -> nn.Module:
+    def _unfused(self) -> nn.Module:
         target = self.opened.loaded.target.name
         return realize(self.run.spec, target, self.options.device, self.weights, fuse=False).model
 
-    def windows(self) -> Windows:
-        stream = open_stream(self._data, "train", self.tokenizer, self._cache)
+    def _windows(self) -> Windows:
+        stream = open_stream(self._data, "train", self.opened.tokenizer, self._cache)
         self.stack.callback(stream.close)
-        return calibration_windows(stream, self.quant.calibrate, self.window, self.seed)
+        spec = self.run.spec
+        return calibration_windows(stream, self.quant.calibrate, spec.model.window, spec.train.seed)
 
     def integer_inputs(self, text: WrittenText | None) -> IntegerInputs:
         calibrate, trained = self.quant.calibrate, self._trained_scales()
@@ -175,7 +155,7 @@ class _RunModel:
             ready = source_of(self.run.spec)(self.run.spec, self.opened.search)
             data = ready.open(self._data, self._cache, self.stack)
             rows = data.calibration(calibrate.sequences, calibrate.batch)
-        batches = ({name: ids.to(self.device) for name, ids in batch.items()} for batch in rows)
+        batches = ({name: ids.to(self.opened.device) for name, ids in batch.items()} for batch in rows)
         programs = lower(self.run.spec, self.opened.loaded.target.name)
 
         def count(done: int) -> None:
@@ -262,15 +242,15 @@ def _quantize(
     base = base_schemes(quant, opened.loaded.programs.params)
     sources = integer_products(lower(run.spec, opened.loaded.target.name), base)
     on_device = {name: tensor.to(opened.device) for name, tensor in weights.items()}
-    model = _RunModel(run, step, opened, options, on_device, sources, progress, stack, say)
+    quantization = _Quantization(run, quant, step, opened, options, on_device, sources, progress, stack, say)
     quantized = quantize_weights(
-        model,
+        quantization.model,
         quant,
         base,
-        SpecPacker(run.spec, run.data_digests),
+        lambda stored: measured_bytes(artifact_contents(run.spec, stored, run.data_digests)),
         say,
         progress,
-        integer_inputs=model.integer_inputs if sources else None,
+        integer_inputs=quantization.integer_inputs if sources else None,
         reserved=options.reserved,
     )
     inputs = input_report(sources, quantized.quantizer.inputs.ranges, quantized.stored)
@@ -285,15 +265,14 @@ def _quantize(
         assign(opened.loaded.model, restored)
         after = measure(opened)
     say(f"after: {after.report()[0]}")
-    result = _write(model, quantized, base, inputs, before, after)
+    result = _write(quantization, quantized, base, inputs, before, after)
     say(f"{result.artifact}: {result.size.total:,} bytes")
     return result
 
 
-def _calibration_facts(model: _RunModel, text: WrittenText | None) -> dict[str, Any]:
+def _calibration_facts(calibrate: Calibrate, seed: int, text: WrittenText | None) -> dict[str, Any]:
     """Returns the calibration settings for report.json; `text` is what the model wrote, or None for training data."""
-    calibrate = model.quant.calibrate
-    facts = {"source": calibrate.source, "sequences": calibrate.sequences, "seed": model.seed}
+    facts = {"source": calibrate.source, "sequences": calibrate.sequences, "seed": seed}
     if text is None:
         return facts
     length = text.tokens.shape[1] - 1
@@ -302,7 +281,7 @@ def _calibration_facts(model: _RunModel, text: WrittenText | None) -> dict[str, 
 
 
 def _write(
-    model: _RunModel,
+    quantization: _Quantization,
     quantized: QuantizedWeights,
     base: Allocation,
     inputs: tuple[InputRow, ...],
@@ -310,9 +289,12 @@ def _write(
     after: Scored,
 ) -> QuantizeResult:
     """Replaces the run's artifact, resolved spec and report. The caller holds the lock of the staging folder."""
-    run, quantizer = model.run, quantized.quantizer
+    run, quant, quantizer = quantization.run, quantization.quant, quantized.quantizer
     spec = resolved(run.spec, quantized.schemes)
     hessians = traces(quantizer.statistics.hessians)
+    calibration = None
+    if quantized.seconds is not None:
+        calibration = _calibration_facts(quant.calibrate, run.spec.train.seed, quantized.text)
     staging = run.staged.parent
     try:
         committed.settle(run.quantized, run.staged)
@@ -320,20 +302,20 @@ def _write(
         result = QuantizeResult(
             artifact=run.quantized / ARTIFACT,
             spec=spec,
-            step=model.step,
-            size=SpecPacker(run.spec, run.data_digests).write(staging / ARTIFACT, quantized.stored),
-            budget=model.quant.budget_bytes,
-            rows=report(quantizer.weights, quantized.stored, quantizer.statistics, quantizer.solutions),
+            step=quantization.step,
+            size=write_quantized(staging / ARTIFACT, run.spec, quantized.stored, run.data_digests),
+            budget=quant.budget_bytes,
+            rows=report(quantizer, quantized.schemes),
             inputs=inputs,
             promoted=promoted(base, quantized.schemes, hessians),
             before=before,
             after=after,
-            calibration=None if quantized.seconds is None else _calibration_facts(model, quantized.text),
+            calibration=calibration,
             seconds=quantized.seconds or 0.0,
         )
         files = (
             (SPEC, readable(spec).encode()),
-            (REPORT, report_json(result, hessians, model.options).encode()),
+            (REPORT, report_json(result, hessians, quantization.options).encode()),
             (ARTIFACT, (staging / ARTIFACT).read_bytes()),
         )
         committed.write(run.staged, files)

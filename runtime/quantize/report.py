@@ -10,9 +10,9 @@ from torch import Tensor
 from specc.compiler.int8.editor import Source
 from specc.compiler.ops.quantized import LARGEST, step_of
 from specc.compiler.quant.scheme import Range, Scheme, Solution
-from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, entropy_bytes
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.quantize.bit_allocation import added_nats
-from specc.runtime.quantize.quantizer import Statistics
+from specc.runtime.quantize.quantizer import Quantizer
 
 COLUMNS = 100  # the maximum number of columns of a text table
 MANY = 40  # a table of more rows has one line per role
@@ -140,30 +140,14 @@ def input_table(rows: Sequence[InputRow]) -> str:
     return _aligned(cells)
 
 
-def report(
-    params: Mapping[str, Tensor],
-    model: QuantizedModel,
-    statistics: Statistics,
-    solutions: Mapping[tuple[str, Scheme], Solution] | None = None,
-) -> tuple[Row, ...]:
-    """Returns one row per parameter, in the order of `model.schemes`.
-
-    Args:
-        params: the trained parameters, f32, by name.
-        model: the quantized arrays.
-        statistics: the measurements of the calibration. Names may be missing.
-        solutions: `Quantizer.solutions`, by (name, scheme). Keys may be missing.
-
-    Returns:
-        The rows, with errors relative to `params` and sizes in bytes.
-    """
-    solutions = solutions or {}
-    hessians, gradients = statistics.hessians, statistics.gradients
-    restored = dequantized(model)
+def report(quantizer: Quantizer, schemes: Mapping[str, Scheme]) -> tuple[Row, ...]:
+    """Returns one row per parameter, in the order of `schemes`, with errors relative to the trained parameters."""
+    hessians, gradients = quantizer.statistics.hessians, quantizer.statistics.gradients
     rows: list[Row] = []
-    for name, scheme in model.schemes.items():
-        weight = params[name].detach().cpu().double()
-        delta = weight - restored[name].double()
+    for name, scheme in schemes.items():
+        weight = quantizer.weights[name].detach().cpu().double()
+        stored = quantizer.model({name: scheme})
+        delta = weight - dequantized(stored)[name].double()
         hessian = hessians[name].cpu().double() if name in hessians else None
         rows.append(
             Row(
@@ -172,10 +156,10 @@ def report(
                 scheme.bits_per_value(),
                 float(delta.square().mean()),
                 None if hessian is None else _output_error(delta, weight, hessian),
-                sum(stored.bytes for stored in scheme.stored(model.shapes[name])),
-                entropy_bytes(model.only(name)),
+                sum(array.bytes for array in scheme.stored(stored.shapes[name])),
+                quantizer.estimate({name: scheme}),
                 added_nats(delta, hessian, gradients[name].cpu()) if name in gradients else None,
-                solutions.get((name, scheme)),
+                quantizer.solutions.get((name, scheme)),
             )
         )
     return tuple(rows)

@@ -6,7 +6,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,37 +16,33 @@ from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.calibration.calibrate import capture_gradients, capture_hessians
 from specc.runtime.errors import RunFailure
 from specc.runtime.log import Say
-from specc.runtime.quantize.choose_bits import choose_bits
-from specc.runtime.quantize.packer import Packer
+from specc.runtime.quantize.choose_bits import Measure, choose_bits
 from specc.runtime.quantize.quantizer import IntegerInputs, Progress, Quantizer, Statistics
 from specc.runtime.quantize.written_text import TextModel, WrittenText, write_text
 
 Windows = Iterator[tuple[Tensor, Tensor]]
 
 
-class TrainedModel(TextModel, Protocol):
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
     """A trained model to quantize. `specc` renders its modules from the spec; a submission carries their code.
 
     Attributes:
+        text: the model as it runs, with its tokenizer and device.
+        weights: the trained parameters, f32 on that device, by name.
         seed: the seed of the run.
         window: the length of the context in tokens.
-        weights: the trained parameters, f32 on `device`, by name.
+        unfused: returns the module without fusions, with `weights`, in eval mode on the device. Each linear is a node.
+        windows: yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes of
+            `quant.calibrate`.
     """
 
-    @property
-    def seed(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def weights(self) -> Mapping[str, Tensor]: ...
-
-    def unfused(self) -> nn.Module:
-        """Returns the module without fusions, with `weights`, in eval mode on `device`. Each linear is a node."""
-        ...
-
-    def windows(self) -> Windows:
-        """Yields (ids, targets) of the training text, i64 [rows, window] each, with the sizes of `quant.calibrate`."""
-        ...
+    text: TextModel
+    weights: Mapping[str, Tensor]
+    seed: int
+    window: int
+    unfused: Callable[[], nn.Module]
+    windows: Callable[[], Windows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ def quantize_weights(
     model: TrainedModel,
     quant: QuantSpec,
     base: Mapping[str, Scheme],
-    packer: Packer,
+    measure: Measure,
     say: Say,
     progress: Progress,
     *,
@@ -86,7 +81,7 @@ def quantize_weights(
         model: the weights, the modules to calibrate, and the data.
         quant: the settings of the calibration and of the choice of bits, and the byte budget.
         base: the scheme of each parameter by the rules of `quant`.
-        packer: measures the artifact while bits are chosen.
+        measure: returns the exact bytes of an artifact, while bits are chosen.
         say: called with a line of text for each stage and each allocation that is measured.
         progress: called as `progress(stage, done, total)` in the stages `write`, `calibrate`, `gradients`, `quantize`.
         integer_inputs: measures the inputs of int8 products on the written text, or on the training data if its
@@ -106,7 +101,7 @@ def quantize_weights(
     start_time, text = time.monotonic(), None
     if (hessians or integer_inputs) and quant.calibrate.source == "self":
         text = write_text(
-            model, quant.calibrate, model.window, model.seed, lambda done, total: progress("write", done, total)
+            model.text, quant.calibrate, model.window, model.seed, lambda done, total: progress("write", done, total)
         )
         capture = f", {text.capture_seconds:.1f} s of them to capture its steps" if text.capture_seconds else ""
         say(f"wrote {text.tokens[:, 1:].numel():,} tokens to calibrate on in {text.seconds:.1f} s{capture}")
@@ -120,7 +115,7 @@ def quantize_weights(
     if seconds is not None:
         say(f"calibrated in {seconds:.1f} s")
     quantizer = Quantizer(model.weights, statistics, inputs, progress)
-    schemes = choose_bits(quantizer, quant, base, packer, say, reserved)
+    schemes = choose_bits(quantizer, quant, base, measure, say, reserved)
     return QuantizedWeights(schemes, quantizer.model(schemes), quantizer, text, seconds)
 
 
@@ -137,7 +132,7 @@ def _statistics(model: TrainedModel, quant: QuantSpec, text: WrittenText | None,
     def counted(stage: str) -> Callable[[int], None]:
         return lambda done: progress(stage, done, calibrate.sequences)
 
-    hessians = capture_hessians(unfused, windows(), model.device, counted("calibrate"))
+    hessians = capture_hessians(unfused, windows(), model.text.device, counted("calibrate"))
     if quant.allocate is None:
         return Statistics(hessians)
-    return Statistics(hessians, capture_gradients(unfused, windows(), model.device, counted("gradients")))
+    return Statistics(hessians, capture_gradients(unfused, windows(), model.text.device, counted("gradients")))

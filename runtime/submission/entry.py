@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from specc.compiler.targets import TARGETS
+from specc.runtime.artifact.artifact import measured_bytes, write_artifact
 from specc.runtime.artifact.codecs import compress
-from specc.runtime.artifact.quantized_model import dequantized
+from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized
 from specc.runtime.data.errors import DataError
 from specc.runtime.data.windows.evaluation import WindowPlan
 from specc.runtime.data.windows.loader import Loader
@@ -38,19 +39,21 @@ from specc.runtime.metrics.bits_per_byte import BitsPerByte, ScoredText, evaluat
 from specc.runtime.metrics.share import Share
 from specc.runtime.metrics.validation import Validation
 from specc.runtime.model.load import choose_target, device_of
-from specc.runtime.quantize.weights import quantize_weights
+from specc.runtime.quantize.weights import TrainedModel, quantize_weights
 from specc.runtime.storage.checkpoint import Snapshot
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.submission import plan
 from specc.runtime.submission.model import (
+    CODEC,
     SHAPES,
     TOKENIZER,
     CarriedModel,
-    CarriedPacker,
+    artifact_contents,
     folder,
     initialized,
     read_weights,
     realized,
+    trained_model,
 )
 from specc.runtime.submission.names import WEIGHTS
 from specc.runtime.support.native import compile_ahead
@@ -164,7 +167,7 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     out = Path(options.weights)
     if out.is_dir() or not out.parent.is_dir():  # checked before training, so that no training is lost
         raise RunFailure(f"{out} is not a place for a file", "name a file in a folder that exists")
-    compress(b"", 0, CarriedPacker.codec)  # raises before training if brotli is not installed
+    compress(b"", 0, CODEC)  # raises before training if brotli is not installed
     places = [shlex.quote(str(place)) for place in (sys.argv[0], out, options.data)]
     chosen = f" --target {options.target}" if options.target else ""
     trained = TrainedFile(out, target, "python {} quantize {} --data {}".format(*places) + f"{chosen} [--budget BYTES]")
@@ -181,10 +184,10 @@ def _train_and_quantize(world: World, target: str, options: Any) -> None:
     if options.command != "quantize":
         train(world, target, options.steps, streams, trained)
     if not world.rank:
-        model = CarriedModel(target, world.device, trained.load(world.device), streams[0])
+        model = trained_model(CarriedModel(target, world.device, trained.load(world.device)), streams[0])
         try:
             digests = DataDigests(train=streams[0].digest, val=streams[1].digest)
-            quantize(model, out, CarriedPacker(digests), options.budget)
+            quantize(model, out, digests, options.budget)
         except BaseException:
             print(
                 f"the trained weights are kept in {trained.path}; go on with: {trained.resume_command}", file=sys.stderr
@@ -234,13 +237,13 @@ def _too_few(steps: int) -> RunFailure:
     return RunFailure(f"{steps} steps end before the last phase of the run", "give a larger --steps, or none")
 
 
-def quantize(model: CarriedModel, out: Path, packer: CarriedPacker, budget: int | None) -> None:
+def quantize(model: TrainedModel, out: Path, trained_on: DataDigests, budget: int | None) -> None:
     """Quantizes the model and writes the weights file.
 
     Args:
         model: the trained model.
         out: the weights file.
-        packer: writes and measures the weights file.
+        trained_on: digests of the training data.
         budget: the size limit in bytes of the code and the weights together; that of the spec if None.
 
     Raises:
@@ -249,11 +252,16 @@ def quantize(model: CarriedModel, out: Path, packer: CarriedPacker, budget: int 
     quant = plan.QUANT
     if budget is not None:
         quant = quant.model_copy(update={"budget_bytes": budget})
+
+    def measure(stored: QuantizedModel) -> int:
+        return measured_bytes(artifact_contents(stored, trained_on), codec=CODEC)
+
     code = Path(sys.argv[0]).stat().st_size  # the code counts towards the budget
-    result = quantize_weights(model, quant, plan.BASE, packer, _print, lambda *_: None, reserved=code)
+    result = quantize_weights(model, quant, plan.BASE, measure, _print, lambda *_: None, reserved=code)
     for line in result.quantizer.overdamped(result.schemes):
         _print(line)
-    _print(f"{out}: {packer.write(out, result.stored).total:,} bytes")
+    size = write_artifact(out, artifact_contents(result.stored, trained_on), codec=CODEC)
+    _print(f"{out}: {size.total:,} bytes")
 
 
 def score(world: World, target: str, options: Any) -> BitsPerByte:

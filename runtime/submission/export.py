@@ -15,7 +15,7 @@ from specc.runtime.errors import IntegrityError, RunFailure, cannot_write
 from specc.runtime.export.run import ExportError
 from specc.runtime.model.load import choose_target
 from specc.runtime.open_model import Say, as_trained, read_verified
-from specc.runtime.quantize.packer import SpecPacker
+from specc.runtime.quantize.written_artifact import write_quantized
 from specc.runtime.storage.atomic import write_atomically
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import REPORT, quantized_artifact
@@ -90,7 +90,7 @@ def export_submission(
             code.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(out, error) from error
-        SpecPacker(found.spec, found.trained_on, codec).write(weights, found.stored)
+        write_quantized(weights, found.spec, found.stored, found.trained_on, codec)
 
         def check(temporary: Path) -> None:
             if temporary.read_bytes() != text.encode():

@@ -1,6 +1,6 @@
 """The model of a submission: generated modules and a tokenizer table that are included in the package.
 
-`CarriedModel` and `CarriedPacker` replace the run's model and the `SpecPacker` of `specc`, which need the compiler.
+`CarriedModel` and `artifact_contents` replace the opened run and the artifact of `specc`, which need the compiler.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from torch import Tensor, nn
 from specc.compiler.build import interface_digest
 from specc.compiler.passes.assign_quant import storage_name
 from specc.compiler.quant.scheme import Scheme
-from specc.runtime.artifact.artifact import (
-    ArtifactContents,
-    ArtifactSize,
-    measured_bytes,
-    read_artifact,
-    write_artifact,
-)
+from specc.runtime.artifact.artifact import ArtifactContents, read_artifact
 from specc.runtime.artifact.codecs import Codec
 from specc.runtime.artifact.quantized_model import QuantizedModel
 from specc.runtime.artifact.table import layout
@@ -36,10 +30,11 @@ from specc.runtime.data.windows.stream import TokenStream
 from specc.runtime.dtypes import DTYPES
 from specc.runtime.model.parameters import assign, fill, place
 from specc.runtime.model.protocols import GeneratedText, text_model
-from specc.runtime.quantize.weights import Windows
+from specc.runtime.quantize.weights import TrainedModel
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.submission import plan
 
+CODEC = Codec(plan.CODEC)
 PARAMETERS = next(iter(plan.PARAMS.values()))
 SHAPES = {parameter.name: tuple(parameter.shape) for parameter in PARAMETERS}
 
@@ -101,57 +96,41 @@ def realized(target: str, weights: Mapping[str, Tensor], device: torch.device, p
 
 @dataclass(frozen=True)
 class CarriedModel:
-    """The trained model of a submission, as `quantize_weights` accepts it."""
+    """The trained model of a submission, with its tokenizer."""
 
     target: str
     device: torch.device
     weights: Mapping[str, Tensor]
-    stream: TokenStream
 
     name: ClassVar[str] = plan.NAME
     targets: ClassVar[tuple[str, ...]] = plan.TARGETS
     tokenizer: ClassVar[Any] = TOKENIZER
-    seed: ClassVar[int] = plan.TRAIN.seed
-    window: ClassVar[int] = plan.WINDOW
 
     @cached_property
     def text_model(self) -> GeneratedText:
         return text_model(realized(self.target, self.weights, self.device))
 
-    def unfused(self) -> nn.Module:
-        model: nn.Module = realized(self.target, self.weights, self.device, plain=True)
-        return model
 
-    def windows(self) -> Windows:
-        return calibration_windows(self.stream, plan.QUANT.calibrate, self.window, self.seed)
+def trained_model(model: CarriedModel, stream: TokenStream) -> TrainedModel:
+    """Returns the model as `quantize_weights` accepts it, to be calibrated on the training text `stream`."""
+    seed, window = plan.TRAIN.seed, plan.WINDOW
+    return TrainedModel(
+        model,
+        model.weights,
+        seed,
+        window,
+        lambda: realized(model.target, model.weights, model.device, plain=True),
+        lambda: calibration_windows(stream, plan.QUANT.calibrate, window, seed),
+    )
 
 
-@dataclass(frozen=True)
-class CarriedPacker:
-    """A packer that uses the resolved spec text included in the submission."""
-
-    trained_on: DataDigests
-    codec: ClassVar[Codec] = Codec(plan.CODEC)
-
-    def measure(self, stored: QuantizedModel) -> int:
-        return measured_bytes(self._contents(stored), codec=self.codec)
-
-    def write(self, path: Path, stored: QuantizedModel) -> ArtifactSize:
-        return write_artifact(path, self._contents(stored), codec=self.codec)
-
-    def _contents(self, stored: QuantizedModel) -> ArtifactContents:
-        data = json.loads(plan.SPEC)
-        rules = [{"match": name, **scheme.model_dump()} for name, scheme in stored.schemes.items()]
-        data["quant"]["rules"] = rules
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # the compiler's canonical form
-        return ArtifactContents(
-            text.encode(),
-            stored.layout(),
-            stored.tensors,
-            _interface(stored.schemes),
-            plan.CODE,
-            trained_on=self.trained_on,
-        )
+def artifact_contents(stored: QuantizedModel, trained_on: DataDigests) -> ArtifactContents:
+    """Returns the contents of the weights file of `stored`."""
+    data = json.loads(plan.SPEC)
+    data["quant"]["rules"] = [{"match": name, **scheme.model_dump()} for name, scheme in stored.schemes.items()]
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))  # the compiler's canonical form
+    interface = _interface(stored.schemes)
+    return ArtifactContents(text.encode(), stored.layout(), stored.tensors, interface, plan.CODE, b"", trained_on)
 
 
 def read_weights(path: Path) -> tuple[QuantizedModel, DataDigests | None]:

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from specc.compiler.build import canonical, spec_of
 from specc.compiler.pattern import matches
 from specc.compiler.quant.gptq import Gptq
-from specc.compiler.quant.scheme import Scheme
 from specc.compiler.spec.check import load
-from specc.compiler.spec.spec import Promote, QuantSpec
 from specc.runtime.artifact.deployment import Deployment
 from specc.runtime.errors import EnvironmentFailure, QuantizeError, RunFailure
 from specc.runtime.eval.evaluate import evaluate
@@ -29,7 +27,6 @@ from specc.runtime.model.parameters import assign
 from specc.runtime.open_model import open_model, read_verified
 from specc.runtime.quantize import pipeline
 from specc.runtime.quantize.pipeline import QuantizeOptions, QuantizeResult, quantize
-from specc.runtime.quantize.promotion import promote_within_budget, promoted
 from specc.runtime.quantize.schemes import base_schemes, resolved
 from specc.runtime.storage.committed import Committed
 from specc.runtime.storage.quantized_run import quantized_artifact
@@ -211,7 +208,7 @@ def test_a_failed_write_leaves_the_old_one(made: Quantized, tmp_path: Path) -> N
     quantize(run.directory, options, lambda _: None)
     before = {path.name: path.read_bytes() for path in run.quantized.iterdir()}
     add_checkpoint(run, seed=9, step=4)
-    for name in ("packer.write_artifact", "pipeline.committed.write"):
+    for name in ("written_artifact.write_artifact", "pipeline.committed.write"):
         with pytest.MonkeyPatch.context() as patch:
 
             def full(*_: object, **__: object) -> None:
@@ -274,55 +271,6 @@ def test_a_base_over_the_budget_is_an_error_with_both_numbers(made: Quantized, t
     told = int(caught.value.message.split(" ")[3].replace(",", ""))
     assert abs(told - whole) < 10  # the budget itself stands in the spec in the artifact
     assert list(run.quantized.iterdir()) == []
-
-
-BASE: dict[str, Scheme] = {name: Gptq(bits=5) for name in "abcdef"}
-SENSITIVITY = {name: float(6 - i) for i, name in enumerate("abcdef")}
-
-
-def wide(schemes: Mapping[str, Scheme]) -> int:
-    return sum(scheme.bits_per_value() == 6 for scheme in schemes.values())
-
-
-@pytest.mark.parametrize("budget", [100, 105, 110, 135, 159, 160, 1000])
-@pytest.mark.parametrize(
-    "estimate",
-    [
-        lambda s: 7 + 10 * wide(s),
-        lambda s: 7 + 3 * wide(s),
-        lambda s: 7 + 40 * wide(s),
-        lambda s: 0,
-        lambda s: 10**6 * (wide(s) > 0),
-    ],
-    ids=["right", "low", "high", "blind", "never"],
-)
-def test_the_exact_size_decides_whatever_the_estimate_says(
-    budget: int, estimate: Callable[[Mapping[str, Scheme]], int]
-) -> None:
-    asked: list[int] = []
-
-    def exact(schemes: Mapping[str, Scheme]) -> int:
-        asked.append(wide(schemes))
-        return 100 + 10 * wide(schemes)
-
-    quant = QuantSpec(default=Gptq(bits=5), promote=Promote(bits=6), budget_bytes=budget)
-    said: list[str] = []
-    chosen = promote_within_budget(quant, BASE, SENSITIVITY, estimate, exact, said.append)
-    expected = min(6, (budget - 100) // 10)
-    assert promoted(BASE, chosen, SENSITIVITY) == tuple("abcdef"[:expected])
-    assert list(chosen) == list(BASE)
-    assert all(line.endswith("keeps its bits") for line in said)
-    assert len(asked) == len(set(asked))  # compressing everything takes long: each size once
-
-
-@pytest.mark.parametrize(
-    ("count", "budget", "expected"),
-    [(2, None, "ab"), (2, 1000, "ab"), (4, 125, "ab"), (9, 1000, "abcdef")],
-)
-def test_a_count_and_a_budget_hold_together(count: int, budget: int | None, expected: str) -> None:
-    quant = QuantSpec(default=Gptq(bits=5), promote=Promote(bits=6, count=count), budget_bytes=budget)
-    chosen = promote_within_budget(quant, BASE, SENSITIVITY, wide, lambda s: 100 + 10 * wide(s), lambda _: None)
-    assert "".join(promoted(BASE, chosen, SENSITIVITY)) == expected
 
 
 def test_resolved_rules_keep_every_setting() -> None:

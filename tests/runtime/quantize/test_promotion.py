@@ -1,6 +1,6 @@
 """Which parameters get more bits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -9,10 +9,11 @@ from specc.compiler.quant.gptq import Gptq
 from specc.compiler.quant.none import Unquantized
 from specc.compiler.quant.round import Round
 from specc.compiler.quant.scheme import Scheme
+from specc.compiler.spec.spec import Promote, QuantSpec
 from specc.runtime.artifact.artifact import ArtifactContents, measured_bytes
 from specc.runtime.artifact.quantized_model import entropy_bytes, quantize_tensors
 from specc.runtime.errors import QuantizeError
-from specc.runtime.quantize.promotion import promote
+from specc.runtime.quantize.promotion import promote, promoted
 
 BASE: dict[str, Scheme] = {
     "embed.table": Round(bits=8),
@@ -43,40 +44,56 @@ RANKED = [
 ]
 
 
-def promoted(chosen: Mapping[str, Scheme], bits: int = 6) -> set[str]:
-    """The names that changed; checks that only their width did, and that the order is that of the base."""
-    assert list(chosen) == list(BASE)
-    changed = {name for name in BASE if chosen[name] != BASE[name]}
-    for name in changed:
-        assert chosen[name] == BASE[name].model_copy(update={"bits": bits})
-    return changed
+Measure = Callable[[Mapping[str, Scheme]], int]
 
 
-def sizes(chosen: Mapping[str, Scheme]) -> int:
+def wide(schemes: Mapping[str, Scheme]) -> int:
+    """The number of parameters with int6."""
+    return sum(scheme.bits_per_value() == 6 for scheme in schemes.values())
+
+
+def sizes(schemes: Mapping[str, Scheme]) -> int:
     """1,000 bytes, and 100 for each int6."""
-    return 1000 + 100 * sum(scheme.bits_per_value() == 6 for scheme in chosen.values())
+    return 1000 + 100 * wide(schemes)
 
 
-@pytest.mark.parametrize("count", range(9))
+def promotion(
+    count: int | None,
+    budget: int | None = None,
+    *,
+    bits: int = 6,
+    match: str = "*",
+    base: Mapping[str, Scheme] = BASE,
+    traces: Mapping[str, float] = TRACES,
+    estimate: Measure = sizes,
+    exact: Measure = sizes,
+) -> list[str]:
+    """The promoted names by trace. Checks that the order is that of the base, and that only bits changed."""
+    quant = QuantSpec.model_construct(promote=Promote(bits=bits, count=count, match=match), budget_bytes=budget)
+    lines: list[str] = []
+    chosen = promote(quant, base, traces, estimate, exact, lines.append)
+    assert list(chosen) == list(base) and all(line.endswith("keeps its bits") for line in lines)
+    names = promoted(base, chosen, traces)
+    for name in base:
+        assert chosen[name] == (base[name].with_bits(bits) if name in names else base[name])
+    return list(names)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
 def test_the_largest_traces_first(count: int) -> None:
     for traces in (TRACES, dict(reversed(TRACES.items()))):
-        got = promote(traces, BASE, count=count, to_bits=6, match=[], budget_bytes=None, measure=None)
-        assert promoted(got) == set(RANKED[:count])
+        assert promotion(count, traces=traces) == RANKED[:count]
 
 
 def test_match_restricts_the_candidates() -> None:
-    got = promote(TRACES, BASE, count=2, to_bits=7, match=["blocks.*.up", "embed.*"], budget_bytes=None, measure=None)
-    assert promoted(got, 7) == {"blocks.3.mlp.up", "blocks.1.mlp.up"}
-    got = promote(TRACES, BASE, count=1, to_bits=6, match=["blocks.{0,1}.mlp.*"], budget_bytes=None, measure=None)
-    assert promoted(got) == {"blocks.0.mlp.down"}
+    assert promotion(2, bits=7, match="blocks.**.up") == ["blocks.3.mlp.up", "blocks.1.mlp.up"]
+    assert promotion(1, match="blocks.{0,1}.mlp.*") == ["blocks.0.mlp.down"]
 
 
 def test_parameters_without_a_trace_or_with_as_many_bits_are_no_candidates() -> None:
     traces = {name: trace for name, trace in TRACES.items() if "down" in name}
     base = {**BASE, "blocks.2.mlp.down": Gptq(bits=7)}
-    got = promote(traces, base, count=3, to_bits=6, match=[], budget_bytes=None, measure=None)
-    assert {name for name in base if got[name] != base[name]} == {f"blocks.{i}.mlp.down" for i in (0, 1, 3)}
-    assert got["blocks.2.mlp.down"] == Gptq(bits=7)
+    assert promotion(3, base=base, traces=traces) == [f"blocks.{i}.mlp.down" for i in (0, 1, 3)]
 
 
 @pytest.mark.parametrize("fits", range(9))
@@ -85,17 +102,37 @@ def test_a_budget_is_kept_to_the_byte(fits: int, slack: int) -> None:
     budget = 1000 + 100 * fits + slack
     if budget < 1000:
         with pytest.raises(QuantizeError, match=r"takes 1,000 bytes before any promotion, and the budget is 999"):
-            promote(TRACES, BASE, count=None, to_bits=6, match=[], budget_bytes=budget, measure=sizes)
+            promotion(None, budget)
         return
-    got = promote(TRACES, BASE, count=None, to_bits=6, match=[], budget_bytes=budget, measure=sizes)
-    assert promoted(got) == set(RANKED[: fits + (slack == -1) * -1])
-    assert sizes(got) <= budget
+    assert promotion(None, budget) == RANKED[: fits - (slack == -1)]
 
 
-def test_count_bounds_the_budget() -> None:
-    for count, budget, want in ((3, 10**6, 3), (3, 1250, 2), (99, 10**6, 8)):
-        got = promote(TRACES, BASE, count=count, to_bits=6, match=[], budget_bytes=budget, measure=sizes)
-        assert promoted(got) == set(RANKED[:want])
+@pytest.mark.parametrize(("count", "budget", "expected"), [(3, 10**6, 3), (3, 1250, 2), (99, 10**6, 8)])
+def test_count_bounds_the_budget(count: int, budget: int, expected: int) -> None:
+    assert promotion(count, budget) == RANKED[:expected]
+
+
+@pytest.mark.parametrize("budget", [1000, 1050, 1100, 1350, 1799, 1800, 10000])
+@pytest.mark.parametrize(
+    "estimate",
+    [
+        lambda s: 7 + 100 * wide(s),
+        lambda s: 7 + 30 * wide(s),
+        lambda s: 7 + 400 * wide(s),
+        lambda s: 0,
+        lambda s: 10**6 * (wide(s) > 0),
+    ],
+    ids=["right", "low", "high", "constant", "never"],
+)
+def test_the_exact_size_decides_for_any_estimate(budget: int, estimate: Measure) -> None:
+    measured: list[int] = []
+
+    def exact(schemes: Mapping[str, Scheme]) -> int:
+        measured.append(wide(schemes))
+        return sizes(schemes)
+
+    assert promotion(None, budget, estimate=estimate, exact=exact) == RANKED[: (budget - 1000) // 100]
+    assert len(measured) == len(set(measured))  # each measurement compresses all arrays
 
 
 def test_it_stops_at_the_first_that_does_not_fit() -> None:
@@ -104,19 +141,14 @@ def test_it_stops_at_the_first_that_does_not_fit() -> None:
     def measure(chosen: Mapping[str, Scheme]) -> int:
         return 1000 + sum((500 if name == RANKED[1] else 10) for name in BASE if chosen[name].bits_per_value() == 6)
 
-    got = promote(TRACES, BASE, count=None, to_bits=6, match=[], budget_bytes=1100, measure=measure)
-    assert promoted(got) == {RANKED[0]}
+    assert promotion(None, 1100, estimate=measure, exact=measure) == RANKED[:1]
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(QuantizeError, match=r"'blocks\.\*\.gate' matches no parameter"):
-        promote(TRACES, BASE, count=1, to_bits=6, match=["blocks.*.gate"], budget_bytes=None, measure=None)
+        promotion(1, match="blocks.*.gate")
     with pytest.raises(QuantizeError, match="asks for 9 parameters at int6, and only 8"):
-        promote(TRACES, BASE, count=9, to_bits=6, match=[], budget_bytes=None, measure=None)
-    with pytest.raises(ValueError, match="count or a byte budget"):
-        promote(TRACES, BASE, count=None, to_bits=6, match=[], budget_bytes=None, measure=None)
-    with pytest.raises(ValueError, match="needs a measure"):
-        promote(TRACES, BASE, count=None, to_bits=6, match=[], budget_bytes=5, measure=None)
+        promotion(9)
 
 
 def test_a_real_model_under_a_real_budget() -> None:
@@ -126,30 +158,26 @@ def test_a_real_model_under_a_real_budget() -> None:
     params = {name: torch.randn(32, 48, generator=generator) for name in base}
     hessians = {name: torch.eye(48) * (i + 1) for i, name in enumerate(base)}
     traces = {name: float(h.trace()) for name, h in hessians.items()}
+    ranked = sorted(base, reverse=True)
 
     def measure(chosen: Mapping[str, Scheme]) -> int:
         model = quantize_tensors(params, chosen, hessians)
-        return measured_bytes(ArtifactContents(spec=b"{}", layout=model.layout(), tensors=model.tensors), quality=11)
+        return measured_bytes(ArtifactContents(spec=b"{}", layout=model.layout(), tensors=model.tensors))
 
-    every = [{**base, **{f"b{i}": Gptq(bits=6, clip_quantiles=(1.0,)) for i in range(5 - n, 5)}} for n in range(6)]
-    exact = [measure(chosen) for chosen in every]
+    def estimate(chosen: Mapping[str, Scheme]) -> int:
+        return entropy_bytes(quantize_tensors(params, chosen, hessians))
+
+    exact = [
+        measure({name: scheme.with_bits(6) if name in ranked[:n] else scheme for name, scheme in base.items()})
+        for n in range(6)
+    ]
     assert exact == sorted(exact)
+    with pytest.raises(QuantizeError, match=f"{exact[0]:,} bytes"):
+        promotion(None, exact[0] - 1, base=base, traces=traces, estimate=estimate, exact=measure)
     for n in range(6):
-        for slack in (-1, 0, 1):
-            if n == 0 and slack == -1:
-                with pytest.raises(QuantizeError, match=f"{exact[0]:,} bytes"):
-                    promote(
-                        traces,
-                        base,
-                        count=None,
-                        to_bits=6,
-                        match=[],
-                        budget_bytes=exact[0] - 1,
-                        measure=measure,
-                    )
-                continue
-            got = promote(traces, base, count=None, to_bits=6, match=[], budget_bytes=exact[n] + slack, measure=measure)
-            assert got == every[n - 1 if slack == -1 else n]
+        for slack in (-1, 0, 1) if n else (0, 1):
+            budget, expected = exact[n] + slack, ranked[: n - (slack == -1)]
+            assert promotion(None, budget, base=base, traces=traces, estimate=estimate, exact=measure) == expected
 
 
 def test_the_quick_estimate_is_close_to_the_artifact() -> None:

@@ -14,7 +14,7 @@ from specc.compiler.quant.scheme import Scheme
 from specc.runtime.artifact.quantized_model import QuantizedModel, dequantized, entropy_bytes, quantize_tensors
 from specc.runtime.calibration.hessian import CHUNK_ROWS, Hessians, traces
 from specc.runtime.errors import IntegrityError, QuantizeError, RunFailure, RuntimeFailure
-from specc.runtime.quantize.quantizer import Statistics
+from specc.runtime.quantize.quantizer import Quantizer, Statistics
 from specc.runtime.quantize.report import Row, report, table
 
 
@@ -160,7 +160,7 @@ def test_report_rows_against_the_inputs_themselves() -> None:
     hessians = {name: x.T @ x / 300 for name, x in inputs.items() if name != "embed.table"}
     quantized = quantize_tensors(params, schemes, hessians)
     back = dequantized(quantized)
-    rows = report(params, quantized, Statistics(hessians))
+    rows = report(Quantizer(params, Statistics(hessians)), schemes)
     assert [row.name for row in rows] == list(schemes)
     for row in rows:
         weight = params[row.name].double()
@@ -224,9 +224,9 @@ def test_a_table_of_many_has_a_line_for_those_that_differ_in_the_layer_alone() -
 @pytest.mark.parametrize("scale", [1e-30, 1e-8, 1.0, 1e8, 1e30])
 def test_output_error_does_not_depend_on_the_scale_of_the_hessian(scale: float) -> None:
     params, schemes, hessians = model()
-    quantized = quantize_tensors(params, schemes, hessians)
-    one = report(params, quantized, Statistics(hessians))
-    other = report(params, quantized, Statistics({name: h.double() * scale for name, h in hessians.items()}))
+    one = report(Quantizer(params, Statistics(hessians)), schemes)
+    scaled = Statistics({name: h.double() * scale for name, h in hessians.items()})
+    other = report(Quantizer(params, scaled), schemes)
     for a, b in zip(one, other, strict=True):
         assert (a.output_error is None) == (b.output_error is None)
         assert a.output_error is None or math.isclose(a.output_error, b.output_error or 0.0, rel_tol=1e-9)
@@ -234,8 +234,7 @@ def test_output_error_does_not_depend_on_the_scale_of_the_hessian(scale: float) 
 
 def test_output_error_without_any_input() -> None:
     params, schemes, hessians = model()
-    quantized = quantize_tensors(params, schemes, hessians)
-    row = report(params, quantized, Statistics({"blocks.0.up": torch.zeros(16, 16)}))[1]
+    row = report(Quantizer(params, Statistics({**hessians, "blocks.0.up": torch.zeros(16, 16)})), schemes)[1]
     assert row.output_error == 0.0
 
 

@@ -1,0 +1,47 @@
+"""The artifact of a quantized model: its contents, and the file that is written for them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from specc.compiler.build import canonical
+from specc.compiler.spec.spec import Spec
+from specc.runtime.artifact.artifact import ArtifactContents, ArtifactSize, write_artifact
+from specc.runtime.artifact.codecs import Codec
+from specc.runtime.artifact.deployment import Deployment
+from specc.runtime.artifact.quantized_model import QuantizedModel
+from specc.runtime.artifact.table import described
+from specc.runtime.quantize.schemes import resolved
+from specc.runtime.storage.data_digests import DataDigests
+
+
+def artifact_contents(spec: Spec, stored: QuantizedModel, trained_on: DataDigests | None) -> ArtifactContents:
+    """Returns the contents of the artifact of `stored`, with zeros for the digests of interface and code.
+
+    The digests need a build and do not change the size of the file. `spec` is the spec of the trained run.
+    """
+    text = canonical(resolved(spec, stored.schemes)).encode()
+    table = described(stored.schemes, stored.tensors)
+    return ArtifactContents(text, stored.layout(), stored.tensors, table=table, trained_on=trained_on)
+
+
+def write_quantized(
+    path: Path, spec: Spec, stored: QuantizedModel, trained_on: DataDigests | None, codec: Codec = Codec.BROTLI
+) -> ArtifactSize:
+    """Writes the artifact of a quantized model.
+
+    Args:
+        path: the file to write or to replace.
+        spec: the spec of the trained run.
+        stored: the arrays of the artifact.
+        trained_on: digests of the training data; None if they are not known.
+        codec: the compression of all sections.
+
+    Returns:
+        The size of the file in bytes, by section.
+
+    Raises:
+        RunFailure, IntegrityError, EnvironmentFailure: under the conditions of `write_artifact`.
+    """
+    deployment = Deployment.of(resolved(spec, stored.schemes))
+    contents = artifact_contents(spec, stored, trained_on)
+    return write_artifact(path, replace(contents, interface=deployment.interface, code=deployment.code), codec=codec)
