@@ -36,7 +36,7 @@ from specc.runtime.model.protocols import GeneratedLines, GeneratedText, line_mo
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.data_digests import DataDigests
 from specc.runtime.storage.quantized_run import quantized_artifact
-from specc.runtime.storage.run_directory import KEPT, Run, RunDirectoryError
+from specc.runtime.storage.run_directory import KEPT, Run, require_path
 from specc.runtime.support.native import compile_ahead
 
 Say = Callable[[str], None]
@@ -136,8 +136,7 @@ def open_model(
         run, weights, _ = as_trained(run, say)
         run = replace(run, spec=prepared(run.spec))
         return opened_run(run, weights, target, device, search)
-    if not path.exists():
-        raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+    require_path(path)
     places = (path.parent.parent / KEPT, *search, path.parent)  # the first exists if the artifact is still in its run
     return _open_artifact(path, target, device, places, say, None, prepared)
 
@@ -284,8 +283,7 @@ def spec_at(path: Path) -> Spec:
     """Returns the spec of a run or of an artifact. Raises RunDirectoryError and IntegrityError as `open_model` does."""
     if path.is_dir():
         return Run.open(path).spec
-    if not path.exists():
-        raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+    require_path(path)
     return read_verified(path).spec
 
 

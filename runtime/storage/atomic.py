@@ -29,23 +29,29 @@ def write_atomically(path: Path, parts: Iterable[bytes], check: Callable[[Path],
         _sweep(path)
         with _temporary(path) as (temporary, descriptor):
             for part in parts:
-                _write_all(descriptor, part)
+                write_all(descriptor, part)
             os.fsync(descriptor)
             check(temporary)
             temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except OSError as error:
         raise cannot_write(path, error) from error
 
 
-def _write_all(descriptor: int, part: bytes) -> None:
+def write_all(descriptor: int, part: bytes) -> None:
+    """Writes `part` in full to an open file."""
     view = memoryview(part)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Syncs the entries of a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from pydantic import Field, ValidationError
 
 from specc.compiler.strict import StrictModel
 from specc.runtime.errors import IntegrityError
+from specc.runtime.storage.atomic import sync_folder, write_all
 
 COMMIT = "COMMIT"
 HINT = "use an older one, or make it again"
@@ -97,9 +98,9 @@ def write(path: Path, files: Iterable[tuple[str, bytes]]) -> None:
         members = {name: _write_file(temporary / name, data) for name, data in files}
         commit = Commit(format=1, name=path.name, members=members)
         _write_file(temporary / COMMIT, commit.model_dump_json(indent=1).encode())
-        _sync(temporary)
+        sync_folder(temporary)
         os.rename(temporary, path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after the rename it no longer exists
 
@@ -134,7 +135,7 @@ def settle(path: Path, new: Path) -> None:
     with suppress(IntegrityError, FileNotFoundError):  # incomplete, or another process renamed it first
         Committed.open(new)
         os.rename(new, path)
-        _sync(path.parent)
+        sync_folder(path.parent)
 
 
 def sweep(folder: Path) -> None:
@@ -156,18 +157,8 @@ def _aside(path: Path) -> Path:
 def _write_file(path: Path, data: bytes) -> Member:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        write_all(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return Member(size=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,7 @@ from pathlib import Path
 from specc.runtime.errors import IntegrityError, RunFailure
 from specc.runtime.storage import committed
 from specc.runtime.storage.committed import Committed
-from specc.runtime.storage.run_directory import Run, RunDirectoryError
+from specc.runtime.storage.run_directory import Run, require_path
 
 ARTIFACT = "model.specc"
 REPORT = "report.json"
@@ -45,6 +45,5 @@ def artifact_of(path: Path, say: Callable[[str], None]) -> Path:
     RunDirectoryError if nothing is at `path`, otherwise as `quantized_artifact` and `Run.open`."""
     if path.is_dir():
         return quantized_artifact(Run.open(path), say)
-    if not path.exists():
-        raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+    require_path(path)
     return path

@@ -49,6 +49,12 @@ class RunDirectoryError(RuntimeFailure):
     exit_code = 2
 
 
+def require_path(path: Path) -> None:
+    """Raises RunDirectoryError if nothing is at `path`, which names a run or an artifact."""
+    if not path.exists():
+        raise RunDirectoryError(f"{path}: no such run or artifact", "name a run directory or a .specc file")
+
+
 class _Record(StrictModel):
     format: Literal[1]
     target: str

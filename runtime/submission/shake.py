@@ -31,8 +31,7 @@ class _Module:
     """
 
     body: list[ast.stmt]
-    whole: bool
-    imports: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    imports: dict[str, Symbol] = field(default_factory=dict)
     bound: dict[str, list[int]] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     used: dict[str, Symbol] = field(default_factory=dict)
@@ -161,7 +160,7 @@ class Shaker:
                 raise ShakeError(f"there is no module {name}")
             tree = ast.parse(self._sources[name])
             _Strip(annotations=True).visit(tree)
-            module = self._modules[name] = _Module(tree.body, False)
+            module = self._modules[name] = _Module(tree.body)
             for place, statement in enumerate(tree.body):
                 if isinstance(statement, ast.ImportFrom):
                     if statement.level:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_checkpoint_files import no_warning, same, snapshot
 
-from specc.runtime.errors import RunFailure
+from specc.runtime.errors import EnvironmentFailure
 from specc.runtime.storage import checkpoint
 from specc.runtime.storage.committed import sweep
 
@@ -82,9 +82,9 @@ def test_each_failing_call_is_a_clean_failure(tmp_path: Path, persistent: bool, 
             if number == failing or (persistent and number > failing):
                 raise OSError(code, os.strerror(code))
 
-        with pytest.raises(RunFailure) as caught, system(fail):
+        with pytest.raises(EnvironmentFailure) as caught, system(fail):
             checkpoint.save(folder, snapshot(3))
-        assert caught.value.exit_code == 4 and os.strerror(code) in caught.value.message
+        assert caught.value.exit_code == 3 and os.strerror(code) in caught.value.message
         newest = checkpoint.latest(folder, no_warning)
         assert newest is not None
         loaded = checkpoint.load(newest)
